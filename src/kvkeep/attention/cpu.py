@@ -1,0 +1,124 @@
+"""Attention in plain torch, in blocks of query rows: what runs on a CPU, and on any device without a kernel.
+
+The matrix of probabilities exists for one block of rows at a time (at most `BLOCK_BYTES`), whatever the prompt's
+length. Softmax and statistics are float32. Half-precision keys and values are widened a block of slots at a time
+in decode, so no copy of the store is made.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep.statistic import Nothing, Statistic
+from kvkeep.types import AttentionOptions, Report
+
+BLOCK_BYTES = 32 * 2**20
+"""Size of one block of logits; large enough that Python's overhead vanishes, small enough to bound memory."""
+
+WIDEN_SLOTS = 256
+"""Slots of half-precision keys or values that are widened to float32 at a time in decode."""
+
+_HIDDEN = torch.finfo(torch.float32).min
+
+
+def attend(
+    query: Float[Tensor, "B Hq T D"],
+    keys: Float[Tensor, "B Hk S D"],
+    values: Float[Tensor, "B Hk S E"],
+    query_positions: Int[Tensor, "B T"],
+    key_positions: Int[Tensor, "B #Hk S"],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    """Attend over occupied slots and reduce the policy's statistic on the way.
+
+    Args:
+        query: new queries.
+        keys: slots, unordered; with ``T > 1`` the last ``T`` must be the queries' own keys in their order.
+        values: the slots' values.
+        query_positions: true positions, -1 for padding: such rows return an undefined, finite output.
+        key_positions: true positions of the slots, -1 for empty; ``Hk`` may be 1 when all heads agree.
+        statistic: what to report.
+        options: scaling, window, soft cap and sinks of the model.
+
+    Returns:
+        The output in the query's dtype, and the report with ``mass`` of shape ``(B, Hk, S)`` in float32.
+
+    Cost:
+        ``2·B·Hq·T·S·(D + E)`` FLOPs (half of it for a causal chunk); peak extra memory about three blocks.
+    """
+    B, Hq, T, D = query.shape
+    Hk, S = keys.shape[1:3]
+    grouped = query.reshape(B, Hk, Hq // Hk, T, D)
+    selected = statistic.selects(query_positions)
+    silent = isinstance(statistic, Nothing)
+    if T > 1 and keys.dtype != torch.float32:
+        keys, values = keys.float(), values.float()  # one layer of a prompt, widened once for all blocks
+    out = query.new_empty((B, Hk, Hq // Hk, T, values.shape[-1]))
+    mass = torch.zeros((B, Hk, 0 if silent else S), dtype=torch.float32, device=query.device)
+    rows = max(1, BLOCK_BYTES // (4 * B * Hq * S))
+    for start in range(0, T, rows):
+        block = slice(start, min(start + rows, T))
+        n = S - T + block.stop  # keys after the block's last row are in its future
+        hidden = _hidden(query_positions[:, block], key_positions[:, :, :n], options.window, decode=T == 1)
+        p = _softmax(_logits(grouped[:, :, :, block], keys[:, :, :n], options), hidden, options.sinks)
+        out[:, :, :, block] = _mix(p, values[:, :, :n]).to(out.dtype)
+        if not silent:
+            mass[:, :, :n] += statistic.reduce(p, selected[:, block])
+    return out.flatten(1, 2), Report(mass=mass)
+
+
+def _hidden(
+    query_positions: Int[Tensor, "B T"],
+    key_positions: Int[Tensor, "B H S"],
+    window: int | None,
+    *,
+    decode: bool,
+) -> Bool[Tensor, "B H 1 T S"]:
+    """Mark what a row must not see. In decode the query is the newest token, so nothing is in its future."""
+    k = key_positions[:, :, None, None, :]
+    q = query_positions[:, None, None, :, None]
+    hidden = k < 0 if decode else (k < 0) | (k > q)
+    return hidden if window is None else hidden | (k <= q - window)
+
+
+def _logits(
+    query: Float[Tensor, "B Hk G T D"], keys: Float[Tensor, "B Hk S D"], options: AttentionOptions
+) -> Float[Tensor, "B Hk G T S"]:
+    """Scaled (and soft-capped) logits in float32."""
+    B, Hk, G, T, D = query.shape
+    q = query.float().mul(options.scaling).reshape(B, Hk, G * T, D)
+    if keys.dtype == torch.float32:
+        logits = q @ keys.mT
+    else:
+        logits = torch.cat([q @ part.float().mT for part in keys.split(WIDEN_SLOTS, dim=2)], dim=-1)
+    if options.softcap is not None:
+        logits = torch.tanh(logits / options.softcap) * options.softcap
+    return logits.view(B, Hk, G, T, -1)
+
+
+def _softmax(
+    logits: Float[Tensor, "B Hk G T S"], hidden: Bool[Tensor, "B H 1 T S"], sinks: Float[Tensor, " Hq"] | None
+) -> Float[Tensor, "B Hk G T S"]:
+    """Softmax over what is visible. A row that sees nothing becomes uniform, not NaN; nobody counts it."""
+    logits = logits.masked_fill_(hidden, _HIDDEN)
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    B, Hk, G, T, S = logits.shape
+    extra = sinks.float().reshape(1, Hk, G, 1, 1).expand(B, Hk, G, T, 1)
+    return torch.cat([logits, extra], dim=-1).softmax(dim=-1)[..., :S]
+
+
+def _mix(p: Float[Tensor, "B Hk G T S"], values: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk G T E"]:
+    """Weigh the values by the probabilities, in float32."""
+    B, Hk, G, T, S = p.shape
+    flat = p.reshape(B, Hk, G * T, S)
+    if values.dtype == torch.float32:
+        out = flat @ values
+    else:
+        parts = zip(flat.split(WIDEN_SLOTS, dim=-1), values.split(WIDEN_SLOTS, dim=2), strict=True)
+        out = torch.stack([weight @ part.float() for weight, part in parts]).sum(dim=0)
+    return out.view(B, Hk, G, T, -1)

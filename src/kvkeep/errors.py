@@ -1,0 +1,53 @@
+"""Every error that kvkeep raises on purpose.
+
+::
+
+    KVKeepError
+    ├── BudgetError (ValueError)         a budget that cannot hold what it must
+    │   └── CapacityError                a non-evicting cache is full
+    ├── PolicyError (ValueError)         unknown policy, unknown or bad option
+    ├── InputError (ValueError)          a prompt, file or option of the user that cannot be used
+    ├── ShapeError (ValueError)          tensors that do not fit the cache
+    ├── ModelFileError (OSError)         a model folder that is missing, incomplete, unsafe or corrupted
+    ├── UnsupportedModelError            a model that the attention interface does not reach
+    └── UnsupportedOperationError        something that cannot be done after tokens were evicted
+
+A message says what happened (with numbers), why it matters and what to do. The command line prints it as one
+line and exits with code 2.
+"""
+
+
+class KVKeepError(Exception):
+    """Base of all errors raised by kvkeep."""
+
+
+class BudgetError(KVKeepError, ValueError):
+    """The budget is out of range or smaller than what the policy protects."""
+
+
+class CapacityError(BudgetError):
+    """A policy that never evicts was given more tokens than the budget holds."""
+
+
+class PolicyError(KVKeepError, ValueError):
+    """The policy does not exist, or an option of it is unknown or has a bad value."""
+
+
+class InputError(KVKeepError, ValueError):
+    """A prompt, a file or a command-line option cannot be used."""
+
+
+class ShapeError(KVKeepError, ValueError):
+    """Tensors do not fit the cache: another model, batch size, dtype or attention mask."""
+
+
+class ModelFileError(KVKeepError, OSError):
+    """A model folder is missing, incomplete, corrupted or holds weights that are not safetensors."""
+
+
+class UnsupportedModelError(KVKeepError):
+    """The model's attention cannot be reached, or asks for a mask that eviction cannot honour."""
+
+
+class UnsupportedOperationError(KVKeepError):
+    """The operation needs tokens that an evicting cache no longer has."""

@@ -1,0 +1,319 @@
+"""The joint of one layer: append → attend → observe → evict. The only place that moves slots.
+
+`Layer` owns a fixed block of slots per row and KV head and the policy that decides what stays in it. It knows
+nothing of transformers; `kvkeep.cache` and later the engine drive it. Layouts are drawn in ``docs/layouts.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep import budget as budgets
+from kvkeep import scores
+from kvkeep.attention import attend
+from kvkeep.errors import CapacityError, ShapeError
+from kvkeep.memory import Memory, bytes_of
+from kvkeep.policies.base import Policy
+from kvkeep.store import DenseStore
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, State, View
+
+_LATER = torch.iinfo(torch.int32).max
+
+
+class Layer:
+    """One layer's slots and their policy.
+
+    Args:
+        policy: the eviction policy.
+        budget: slots that may stay occupied after a step, one number or one per row.
+        index: the layer's number in the model, a key of counter-based randomness.
+        window: sliding window of the layer in tokens; its budget is then ``min(budget, window)``.
+        prefill_chunk: cut a prompt into chunks of this many tokens; ``None`` takes it whole.
+        sequences: identity of each row for randomness; all 0 if not given, so that a row's result does not
+            depend on its place in the batch.
+
+    Attributes:
+        columns: columns seen so far, padding included.
+        store: the slots, allocated by the first step.
+        state: the policy's per-slot state.
+        seen: real tokens seen per row.
+    """
+
+    store: DenseStore
+    state: State
+    seen: Int[Tensor, " B"]
+    sequences: Int[Tensor, " B"]
+    budget: Budget
+
+    def __init__(
+        self,
+        policy: Policy,
+        budget: int | Sequence[int],
+        *,
+        index: int = 0,
+        window: int | None = None,
+        prefill_chunk: int | None = None,
+        sequences: Sequence[int] | None = None,
+    ):
+        numbers = budgets.check(budget)
+        self.policy = policy
+        self.window = window
+        self.columns = 0
+        self.allocated = False
+        self._budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
+        self._index = index
+        self._prefill_chunk = prefill_chunk
+        self._given_sequences = sequences
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        *,
+        options: AttentionOptions,
+        real: Bool[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B Hq T E"]:
+        """Add ``T`` new tokens per row, attend, and evict down to the budget.
+
+        Args:
+            query: new queries, rotated like the keys.
+            keys: new keys.
+            values: new values.
+            options: scaling, soft cap, sinks; its window must be the layer's.
+            real: which of the new tokens are real; ``None``: all. Padding never enters a slot.
+
+        Returns:
+            The attention output; undefined for padded tokens.
+
+        Raises:
+            ShapeError: the tensors do not fit what the layer holds.
+            CapacityError: the policy does not evict and the budget is exhausted.
+        """
+        T = query.shape[2]
+        self._open(keys, values)
+        if not self.policy.evicts:
+            self._check_room(T, real)
+        if T == 1:
+            return self._decode(query, keys, values, options, real)
+        size = self._prefill_chunk or T
+        chunks = [slice(start, start + size) for start in range(0, T, size)]
+        parts = [
+            self._prefill(
+                query[:, :, chunk],
+                keys[:, :, chunk],
+                values[:, :, chunk],
+                options,
+                None if real is None else real[:, chunk],
+            )
+            for chunk in chunks
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays allocated for the next sequences of the same shape."""
+        self.columns = 0
+        if self.allocated:
+            self.store.clear()
+            self.seen.zero_()
+
+    def select_rows(self, index: Int[Tensor, " n"]) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
+        if not self.allocated:
+            return
+        index = index.to(self.seen.device)
+        self.store.select_rows(index)
+        self.state = {name: tensor.index_select(0, index) for name, tensor in self.state.items()}
+        self.seen = self.seen.index_select(0, index)
+        self.sequences = self.sequences.index_select(0, index)
+        if isinstance(self.budget, Tensor):
+            self.budget = self.budget.index_select(0, index)
+
+    def memory(self) -> Memory:
+        """Bytes of this layer; zeros before the first step."""
+        if not self.allocated:
+            return Memory()
+        counters = [self.seen, self.sequences, *([self.budget] if isinstance(self.budget, Tensor) else [])]
+        per_slot = [*self.store.tensors(), *self.state.values()]
+        n_slots = self.store.positions.numel()
+        n_occupied = int((self.store.positions >= 0).sum())
+        per_token = bytes_of([self.store.keys, self.store.values]) // (n_slots // self.store.positions.shape[1])
+        return Memory(
+            allocated_bytes=bytes_of([*per_slot, *counters]),
+            occupied_bytes=bytes_of(per_slot) // n_slots * n_occupied,
+            state_bytes=bytes_of([*self.state.values(), *counters]),
+            full_bytes=int(self.seen.sum()) * per_token,
+        )
+
+    # -- decode: one token per row, in place -------------------------------------------------------------------
+
+    def _decode(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        keys: Float[Tensor, "B Hk 1 D"],
+        values: Float[Tensor, "B Hk 1 E"],
+        options: AttentionOptions,
+        real: Bool[Tensor, "B 1"] | None,
+    ) -> Float[Tensor, "B Hq 1 E"]:
+        """Write the token into an empty slot, attend, and empty the victim's slot. Nothing is copied."""
+        positions = self._advance(1, real)
+        slot = self.store.write(keys, values, positions)
+        for name, start in self.policy.slots.items():
+            self.state[name].scatter_(-1, slot, start)
+        view = self._view(self.store.keys, self.store.values, self.store.positions, "decode")
+        out, report = attend(
+            query,
+            view.keys,
+            view.values,
+            positions,
+            view.positions,
+            statistic=self.policy.statistic,
+            options=options,
+        )
+        for name, tensor in self.policy.observe(self.state, view, report).items():
+            self.state[name].copy_(tensor)
+        self._evict_one(view)
+        return out
+
+    def _evict_one(self, view: View) -> None:
+        """Empty the weakest slot of every row and head that is over budget."""
+        held = self.store.positions
+        shielded = self._shielded(view, self.state)
+        if self.window is not None:
+            held.copy_(scores.expire(held, self.seen, self.window))
+        victim = scores.weakest(shielded, held)
+        limit = self.budget if isinstance(self.budget, int) else self.budget[:, :, None]
+        over = (held >= 0).sum(dim=-1, keepdim=True) > limit
+        held.scatter_(-1, victim, held.gather(-1, victim).masked_fill(over, EMPTY))
+
+    # -- prefill: many tokens per row, one gather ----------------------------------------------------------------
+
+    def _prefill(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        options: AttentionOptions,
+        real: Bool[Tensor, "B T"] | None,
+    ) -> Float[Tensor, "B Hq T E"]:
+        """Attend over slots ∪ chunk, then keep the best of both."""
+        first = self.columns == 0  # the slots are empty: nothing to join, and all heads agree on positions
+        B, Hk, T, _ = keys.shape
+
+        def joined(slots: Tensor, chunk: Tensor) -> Tensor:
+            return chunk if first else torch.cat([slots, chunk], dim=2)
+
+        new = self._advance(T, real)
+        shared = new.to(torch.int32)[:, None]
+        positions = joined(self.store.positions, shared.expand(B, Hk, T))
+        view = self._view(joined(self.store.keys, keys), joined(self.store.values, values), positions, "prefill")
+        out, report = attend(
+            query,
+            view.keys,
+            view.values,
+            new,
+            shared if first else positions,
+            statistic=self.policy.statistic,
+            options=options,
+        )
+        state = {
+            name: joined(self.state[name], self.state[name].new_full((B, Hk, T), start))
+            for name, start in self.policy.slots.items()
+        }
+        self._cut(view, self.policy.observe(state, view, report))
+        return out
+
+    def _cut(self, view: View, state: State) -> None:
+        """Move the best ``budget`` of a view, with their state, into the slots in position order."""
+        positions = view.positions
+        if self.window is not None:
+            positions = scores.expire(positions, self.seen, self.window)
+        stays = scores.keep(self._shielded(view, state), positions, self.budget)
+        order = positions.masked_fill(~stays, _LATER).argsort(dim=-1)[..., : self.store.capacity]
+        kept = positions.gather(-1, order).masked_fill(~stays.gather(-1, order), EMPTY)
+        index = order[..., None]
+        self.store.fill(
+            view.keys.gather(2, index.expand(-1, -1, -1, view.keys.shape[-1])),
+            view.values.gather(2, index.expand(-1, -1, -1, view.values.shape[-1])),
+            kept,
+        )
+        for name, tensor in state.items():
+            self.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
+
+    # -- shared ----------------------------------------------------------------------------------------------------
+
+    def _shielded(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """The policy's scores with the protected tokens out of reach."""
+        sinks, recent = self.policy.protected(view.budget)
+        score = self.policy.score(view, state)
+        return scores.protect(score, view.positions, view.seen, sinks=sinks, recent=recent)
+
+    def _view(
+        self,
+        keys: Float[Tensor, "B Hk S D"],
+        values: Float[Tensor, "B Hk S E"],
+        positions: Int[Tensor, "B Hk S"],
+        phase: Phase,
+    ) -> View:
+        return View(
+            positions=positions,
+            keys=keys,
+            values=values,
+            seen=self.seen,
+            budget=self.budget,
+            phase=phase,
+            layer=self._index,
+            sequences=self.sequences,
+        )
+
+    def _advance(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
+        """Count the new tokens of each row and return their true positions, -1 for padding."""
+        if real is None:
+            positions = self.seen[:, None] + torch.arange(T, device=self.seen.device)
+            self.seen += T
+        else:
+            positions = (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
+            self.seen += real.sum(dim=1)
+        self.columns += T
+        return positions
+
+    def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
+        """Allocate on the first step; later, check that the tensors still fit."""
+        if self.allocated and self.store.fits(keys, values):
+            return
+        if self.allocated and self.columns:
+            raise ShapeError(
+                f"The cache holds (rows, KV heads, slots, head dim) = {tuple(self.store.keys.shape)} in "
+                f"{self.store.keys.dtype} and was given {tuple(keys.shape)} in {keys.dtype}. One cache serves one "
+                "model and one batch: make a new one for another, or call reset() first."
+            )
+        B, Hk, _, _ = keys.shape
+        device = keys.device
+        given = self._given_sequences
+        if given is not None and len(given) != B:
+            raise ShapeError(f"{len(given)} sequence ids were given for a batch of {B} rows; give one per row.")
+        self.budget = budgets.per_row(self._budgets, B, device)
+        self.store = DenseStore(keys, values, capacity=max(self._budgets) + 1)
+        self.state = {
+            name: torch.full((B, Hk, self.store.capacity), start, dtype=torch.float32, device=device)
+            for name, start in self.policy.slots.items()
+        }
+        self.seen = torch.zeros(B, dtype=torch.int64, device=device)
+        self.sequences = torch.tensor(given or [0] * B, dtype=torch.int64, device=device)
+        self.allocated = True
+
+    def _check_room(self, T: int, real: Bool[Tensor, "B T"] | None) -> None:
+        """A policy that never evicts must refuse what does not fit, before anything is written."""
+        room = min(self._budgets)
+        if self.window is not None and room >= self.window:
+            return
+        needed = int((self.seen + (T if real is None else real.sum(dim=1))).max())
+        if needed > room:
+            raise CapacityError(
+                f"A sequence has reached {needed} tokens, the budget is {room}, and this policy never evicts. Give a "
+                "budget of at least the longest prompt plus its new tokens, or choose a policy that evicts."
+            )

@@ -1,0 +1,1 @@
+"""Models: the transformers adapter (`hf`) and the embedded model (`tiny`)."""

@@ -1,0 +1,188 @@
+"""The transformers adapter: an attention function, a mask function, and `attach`. Public doors only, no patching.
+
+Importing this module registers both functions under the name ``kvkeep``; `attach` selects them for one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from kvkeep.attention import attend
+from kvkeep.cache import ATTENTION, layer_behind
+from kvkeep.errors import ShapeError, UnsupportedModelError
+from kvkeep.statistic import Nothing
+from kvkeep.types import EMPTY, AttentionOptions
+
+_Model = TypeVar("_Model", bound=PreTrainedModel)
+
+
+@dataclass(frozen=True)
+class PaddingMask:
+    """All that attention over positions needs to know about a batch; causality and windows follow from positions.
+
+    Attributes:
+        real: which columns of the logical key axis hold real tokens; ``None``: all.
+        q_offset: column of the first query.
+        kv_offset: column of the first key, for caches that drop old ones.
+        window: sliding window that the model asked for.
+    """
+
+    real: Bool[Tensor, "B columns"] | None
+    q_offset: int
+    kv_offset: int
+    window: int | None
+
+    def new_tokens(self, T: int) -> Bool[Tensor, "B T"] | None:
+        """The part of the mask that belongs to the ``T`` new tokens.
+
+        Raises:
+            ShapeError: the mask does not cover the tokens seen so far and the new ones.
+        """
+        if self.real is None:
+            return None
+        if self.real.shape[1] != self.q_offset + T:
+            raise ShapeError(
+                f"attention_mask has {self.real.shape[1]} columns, but {self.q_offset} tokens are in the cache and "
+                f"{T} are new. Pass a mask over all {self.q_offset + T}, old and new."
+            )
+        return self.real[:, self.q_offset :]
+
+
+def attach(model: _Model) -> _Model:
+    """Select kvkeep's attention for a model and return the model.
+
+    Nothing else changes: without a `BoundedCache` the model computes what it did before.
+
+    Args:
+        model: any decoder of transformers whose attention goes through its attention interface.
+
+    Raises:
+        UnsupportedModelError: the interface does not reach this model's attention.
+    """
+    name = type(model).__name__
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModelError(
+            f"{name} computes attention itself instead of through transformers' attention interface, so kvkeep "
+            "cannot reach it. Models of the Llama, Mistral, Qwen, Gemma, Phi, GPT-2, GPT-NeoX and OPT families work."
+        )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; kvkeep bounds the cache of decoders only.")
+    model.set_attn_implementation(ATTENTION)
+    return model
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Float[Tensor, "B Hq T D"],
+    key: Float[Tensor, "B Hk S D"],
+    value: Float[Tensor, "B Hk S E"],
+    attention_mask: PaddingMask | Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, " Hq"] | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "B T Hq E"], None]:
+    """Attention in the form of transformers' interface: over a layer's slots, or dense without a bounded cache.
+
+    Raises:
+        UnsupportedModelError: the model asks for something that attention over positions cannot honour.
+    """
+    if dropout or kwargs.get("position_bias") is not None or not _is_causal(module, kwargs):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks for dropout, a position bias or attention that is not causal, which "
+            "kvkeep's attention does not compute. Call model.eval() if the model is in training mode."
+        )
+    if isinstance(attention_mask, Tensor):
+        raise UnsupportedModelError(
+            "A 4-D attention mask was passed; kvkeep derives causality from positions. Pass a 2-D padding mask."
+        )
+    mask = attention_mask or PaddingMask(None, key.shape[2] - query.shape[2], 0, None)
+    layer = layer_behind(key)
+    options = AttentionOptions(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=mask.window if layer is None else layer.window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    if layer is None:
+        out = _dense(query, key, value, mask, options)
+    else:
+        out = layer.step(query, key, value, options=options, real=mask.new_tokens(query.shape[2]))
+    return out.transpose(1, 2), None
+
+
+def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    asked = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if asked is None else asked)
+
+
+def _dense(
+    query: Float[Tensor, "B Hq T D"],
+    key: Float[Tensor, "B Hk S D"],
+    value: Float[Tensor, "B Hk S E"],
+    mask: PaddingMask,
+    options: AttentionOptions,
+) -> Float[Tensor, "B Hq T E"]:
+    """Attention over another cache, or over none: columns are positions."""
+    B, T, S = query.shape[0], query.shape[2], key.shape[2]
+    k = (mask.kv_offset + torch.arange(S, device=key.device)).expand(B, S)
+    if mask.real is not None:
+        covered = torch.nn.functional.pad(mask.real, (0, max(0, mask.kv_offset + S - mask.real.shape[1])))
+        k = k.masked_fill(~covered[:, mask.kv_offset : mask.kv_offset + S], EMPTY)
+    q = (mask.q_offset + torch.arange(T, device=key.device)).expand(B, T)
+    out, _ = attend(query, key, value, q, k[:, None], statistic=Nothing(), options=options)
+    return out
+
+
+def padding_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable[..., Tensor],
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Bool[Tensor, "B columns"] | None = None,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> PaddingMask:
+    """The mask function of transformers' interface: keep what positions do not say, and check that it is all.
+
+    Raises:
+        UnsupportedModelError: the model overlays a mask that is neither causal nor a sliding window.
+    """
+    offset = int(q_offset)
+    if q_length > 1:
+        columns = kv_offset + torch.arange(kv_length, device=device)
+        for row in (offset, offset + q_length - 1):
+            _check_causal(mask_function, torch.tensor(row, device=device), columns, local_size)
+    return PaddingMask(attention_mask, offset, kv_offset, local_size)
+
+
+def _check_causal(
+    mask_function: Callable[..., Tensor], row: Int[Tensor, ""], columns: Int[Tensor, " S"], window: int | None
+) -> None:
+    """Compare one row of the model's mask, for the first sequence and head, with what positions would give."""
+    zero = torch.zeros_like(columns)
+    expected = columns <= row
+    if window is not None:
+        expected = expected & (columns > row - window)
+    if not torch.equal(mask_function(zero, zero, row.expand_as(columns), columns).expand_as(columns), expected):
+        raise UnsupportedModelError(
+            "The model overlays a mask that is neither causal nor a sliding window (packed sequences, bidirectional "
+            "image tokens, chunked attention). kvkeep derives visibility from positions and cannot honour it."
+        )
+
+
+AttentionInterface.register(ATTENTION, attention_forward)
+AttentionMaskInterface.register(ATTENTION, padding_mask)

@@ -1,0 +1,42 @@
+"""Counter-based random numbers: a pure function of its keys, so results never depend on batching or order.
+
+The generator is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
+generators", OOPSLA 2014), applied once per key.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+
+
+def _shift_right(x: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
+    """Logical shift: int64 has no unsigned type that torch can multiply."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def uniform(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Uniform numbers in [0, 1), one for each element of the broadcast ``keys``.
+
+    Args:
+        seed: the user's seed.
+        keys: integer tensors that broadcast together, e.g. sequence, layer, head and position.
+
+    Returns:
+        Float32 with 24 random bits, equal for equal keys on every device.
+    """
+    state = torch.tensor(seed, dtype=torch.int64, device=keys[0].device)
+    for key in keys:
+        state = _mix((state ^ key.to(torch.int64)) + _GOLDEN)
+    return _shift_right(state, 40).to(torch.float32) / 2**24

@@ -1,0 +1,71 @@
+"""The contract of an eviction policy."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep.errors import PolicyError
+from kvkeep.statistic import Nothing, Statistic
+from kvkeep.types import Budget, Report, State, View
+
+_T = TypeVar("_T")
+
+
+def option(default: _T, text: str) -> _T:
+    """Declare an option of a policy: a dataclass field with a default and a line of help."""
+    value: _T = dataclasses.field(default=default, metadata={"help": text})
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy(abc.ABC):
+    """A score per slot. Concrete policies are frozen, keyword-only dataclasses of options, and final.
+
+    The cache calls, in this order and once per step: attention with `statistic`, `observe`, `score`; then it
+    shields what `protected` names and evicts the lowest scores until `budget` slots are left.
+
+    Class attributes:
+        statistic: what attention must report.
+        slots: the policy's per-slot state, name → value that a new token starts with. Float32; moved by the cache.
+        evicts: ``False`` for a policy that refuses tokens over budget instead of dropping any.
+        stochastic: whether scores depend on random numbers that are keyed by the head.
+        bibtex: the paper, for ``kvkeep policies show``.
+    """
+
+    statistic: ClassVar[Statistic] = Nothing()
+    slots: ClassVar[Mapping[str, float]] = {}
+    evicts: ClassVar[bool] = True
+    stochastic: ClassVar[bool] = False
+    bibtex: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value < 0:
+                raise PolicyError(f"{type(self).__name__}: {field.name}={value} is negative; use 0 or more.")
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """How many first and how many newest tokens are never evicted: ``(sinks, recent)``."""
+        return 0, 0
+
+    @property
+    def shares_heads(self) -> bool:
+        """Whether the KV heads of a layer decide together and keep the same tokens."""
+        return False
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """Return the state after this step; a pure function, by default nothing changes."""
+        return state
+
+    @abc.abstractmethod
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """Say how much each slot is worth: float32, higher = keep, only the order matters.
+
+        Empty and protected slots may get any value; the cache overrides them.
+        """

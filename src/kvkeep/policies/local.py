@@ -1,0 +1,25 @@
+"""Keeps the newest tokens: a sliding window, "Local" in the papers.
+
+Source: baseline of H2O (arXiv:2306.14048, §5) and Scissorhands (arXiv:2305.17118); no official policy code.
+Differs: nothing; keys stay rotated at their true positions.
+Fails when: anything older than the budget is asked for, or the first tokens are attention sinks of the model.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep.policies.base import Policy
+from kvkeep.types import State, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Local(Policy):
+    """The position is the score."""
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """Newer is worth more."""
+        return view.positions.float()

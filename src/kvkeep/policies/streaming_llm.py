@@ -1,0 +1,38 @@
+"""Keeps the first tokens (attention sinks) and the newest ones; the middle goes.
+
+Source: Xiao et al., arXiv:2309.17453, §3; official code mit-han-lab/streaming-llm, `kv_cache.py`.
+Differs: keys stay at their true positions instead of being rolled to their rank in the cache.
+Fails when: the middle of the text is asked for.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep.policies.base import Policy, option
+from kvkeep.types import Budget, State, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(Policy):
+    """Sinks and a sliding window."""
+
+    sinks: int = option(4, "first tokens that are never evicted")
+
+    bibtex: ClassVar[str] = """@inproceedings{xiao2024streamingllm,
+  title     = {Efficient Streaming Language Models with Attention Sinks},
+  author    = {Guangxuan Xiao and Yuandong Tian and Beidi Chen and Song Han and Mike Lewis},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2024},
+}"""
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The sinks."""
+        return self.sinks, 0
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """Newer is worth more."""
+        return view.positions.float()

@@ -1,0 +1,54 @@
+"""Keeps the tokens that the newest query attends to; the weakest goes, be it the newest.
+
+Source: Oren et al., arXiv:2401.06104, §3; official code schwartz-lab-NLP/TOVA, `tova_cache.py`.
+Differs: `protect_last` and `per_head` are extras; by default one set is shared by the heads of a layer, as there.
+Fails when: a token matters later but not to the query at hand.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep.policies.base import Policy, option
+from kvkeep.statistic import Mass, Statistic
+from kvkeep.types import Budget, Report, State, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TOVA(Policy):
+    """Attention of the last query row."""
+
+    protect_last: bool = option(False, "never evict the token that has just come")
+    per_head: bool = option(False, "rank in each KV head on its own instead of averaging over all heads")
+
+    statistic: ClassVar[Statistic] = Mass(rows=1)
+    slots: ClassVar[Mapping[str, float]] = {"last": 0.0}
+    bibtex: ClassVar[str] = """@inproceedings{oren2024tova,
+  title     = {Transformers are Multi-State {RNN}s},
+  author    = {Matanel Oren and Michael Hassid and Nir Yarden and Yossi Adi and Roy Schwartz},
+  booktitle = {Conference on Empirical Methods in Natural Language Processing},
+  year      = {2024},
+}"""
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """Nothing, or the newest token."""
+        return 0, int(self.protect_last)
+
+    @property
+    def shares_heads(self) -> bool:
+        """One set for all heads, unless ``per_head``."""
+        return not self.per_head
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """Replace the mass by the last row's. Heads that share their tokens share their slots too."""
+        if self.per_head:
+            return {"last": report.mass}
+        return {"last": report.mass.mean(dim=1, keepdim=True).expand_as(report.mass)}
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """The last row's attention."""
+        return state["last"]

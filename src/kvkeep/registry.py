@@ -1,0 +1,145 @@
+"""Policies by name: ``parse("h2o:recent=32")`` gives the policy, ``spec(policy)`` the string back.
+
+Built-in policies are the modules of `kvkeep.policies`; third-party ones are found through the entry-point group
+``kvkeep.policies`` (name → policy class).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import inspect
+import pkgutil
+import types
+import typing
+from importlib.metadata import entry_points
+
+from kvkeep import policies as _builtin
+from kvkeep.errors import PolicyError
+from kvkeep.policies.base import Policy
+
+ENTRY_POINT_GROUP = "kvkeep.policies"
+
+
+@functools.cache
+def available() -> dict[str, type[Policy]]:
+    """All policies: name → class, built-in ones first, each group in alphabetical order.
+
+    Raises:
+        PolicyError: a third-party entry point cannot be loaded, is no policy, or takes a built-in name.
+    """
+    found = {
+        info.name: _policy_of(importlib.import_module(f"{_builtin.__name__}.{info.name}"))
+        for info in pkgutil.iter_modules(_builtin.__path__)
+        if info.name != "base"
+    }
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
+        if point.name in found:
+            raise PolicyError(f"Entry point {point.value!r} wants the policy name {point.name!r}, which is taken.")
+        cls = point.load()
+        if not (inspect.isclass(cls) and issubclass(cls, Policy)):
+            raise PolicyError(f"Entry point {point.value!r} is not a subclass of kvkeep.policies.base.Policy.")
+        found[point.name] = cls
+    return found
+
+
+def _policy_of(module: types.ModuleType) -> type[Policy]:
+    """The one policy class that a file of `kvkeep.policies` defines."""
+    (cls,) = (
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Policy) and value.__module__ == module.__name__
+    )
+    return cls
+
+
+def name_of(policy: Policy | type[Policy]) -> str:
+    """The registered name of a policy.
+
+    Raises:
+        PolicyError: the class is not registered.
+    """
+    cls = policy if isinstance(policy, type) else type(policy)
+    for name, known in available().items():
+        if known is cls:
+            return name
+    raise PolicyError(f"{cls.__name__} is not registered; add an entry point in the group {ENTRY_POINT_GROUP!r}.")
+
+
+def parse(text: str) -> Policy:
+    """Build a policy from ``name`` or ``name:option=value,option=value``.
+
+    Raises:
+        PolicyError: unknown name or option (with the nearest known one), or a value of the wrong kind.
+    """
+    name, _, tail = text.strip().partition(":")
+    cls = available().get(name)
+    if cls is None:
+        raise PolicyError(f"Unknown policy {name!r}.{_did_you_mean(name, available())}")
+    kinds = typing.get_type_hints(cls)
+    known = [field.name for field in dataclasses.fields(cls)]
+    values: dict[str, object] = {}
+    for item in filter(None, (part.strip() for part in tail.split(","))):
+        key, equals, value = (piece.strip() for piece in item.partition("="))
+        if key not in known:
+            raise PolicyError(f"Policy {name!r} has no option {key!r}.{_did_you_mean(key, known)}")
+        if not equals or not value:
+            raise PolicyError(f"Option {key!r} of policy {name!r} has no value; write {name}:{key}=VALUE.")
+        if key in values:
+            raise PolicyError(f"Option {key!r} of policy {name!r} is given twice.")
+        values[key] = _convert(value, kinds[key], f"{name}:{key}")
+    return cls(**values)
+
+
+def spec(policy: Policy) -> str:
+    """The shortest string that `parse` turns into an equal policy: options at their default are left out."""
+    changed = [
+        f"{field.name}={_show(getattr(policy, field.name))}"
+        for field in dataclasses.fields(policy)
+        if getattr(policy, field.name) != field.default
+    ]
+    name = name_of(policy)
+    return f"{name}:{','.join(changed)}" if changed else name
+
+
+def describe(name: str) -> str:
+    """The one line that says what a policy keeps: the first line of its module's docstring."""
+    doc = inspect.getdoc(importlib.import_module(available()[name].__module__)) or ""
+    return doc.splitlines()[0] if doc else ""
+
+
+def _show(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def _did_you_mean(wrong: str, known: typing.Iterable[str]) -> str:
+    names = list(known)
+    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{hint} Known: {', '.join(names) or 'none'}."
+
+
+def _convert(text: str, kind: object, where: str) -> object:
+    """Turn the text of an option into its declared type: int, float, bool, a choice, or one of these or None."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        if text.lower() == "none":
+            return None
+        (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
+    if typing.get_origin(kind) is typing.Literal:
+        choices = typing.get_args(kind)
+        if text not in choices:
+            raise PolicyError(f"{where}={text!r} is not a choice.{_did_you_mean(text, choices)}")
+        return text
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise PolicyError(f"{where}={text!r} is neither true nor false.")
+        return text.lower() == "true"
+    if kind in (int, float):
+        try:
+            return int(text) if kind is int else float(text)
+        except ValueError:
+            article = "a whole number" if kind is int else "a number"
+            raise PolicyError(f"{where}={text!r} is not {article}.") from None
+    return text

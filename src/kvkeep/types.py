@@ -1,0 +1,87 @@
+"""The vocabulary of the library: axis letters and the records that rooms hand to each other. No logic.
+
+Axis letters, the same in every signature:
+
+=====  ==========================================================
+``B``  rows of the batch
+``Hq`` query heads
+``Hk`` key-value heads
+``G``  query heads per key-value head, ``Hq / Hk``
+``T``  new tokens in this step
+``S``  slots (keys that can be attended)
+``D``  head dimension of keys; ``E`` of values (equal in most models)
+=====  ==========================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Phase: TypeAlias = Literal["prefill", "decode"]
+"""``prefill``: many tokens arrive at once; ``decode``: one."""
+
+State: TypeAlias = dict[str, Tensor]
+"""A policy's per-slot state: name → ``(B, Hk, S)`` float32. The cache moves it with the slots."""
+
+Budget: TypeAlias = int | Int[Tensor, "B 1"]
+"""Slots that may stay occupied: one number, or one per row."""
+
+EMPTY = -1
+"""The position of a slot that holds no token."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a model's attention asks for beyond q, k and v.
+
+    Attributes:
+        scaling: factor on the logits, usually ``D ** -0.5``.
+        window: sliding window in tokens, the query included; ``None`` for full attention.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); ``None`` for off.
+        sinks: one learned extra logit per query head that takes mass but has no value (gpt-oss).
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Float[Tensor, " Hq"] | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """What a policy may look at: one layer's slots after the new tokens were added. Read-only.
+
+    Attributes:
+        positions: true position of each slot's token, ``-1`` where the slot is empty. Slots are unordered.
+        keys: keys as the model rotated them.
+        values: values.
+        seen: tokens of each row seen so far, the new ones included, padding not.
+        budget: slots that may stay occupied after this step.
+        phase: whether many tokens arrived or one.
+        layer: index of the layer in the model.
+        sequences: identity of each row for counter-based randomness; moves with the row, not with its index.
+    """
+
+    positions: Int[Tensor, "B Hk S"]
+    keys: Float[Tensor, "B Hk S D"]
+    values: Float[Tensor, "B Hk S E"]
+    seen: Int[Tensor, " B"]
+    budget: Budget
+    phase: Phase
+    layer: int
+    sequences: Int[Tensor, " B"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What attention tells the policy about this step.
+
+    Attributes:
+        mass: the policy's statistic reduced over this step's query rows; ``S`` is 0 if it asked for nothing.
+    """
+
+    mass: Float[Tensor, "B Hk S"]
