@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvkeep.errors import BudgetError
+from kvkeep.errors import BudgetError, CapacityError
 from kvkeep.types import Budget
 
 
@@ -33,21 +33,36 @@ def from_ratio(keep_ratio: float, tokens: int) -> int:
     return max(1, math.floor(keep_ratio * tokens + 1e-9))
 
 
-def check(budget: int | Sequence[int]) -> tuple[int, ...]:
+def check(budget: object) -> tuple[int, ...]:
     """Check a budget and return it as one number per row (a single entry: the same for all rows).
 
     Raises:
         BudgetError: a budget is not an integer or is below 1.
     """
-    numbers = (budget,) if isinstance(budget, int) else tuple(budget)
+    numbers = tuple(budget) if isinstance(budget, Sequence) and not isinstance(budget, str) else (budget,)
     if not numbers:
         raise BudgetError("The budget is an empty list; give one number of tokens, or one per row.")
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int):
-            raise BudgetError(f"budget={number!r} is not a whole number of tokens.")
+            raise BudgetError(
+                f"budget={number!r} is not a whole number of tokens; for a fraction use budget_from_ratio."
+            )
         if number < 1:
             raise BudgetError(f"budget={number} keeps no token; the smallest budget is 1.")
     return numbers
+
+
+def check_room(needed: int, room: int) -> None:
+    """Refuse tokens for which a policy that never evicts has no room.
+
+    Raises:
+        CapacityError: ``needed`` tokens do not fit.
+    """
+    if needed > room:
+        raise CapacityError(
+            f"A sequence has reached {needed} tokens, the budget is {room}, and this policy never evicts. Give a "
+            "budget of at least the longest prompt plus its new tokens, or choose a policy that evicts."
+        )
 
 
 def per_row(numbers: Sequence[int], rows: int, device: torch.device) -> Budget:

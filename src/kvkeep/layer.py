@@ -15,7 +15,7 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep import scores
 from kvkeep.attention import attend
-from kvkeep.errors import CapacityError, ShapeError
+from kvkeep.errors import ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.policies.base import Policy
 from kvkeep.store import DenseStore
@@ -149,8 +149,6 @@ class Layer:
             full_bytes=int(self.seen.sum()) * per_token,
         )
 
-    # -- decode: one token per row, in place -------------------------------------------------------------------
-
     def _decode(
         self,
         query: Float[Tensor, "B Hq 1 D"],
@@ -189,8 +187,6 @@ class Layer:
         limit = self.budget if isinstance(self.budget, int) else self.budget[:, :, None]
         over = (held >= 0).sum(dim=-1, keepdim=True) > limit
         held.scatter_(-1, victim, held.gather(-1, victim).masked_fill(over, EMPTY))
-
-    # -- prefill: many tokens per row, one gather ----------------------------------------------------------------
 
     def _prefill(
         self,
@@ -243,8 +239,6 @@ class Layer:
         )
         for name, tensor in state.items():
             self.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
-
-    # -- shared ----------------------------------------------------------------------------------------------------
 
     def _shielded(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The policy's scores with the protected tokens out of reach."""
@@ -311,9 +305,4 @@ class Layer:
         room = min(self._budgets)
         if self.window is not None and room >= self.window:
             return
-        needed = int((self.seen + (T if real is None else real.sum(dim=1))).max())
-        if needed > room:
-            raise CapacityError(
-                f"A sequence has reached {needed} tokens, the budget is {room}, and this policy never evicts. Give a "
-                "budget of at least the longest prompt plus its new tokens, or choose a policy that evicts."
-            )
+        budgets.check_room(int((self.seen + (T if real is None else real.sum(dim=1))).max()), room)

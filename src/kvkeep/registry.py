@@ -14,6 +14,7 @@ import inspect
 import pkgutil
 import types
 import typing
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 
 from kvkeep import policies as _builtin
@@ -114,7 +115,7 @@ def _show(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
-def _did_you_mean(wrong: str, known: typing.Iterable[str]) -> str:
+def _did_you_mean(wrong: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""

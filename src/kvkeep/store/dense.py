@@ -52,9 +52,10 @@ class DenseStore:
         position -1: its slot stays empty.
         """
         slot: Int[Tensor, "B Hk 1"] = self.positions.argmin(dim=-1, keepdim=True)
-        target = slot[..., None]
-        self.keys.scatter_(2, target.expand(keys.shape), keys)
-        self.values.scatter_(2, target.expand(values.shape), values)
+        blocks = torch.arange(slot.numel(), device=slot.device) * self.capacity
+        rows = blocks + slot.flatten()  # index of (row, head, slot) in the flattened store
+        self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows, keys.flatten(0, 2))
+        self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows, values.flatten(0, 2))
         new = positions.to(self.positions.dtype)[:, :, None].expand(slot.shape)
         self.positions.scatter_(2, slot, new)
         return slot

@@ -1,0 +1,50 @@
+# Two commands from a fresh clone: `make demo` and `make test`. `make help` lists the rest.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+OLDEST_TRANSFORMERS ?= transformers==5.4.0
+BIN := .venv/bin
+OLD := .venv-oldest/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-oldest check fix bench docs clean
+
+help:  ## list the commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# torch first and alone: a range would be resolved to a build with CUDA
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	@touch $@
+
+.venv-oldest/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	$(OLD)/pip install --quiet "$(TORCH)"
+	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" --editable ".[dev]"
+	@touch $@
+
+test: .venv/.installed  ## the tests, with the newest transformers (under 10 minutes on 2 cores, no network)
+	$(BIN)/python -m pytest
+
+test-slow: .venv/.installed  ## long measurements that are asserted, e.g. peak memory at 32 768 tokens
+	$(BIN)/python -m pytest tests/slow -m slow
+
+test-oldest: .venv-oldest/.installed  ## what touches transformers, with the oldest version that is supported
+	$(OLD)/python -m pytest tests/parity tests/unit
+
+check: .venv/.installed  ## format, lint, types, import directions
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit/test_house.py
+
+fix: .venv/.installed  ## format and repair what can be repaired
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: .venv/.installed  ## every benchmark, one after the other
+	@for file in bench/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:  ## remove the environments and caches
+	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis

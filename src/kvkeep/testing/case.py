@@ -1,0 +1,171 @@
+"""Experiments for the laws: what is fed, what a real layer makes of it, and what a cache without slots makes of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvkeep import scores
+from kvkeep.attention import reference
+from kvkeep.layer import Layer
+from kvkeep.policies.base import Policy
+from kvkeep.types import AttentionOptions, Phase, View
+
+
+@dataclass(frozen=True)
+class Case:
+    """The shape of an experiment: a prompt, then single tokens, on random queries, keys and values.
+
+    Attributes:
+        rows: rows of the batch; row ``i`` is padded on the left by ``i * padding`` columns.
+        heads: KV heads.
+        group: query heads per KV head.
+        dim: head dimension.
+        prompt: columns of the prompt.
+        steps: single tokens after the prompt.
+        budget: slots that may stay occupied.
+        chunk: prefill chunk, ``None`` for the whole prompt.
+        padding: padding of row 1; must leave every row at least one real token.
+        seed: seed of the random tensors.
+    """
+
+    rows: int = 2
+    heads: int = 2
+    group: int = 2
+    dim: int = 8
+    prompt: int = 20
+    steps: int = 12
+    budget: int = 8
+    chunk: int | None = None
+    padding: int = 3
+    seed: int = 0
+
+    @property
+    def options(self) -> AttentionOptions:
+        """Scaling that makes attention clearly uneven."""
+        return AttentionOptions(scaling=2.0 * self.dim**-0.5)
+
+
+@dataclass
+class Tape:
+    """Everything that is fed to a layer: queries, keys, values for all columns, and which columns are real."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    real: Tensor
+
+    @classmethod
+    def random(cls, case: Case) -> Tape:
+        """Standard normal tensors of the case's shape."""
+        generator = torch.Generator().manual_seed(case.seed)
+        columns = case.prompt + case.steps
+
+        def normal(heads: int) -> Tensor:
+            return torch.randn(case.rows, heads, columns, case.dim, generator=generator)
+
+        real = torch.arange(columns) >= torch.arange(case.rows)[:, None] * case.padding
+        return cls(normal(case.heads * case.group), normal(case.heads), normal(case.heads), real)
+
+    def row(self, index: int) -> Tape:
+        """One row without its padding."""
+        real = self.real[index]
+        query, keys, values = (t[index : index + 1, :, real] for t in (self.query, self.keys, self.values))
+        return Tape(query, keys, values, real[None, real])
+
+
+@dataclass
+class Moment:
+    """What a layer looks like after a step: positions ``(B, Hk, S)``, sorted, and the outputs ``(B, Hq, T, E)``."""
+
+    positions: Tensor
+    out: Tensor
+    layer: Layer
+
+
+def run(policy: Policy, case: Case, tape: Tape | None = None) -> Iterator[Moment]:
+    """Feed a case through a real layer: the prompt, then one token at a time."""
+    tape = Tape.random(case) if tape is None else tape
+    layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk)
+    columns = tape.real.shape[1]
+    bounds = [0, *range(columns - case.steps, columns + 1)]
+    for start, stop in itertools.pairwise(bounds):
+        if start == stop:
+            continue
+        at = slice(start, stop)
+        real = None if bool(tape.real.all()) else tape.real[:, at]
+        out = layer.step(
+            tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=case.options, real=real
+        )
+        yield Moment(layer.store.positions.sort(dim=-1).values, out, layer)
+
+
+def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """The same policy without slots, for one unpadded row: kept positions, output and margin after each step.
+
+    Every step gathers the kept tokens from the whole history in position order, attends in float64 and sorts.
+    """
+    n, heads = tape.keys.shape[2], tape.keys.shape[1]
+    memory = {name: torch.full((1, heads, n), start, dtype=torch.float64) for name, start in policy.slots.items()}
+    kept = torch.empty((1, heads, 0), dtype=torch.int32)
+    prompt = n - case.steps
+    size = case.chunk or prompt
+    starts = [*range(0, prompt, size), *range(prompt, n)]
+    outputs: list[Tensor] = []
+    margin = float("inf")
+    for start, stop in zip(starts, [*starts[1:], n], strict=True):
+        positions = torch.cat([kept, torch.arange(start, stop, dtype=torch.int32).expand(1, heads, -1)], dim=-1)
+        index = positions.long()
+        view = _view(case, tape, positions, "prefill" if start < prompt else "decode")
+        out, report = reference.attend(
+            tape.query[:, :, start:stop],
+            view.keys,
+            view.values,
+            torch.arange(start, stop)[None],
+            positions,
+            statistic=policy.statistic,
+            options=case.options,
+        )
+        state = policy.observe({name: history.gather(-1, index) for name, history in memory.items()}, view, report)
+        for name, tensor in state.items():
+            memory[name].scatter_(-1, index, tensor.double())
+        sinks, recent = policy.protected(case.budget)
+        score = scores.protect(policy.score(view, state).double(), positions, view.seen, sinks=sinks, recent=recent)
+        kept, step_margin = _best(score, positions, case.budget)
+        margin = min(margin, step_margin)
+        outputs.append(out)
+        if stop >= prompt:
+            yield kept, torch.cat(outputs, dim=2), margin
+            outputs = []
+
+
+def _view(case: Case, tape: Tape, positions: Tensor, phase: Phase) -> View:
+    index = positions.long()[..., None].expand(-1, -1, -1, case.dim)
+    return View(
+        positions=positions,
+        keys=tape.keys.gather(2, index),
+        values=tape.values.gather(2, index),
+        seen=positions.amax(dim=(1, 2)).long() + 1,
+        budget=case.budget,
+        phase=phase,
+        layer=1,
+        sequences=torch.zeros(1, dtype=torch.int64),
+    )
+
+
+def _best(score: Tensor, positions: Tensor, n: int) -> tuple[Tensor, float]:
+    """The ``n`` best of each head by (score, position), in position order, and how close the decision was."""
+    excess = positions.shape[-1] - n
+    if excess <= 0:
+        return positions, float("inf")
+    heads, margin = [], float("inf")
+    for head_score, head_positions in zip(score[0].tolist(), positions[0].tolist(), strict=True):
+        ranked = sorted(zip(head_score, head_positions, strict=True))
+        gap = ranked[excess][0] - ranked[excess - 1][0]
+        margin = min(margin, gap / max(1.0, abs(ranked[excess - 1][0])))
+        heads.append(sorted(position for _, position in ranked[excess:]))
+    return torch.tensor([heads], dtype=torch.int32), margin

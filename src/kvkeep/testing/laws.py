@@ -1,0 +1,208 @@
+"""The laws. Each takes a policy and a `Case` and raises ``AssertionError`` when it is broken."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvkeep.attention import reference
+from kvkeep.layer import Layer
+from kvkeep.policies.base import Policy
+from kvkeep.registry import available, parse, spec
+from kvkeep.testing.case import Case, Tape, replay, run
+from kvkeep.types import EMPTY, State, View
+
+MARGIN = 1e-5
+"""Decisions closer than this may fall either way in float32; comparison of a sequence ends there."""
+
+Law: TypeAlias = Callable[[Policy, Case], None]
+
+LAWS: dict[str, Law] = {}
+"""Name → law; each takes a policy and a `Case` and raises ``AssertionError`` when it is broken."""
+
+
+def _law(check: Law) -> Law:
+    """Register a law. A policy that never evicts is given room for everything."""
+
+    @functools.wraps(check)
+    def law(policy: Policy, case: Case) -> None:
+        check(policy, case if policy.evicts else replace(case, budget=case.prompt + case.steps))
+
+    LAWS[check.__name__] = law
+    return law
+
+
+@_law
+def never_over_budget(policy: Policy, case: Case) -> None:
+    """After every step at most ``budget`` slots of each head are occupied, by distinct tokens that were seen."""
+    for moment in run(policy, case):
+        for row, seen in zip(moment.positions.tolist(), moment.layer.seen.tolist(), strict=True):
+            for head in row:
+                held = [position for position in head if position != EMPTY]
+                assert len(held) <= case.budget, f"{len(held)} slots are occupied, budget {case.budget}"
+                assert len(held) == len(set(held)), f"a token is held twice: {held}"
+                assert len(held) == min(case.budget, seen), f"{len(held)} held of {seen} seen, budget {case.budget}"
+
+
+@_law
+def slots_hold_the_originals(policy: Policy, case: Case) -> None:
+    """Keys and values in a slot are bit for bit those that were computed for the slot's position."""
+    tape = Tape.random(case)
+    for moment in run(policy, case, tape):
+        store = moment.layer.store
+        for row in range(case.rows):
+            own = tape.row(row)
+            for head in range(case.heads):
+                held = store.positions[row, head] >= 0
+                index = store.positions[row, head, held].long()
+                assert torch.equal(store.keys[row, head, held], own.keys[0, head, index])
+                assert torch.equal(store.values[row, head, held], own.values[0, head, index])
+
+
+@_law
+def enough_budget_is_full_attention(policy: Policy, case: Case) -> None:
+    """With a budget of the whole length the output is that of dense causal attention, and nothing is evicted."""
+    case = replace(case, budget=case.prompt + case.steps)
+    tape = Tape.random(case)
+    out = torch.cat([moment.out for moment in run(policy, case, tape)], dim=2)
+    for row in range(case.rows):
+        own = tape.row(row)
+        n = own.keys.shape[2]
+        positions = torch.arange(n, dtype=torch.int32)
+        want, _ = reference.attend(
+            own.query,
+            own.keys,
+            own.values,
+            positions[None].long(),
+            positions.expand(1, case.heads, n),
+            statistic=policy.statistic,
+            options=case.options,
+        )
+        torch.testing.assert_close(out[row : row + 1, :, tape.real[row]].double(), want, rtol=1e-4, atol=1e-5)
+
+
+@_law
+def repeatable(policy: Policy, case: Case) -> None:
+    """The same input gives the same result, bit for bit."""
+    for one, two in zip(run(policy, case), run(policy, case), strict=True):
+        assert torch.equal(one.positions, two.positions), "two runs kept different tokens"
+        assert torch.equal(one.out, two.out), "two runs gave different outputs"
+
+
+@_law
+def spec_round_trip(policy: Policy, case: Case) -> None:
+    """``parse(spec(policy))`` is the policy. An unregistered policy has no spec and obeys trivially."""
+    if type(policy) in available().values():
+        assert parse(spec(policy)) == policy
+
+
+@_law
+def protected_tokens_stay(policy: Policy, case: Case) -> None:
+    """The first and the newest tokens that the policy protects are there after every step."""
+    sinks, recent = policy.protected(case.budget)
+    if not policy.evicts or not isinstance(recent, int):
+        return
+    for moment in run(policy, case):
+        for row, seen in zip(moment.positions.tolist(), moment.layer.seen.tolist(), strict=True):
+            shielded = {*range(min(sinks, seen)), *range(max(0, seen - recent), seen)}
+            for head in row:
+                assert shielded <= set(head), f"protected tokens {sorted(shielded - set(head))} were evicted"
+
+
+@_law
+def rows_permute(policy: Policy, case: Case) -> None:
+    """Reordering the rows of a batch reorders the result."""
+    tape = Tape.random(case)
+    order = torch.arange(case.rows).flip(0)
+    turned = Tape(tape.query[order], tape.keys[order], tape.values[order], tape.real[order])
+    for one, two in zip(run(policy, case, tape), run(policy, case, turned), strict=True):
+        assert torch.equal(one.positions[order], two.positions), "a row's result depends on its place"
+
+
+@_law
+def heads_permute(policy: Policy, case: Case) -> None:
+    """Reordering the KV heads (with their query heads) reorders the result, unless randomness is keyed by head."""
+    if policy.stochastic:
+        return
+    tape = Tape.random(case)
+    order = torch.arange(case.heads).flip(0)
+    query_order = (order[:, None] * case.group + torch.arange(case.group)).flatten()
+    turned = Tape(tape.query[:, query_order], tape.keys[:, order], tape.values[:, order], tape.real)
+    for one, two in zip(run(policy, case, tape), run(policy, case, turned), strict=True):
+        assert torch.equal(one.positions[:, order], two.positions), "a head's result depends on its place"
+
+
+@_law
+def heads_are_independent(policy: Policy, case: Case) -> None:
+    """What one KV head keeps does not depend on the others, unless the policy says that heads decide together."""
+    if policy.shares_heads or case.heads < 2:
+        return
+    tape = Tape.random(case)
+    other = Tape(tape.query.clone(), tape.keys.clone(), tape.values.clone(), tape.real)
+    other.query[:, case.group :] *= -3.0
+    other.keys[:, 1:] = other.keys[:, 1:].flip(-1)
+    for one, two in zip(run(policy, case, tape), run(policy, case, other), strict=True):
+        assert torch.equal(one.positions[:, 0], two.positions[:, 0]), "head 0 depends on the other heads"
+
+
+@_law
+def slots_do_not_matter(policy: Policy, case: Case) -> None:
+    """A padded batch in unordered slots keeps what `replay` keeps for each row alone, without slots."""
+    tape = Tape.random(case)
+    moments = [(m.positions.clone(), m.out) for m in run(policy, case, tape)]
+    for row in range(case.rows):
+        own = tape.row(row)
+        # chunks are cut by columns, so a padded row's first chunk is shorter than that of the row alone
+        if case.chunk is not None and case.prompt - own.real.shape[1] + case.steps:
+            continue
+        for step, (kept, out, margin) in enumerate(replay(policy, case, own)):
+            if margin < MARGIN:
+                break
+            positions, got = moments[step][0][row], moments[step][1][row : row + 1]
+            held = [[p for p in head if p != EMPTY] for head in positions.tolist()]
+            assert held == kept[0].tolist(), f"row {row}, step {step}: kept {held}, without slots {kept[0].tolist()}"
+            real = got if step else got[:, :, tape.real[row, : case.prompt]]
+            torch.testing.assert_close(real.double(), out, rtol=1e-4, atol=1e-5)
+
+
+@_law
+def chunks_compose(policy: Policy, case: Case) -> None:
+    """A prompt that a layer cuts into chunks equals the same chunks fed one by one."""
+    size = max(2, case.chunk or 7)
+    case = replace(case, prompt=3 * size, steps=0, chunk=size, padding=0)
+    if not policy.evicts:
+        case = replace(case, budget=case.prompt)
+    tape = Tape.random(case)
+    (whole,) = run(policy, case, tape)
+    layer = Layer(policy, case.budget, index=1)
+    chunks = [slice(start, start + size) for start in range(0, case.prompt, size)]
+    outs = [
+        layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=case.options)
+        for at in chunks
+    ]
+    assert torch.equal(layer.store.positions.sort(dim=-1).values, whole.positions)
+    assert torch.equal(torch.cat(outs, dim=2), whole.out)
+
+
+@_law
+def scores_are_finite_numbers(policy: Policy, case: Case) -> None:
+    """No score of an occupied slot is NaN: NaN has no order."""
+    seen: list[Tensor] = []
+
+    class Spy(type(policy)):  # type: ignore[misc]
+        def score(self, view: View, state: State) -> Tensor:
+            score: Tensor = super().score(view, state)
+            seen.append(score[view.positions >= 0])
+            assert score.dtype == torch.float32, f"scores are {score.dtype}, not float32"
+            return score
+
+    spy = object.__new__(Spy)
+    spy.__dict__.update(policy.__dict__)
+    for _ in run(spy, case):
+        pass
+    assert not torch.cat(seen).isnan().any(), "a score is NaN"

@@ -1,0 +1,138 @@
+"""Bugs that other implementations really had, planted one by one: each must break a law."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from kvkeep import scores
+from kvkeep.layer import Layer
+from kvkeep.policies.base import Policy
+from kvkeep.policies.h2o import H2O
+from kvkeep.policies.streaming_llm import StreamingLLM
+from kvkeep.statistic import Mass
+from kvkeep.store.dense import DenseStore
+from kvkeep.testing import LAWS, Case
+
+CASE = Case(rows=2, prompt=20, steps=30, budget=8)
+
+
+def breaks(law, policy):
+    try:
+        LAWS[law](policy, CASE)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("policy", [StreamingLLM(sinks=2), H2O(recent=3)])
+def test_without_a_bug_no_law_is_broken(policy):
+    assert [law for law in LAWS if breaks(law, policy)] == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotsAsPositions(Policy):
+    """Reads the index of a slot as the token's position."""
+
+    def protected(self, budget):
+        return 0, 0
+
+    def score(self, view, state):
+        return torch.arange(view.positions.shape[-1]).float().expand(view.positions.shape)
+
+
+def test_slots_read_as_positions():
+    assert breaks("slots_do_not_matter", SlotsAsPositions())
+
+
+def test_sinks_found_by_slot_instead_of_position(monkeypatch):
+    def by_slot(values, positions, seen, *, sinks=0, recent=0):
+        return values.index_fill(-1, torch.arange(sinks), torch.inf)
+
+    monkeypatch.setattr(scores, "protect", by_slot)
+    assert breaks("protected_tokens_stay", H2O(sinks=2, recent=2))
+
+
+def test_state_not_moved_with_the_slots(monkeypatch):
+    honest = Layer._cut
+
+    def forgetful(self, view, state):
+        honest(self, view, {name: tensor.flip(-1) for name, tensor in state.items()})
+
+    monkeypatch.setattr(Layer, "_cut", forgetful)
+    assert breaks("slots_do_not_matter", H2O(recent=3))
+
+
+def test_state_of_the_victim_inherited_by_the_new_token(monkeypatch):
+    honest = Layer._decode
+
+    def unclean(self, *arguments):
+        slots = type(self.policy).slots
+        monkeypatch.setattr(type(self.policy), "slots", {})
+        try:
+            return honest(self, *arguments)
+        finally:
+            monkeypatch.setattr(type(self.policy), "slots", slots)
+
+    monkeypatch.setattr(Layer, "_decode", unclean)
+    assert breaks("slots_do_not_matter", H2O(recent=3))
+
+
+def test_budget_off_by_one(monkeypatch):
+    honest = scores.keep
+    monkeypatch.setattr(scores, "keep", lambda values, positions, n: honest(values, positions, n + 1))
+    assert breaks("never_over_budget", H2O(recent=3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadAverage(Policy):
+    """Averages scores over heads without saying so."""
+
+    statistic: ClassVar[Mass] = Mass()
+    slots: ClassVar[dict[str, float]] = {"mass": 0.0}
+
+    def observe(self, state, view, report):
+        return {"mass": state["mass"] + report.mass}
+
+    def score(self, view, state):
+        return state["mass"].mean(dim=1, keepdim=True).expand_as(state["mass"])
+
+
+def test_scores_averaged_over_heads():
+    assert breaks("heads_are_independent", HeadAverage())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unseeded(Policy):
+    """Draws from the global generator."""
+
+    stochastic: ClassVar[bool] = True
+
+    def score(self, view, state):
+        return torch.rand(view.positions.shape)
+
+
+def test_unseeded_randomness():
+    assert breaks("repeatable", Unseeded())
+
+
+def test_padding_enters_the_slots(monkeypatch):
+    def deaf(self, T, real):
+        positions = self.seen[:, None] + torch.arange(T)
+        self.seen += T
+        self.columns += T
+        return positions
+
+    monkeypatch.setattr(Layer, "_advance", deaf)
+    assert breaks("slots_do_not_matter", H2O(recent=3))
+
+
+def test_keys_written_to_the_wrong_slot(monkeypatch):
+    honest = DenseStore.write
+
+    def shifted(self, keys, values, positions):
+        return honest(self, keys.roll(1, dims=1), values, positions)
+
+    monkeypatch.setattr(DenseStore, "write", shifted)
+    assert breaks("slots_hold_the_originals", H2O(recent=3))

@@ -1,0 +1,76 @@
+"""``generate``, unmodified, with a bounded cache against transformers' own cache, in many model families."""
+
+import pytest
+import torch
+from models import CONFIGS, build, padded_batch
+
+import kvkeep
+
+NEW = 16
+
+
+def greedy(model, ids, mask, cache=None):
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_budget_of_the_whole_length_is_the_full_cache(family):
+    model = build(family)
+    ids, mask = padded_batch()
+    want = greedy(model, ids, mask)
+    kvkeep.attach(model)
+    for policy in ("full", "h2o"):
+        for chunk in (None, 7):
+            cache = kvkeep.BoundedCache(model.config, policy=policy, budget=ids.shape[1] + NEW, prefill_chunk=chunk)
+            got = greedy(model, ids, mask, cache)
+            assert torch.equal(got.sequences, want.sequences), (policy, chunk)
+            torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", sorted(set(kvkeep.policies()) - {"full"}))
+@pytest.mark.parametrize("family", CONFIGS)
+def test_each_row_of_a_batch_gets_what_it_gets_alone(family, policy):
+    model = kvkeep.attach(build(family))
+    ids, mask = padded_batch()
+    cache = kvkeep.BoundedCache(model.config, policy=policy, budget=9)
+    together = greedy(model, ids, mask, cache).sequences[:, -NEW:]
+    for row in range(len(ids)):
+        prompt = ids[row : row + 1, mask[row] == 1]
+        alone = kvkeep.BoundedCache(model.config, policy=policy, budget=9)
+        assert torch.equal(greedy(model, prompt, None, alone).sequences[0, -NEW:], together[row])
+        for layer in range(len(cache.layers)):
+            rows = cache.positions(layer)[row].sort(dim=-1).values
+            assert torch.equal(alone.positions(layer)[0].sort(dim=-1).values, rows)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_an_attached_model_without_a_bounded_cache_computes_what_it_did(family):
+    model = build(family)
+    ids, mask = padded_batch()
+    want = greedy(model, ids, mask)
+    want_logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    kvkeep.attach(model)
+    got = greedy(model, ids, mask)
+    assert torch.equal(got.sequences, want.sequences)
+    got_logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(got_logits[mask == 1], want_logits[mask == 1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.06), (torch.float16, 0.01)])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+def test_half_precision_logits_are_within_the_dtype_of_float32(family, dtype, tolerance):
+    ids, mask = padded_batch()
+    model = kvkeep.attach(build(family, dtype))
+    cache = kvkeep.BoundedCache(model.config, policy="h2o", budget=64)
+    got = model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits[:, -1].float()
+    want = build(family, dtype)(input_ids=ids, attention_mask=mask).logits[:, -1].float()
+    assert cache.layers[0].layer.store.keys.dtype == dtype
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * want.abs().max().item())

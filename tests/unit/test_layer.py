@@ -1,0 +1,157 @@
+"""One layer's block: what is allocated, what is refused, what moves."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import kvkeep
+from kvkeep import AttentionOptions, Layer
+from kvkeep.policies.full import Full
+from kvkeep.policies.h2o import H2O
+from kvkeep.policies.local import Local
+
+OPTIONS = AttentionOptions(scaling=0.5)
+
+
+def feed(layer, T, B=2, Hk=2, D=4, E=None, real=None, dtype=torch.float32):
+    q = torch.randn(B, 2 * Hk, T, D, dtype=dtype)
+    k, v = torch.randn(B, Hk, T, D, dtype=dtype), torch.randn(B, Hk, T, E or D, dtype=dtype)
+    return layer.step(q, k, v, options=OPTIONS, real=real)
+
+
+def test_memory_is_the_formula_of_the_layouts_page():
+    layer = Layer(H2O(), budget=8)
+    assert layer.memory() == kvkeep.Memory()
+    feed(layer, 20, B=3, Hk=2, D=4, E=6)
+    B, Hk, capacity, D, E, states = 3, 2, 9, 4, 6, 1
+    slots = B * Hk * capacity * (4 * (D + E) + 4 + 4 * states)
+    memory = layer.memory()
+    assert memory.allocated_bytes == slots + 16 * B
+    assert memory.occupied_bytes == slots // capacity * 8
+    assert memory.state_bytes == B * Hk * capacity * 4 + 16 * B
+    assert memory.full_bytes == B * Hk * 20 * 4 * (D + E)
+    assert (memory + memory).full_bytes == 2 * memory.full_bytes
+
+
+def test_storage_stays_where_it_is_for_two_thousand_steps():
+    layer = Layer(H2O(recent=4), budget=8)
+    feed(layer, 30)
+
+    def pointers():
+        tensors = [*layer.store.tensors(), *layer.state.values(), layer.seen]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    before, allocated = pointers(), layer.memory().allocated_bytes
+    for _ in range(2000):
+        feed(layer, 1)
+    assert pointers() == before
+    assert layer.memory().allocated_bytes == allocated
+    assert layer.seen.tolist() == [2030, 2030]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["h2o", "local", "tova", "streaming_llm"])
+def test_a_decode_step_allocates_nothing_of_the_size_of_the_store(policy, dtype):
+    layer = Layer(kvkeep.parse(policy), budget=2047)
+    feed(layer, 2100, B=2, Hk=2, D=64, dtype=dtype)
+    feed(layer, 1, B=2, Hk=2, D=64, dtype=dtype)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        feed(layer, 1, B=2, Hk=2, D=64, dtype=dtype)
+    largest = max(event.self_cpu_memory_usage for event in profiler.events())
+    store = layer.store.keys.numel() * layer.store.keys.element_size()
+    assert 0 < largest < store
+
+
+def test_budgets_per_row():
+    layer = Layer(H2O(), budget=[3, 6])
+    feed(layer, 12)
+    feed(layer, 1)
+    assert layer.store.capacity == 7
+    assert (layer.store.positions >= 0).sum(-1).tolist() == [[3, 3], [6, 6]]
+
+
+def test_a_window_bounds_the_budget_and_expires_tokens():
+    layer = Layer(H2O(recent=1), budget=100, window=5)
+    feed(layer, 12)
+    assert layer.store.capacity == 6
+    for _ in range(3):
+        feed(layer, 1)
+        newest = int(layer.seen[0]) - 1
+        held = layer.store.positions[0, 0]
+        assert sorted(held[held >= 0].tolist()) == list(range(newest - 3, newest + 1))
+
+
+def test_full_refuses_what_does_not_fit_before_writing_anything():
+    layer = Layer(Full(), budget=5)
+    feed(layer, 4)
+    feed(layer, 1)
+    before = layer.store.positions.clone()
+    with pytest.raises(kvkeep.CapacityError, match="reached 6 tokens, the budget is 5"):
+        feed(layer, 1)
+    assert torch.equal(layer.store.positions, before)
+    assert layer.columns == 5
+
+
+def test_full_counts_real_tokens_not_padding():
+    layer = Layer(Full(), budget=3)
+    real = torch.tensor([[False, False, True, True, True], [False, False, False, True, True]])
+    feed(layer, 5, real=real)
+    assert layer.seen.tolist() == [3, 2]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"B": 3}, {"Hk": 4}, {"D": 8}, {"E": 8}, {"dtype": torch.float64}],
+    ids=str,
+)
+def test_tensors_of_another_shape_are_refused(other):
+    layer = Layer(Local(), budget=4)
+    feed(layer, 6)
+    with pytest.raises(kvkeep.ShapeError, match=r"reset\(\)"):
+        feed(layer, 1, **other)
+
+
+def test_after_a_reset_the_memory_is_reused_and_another_batch_is_welcome():
+    layer = Layer(H2O(), budget=4)
+    torch.manual_seed(0)
+    first = feed(layer, 9)
+    pointer = layer.store.keys.data_ptr()
+    layer.reset()
+    torch.manual_seed(0)
+    assert torch.equal(feed(layer, 9), first)
+    assert layer.store.keys.data_ptr() == pointer
+    layer.reset()
+    feed(layer, 9, B=5)
+    assert layer.store.keys.shape[0] == 5
+
+
+def test_rows_can_be_reordered_repeated_and_selected():
+    layer = Layer(H2O(recent=1), budget=[2, 4])
+    layer.select_rows(torch.tensor([1, 0]))  # nothing yet, nothing to do
+    feed(layer, 9)
+    before = [tensor.clone() for tensor in (*layer.store.tensors(), layer.state["mass"], layer.seen)]
+    layer.select_rows(torch.tensor([1, 1]))
+    after = (*layer.store.tensors(), layer.state["mass"], layer.seen)
+    assert all(torch.equal(new, old[[1, 1]]) for new, old in zip(after, before, strict=True))
+    layer.select_rows(torch.tensor([0]))
+    feed(layer, 1, B=1)
+    assert (layer.store.positions >= 0).sum(-1).tolist() == [[4, 4]]
+
+
+def test_sequence_ids_need_one_per_row():
+    layer = Layer(kvkeep.parse("random"), budget=4, sequences=[1, 2, 3])
+    with pytest.raises(kvkeep.ShapeError, match="3 sequence ids were given for a batch of 2"):
+        feed(layer, 3)
+
+
+def test_rows_with_different_ids_keep_different_random_tokens():
+    torch.manual_seed(0)
+    row = torch.randn(1, 2, 40, 4).expand(2, -1, -1, -1)
+    kept = {}
+    for ids in ([7, 7], [7, 8]):
+        layer = Layer(kvkeep.parse("random"), budget=8, sequences=ids)
+        layer.step(row, row, row, options=OPTIONS)
+        kept[tuple(ids)] = layer.store.positions
+    assert torch.equal(kept[7, 7][0], kept[7, 7][1])
+    assert not torch.equal(kept[7, 8][0], kept[7, 8][1])
+    assert torch.equal(kept[7, 7][0], kept[7, 8][0])

@@ -1,0 +1,127 @@
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import kvkeep
+from kvkeep import registry
+from kvkeep.policies.h2o import H2O
+from kvkeep.policies.random import Random
+
+
+def test_the_files_name_is_the_policys_name():
+    assert {"full", "local", "streaming_llm", "h2o", "h2o_avg", "tova", "random"} <= set(kvkeep.policies())
+    for name, cls in kvkeep.policies().items():
+        if cls.__module__.startswith("kvkeep."):
+            assert cls.__module__ == f"kvkeep.policies.{name}"
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("h2o", H2O()),
+        (" h2o:recent=32 , sinks = 4 ", H2O(recent=32, sinks=4)),
+        ("h2o:recent=none", H2O()),
+        ("h2o:graduate=replace", H2O(graduate="replace")),
+        ("random:mode=reservoir,seed=9", Random(mode="reservoir", seed=9)),
+    ],
+)
+def test_parse(text, policy):
+    assert kvkeep.parse(text) == policy
+    assert kvkeep.parse(kvkeep.spec(policy)) == policy
+
+
+def test_spec_leaves_defaults_out_and_keeps_the_order_of_declaration():
+    assert kvkeep.spec(H2O()) == "h2o"
+    assert kvkeep.spec(H2O(graduate="replace", sinks=4, recent=8)) == "h2o:recent=8,sinks=4,graduate=replace"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h20", "Unknown policy 'h20'. Did you mean 'h2o'?"),
+        ("", "Unknown policy ''"),
+        ("h2o:recnt=3", "has no option 'recnt'. Did you mean 'recent'?"),
+        ("h2o:recent", "has no value; write h2o:recent=VALUE"),
+        ("h2o:recent=", "has no value"),
+        ("h2o:recent=3,recent=4", "given twice"),
+        ("h2o:recent=x", "h2o:recent='x' is not a whole number"),
+        ("h2o:recent=1.5", "not a whole number"),
+        ("h2o:recent=-1", "recent=-1 is negative"),
+        ("h2o:graduate=replac", "not a choice. Did you mean 'replace'?"),
+        ("tova:per_head=yes", "neither true nor false"),
+        ("local:x=1", "has no option 'x'. Known: none."),
+    ],
+)
+def test_parse_says_what_is_wrong(text, message):
+    with pytest.raises(kvkeep.PolicyError) as caught:
+        kvkeep.parse(text)
+    assert message in str(caught.value)
+
+
+def test_a_policy_that_is_not_registered_has_no_name():
+    class Mine(kvkeep.Policy):
+        def score(self, view, state):
+            return view.positions.float()
+
+    with pytest.raises(kvkeep.PolicyError, match="not registered"):
+        kvkeep.spec(Mine())
+
+
+@pytest.mark.parametrize("name", kvkeep.policies())
+def test_every_policy_is_documented(name):
+    module = importlib.import_module(kvkeep.policies()[name].__module__)
+    lines = module.__doc__.strip().splitlines()
+    assert lines[0].endswith(".")
+    assert registry.describe(name) == lines[0]
+    assert [line.split(":")[0] for line in lines[2:]] == ["Source", "Differs", "Fails when"]
+
+
+THIRD_PARTY = '''
+from dataclasses import dataclass
+from kvkeep import Policy, option
+
+@dataclass(frozen=True, kw_only=True)
+class EveryOther(Policy):
+    """Prefers even positions."""
+    sinks: int = option(1, "first tokens that are never evicted")
+
+    def protected(self, budget):
+        return self.sinks, 0
+
+    def score(self, view, state):
+        return (view.positions % 2 == 0).float()
+'''
+
+USE_IT = """
+from kvkeep import parse, policies, spec
+from kvkeep.testing import LAWS, Case
+from typer.testing import CliRunner
+assert list(policies())[-1] == "every_other", list(policies())
+policy = parse("every_other:sinks=2")
+assert spec(policy) == "every_other:sinks=2"
+for law in LAWS.values():
+    law(policy, Case())
+from kvkeep.cli.main import app
+shown = CliRunner().invoke(app, ["policies"])
+assert shown.exit_code == 0 and "every_other" in shown.output, shown.output
+print("found and lawful")
+"""
+
+
+def test_a_third_party_package_is_found_through_its_entry_point(tmp_path):
+    (tmp_path / "every_other.py").write_text(THIRD_PARTY)
+    meta = tmp_path / "every_other-1.0.dist-info"
+    meta.mkdir()
+    (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: every-other\nVersion: 1.0\n")
+    (meta / "entry_points.txt").write_text("[kvkeep.policies]\nevery_other = every_other:EveryOther\n")
+    done = subprocess.run(
+        [sys.executable, "-c", USE_IT],
+        env={"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "found and lawful", done.stderr

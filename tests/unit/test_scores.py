@@ -1,0 +1,70 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep import scores
+
+
+def by_hand(values, positions, n):
+    """Which slots stay: sort the occupied ones by (score, position), drop from the front."""
+    occupied = [i for i, p in enumerate(positions) if p >= 0]
+    ranked = sorted(occupied, key=lambda i: (values[i], positions[i]))
+    return set(ranked[max(0, len(ranked) - n) :])
+
+
+@st.composite
+def slots(draw):
+    size = draw(st.integers(1, 12))
+    positions = draw(st.permutations(range(30)))[:size]
+    empty = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    values = draw(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0, float("inf")]), min_size=size, max_size=size))
+    return values, [-1 if gone else position for gone, position in zip(empty, positions, strict=True)]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(slots(), st.integers(0, 13))
+def test_keep_follows_score_then_age(drawn, n):
+    values, positions = drawn
+    mask = scores.keep(torch.tensor([[values]]), torch.tensor([[positions]], dtype=torch.int32), n)
+    assert set(mask[0, 0].nonzero().flatten().tolist()) == by_hand(values, positions, n)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(slots())
+def test_weakest_is_what_keep_drops_first(drawn):
+    values, positions = drawn
+    occupied = sum(p >= 0 for p in positions)
+    if occupied == 0:
+        return
+    tensors = torch.tensor([[values]]), torch.tensor([[positions]], dtype=torch.int32)
+    kept = scores.keep(*tensors, occupied - 1)[0, 0]
+    (victim,) = {i for i, p in enumerate(positions) if p >= 0} - set(kept.nonzero().flatten().tolist())
+    assert scores.weakest(*tensors).item() == victim
+
+
+def test_keep_takes_a_number_per_row_and_per_head():
+    values = torch.arange(6.0).expand(2, 2, 6)
+    positions = torch.arange(6, dtype=torch.int32).expand(2, 2, 6)
+    assert scores.keep(values, positions, torch.tensor([[1], [4]])).sum(-1).tolist() == [[1, 1], [4, 4]]
+    assert scores.keep(values, positions, torch.tensor([[1, 2], [3, 9]])).sum(-1).tolist() == [[1, 2], [3, 6]]
+
+
+def test_protect_shields_by_position_not_by_slot():
+    positions = torch.tensor([[[7, 0, 3, 9, -1, 1]]], dtype=torch.int32)
+    got = scores.protect(torch.zeros(1, 1, 6), positions, torch.tensor([10]), sinks=2, recent=3)
+    assert positions[0, 0][got[0, 0].isinf()].tolist() == [7, 0, 9, -1, 1]  # the empty slot is nobody's concern
+    assert scores.keep(got, positions, 4).tolist() == [[[True, True, False, True, False, True]]]
+
+
+def test_protect_takes_a_recent_window_per_row():
+    positions = torch.arange(6, dtype=torch.int32).expand(2, 1, 6)
+    got = scores.protect(torch.zeros(2, 1, 6), positions, torch.tensor([6, 6]), recent=torch.tensor([[1], [4]]))
+    assert got.isinf().sum(-1).tolist() == [[1], [4]]
+
+
+@pytest.mark.parametrize(("window", "left"), [(3, [-1, -1, 4, 3]), (1, [-1, -1, -1, -1]), (9, [0, -1, 4, 3])])
+def test_expire_empties_what_the_next_query_cannot_see(window, left):
+    # five tokens were seen, the next query stands at position 5 and sees `window` positions including its own
+    positions = torch.tensor([[[0, -1, 4, 3]]], dtype=torch.int32)
+    assert scores.expire(positions, torch.tensor([5]), window).tolist() == [[left]]
