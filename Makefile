@@ -1,7 +1,7 @@
 # Two commands from a fresh clone: `make demo` and `make test`. `make help` lists the rest.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-OLDEST_TRANSFORMERS ?= transformers==5.4.0
+OLDEST_TRANSFORMERS ?= transformers==5.5.0
 BIN := .venv/bin
 OLD := .venv-oldest/bin
 
@@ -44,7 +44,7 @@ fix: .venv/.installed  ## format and repair what can be repaired
 	$(BIN)/ruff check --fix .
 
 bench: .venv/.installed  ## every benchmark, one after the other
-	@for file in bench/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@set -e; for file in bench/*.py; do echo "== $$file"; $(BIN)/python $$file; done
 
 clean:  ## remove the environments and caches
 	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis

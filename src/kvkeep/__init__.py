@@ -1,32 +1,73 @@
 """kvkeep runs any Hugging Face decoder model in a fixed amount of KV memory.
 
-model = kvkeep.attach(AutoModelForCausalLM.from_pretrained(name))
-cache = kvkeep.BoundedCache(model.config, policy="h2o", budget=1024)
-model.generate(**inputs, past_key_values=cache)
+    model = kvkeep.attach(AutoModelForCausalLM.from_pretrained(name))
+    cache = kvkeep.BoundedCache(model.config, policy="h2o", budget=1024)
+    model.generate(**inputs, past_key_values=cache)
+
+Names are loaded when they are first used, so that ``kvkeep --version`` does not wait for torch.
 """
 
-from kvkeep.budget import from_ratio as budget_from_ratio
-from kvkeep.cache import BoundedCache
-from kvkeep.errors import (
-    BudgetError,
-    CapacityError,
-    InputError,
-    KVKeepError,
-    ModelFileError,
-    PolicyError,
-    ShapeError,
-    UnsupportedModelError,
-    UnsupportedOperationError,
-)
-from kvkeep.layer import Layer
-from kvkeep.memory import Memory
-from kvkeep.models.hf import attach
-from kvkeep.policies.base import Policy, option
-from kvkeep.registry import available as policies
-from kvkeep.registry import parse, spec
-from kvkeep.statistic import Mass, Nothing, Statistic
-from kvkeep.types import AttentionOptions, Budget, Phase, Report, State, View
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from kvkeep.version import __version__
+
+if TYPE_CHECKING:
+    from kvkeep.budget import from_ratio as budget_from_ratio
+    from kvkeep.cache import BoundedCache
+    from kvkeep.errors import (
+        BudgetError,
+        CapacityError,
+        InputError,
+        KVKeepError,
+        ModelFileError,
+        PolicyError,
+        ShapeError,
+        UnsupportedModelError,
+        UnsupportedOperationError,
+    )
+    from kvkeep.layer import Layer
+    from kvkeep.memory import Memory
+    from kvkeep.models.hf import attach
+    from kvkeep.policies.base import Policy, option
+    from kvkeep.registry import available as available_policies
+    from kvkeep.registry import parse, spec
+    from kvkeep.statistic import Mass, Nothing, Statistic
+    from kvkeep.types import AttentionOptions, Budget, Phase, Report, State, View
+
+_HOME = {
+    "AttentionOptions": "types:AttentionOptions",
+    "BoundedCache": "cache:BoundedCache",
+    "Budget": "types:Budget",
+    "BudgetError": "errors:BudgetError",
+    "CapacityError": "errors:CapacityError",
+    "InputError": "errors:InputError",
+    "KVKeepError": "errors:KVKeepError",
+    "Layer": "layer:Layer",
+    "Mass": "statistic:Mass",
+    "Memory": "memory:Memory",
+    "ModelFileError": "errors:ModelFileError",
+    "Nothing": "statistic:Nothing",
+    "Phase": "types:Phase",
+    "Policy": "policies.base:Policy",
+    "PolicyError": "errors:PolicyError",
+    "Report": "types:Report",
+    "ShapeError": "errors:ShapeError",
+    "State": "types:State",
+    "Statistic": "statistic:Statistic",
+    "UnsupportedModelError": "errors:UnsupportedModelError",
+    "UnsupportedOperationError": "errors:UnsupportedOperationError",
+    "View": "types:View",
+    "attach": "models.hf:attach",
+    "budget_from_ratio": "budget:from_ratio",
+    "option": "policies.base:option",
+    "parse": "registry:parse",
+    "available_policies": "registry:available",
+    "spec": "registry:spec",
+}
+"""Public name → where it lives."""
 
 __all__ = [
     "AttentionOptions",
@@ -53,9 +94,22 @@ __all__ = [
     "View",
     "__version__",
     "attach",
+    "available_policies",
     "budget_from_ratio",
     "option",
     "parse",
-    "policies",
     "spec",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOME[name].partition(":")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

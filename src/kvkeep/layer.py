@@ -6,7 +6,9 @@ nothing of transformers; `kvkeep.cache` and later the engine drive it. Layouts a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,12 +18,30 @@ from kvkeep import budget as budgets
 from kvkeep import scores
 from kvkeep.attention import attend
 from kvkeep.errors import ShapeError
-from kvkeep.memory import Memory, bytes_of
+from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
-from kvkeep.store import DenseStore
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, State, View
+from kvkeep.store import Block, DenseStore
+from kvkeep.types import EMPTY, AttentionOptions, Phase, State, View
 
 _LATER = torch.iinfo(torch.int32).max
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep the slots out of autograd's graph, which would hold every past step, and out of inference mode.
+
+    Tensors made in ``torch.inference_mode`` cannot be written outside of it; slots that are ordinary tensors can be
+    used from both.
+    """
+
+    @functools.wraps(method)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapper
 
 
 class Layer:
@@ -38,16 +58,10 @@ class Layer:
 
     Attributes:
         columns: columns seen so far, padding included.
-        store: the slots, allocated by the first step.
-        state: the policy's per-slot state.
-        seen: real tokens seen per row.
+        block: the slots, state and counters; allocated by the first step.
     """
 
-    store: DenseStore
-    state: State
-    seen: Int[Tensor, " B"]
-    sequences: Int[Tensor, " B"]
-    budget: Budget
+    block: Block
 
     def __init__(
         self,
@@ -67,8 +81,9 @@ class Layer:
         self._budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index = index
         self._prefill_chunk = prefill_chunk
-        self._given_sequences = sequences
+        self._sequences = sequences
 
+    @_inference
     def step(
         self,
         query: Float[Tensor, "B Hq T D"],
@@ -118,36 +133,32 @@ class Layer:
         """Forget everything; the memory stays allocated for the next sequences of the same shape."""
         self.columns = 0
         if self.allocated:
-            self.store.clear()
-            self.seen.zero_()
+            self.block.clear()
 
+    @_inference
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
-        if not self.allocated:
-            return
-        index = index.to(self.seen.device)
-        self.store.select_rows(index)
-        self.state = {name: tensor.index_select(0, index) for name, tensor in self.state.items()}
-        self.seen = self.seen.index_select(0, index)
-        self.sequences = self.sequences.index_select(0, index)
-        if isinstance(self.budget, Tensor):
-            self.budget = self.budget.index_select(0, index)
+        if self.allocated:
+            self.block.select_rows(index)
 
     def memory(self) -> Memory:
         """Bytes of this layer; zeros before the first step."""
-        if not self.allocated:
-            return Memory()
-        counters = [self.seen, self.sequences, *([self.budget] if isinstance(self.budget, Tensor) else [])]
-        per_slot = [*self.store.tensors(), *self.state.values()]
-        n_slots = self.store.positions.numel()
-        n_occupied = int((self.store.positions >= 0).sum())
-        per_token = bytes_of([self.store.keys, self.store.values]) // (n_slots // self.store.positions.shape[1])
-        return Memory(
-            allocated_bytes=bytes_of([*per_slot, *counters]),
-            occupied_bytes=bytes_of(per_slot) // n_slots * n_occupied,
-            state_bytes=bytes_of([*self.state.values(), *counters]),
-            full_bytes=int(self.seen.sum()) * per_token,
-        )
+        return self.block.memory() if self.allocated else Memory()
+
+    @property
+    def store(self) -> DenseStore:
+        """Keys, values and positions."""
+        return self.block.store
+
+    @property
+    def state(self) -> State:
+        """The policy's per-slot state."""
+        return self.block.state
+
+    @property
+    def seen(self) -> Int[Tensor, " B"]:
+        """Real tokens seen per row."""
+        return self.block.seen
 
     def _decode(
         self,
@@ -184,7 +195,7 @@ class Layer:
         if self.window is not None:
             held.copy_(scores.expire(held, self.seen, self.window))
         victim = scores.weakest(shielded, held)
-        limit = self.budget if isinstance(self.budget, int) else self.budget[:, :, None]
+        limit = view.budget if isinstance(view.budget, int) else view.budget[:, :, None]
         over = (held >= 0).sum(dim=-1, keepdim=True) > limit
         held.scatter_(-1, victim, held.gather(-1, victim).masked_fill(over, EMPTY))
 
@@ -228,7 +239,7 @@ class Layer:
         positions = view.positions
         if self.window is not None:
             positions = scores.expire(positions, self.seen, self.window)
-        stays = scores.keep(self._shielded(view, state), positions, self.budget)
+        stays = scores.keep(self._shielded(view, state), positions, view.budget)
         order = positions.masked_fill(~stays, _LATER).argsort(dim=-1)[..., : self.store.capacity]
         kept = positions.gather(-1, order).masked_fill(~stays.gather(-1, order), EMPTY)
         index = order[..., None]
@@ -258,20 +269,20 @@ class Layer:
             keys=keys,
             values=values,
             seen=self.seen,
-            budget=self.budget,
+            budget=self.block.budget,
             phase=phase,
             layer=self._index,
-            sequences=self.sequences,
+            sequences=self.block.sequences,
         )
 
     def _advance(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
         """Count the new tokens of each row and return their true positions, -1 for padding."""
         if real is None:
             positions = self.seen[:, None] + torch.arange(T, device=self.seen.device)
-            self.seen += T
+            self.seen.add_(T)
         else:
             positions = (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
-            self.seen += real.sum(dim=1)
+            self.seen.add_(real.sum(dim=1))
         self.columns += T
         return positions
 
@@ -285,19 +296,7 @@ class Layer:
                 f"{self.store.keys.dtype} and was given {tuple(keys.shape)} in {keys.dtype}. One cache serves one "
                 "model and one batch: make a new one for another, or call reset() first."
             )
-        B, Hk, _, _ = keys.shape
-        device = keys.device
-        given = self._given_sequences
-        if given is not None and len(given) != B:
-            raise ShapeError(f"{len(given)} sequence ids were given for a batch of {B} rows; give one per row.")
-        self.budget = budgets.per_row(self._budgets, B, device)
-        self.store = DenseStore(keys, values, capacity=max(self._budgets) + 1)
-        self.state = {
-            name: torch.full((B, Hk, self.store.capacity), start, dtype=torch.float32, device=device)
-            for name, start in self.policy.slots.items()
-        }
-        self.seen = torch.zeros(B, dtype=torch.int64, device=device)
-        self.sequences = torch.tensor(given or [0] * B, dtype=torch.int64, device=device)
+        self.block = Block(keys, values, numbers=self._budgets, starts=self.policy.slots, sequences=self._sequences)
         self.allocated = True
 
     def _check_room(self, T: int, real: Bool[Tensor, "B T"] | None) -> None:

@@ -39,7 +39,10 @@ def available() -> dict[str, type[Policy]]:
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         if point.name in found:
             raise PolicyError(f"Entry point {point.value!r} wants the policy name {point.name!r}, which is taken.")
-        cls = point.load()
+        try:
+            cls = point.load()
+        except Exception as error:  # whatever a foreign package raises while it is imported
+            raise PolicyError(f"Policy {point.name!r} cannot be loaded from {point.value!r}: {error}") from error
         if not (inspect.isclass(cls) and issubclass(cls, Policy)):
             raise PolicyError(f"Entry point {point.value!r} is not a subclass of kvkeep.policies.base.Policy.")
         found[point.name] = cls

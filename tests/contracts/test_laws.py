@@ -8,7 +8,7 @@ import kvkeep
 from kvkeep.testing import LAWS, Case
 
 VARIANTS = [
-    *kvkeep.policies(),
+    *kvkeep.available_policies(),
     "h2o:recent=2",
     "h2o:recent=0",
     "h2o:recent=2,sinks=2",

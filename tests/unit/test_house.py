@@ -26,6 +26,7 @@ ABOVE_ALL = {TESTING, "__init__", "__main__"}
 ONE_ROOM = {
     "transformers": {"models", "cache"},
     "tokenizers": {"models"},
+    "huggingface_hub": {"models"},
     "triton": {"attention"},
     "fastapi": {"server"},
     "matplotlib": {"analysis"},
@@ -88,6 +89,14 @@ def test_public_names():
     assert sorted(kvkeep.__all__) == kvkeep.__all__
     for name in kvkeep.__all__:
         assert getattr(kvkeep, name) is not None
+
+
+def test_the_names_that_type_checkers_see_are_those_that_are_loaded():
+    tree = ast.parse((SRC / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname or alias.name: f"{node.module}:{alias.name}" for node in block.body for alias in node.names}
+    assert seen == {name: f"kvkeep.{home}" for name, home in kvkeep._HOME.items()}
+    assert set(kvkeep.__all__) == {*seen, "__version__"}
 
 
 def test_files_and_policies_stay_small():

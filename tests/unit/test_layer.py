@@ -155,3 +155,24 @@ def test_rows_with_different_ids_keep_different_random_tokens():
     assert torch.equal(kept[7, 7][0], kept[7, 7][1])
     assert not torch.equal(kept[7, 8][0], kept[7, 8][1])
     assert torch.equal(kept[7, 7][0], kept[7, 8][0])
+
+
+def test_steps_may_mix_inference_mode_gradients_and_neither():
+    layer = Layer(H2O(recent=1), budget=4)
+    with torch.inference_mode():
+        feed(layer, 9)
+        layer.select_rows(torch.tensor([1, 0]))
+    feed(layer, 1)
+    with torch.inference_mode():
+        feed(layer, 1)
+    layer.select_rows(torch.tensor([1, 0]))
+    with torch.no_grad():
+        feed(layer, 3)
+
+
+def test_a_forgotten_no_grad_does_not_make_the_slots_grow_a_graph():
+    layer = Layer(H2O(recent=1), budget=4)
+    q, k, v = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
+    out = layer.step(q, k, v, options=OPTIONS)
+    assert not out.requires_grad
+    assert not layer.store.keys.requires_grad

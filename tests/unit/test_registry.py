@@ -11,8 +11,8 @@ from kvkeep.policies.random import Random
 
 
 def test_the_files_name_is_the_policys_name():
-    assert {"full", "local", "streaming_llm", "h2o", "h2o_avg", "tova", "random"} <= set(kvkeep.policies())
-    for name, cls in kvkeep.policies().items():
+    assert {"full", "local", "streaming_llm", "h2o", "h2o_avg", "tova", "random"} <= set(kvkeep.available_policies())
+    for name, cls in kvkeep.available_policies().items():
         if cls.__module__.startswith("kvkeep."):
             assert cls.__module__ == f"kvkeep.policies.{name}"
 
@@ -69,9 +69,9 @@ def test_a_policy_that_is_not_registered_has_no_name():
         kvkeep.spec(Mine())
 
 
-@pytest.mark.parametrize("name", kvkeep.policies())
+@pytest.mark.parametrize("name", kvkeep.available_policies())
 def test_every_policy_is_documented(name):
-    module = importlib.import_module(kvkeep.policies()[name].__module__)
+    module = importlib.import_module(kvkeep.available_policies()[name].__module__)
     lines = module.__doc__.strip().splitlines()
     assert lines[0].endswith(".")
     assert registry.describe(name) == lines[0]
@@ -95,10 +95,10 @@ class EveryOther(Policy):
 '''
 
 USE_IT = """
-from kvkeep import parse, policies, spec
+from kvkeep import available_policies, parse, spec
 from kvkeep.testing import LAWS, Case
 from typer.testing import CliRunner
-assert list(policies())[-1] == "every_other", list(policies())
+assert list(available_policies())[-1] == "every_other", list(available_policies())
 policy = parse("every_other:sinks=2")
 assert spec(policy) == "every_other:sinks=2"
 for law in LAWS.values():
@@ -125,3 +125,22 @@ def test_a_third_party_package_is_found_through_its_entry_point(tmp_path):
         check=False,
     )
     assert done.stdout.strip() == "found and lawful", done.stderr
+
+
+def test_a_broken_third_party_package_is_named_not_traced(tmp_path):
+    (tmp_path / "broken_policy.py").write_text("import nowhere_to_be_found")
+    meta = tmp_path / "broken-1.0.dist-info"
+    meta.mkdir()
+    (meta / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (meta / "entry_points.txt").write_text("[kvkeep.policies]\nbroken = broken_policy:Policy\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvkeep", "policies"],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: Policy 'broken' cannot be loaded from 'broken_policy:Policy': No module named 'nowhere_to_be_found'"
+    ]

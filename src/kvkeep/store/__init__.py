@@ -1,5 +1,6 @@
-"""Where keys, values and positions live. `dense` keeps them in the model's dtype."""
+"""Where keys, values and positions live. `dense` keeps them in the model's dtype; a `block` is all a layer holds."""
 
+from kvkeep.store.block import Block
 from kvkeep.store.dense import DenseStore
 
-__all__ = ["DenseStore"]
+__all__ = ["Block", "DenseStore"]

@@ -1,0 +1,185 @@
+"""What the subcommands share: consoles, one-line errors, JSON, and numbers in words.
+
+Text that a user may want to pipe goes to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvkeep.errors import InputError, KVKeepError
+
+P = ParamSpec("P")
+
+BAD_INPUT = 2
+"""Exit code of everything that the user can put right; the same as for a misspelt option."""
+
+_UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+_MAX_TOKENS = 2**31 - 1
+_CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))  # all but tab and line break
+
+
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel="Output"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel="Output")]
+
+
+def out() -> Console:
+    """Standard output, for results."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def err() -> Console:
+    """Standard error, for progress, notes and errors."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
+    """Make a subcommand print errors of kvkeep as one line; with its option ``debug``, after the traceback."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except KVKeepError as error:
+            if kwargs.get("debug"):
+                traceback.print_exception(error)
+            message = " ".join(str(error).split())
+            err().print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)
+            raise typer.Exit(BAD_INPUT) from error
+
+    return wrapper
+
+
+def progress(message: str) -> None:
+    """Say what is going on, to a person who is waiting."""
+    console = err()
+    if console.is_terminal:
+        console.print(Text(message, "dim"), soft_wrap=True)
+
+
+def note(message: str) -> None:
+    """Say something that the user should know but that stops nothing."""
+    err().print(Text.assemble(("note: ", "yellow"), printable(message)))
+
+
+def write_json(value: object) -> None:
+    """Print one JSON object to standard output."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(text: str) -> None:
+    """Write a piece of a model's text at once; a terminal never gets control characters from it."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+@contextmanager
+def streamed_text() -> Iterator[Callable[[str], None]]:
+    """A function that writes pieces of text; whatever happens meanwhile, the last line is ended."""
+    last = "\n"
+
+    def write(piece: str) -> None:
+        nonlocal last
+        write_text(piece)
+        last = piece
+
+    try:
+        yield write
+    finally:
+        if not last.endswith("\n"):
+            write_text("\n")
+
+
+def printable(text: str) -> str:
+    """The text without the control characters that could steer a terminal."""
+    return text.translate(_CONTROLS)
+
+
+def facts(rows: dict[str, str]) -> Table:
+    """Names and values, as two columns without lines."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows.items():
+        grid.add_row(name, printable(value))
+    return grid
+
+
+def table(*columns: str) -> Table:
+    """An empty table with a line under its head, in the width of the terminal."""
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+
+
+def facts_table(name: str, value: str, rows: dict[str, str]) -> Table:
+    """Names and values under a head."""
+    filled = table(name, value)
+    for row in rows.items():
+        filled.add_row(*row)
+    return filled
+
+
+def parse_tokens(text: str, option: str) -> int:
+    """Read a number of tokens: ``1024``, ``4K`` (4 × 1024), ``4k`` (4 × 1000), ``1M``, ``1.5k``.
+
+    Raises:
+        InputError: it is not a whole number, or larger than positions can be.
+    """
+    digits, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
+    try:
+        number = int(digits) * unit if digits.lstrip("+-").isdecimal() else float(digits) * unit
+        tokens = int(number)
+    except (ValueError, OverflowError):  # no number, "nan", "inf"
+        tokens, number = 0, 0.5
+    if tokens != number:
+        raise InputError(f"{option} {text!r} is not a whole number of tokens; write e.g. 1024, 4K (4096) or 4k (4000).")
+    if tokens > _MAX_TOKENS:
+        raise InputError(f"{option} {text} is larger than {_MAX_TOKENS}, the last position there is.")
+    return tokens
+
+
+def show_bytes(count: int) -> str:
+    """Bytes in decimal units, three digits: ``1.23 MB``."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1000, larger
+    return f"{count} B" if unit == "B" else f"{_three_digits(size)} {unit}"
+
+
+def show_factor(factor: float) -> str:
+    """A factor as ``4.0×``, with more digits where one would not tell."""
+    return f"{factor:.1f}×" if factor >= 0.95 else f"{factor:.2g}×"
+
+
+def show_speed(tpot_s: float | None) -> str:
+    """The time per token as ``23.5 tokens/s``; a dash if there was none to measure."""
+    return f"{_three_digits(1 / tpot_s)} tokens/s" if tpot_s else "–"
+
+
+def show_seconds(seconds: float) -> str:
+    """A duration: ``310 ms``, ``4.2 s``."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 0.9995 else f"{seconds:.1f} s"
+
+
+def count(number: int, noun: str) -> str:
+    """A number and its noun: ``1 token``, ``2 tokens``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

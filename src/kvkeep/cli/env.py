@@ -1,0 +1,92 @@
+"""``kvkeep env``: what a bug report needs."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
+
+from kvkeep.cli import console
+from kvkeep.cli.console import Debug, Json, one_line_errors
+from kvkeep.errors import PolicyError
+from kvkeep.version import __version__
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "typer", "rich")
+
+
+@one_line_errors
+def env(json: Json = False, debug: Debug = False) -> None:
+    """Show versions, devices, memory and policies: what a bug report needs."""
+    facts = {
+        "kvkeep": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{package: _version(package) for package in _PACKAGES},
+        **_hardware(),
+        "policies": _policies(),
+    }
+    if json:
+        console.write_json(facts)
+    else:
+        console.out().print(console.facts({name.replace("_", " "): _show(name, fact) for name, fact in facts.items()}))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    import torch
+
+    devices = [
+        {"name": f"cuda:{index}", "model": torch.cuda.get_device_name(index), "memory_bytes": _cuda_bytes(index)}
+        for index in range(torch.cuda.device_count())
+    ]
+    return {
+        "cuda": torch.version.cuda,
+        "devices": [{"name": "cpu", "model": platform.machine(), "memory_bytes": _memory_bytes()}, *devices],
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _cuda_bytes(index: int) -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(index).total_memory)
+
+
+def _memory_bytes() -> int | None:
+    """Main memory, where the system says how much there is."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        return None
+
+
+def _policies() -> list[str]:
+    """The names of all policies; those of other packages with where they come from, broken ones with their error."""
+    from kvkeep.registry import ENTRY_POINT_GROUP, available
+
+    origin = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+    try:
+        return [f"{name} ({origin[name]})" if name in origin else name for name in available()]
+    except (PolicyError, ImportError, AttributeError) as error:
+        return [f"cannot be listed: {error}"]
+
+
+def _show(name: str, fact: Any) -> str:
+    if name == "devices":
+        return "\n".join(_show_device(device) for device in fact)
+    if name == "policies":
+        return ", ".join(fact)
+    return "–" if fact is None else str(fact)
+
+
+def _show_device(device: dict[str, Any]) -> str:
+    memory = device["memory_bytes"]
+    return f"{device['name']}: {device['model']}, {console.show_bytes(memory) if memory else 'unknown memory'}"

@@ -1,0 +1,216 @@
+"""``kvkeep generate``: the options, and the prompt. The work is in `kvkeep.cli.completion`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvkeep.cli.console import Debug, Json, one_line_errors, parse_tokens
+from kvkeep.errors import InputError
+
+DEFAULT_BUDGET = 1024
+
+_PROMPT, _MEMORY, _SAMPLING, _MODEL, _OUTPUT = "Prompt", "KV memory", "Sampling", "Model", "Output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for; numbers of tokens are numbers, the prompt is text, nothing else is checked yet."""
+
+    model: str | None
+    prompt: str
+    raw: bool
+    policy: str
+    budget: int | None
+    keep_ratio: float | None
+    prefill_chunk: int | None
+    compare: bool
+    max_new_tokens: int
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    seed: int
+    dtype: str
+    device: str
+    allow_pickle: bool
+    json: bool
+
+
+@one_line_errors
+def generate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A hub name or a local folder. The embedded model if not given.", show_default=False, metavar="MODEL"
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.", rich_help_panel=_PROMPT)
+    ] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-file",
+            "-f",
+            metavar="FILE",
+            help="Read the prompt from a UTF-8 file; - is standard input. A final line break is dropped.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.", rich_help_panel=_PROMPT)
+    ] = False,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICY",
+            help="What decides which tokens stay, e.g. h2o:recent=32; see [b]kvkeep policies[/b].",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = "h2o",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            "-b",
+            metavar="TOKENS",
+            help="Tokens kept per layer and head, e.g. 512, 4K (4096) or 4k (4000). "
+            f"Default: {DEFAULT_BUDGET}; with the policy full, prompt and new tokens.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    keep_ratio: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATIO",
+            help="Instead of a budget: the fraction of the prompt's tokens to keep, in (0, 1].",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    prefill_chunk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Take the prompt in pieces of so many tokens, so that memory is bounded there too. "
+            "Default: all at once.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Run the full cache too and show both side by side.", rich_help_panel=_MEMORY),
+    ] = False,
+    max_new_tokens: Annotated[
+        str,
+        typer.Option("--max-new-tokens", "-n", metavar="TOKENS", help="Stop after so many.", rich_help_panel=_SAMPLING),
+    ] = "256",
+    temperature: Annotated[
+        float,
+        typer.Option(
+            "--temperature", "-t", metavar="NUMBER", help="0 is greedy, above 0 draws.", rich_help_panel=_SAMPLING
+        ),
+    ] = 0.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER", help="Draw among the likeliest with this much probability.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="N", help="Draw among the N likeliest.", rich_help_panel=_SAMPLING)
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="The same seed draws the same text.", rich_help_panel=_SAMPLING)
+    ] = 0,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="float32, bfloat16, float16, or auto: the checkpoint's.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="cpu, cuda, cuda:1, or auto: CUDA where there is one.", rich_help_panel=_MODEL
+        ),
+    ] = "auto",
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="Accept weights that are not safetensors, if you trust their source.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Continue a prompt with a bounded KV cache.
+
+    The text goes to standard output as it is written, a short summary to standard error.
+    """
+    request = Request(
+        model=model,
+        prompt=read_prompt(prompt, prompt_file),
+        raw=raw,
+        policy=policy,
+        budget=_tokens(budget, "--budget"),
+        keep_ratio=keep_ratio,
+        prefill_chunk=_tokens(prefill_chunk, "--prefill-chunk"),
+        compare=compare,
+        max_new_tokens=parse_tokens(max_new_tokens, "--max-new-tokens"),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        allow_pickle=allow_pickle,
+        json=json,
+    )
+    if budget is not None and keep_ratio is not None:
+        raise InputError("--budget and --keep-ratio were both given; one of them says how much to keep.")
+    from kvkeep.cli.completion import serve  # torch and transformers: only now
+
+    serve(request)
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt from wherever the user put it.
+
+    Raises:
+        InputError: there is none, there are two, or the file cannot be read.
+    """
+    if prompt is not None and file is not None:
+        raise InputError("--prompt and --prompt-file were both given; one prompt is enough.")
+    if prompt is not None:
+        return _not_empty(prompt, "The prompt")
+    if file is None:
+        raise InputError("There is no prompt. Give --prompt TEXT, or --prompt-file FILE (- reads standard input).")
+    source = "Standard input" if file == "-" else f"The prompt file {file}"
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}. Convert it, e.g. with iconv."
+        ) from error
+    except OSError as error:
+        raise InputError(f"{source} cannot be read: {error.strerror}.") from error
+    return _not_empty(text.removesuffix("\n").removesuffix("\r"), source)
+
+
+def _not_empty(text: str, source: str) -> str:
+    if not text.strip():
+        raise InputError(f"{source} is empty. Give the model some text to continue.")
+    return text
+
+
+def _tokens(text: str | None, option: str) -> int | None:
+    return None if text is None else parse_tokens(text, option)

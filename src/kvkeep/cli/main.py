@@ -1,0 +1,60 @@
+"""The application: its subcommands, and the entry point that survives Ctrl-C and closed pipes."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from kvkeep.cli import env, generate, policies
+from kvkeep.version import __version__
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
+
+
+app = typer.Typer(
+    name="kvkeep",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.generate)
+app.add_typer(policies.app, name="policies")
+app.command("env")(env.env)
+
+
+def _print_version(value: bool) -> bool:
+    if value:
+        typer.echo(f"kvkeep {__version__}")
+        raise typer.Exit
+    return value
+
+
+@app.callback()
+def kvkeep(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and stop.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Run any Hugging Face decoder model in a fixed amount of KV memory."""
+
+
+def run() -> None:
+    """Entry point of the command ``kvkeep``: never a traceback for Ctrl-C or a closed pipe."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" instead of failing
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush does not fail again
+        sys.exit(1)

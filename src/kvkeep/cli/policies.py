@@ -1,0 +1,140 @@
+"""``kvkeep policies``: what there is, and ``kvkeep policies show NAME``: all about one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import types
+import typing
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+from typer.core import TyperGroup
+
+from kvkeep.cli import console
+from kvkeep.cli.console import Debug, Json, one_line_errors
+
+_SECTIONS = ("Source", "Differs", "Fails when")
+
+
+class _ListByDefault(TyperGroup):
+    """A group whose subcommand ``list`` need not be written."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Add the subcommand if the first word is none."""
+        written = bool(args) and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
+        return super().parse_args(ctx, args if written else ["list", *args])
+
+
+app = typer.Typer(cls=_ListByDefault, help="List the eviction policies (also without a subcommand), or show one.")
+
+
+@app.command("list")
+@one_line_errors
+def list_policies(json: Json = False, debug: Debug = False) -> None:
+    """List the eviction policies, each with the line that says what it keeps."""
+    from kvkeep.registry import available, describe
+
+    lines = {name: describe(name) for name in available()}
+    if json:
+        console.write_json({"policies": [{"name": name, "summary": line} for name, line in lines.items()]})
+        return
+    screen = console.out()
+    screen.print(console.facts_table("policy", "what stays", lines))
+    screen.print()
+    screen.print(Text("kvkeep policies show NAME: options, source, known bad cases", "dim"))
+
+
+@app.command("show")
+@one_line_errors
+def show_policy(
+    name: Annotated[str, typer.Argument(help="Name of the policy, e.g. h2o.")],
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a policy keeps, its source, its options and its BibTeX entry."""
+    from kvkeep.registry import available, parse
+
+    parse(name)  # an unknown name gets a suggestion, a wrong option its reason
+    name = name.partition(":")[0].strip()
+    entry = _describe(name, available()[name])
+    if json:
+        console.write_json(entry)
+    else:
+        _print(entry)
+
+
+def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
+    """All about a policy, as plain data."""
+    summary, sections = _split(inspect.getdoc(importlib.import_module(cls.__module__)) or "")
+    kinds = typing.get_type_hints(cls)
+    options = [
+        {
+            "name": field.name,
+            "type": _show_type(kinds[field.name]),
+            "default": field.default,
+            "help": field.metadata.get("help", ""),
+        }
+        for field in dataclasses.fields(cls)
+    ]
+    return {"name": name, "summary": summary, **sections, "options": options, "bibtex": cls.bibtex}
+
+
+def _split(doc: str) -> tuple[str, dict[str, str]]:
+    """The first line of a module's docstring, and the paragraphs that begin with a known word."""
+    first, *rest = doc.splitlines() or [""]
+    sections: dict[str, str] = {}
+    key = None
+    for line in rest:
+        word, colon, tail = line.partition(":")
+        if colon and word in _SECTIONS:
+            key = word.lower().replace(" ", "_")
+            sections[key] = tail.strip()
+        elif not line.strip():
+            key = None
+        elif key is not None:
+            sections[key] += f" {line.strip()}"
+    return first, sections
+
+
+def _show_type(kind: Any) -> str:
+    """A type as a user would write its values."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return " or ".join(_show_type(part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(str, typing.get_args(kind)))
+    names = {int: "integer", float: "number", bool: "true or false", str: "text", types.NoneType: "none"}
+    return names.get(kind, str(kind))
+
+
+def _print(entry: dict[str, Any]) -> None:
+    screen = console.out()
+    screen.print(Text.assemble((entry["name"], "bold"), "  ", entry["summary"]))
+    screen.print()
+    sections = {title: entry.get(title.lower().replace(" ", "_")) for title in _SECTIONS}
+    screen.print(console.facts({title: body for title, body in sections.items() if body}))
+    screen.print()
+    _print_options(entry)
+    if entry["bibtex"]:
+        screen.print()
+        screen.print(entry["bibtex"], soft_wrap=True)
+
+
+def _print_options(entry: dict[str, Any]) -> None:
+    screen = console.out()
+    if not entry["options"]:
+        screen.print("No options.")
+        return
+    options = console.table("option", "values", "default", "")
+    for option in entry["options"]:
+        options.add_row(option["name"], option["type"], _show_value(option["default"]), option["help"])
+    screen.print(options)
+    example = entry["options"][0]["name"]
+    screen.print()
+    screen.print(Text(f"use: --policy {entry['name']}:{example}=VALUE", "dim"))
+
+
+def _show_value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

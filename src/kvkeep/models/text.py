@@ -1,0 +1,255 @@
+"""From a prompt's text to the text of its continuation, with timings: what the command line and demos run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from kvkeep.cache import BoundedCache
+from kvkeep.errors import InputError
+from kvkeep.memory import bytes_of
+from kvkeep.models.device import enough_memory
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.stream import TextPieces, Watch
+from kvkeep.policies.base import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen, and how many.
+
+    Attributes:
+        max_new_tokens: stop after this many tokens, if the model has not stopped before.
+        temperature: 0 takes the most probable token; above 0 one is drawn.
+        top_p: draw among the most probable tokens that together have this probability, in (0, 1].
+        top_k: draw among this many most probable tokens.
+        seed: the same seed draws the same tokens.
+
+    Raises:
+        InputError: a number is out of its range, or ``top_p`` or ``top_k`` would be ignored.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={self.max_new_tokens} asks for no token; give 1 or more.")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(f"temperature={self.temperature} is not a number of 0 or more.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p} is outside (0, 1].")
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"top_k={self.top_k} leaves no token to draw; give 1 or more.")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed={self.seed} is outside 0 … 2^63 - 1.")
+        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
+            raise InputError("top_p and top_k have no effect without a temperature above 0.")
+
+    def arguments(self) -> dict[str, Any]:
+        """The same in the words of transformers' ``generate``."""
+        drawn = {
+            "temperature": self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_k": 0 if self.top_k is None else self.top_k,
+        }
+        sampled = self.temperature > 0
+        return {"max_new_tokens": self.max_new_tokens, "do_sample": sampled, **(drawn if sampled else {})}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model wrote, and how long it took.
+
+    Attributes:
+        token_ids: the new tokens.
+        text: the same as text, without special tokens.
+        finish_reason: ``stop`` (the model ended its text) or ``length`` (the limit did).
+        prompt_tokens: length of the prompt.
+        ttft_s: time to the first token.
+        tpot_s: time per further token; ``None`` if there was only one.
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    ttft_s: float
+    tpot_s: float | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second, from the prompt to the last token."""
+        further = (self.tpot_s or 0.0) * (len(self.token_ids) - 1)
+        return len(self.token_ids) / (self.ttft_s + further)
+
+
+def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Tensor, "1 T"]:
+    """Turn a prompt into token ids, through the chat template if the tokenizer has one.
+
+    Args:
+        checkpoint: the model that is meant.
+        prompt: the text; with a template, the user's message.
+        raw: leave the chat template out.
+
+    Raises:
+        InputError: the prompt is empty, no valid text, or the tokenizer does not belong to the model.
+    """
+    if not prompt.strip():
+        raise InputError("The prompt is empty. Give some text with --prompt, --prompt-file or on standard input.")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):  # what is left of bytes that are no UTF-8
+        raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.")
+    tokenizer = checkpoint.tokenizer
+    if tokenizer.chat_template is None or raw:
+        ids: Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    else:
+        ids = _apply_template(tokenizer, prompt)
+    if ids.numel() == 0:
+        raise InputError("The prompt has no tokens. Give some text.")
+    vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
+    if int(ids.max()) >= vocabulary:
+        raise InputError(
+            f"The tokenizer of {checkpoint.name} gives token {int(ids.max())}, and the model knows only {vocabulary}. "
+            "The two do not belong together."
+        )
+    return ids.long()
+
+
+def check_length(checkpoint: Checkpoint, prompt_tokens: int, new_tokens: int) -> None:
+    """Refuse what would run over the end of a learned position table.
+
+    Raises:
+        InputError: prompt and new tokens together are longer than the table.
+    """
+    limit = checkpoint.position_limit
+    room = 0 if limit is None else limit - prompt_tokens + 1  # the last new token is not run through the model
+    if limit is None or new_tokens <= room:
+        return
+    remedy = f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt to less than {limit}"
+    raise InputError(
+        f"{checkpoint.name} has learned positions for {limit} tokens; {prompt_tokens} of the prompt and {new_tokens} "
+        f"new ones are more. No eviction policy changes that: {remedy}, or choose a model with rotary positions."
+    )
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A loaded model that continues prompts.
+
+    Attributes:
+        checkpoint: where it comes from, with its tokenizer.
+        model: the model, attached.
+    """
+
+    checkpoint: Checkpoint
+    model: PreTrainedModel
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the weights, as the user writes it."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        """Where the model runs, as the user writes it."""
+        return str(self.model.device)
+
+    def bounded_cache(self, policy: Policy, budget: int, prefill_chunk: int | None) -> BoundedCache:
+        """A cache for one prompt that keeps ``budget`` tokens per layer and head."""
+        return BoundedCache(self.model.config, policy, budget, prefill_chunk=prefill_chunk)
+
+    def full_cache(self) -> DynamicCache:
+        """A cache for one prompt that keeps everything: transformers' own."""
+        return DynamicCache(config=self.model.config)
+
+    def complete(
+        self,
+        prompt: Int[Tensor, "1 T"],
+        cache: Cache,
+        sampling: Sampling,
+        *,
+        prefill_chunk: int | None = None,
+        on_text: Callable[[str], object] = lambda text: None,
+    ) -> Completion:
+        """Continue a prompt.
+
+        Args:
+            prompt: token ids.
+            cache: an unused cache.
+            sampling: how tokens are chosen, and how many.
+            prefill_chunk: run the prompt through the model in chunks of so many tokens, which bounds activations.
+            on_text: called with each piece of text as soon as it is final.
+
+        Raises:
+            InputError: the device's memory is too small.
+        """
+        model = self.model
+        watch = Watch(TextPieces(self.text_of), on_text)
+        torch.manual_seed(sampling.seed)
+        prompt = prompt.to(model.device)
+        generate = cast(Callable[..., Tensor], model.generate)
+        with enough_memory(model.device):
+            output = generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                past_key_values=cache,
+                streamer=watch,
+                pad_token_id=self._padding(),
+                prefill_chunk_size=prefill_chunk,
+                **sampling.arguments(),
+            )
+        ids = output[0, prompt.shape[1] :].tolist()
+        return Completion(
+            token_ids=ids,
+            text=watch.text,
+            finish_reason="stop" if ids[-1] in self._ends() else "length",
+            prompt_tokens=prompt.shape[1],
+            ttft_s=watch.times[1] - watch.times[0],
+            tpot_s=(watch.times[-1] - watch.times[1]) / (len(ids) - 1) if len(ids) > 1 else None,
+        )
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def show_token(self, token_id: int) -> str:
+        """One token as a person should see it, special or not; half a character shows as U+FFFD."""
+        return str(self.checkpoint.tokenizer.decode([token_id]))
+
+    def _ends(self) -> set[int]:
+        """The tokens with which the model ends its text."""
+        ids = self.model.generation_config.eos_token_id
+        return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
+
+    def _padding(self) -> int:
+        """Any token will do: one sequence has no padding, but ``generate`` wants to know."""
+        given = self.checkpoint.tokenizer.pad_token_id
+        return min(self._ends(), default=0) if given is None else int(given)
+
+
+def full_cache_bytes(cache: DynamicCache) -> int:
+    """Bytes of the keys and values that transformers' own cache holds."""
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    return bytes_of(tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None)
+
+
+def _apply_template(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Int[Tensor, "1 T"]:
+    message = [{"role": "user", "content": prompt}]
+    fill = cast(Callable[..., Mapping[str, Tensor]], tokenizer.apply_chat_template)
+    try:
+        return fill(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    except Exception as error:  # a template is a program of the checkpoint's author and can fail in any way
+        raise InputError(
+            f"The tokenizer's chat template fails ({error}). Use --raw to leave it out and write the whole prompt."
+        ) from error

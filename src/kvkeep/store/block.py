@@ -1,0 +1,94 @@
+"""Everything that one layer allocates: the slots, the policy's state beside them, and the counters of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep import budget as budgets
+from kvkeep.errors import ShapeError
+from kvkeep.memory import Memory, bytes_of
+from kvkeep.store.dense import DenseStore
+from kvkeep.types import Budget, State
+
+
+class Block:
+    """The constant block of a layer, allocated once for a batch.
+
+    Args:
+        keys: keys whose rows, heads, head dim, dtype and device the block takes.
+        values: values, likewise.
+        numbers: the budget, one number or one per row.
+        starts: the policy's per-slot state, name → value of an empty slot.
+        sequences: identity of each row for randomness; all 0 if not given.
+
+    Attributes:
+        store: keys, values and positions.
+        state: the policy's per-slot state.
+        seen: real tokens seen per row.
+        sequences: identity of each row.
+        budget: slots that may stay occupied, one number or one per row.
+
+    Raises:
+        BudgetError: there are several budgets, but not one for each row.
+        ShapeError: there are sequence ids, but not one for each row.
+    """
+
+    store: DenseStore
+    state: State
+    seen: Int[Tensor, " B"]
+    sequences: Int[Tensor, " B"]
+    budget: Budget
+
+    def __init__(
+        self,
+        keys: Float[Tensor, "B Hk _ D"],
+        values: Float[Tensor, "B Hk _ E"],
+        *,
+        numbers: Sequence[int],
+        starts: Mapping[str, float],
+        sequences: Sequence[int] | None = None,
+    ):
+        B, Hk, _, _ = keys.shape
+        if sequences is not None and len(sequences) != B:
+            raise ShapeError(f"{len(sequences)} sequence ids were given for a batch of {B} rows; give one per row.")
+        device = keys.device
+        self.budget = budgets.per_row(numbers, B, device)
+        self.store = DenseStore(keys, values, capacity=max(numbers) + 1)
+        shape = (B, Hk, self.store.capacity)
+        self.state = {
+            name: torch.full(shape, start, dtype=torch.float32, device=device) for name, start in starts.items()
+        }
+        self.seen = torch.zeros(B, dtype=torch.int64, device=device)
+        self.sequences = torch.tensor(sequences or [0] * B, dtype=torch.int64, device=device)
+
+    def clear(self) -> None:
+        """Empty every slot and forget what was seen. State needs no clearing: it is written with a new token."""
+        self.store.clear()
+        self.seen.zero_()
+
+    def select_rows(self, index: Int[Tensor, " n"]) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
+        index = index.to(self.seen.device)
+        self.store.select_rows(index)
+        self.state = {name: tensor.index_select(0, index) for name, tensor in self.state.items()}
+        self.seen = self.seen.index_select(0, index)
+        self.sequences = self.sequences.index_select(0, index)
+        if isinstance(self.budget, Tensor):
+            self.budget = self.budget.index_select(0, index)
+
+    def memory(self) -> Memory:
+        """Bytes, summed over the tensors; the formula is in ``docs/layouts.md``."""
+        counters = [self.seen, self.sequences, *([self.budget] if isinstance(self.budget, Tensor) else [])]
+        per_slot = [*self.store.tensors(), *self.state.values()]
+        positions = self.store.positions
+        per_token = bytes_of([self.store.keys, self.store.values]) // (positions.numel() // positions.shape[1])
+        return Memory(
+            allocated_bytes=bytes_of([*per_slot, *counters]),
+            occupied_bytes=bytes_of(per_slot) // positions.numel() * int((positions >= 0).sum()),
+            state_bytes=bytes_of([*self.state.values(), *counters]),
+            full_bytes=int(self.seen.sum()) * per_token,
+        )

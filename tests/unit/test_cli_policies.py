@@ -1,0 +1,139 @@
+"""``kvkeep policies`` and ``kvkeep env``: complete, readable at 80 columns, and plain data with ``--json``."""
+
+from __future__ import annotations
+
+import json
+import platform
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kvkeep
+from kvkeep import registry
+from kvkeep.cli import env, policies
+from kvkeep.cli.main import app
+from kvkeep.errors import PolicyError
+
+
+def invoke(*arguments: str):
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_list_names_every_policy_in_the_width(monkeypatch: pytest.MonkeyPatch, width: int):
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = invoke("policies").stdout
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    for name in kvkeep.available_policies():
+        assert any(line.split()[:1] == [name] for line in lines)
+    words = " ".join(" ".join(lines).split())
+    assert "Keeps random tokens: the control that every method has to beat." in words
+
+
+def test_list_as_json():
+    assert invoke("policies", "--json").stdout == invoke("policies", "list", "--json").stdout
+    entries = json.loads(invoke("policies", "--json").stdout)["policies"]
+    assert {entry["name"]: entry["summary"] for entry in entries} == {
+        name: registry.describe(name) for name in kvkeep.available_policies()
+    }
+
+
+@pytest.mark.parametrize("name", list(kvkeep.available_policies()))
+def test_show_fits_80_columns_but_for_bibtex(monkeypatch: pytest.MonkeyPatch, name: str):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = invoke("policies", "show", name).stdout
+    assert max(map(len, text.partition("@")[0].splitlines())) <= 80
+    for section in ("Source", "Differs", "Fails when"):
+        assert f"\n{section}" in text
+
+
+def test_show_tells_all():
+    text = invoke("policies", "show", "h2o").stdout
+    words = " ".join(text.split())
+    assert "arXiv:2306.14048" in words
+    assert "compete or replace" in words
+    assert "first tokens that are never evicted" in words
+    assert kvkeep.available_policies()["h2o"].bibtex in text
+
+
+def test_show_as_json():
+    entry = json.loads(invoke("policies", "show", "h2o", "--json").stdout)
+    assert entry["name"] == "h2o"
+    assert entry["summary"] == registry.describe("h2o")
+    assert entry["fails_when"].endswith(".")
+    assert entry["options"][1] == {
+        "name": "sinks",
+        "type": "integer",
+        "default": 0,
+        "help": "first tokens that are never evicted",
+    }
+    assert [option["type"] for option in entry["options"]] == ["integer or none", "integer", "compete or replace"]
+
+
+@pytest.mark.parametrize("name", ["h2p", "h2o:recnt=3", ""])
+def test_show_of_what_does_not_exist(name: str):
+    result = CliRunner().invoke(app, ["policies", "show", name])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "Known: " in result.stderr
+
+
+def test_show_debug():
+    result = CliRunner().invoke(app, ["policies", "show", "h2p", "--debug"])
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+
+
+def test_sections_of_a_docstring():
+    doc = "Keeps.\n\nSource: one\n  two: three.\nDiffers: nothing.\n\nMore text.\nFails when: never."
+    assert policies._split(doc) == (
+        "Keeps.",
+        {"source": "one two: three.", "differs": "nothing.", "fails_when": "never."},
+    )
+    assert policies._split("") == ("", {})
+
+
+def test_help_of_policies():
+    text = invoke("policies", "--help").stdout
+    assert "list" in text
+    assert "show" in text
+    assert "--json" in invoke("policies", "list", "--help").stdout
+
+
+def test_env_as_json():
+    facts = json.loads(invoke("env", "--json").stdout)
+    assert facts["kvkeep"] == kvkeep.__version__
+    assert facts["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert facts["python"] == platform.python_version()
+    assert facts["devices"][0]["name"] == "cpu"
+    assert facts["threads"] == torch.get_num_threads()
+    assert facts["policies"] == list(kvkeep.available_policies())
+    assert all(facts[name] for name in ("transformers", "tokenizers", "platform", "cpu_count"))
+
+
+def test_env_for_people(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = invoke("env").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(word in text for word in ("kvkeep", "torch", "cpu count", "GB", "streaming_llm"))
+
+
+def test_env_names_a_broken_third_party_policy_and_goes_on(monkeypatch: pytest.MonkeyPatch):
+    def broken() -> None:
+        raise PolicyError("Entry point 'x:Y' is broken.")
+
+    monkeypatch.setattr(registry, "available", broken)
+    assert "cannot be listed: Entry point 'x:Y' is broken." in " ".join(invoke("env").stdout.split())
+
+
+def test_env_where_memory_is_not_told(monkeypatch: pytest.MonkeyPatch):
+    def unknown(name: str) -> int:
+        raise ValueError(name)
+
+    monkeypatch.setattr(env.os, "sysconf", unknown)
+    assert "unknown memory" in invoke("env").stdout

@@ -1,0 +1,329 @@
+"""Loading models: what comes back, and every way in which it can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import cli_models
+import pytest
+import torch
+from huggingface_hub import constants
+from huggingface_hub import errors as hub
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
+
+import kvkeep
+from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
+from kvkeep.models import load as loading
+from kvkeep.models.device import enough_memory, parse_device, parse_dtype
+from kvkeep.models.load import embedded, find, load, read_weights
+from kvkeep.models.quiet import no_conversion_service, quiet
+
+
+@pytest.fixture(autouse=True)
+def _silent_and_fast():
+    with quiet(), cli_models.one_thread():
+        yield
+
+
+def test_model_is_attached_in_evaluation_mode_and_generates():
+    model, tokenizer = load(cli_models.folder())
+    assert model.config._attn_implementation == "kvkeep"
+    assert not model.training
+    assert model.dtype == torch.float32
+    cache = kvkeep.BoundedCache(model.config, "h2o", budget=4)
+    prompt = tokenizer("the quick brown fox", return_tensors="pt")
+    output = model.generate(**prompt, past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert output.shape[1] == prompt["input_ids"].shape[1] + 8
+    assert int((cache.positions() >= 0).sum(-1).max()) == 4
+
+
+def test_dtype_is_the_one_asked_for():
+    assert load(cli_models.folder(), "bfloat16", "cpu")[0].dtype == torch.bfloat16
+
+
+def test_find_reads_no_weights(tmp_path: Path):
+    folder = cli_models.copy(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(b"")
+    assert find(folder).config.model_type == "llama"
+
+
+def test_config_of_the_caller_is_not_changed():
+    checkpoint = find(cli_models.folder())
+    before = checkpoint.config.to_dict()
+    read_weights(checkpoint)
+    assert checkpoint.config.to_dict() == before
+    assert checkpoint.config._attn_implementation != "kvkeep"
+
+
+@pytest.mark.parametrize(
+    ("family", "limit"), [("llama", None), ("gpt2", cli_models.POSITIONS), ("opt", cli_models.POSITIONS)]
+)
+def test_position_limit_is_that_of_a_learned_table(family: str, limit: int | None):
+    assert find(cli_models.folder(family)).position_limit == limit
+
+
+def test_tied_weights_are_not_missing():
+    load(cli_models.folder("gpt2"))
+
+
+def expect(kind: type[Exception], *words: str):
+    return pytest.raises(kind, match="".join(f"(?=.*{word})" for word in words))
+
+
+def test_folder_that_does_not_exist(tmp_path: Path):
+    with expect(ModelFileError, "does not exist"):
+        find(tmp_path / "nowhere")
+
+
+def test_file_instead_of_folder():
+    with expect(ModelFileError, "is a file", "folder"):
+        find(cli_models.folder() / "model.safetensors")
+
+
+def test_folder_without_config(tmp_path: Path):
+    with expect(ModelFileError, "no config.json"):
+        find(cli_models.copy(tmp_path / "m", "config.json"))
+
+
+def test_folder_without_weights(tmp_path: Path):
+    with expect(ModelFileError, "no weights", "safetensors"):
+        find(cli_models.copy(tmp_path / "m", "*.safetensors"))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 3}'])
+def test_config_that_is_no_config(tmp_path: Path, text: str):
+    folder = cli_models.copy(tmp_path / "m")
+    (folder / "config.json").write_text(text)
+    with expect(ModelFileError, "config.json"):
+        find(folder)
+
+
+@pytest.mark.parametrize("value", [0, "four"])
+def test_config_with_values_that_cannot_be_used(tmp_path: Path, value: object):
+    folder = cli_models.copy(tmp_path / "m")
+    cli_models.edit_json(folder / "config.json", num_attention_heads=value)
+    with expect(ModelFileError, "config.json"):
+        find(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("missing", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])
+def test_folder_without_tokenizer(tmp_path: Path, family: str, missing: list[str]):
+    with expect(ModelFileError, "tokenizer"):
+        find(cli_models.copy(tmp_path / "m", *missing, family=family))
+
+
+def test_damaged_tokenizer(tmp_path: Path):
+    folder = cli_models.copy(tmp_path / "m")
+    (folder / "tokenizer.json").write_text("{")
+    with expect(ModelFileError, "tokenizer"):
+        find(folder)
+
+
+def pickled(folder: Path) -> Path:
+    """Turn a folder's weights into a pickle."""
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), folder / "pytorch_model.bin")
+    weights.unlink()
+    return folder
+
+
+def test_pickled_weights_are_refused_unless_allowed(tmp_path: Path):
+    folder = pickled(cli_models.copy(tmp_path / "m"))
+    with expect(ModelFileError, "pytorch_model.bin", "--allow-pickle"):
+        load(folder)
+    ours, theirs = load(folder, allow_pickle=True)[0], load(cli_models.folder())[0]
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+class Exploit:
+    def __init__(self, trace: Path):
+        self.trace = trace
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.trace),))
+
+
+def test_pickle_that_runs_code_does_not_run_even_when_allowed(tmp_path: Path):
+    folder = cli_models.copy(tmp_path / "m", "*.safetensors")
+    torch.save({"model.embed_tokens.weight": Exploit(tmp_path / "trace")}, folder / "pytorch_model.bin")
+    with expect(ModelFileError, "weights cannot be read"):
+        load(folder, allow_pickle=True)
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b""], ids=["lfs", "empty"])
+def test_damaged_weights(tmp_path: Path, content: bytes):
+    folder = cli_models.copy(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(content)
+    with expect(ModelFileError, "weights", "partial download"):
+        load(folder)
+
+
+def test_truncated_weights(tmp_path: Path):
+    weights = cli_models.copy(tmp_path / "m") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with expect(ModelFileError, "weights"):
+        load(weights.parent)
+
+
+def test_missing_shard(tmp_path: Path):
+    folder = cli_models.copy(tmp_path / "m")
+    weights = folder / "model.safetensors"
+    shards = dict.fromkeys(load_file(weights), "model-00002-of-00002.safetensors")
+    weights.rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    with expect(ModelFileError, "model-00002-of-00002"):
+        load(folder)
+
+
+def test_weights_that_lack_a_tensor(tmp_path: Path):
+    weights = cli_models.copy(tmp_path / "m") / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    with expect(ModelFileError, "lack tensors of the model", "model.layers.1.mlp.up_proj.weight"):
+        load(weights.parent)
+
+
+def test_weights_of_another_shape(tmp_path: Path):
+    folder = cli_models.copy(tmp_path / "m")
+    cli_models.edit_json(folder / "config.json", intermediate_size=40)
+    with expect(ModelFileError, "other shapes", "mlp", "more"):
+        load(folder)
+
+
+def test_falcon_is_refused_before_its_weights_are_read(tmp_path: Path):
+    folder = cli_models.copy(tmp_path / "m", family="falcon")
+    (folder / "model.safetensors").write_bytes(b"")
+    with expect(UnsupportedModelError, "Falcon", "attention interface"):
+        find(folder)
+
+
+def test_layers_that_cannot_be_bounded_are_refused(tmp_path: Path):
+    folder = cli_models.copy(tmp_path / "m")
+    cli_models.edit_json(folder / "config.json", attention_chunk_size=16)
+    with expect(UnsupportedModelError, "chunked_attention"):
+        find(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "frobnicate"}, ["frobnicate", "not known"]),
+        ({"model_type": "frobnicate", "auto_map": {"AutoConfig": "evil.Config"}}, ["own code", "never runs"]),
+        ({"model_type": "vit"}, ["vit", "decoder"]),
+    ],
+)
+def test_model_types_that_do_not_work(tmp_path: Path, config: dict[str, object], words: list[str]):
+    folder = cli_models.copy(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'trace')!r})\n")
+    with expect(UnsupportedModelError, *words):
+        find(folder)
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("name", ["-", "a b", "a/b--c"])
+def test_names_that_cannot_be(name: str):
+    with expect(ModelFileError, "neither a local folder nor a hub name"):
+        find(name)
+
+
+@pytest.mark.parametrize("name", ["./here", "~/models/here", "a/b/c"])
+def test_names_that_can_only_be_folders(name: str):
+    with expect(ModelFileError, "does not exist"):
+        find(name)
+
+
+def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with expect(ModelFileError, "hub cannot be reached", "someone/something", "network"):
+        find("someone/something-of-kvkeep-tests")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (hub.GatedRepoError, ["gated", "log in"]),
+        (hub.RepositoryNotFoundError, ["neither a local folder nor a public model"]),
+        (hub.LocalEntryNotFoundError, ["cannot be reached"]),
+    ],
+)
+def test_answers_of_the_hub(kind: type[Exception], words: list[str]):
+    cause = kind.__new__(kind)  # its arguments differ between versions of the client
+    error = OSError("a long story\nwith many lines")
+    error.__cause__ = cause
+    message = str(loading._explain("a/b", "Its config.json cannot be read", error))
+    assert all(word in message for word in words)
+    assert "long story" not in message
+
+
+def test_weights_on_the_hub_that_are_not_safetensors():
+    error = OSError(
+        "a/b does not appear to have a file named model.safetensors and cannot be loaded with `safetensors`"
+    )
+    assert "--allow-pickle" in str(loading._explain("a/b", "Its weights cannot be read", error))
+
+
+def test_conversion_service_is_never_asked(monkeypatch: pytest.MonkeyPatch):
+    key = "DISABLE_SAFETENSORS_CONVERSION"
+    monkeypatch.delenv(key, raising=False)
+    with no_conversion_service():
+        assert os.environ[key] == "1"
+    assert key not in os.environ
+    monkeypatch.setenv(key, "0")
+    with no_conversion_service():
+        assert os.environ[key] == "1"
+    assert os.environ[key] == "0"
+
+
+@pytest.mark.parametrize(("name", "hint"), [("bf16", "bfloat16"), ("float23", "float32"), ("int8", "Known: auto")])
+def test_unknown_dtype(name: str, hint: str):
+    with expect(InputError, name, hint):
+        parse_dtype(name)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:99", "meta", "cpu:x"])
+def test_devices_that_are_not_there(name: str):
+    with expect(InputError, name, "Available: auto, cpu"):
+        parse_device(name)
+
+
+def test_device_and_dtype_are_checked_first(tmp_path: Path):
+    with expect(InputError, "float23"):
+        load(tmp_path / "nowhere", "float23")
+    with expect(InputError, "gpu"):
+        load(tmp_path / "nowhere", device="gpu")
+
+
+def test_memory_that_does_not_suffice():
+    with expect(InputError, "Out of memory on cpu", "budget"), enough_memory(torch.device("cpu")):
+        torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="another"), enough_memory(torch.device("cpu")):
+        raise RuntimeError("another error")
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(2, "No such file", "weights"), ModelFileError("they are corrupted")]
+)
+def test_embedded_model_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, error: OSError):
+    def fail() -> Path:
+        raise error
+
+    monkeypatch.setattr(loading.tiny, "path", fail)
+    with expect(ModelFileError, "(no embedded model|corrupted)", "Give a MODEL"):
+        embedded()
+
+
+def test_quiet_puts_everything_back():
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_info()
+    with quiet():
+        assert transformers_logging.get_verbosity() == transformers_logging.ERROR
+    assert transformers_logging.get_verbosity() == transformers_logging.INFO
+    transformers_logging.set_verbosity(before)
