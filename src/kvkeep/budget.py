@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvkeep.errors import BudgetError, CapacityError
+from kvkeep.errors import BudgetError
 from kvkeep.types import Budget
 
 
@@ -50,19 +50,6 @@ def check(budget: object) -> tuple[int, ...]:
         if number < 1:
             raise BudgetError(f"budget={number} keeps no token; the smallest budget is 1.")
     return numbers
-
-
-def check_room(needed: int, room: int) -> None:
-    """Refuse tokens for which a policy that never evicts has no room.
-
-    Raises:
-        CapacityError: ``needed`` tokens do not fit.
-    """
-    if needed > room:
-        raise CapacityError(
-            f"A sequence has reached {needed} tokens, the budget is {room}, and this policy never evicts. Give a "
-            "budget of at least the longest prompt plus its new tokens, or choose a policy that evicts."
-        )
 
 
 def per_row(numbers: Sequence[int], rows: int, device: torch.device) -> Budget:

@@ -16,8 +16,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from kvkeep import budget as budgets
-from kvkeep.errors import BudgetError, UnsupportedModelError, UnsupportedOperationError
+from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
 from kvkeep.layer import Layer
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
@@ -133,9 +132,6 @@ class BoundedCache(Cache):
     ):
         self.policy = parse(policy) if isinstance(policy, str) else policy
         self.budget = budget
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise BudgetError(f"prefill_chunk={prefill_chunk} is below 1; give a number of tokens, or None.")
-        _check_protected(self.policy, budgets.check(budget))
         self._config = config.get_text_config(decoder=True)
         _check_layer_types(self._config)
         layers = DynamicCache(config=config).layers
@@ -218,16 +214,6 @@ def _refuse_rollback() -> NoReturn:
         "A bounded cache cannot be cropped: the tokens it evicted meanwhile are gone, so a rollback would leave a "
         "history that never was. Assisted decoding needs rollbacks: run it with transformers' DynamicCache."
     )
-
-
-def _check_protected(policy: Policy, numbers: Sequence[int]) -> None:
-    for number in numbers:
-        sinks, recent = policy.protected(number)
-        if sinks + recent > number:
-            raise BudgetError(
-                f"Policy {spec(policy)!r} protects {sinks} first and {recent} recent tokens, more than the budget of "
-                f"{number}. Raise the budget to at least {sinks + recent}, or protect fewer."
-            )
 
 
 def _check_layer_types(config: PreTrainedConfig) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep import scores
 from kvkeep.attention import attend
-from kvkeep.errors import ShapeError
+from kvkeep.chunks import in_chunks
+from kvkeep.errors import BudgetError, CapacityError, ShapeError
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, DenseStore
@@ -52,9 +53,12 @@ class Layer:
         budget: slots that may stay occupied after a step, one number or one per row.
         index: the layer's number in the model, a key of counter-based randomness.
         window: sliding window of the layer in tokens; its budget is then ``min(budget, window)``.
-        prefill_chunk: cut a prompt into chunks of this many tokens; ``None`` takes it whole.
+        prefill_chunk: cut each row's prompt into chunks of this many tokens; ``None`` takes it whole.
         sequences: identity of each row for randomness; all 0 if not given, so that a row's result does not
             depend on its place in the batch.
+
+    Raises:
+        BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget.
 
     Attributes:
         columns: columns seen so far, padding included.
@@ -74,6 +78,10 @@ class Layer:
         sequences: Sequence[int] | None = None,
     ):
         numbers = budgets.check(budget)
+        for number in numbers:
+            policy.check(number)
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise BudgetError(f"prefill_chunk={prefill_chunk} is below 1; give a number of tokens, or None.")
         self.policy = policy
         self.window = window
         self.columns = 0
@@ -115,19 +123,14 @@ class Layer:
             self._check_room(T, real)
         if T == 1:
             return self._decode(query, keys, values, options, real)
-        size = self._prefill_chunk or T
-        chunks = [slice(start, start + size) for start in range(0, T, size)]
-        parts = [
-            self._prefill(
-                query[:, :, chunk],
-                keys[:, :, chunk],
-                values[:, :, chunk],
-                options,
-                None if real is None else real[:, chunk],
-            )
-            for chunk in chunks
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return in_chunks(
+            lambda q, k, v, r: self._prefill(q, k, v, options, r),
+            query,
+            keys,
+            values,
+            real=real,
+            size=self._prefill_chunk or T,
+        )
 
     def reset(self) -> None:
         """Forget everything; the memory stays allocated for the next sequences of the same shape."""
@@ -301,7 +304,12 @@ class Layer:
 
     def _check_room(self, T: int, real: Bool[Tensor, "B T"] | None) -> None:
         """A policy that never evicts must refuse what does not fit, before anything is written."""
-        room = min(self._budgets)
-        if self.window is not None and room >= self.window:
-            return
-        budgets.check_room(int((self.seen + (T if real is None else real.sum(dim=1))).max()), room)
+        needed = self.seen + (T if real is None else real.sum(dim=1))
+        budget = self.block.budget
+        room = torch.full_like(needed, budget) if isinstance(budget, int) else budget[:, 0]
+        endless = torch.zeros_like(needed, dtype=torch.bool) if self.window is None else room >= self.window
+        for row in (~endless & (needed > room)).nonzero()[:1].flatten().tolist():
+            raise CapacityError(
+                f"Row {row} has reached {int(needed[row])} tokens, its budget is {int(room[row])}, and this policy "
+                "never evicts. Give a budget of at least the prompt plus its new tokens, or a policy that evicts."
+            )

@@ -36,7 +36,8 @@ def uniform(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     Returns:
         Float32 with 24 random bits, equal for equal keys on every device.
     """
-    state = torch.tensor(seed, dtype=torch.int64, device=keys[0].device)
+    signed = (seed + 2**63) % 2**64 - 2**63  # any integer is a seed; int64 holds 64 bits of it
+    state = torch.tensor(signed, dtype=torch.int64, device=keys[0].device)
     for key in keys:
         state = _mix((state ^ key.to(torch.int64)) + _GOLDEN)
     return _shift_right(state, 40).to(torch.float32) / 2**24

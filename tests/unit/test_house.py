@@ -11,7 +11,7 @@ TESTING = "testing"
 # the lower floor first; rooms on one floor never import each other
 FLOORS = [
     {"version", "types", "errors"},
-    {"scores", "noise", "statistic", "memory", "budget", "theory"},
+    {"scores", "noise", "statistic", "memory", "budget", "chunks", "theory"},
     {"attention", "store", "policies"},
     {"registry", "layer"},
     {"cache"},

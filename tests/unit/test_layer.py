@@ -86,7 +86,7 @@ def test_full_refuses_what_does_not_fit_before_writing_anything():
     feed(layer, 4)
     feed(layer, 1)
     before = layer.store.positions.clone()
-    with pytest.raises(kvkeep.CapacityError, match="reached 6 tokens, the budget is 5"):
+    with pytest.raises(kvkeep.CapacityError, match="Row 0 has reached 6 tokens, its budget is 5"):
         feed(layer, 1)
     assert torch.equal(layer.store.positions, before)
     assert layer.columns == 5
@@ -176,3 +176,14 @@ def test_a_forgotten_no_grad_does_not_make_the_slots_grow_a_graph():
     out = layer.step(q, k, v, options=OPTIONS)
     assert not out.requires_grad
     assert not layer.store.keys.requires_grad
+
+
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_a_prefill_chunk_below_one_is_refused(chunk):
+    with pytest.raises(kvkeep.BudgetError, match=f"prefill_chunk={chunk}"):
+        Layer(Local(), budget=4, prefill_chunk=chunk)
+
+
+def test_more_protected_than_the_budget_is_refused():
+    with pytest.raises(kvkeep.BudgetError, match="Raise the budget to at least 4"):
+        Layer(kvkeep.parse("streaming_llm"), budget=[8, 2])

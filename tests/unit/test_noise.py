@@ -18,8 +18,9 @@ def by_hand(seed, *keys):
 
 def test_equals_splitmix_in_plain_integers():
     positions = torch.tensor([0, 1, 2, 1000, 2**31 - 1, -1])
-    got = uniform(7, torch.tensor(3), positions)
-    assert got.tolist() == [by_hand(7, 3, p) for p in positions.tolist()]
+    for seed in (7, 2**63, 2**64 - 1):
+        got = uniform(seed, torch.tensor(3), positions)
+        assert got.tolist() == [by_hand(seed, 3, p) for p in positions.tolist()]
 
 
 def test_looks_uniform_and_depends_on_every_key():

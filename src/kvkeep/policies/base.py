@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.errors import PolicyError
+from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.statistic import Nothing, Statistic
 from kvkeep.types import Budget, Report, State, View
 
@@ -53,6 +53,19 @@ class Policy(abc.ABC):
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """How many first and how many newest tokens are never evicted: ``(sinks, recent)``."""
         return 0, 0
+
+    def check(self, budget: int) -> None:
+        """Refuse a budget that is smaller than what the policy protects.
+
+        Raises:
+            BudgetError: it is; with the smallest budget that would do.
+        """
+        sinks, recent = self.protected(budget)
+        if sinks + recent > budget:
+            raise BudgetError(
+                f"{self} protects {sinks} first and {recent} recent tokens, more than the budget of {budget}. Raise "
+                f"the budget to at least {sinks + recent}, or protect fewer."
+            )
 
     @property
     def shares_heads(self) -> bool:

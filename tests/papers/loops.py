@@ -1,0 +1,140 @@
+"""A bounded cache as plain Python: lists of positions, dictionaries of scores, attention in float64 loops.
+
+Nothing here knows of tensors, slots or blocks. One `Sequence` is one row of a batch; it never sees another row. The
+order of a step is attend, then look, then cut (policies.md §0.2, order A).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+
+MARGIN = 1e-5
+"""Two scores that decide who goes must be equal or this far apart (relative to 1 or to the larger score)."""
+
+Vector = list[float]
+
+
+class TooCloseError(Exception):
+    """A decision hangs on a difference that float32 may not resolve; the test has to choose other inputs."""
+
+
+class OverBudgetError(Exception):
+    """A policy that never evicts was given more tokens than its budget."""
+
+
+def dot(a: Vector, b: Vector) -> float:
+    return sum(map(operator.mul, a, b))
+
+
+def softmax(logits: Vector) -> Vector:
+    top = max(logits)
+    weights = [math.exp(logit - top) for logit in logits]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def mean(vectors: list[Vector]) -> Vector:
+    return [sum(column) / len(vectors) for column in zip(*vectors, strict=True)]
+
+
+def evict(
+    kept: list[int],
+    budget: int,
+    score: Callable[[int], float],
+    protected: Iterable[int],
+    *,
+    margin: float = MARGIN,
+) -> list[int]:
+    """Drop the smallest (score, position) until ``budget`` are left; protected positions are no candidates."""
+    candidates = set(kept) - set(protected)
+    stay, last_gone = list(kept), None
+    while len(stay) > budget:
+        last_gone = min(candidates, key=lambda j: (score(j), j))
+        candidates.remove(last_gone)
+        stay.remove(last_gone)
+    if last_gone is not None and candidates:
+        require_margin(score(last_gone), min(score(j) for j in candidates), margin)
+    return stay
+
+
+def require_margin(goes: float, stays: float, margin: float = MARGIN) -> None:
+    """Refuse a decision that is neither an exact tie nor clear."""
+    if 0.0 < stays - goes <= margin * max(1.0, stays):
+        raise TooCloseError(f"{goes!r} goes and {stays!r} stays")
+
+
+class Rule:
+    """A policy on one row: it may look at the probabilities, and it cuts the lists of kept positions.
+
+    Args:
+        budget: tokens that may stay after a step.
+        heads: KV heads of the row.
+        layer: number of the layer, for randomness.
+        sequence: identity of the row, for randomness.
+    """
+
+    def __init__(self, budget: int, heads: int, *, layer: int = 0, sequence: int = 0):
+        self.budget = budget
+        self.heads = heads
+        self.layer = layer
+        self.sequence = sequence
+
+    def look(self, head: int, rows: list[dict[int, float]]) -> None:
+        """See the new queries' probabilities, key position → mean over the group, one dictionary per query."""
+
+    def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
+        """Say which positions stay, given those held and the number of tokens seen so far."""
+        raise NotImplementedError
+
+
+class Sequence:
+    """One row: the history of its tokens, what each KV head has kept of it, and the rule that decides.
+
+    Attributes:
+        kept: positions that each KV head holds, ascending.
+        rows: every row of group-mean probabilities that was ever computed, per KV head.
+    """
+
+    def __init__(self, rule: Rule, scaling: float):
+        self.rule = rule
+        self.scaling = scaling
+        self.seen = 0
+        self.kept: list[list[int]] = [[] for _ in range(rule.heads)]
+        self.rows: list[list[dict[int, float]]] = [[] for _ in range(rule.heads)]
+        self._keys: list[list[Vector]] = [[] for _ in range(rule.heads)]
+        self._values: list[list[Vector]] = [[] for _ in range(rule.heads)]
+
+    def feed(
+        self, queries: list[list[Vector]], keys: list[list[Vector]], values: list[list[Vector]], *, decode: bool
+    ) -> list[list[Vector]]:
+        """Take new tokens at once (``[head][token]`` → vector); all attend, then one cut. Returns the outputs."""
+        group = len(queries) // len(keys)
+        new = list(range(self.seen, self.seen + len(keys[0])))
+        self.seen += len(new)
+        outputs: list[list[Vector]] = []
+        for head in range(self.rule.heads):
+            self._keys[head] += keys[head]
+            self._values[head] += values[head]
+            mine = queries[head * group : (head + 1) * group]
+            attended = [self._attend(head, [query[t] for query in mine], new[: t + 1]) for t in range(len(new))]
+            rows = [row for row, _ in attended]
+            outputs += [[out[g] for _, out in attended] for g in range(group)]
+            self.rows[head] += rows
+            self.rule.look(head, rows)
+        self.kept = [self.rule.cut(head, kept + new, self.seen, decode=decode) for head, kept in enumerate(self.kept)]
+        return outputs
+
+    def column_sum(self, head: int, position: int, seen: int) -> float:
+        """Mass of a key by definition: its column summed over the rows of the first ``seen`` tokens."""
+        return sum(row.get(position, 0.0) for row in self.rows[head][:seen])
+
+    def _attend(self, head: int, queries: list[Vector], new: list[int]) -> tuple[dict[int, float], list[Vector]]:
+        """One token's queries over what it can see: the kept keys and the new ones up to itself."""
+        visible = self.kept[head] + new
+        keys = [self._keys[head][j] for j in visible]
+        values = list(zip(*(self._values[head][j] for j in visible), strict=True))
+        per_query = [softmax([self.scaling * dot(query, key) for key in keys]) for query in queries]
+        outputs = [[dot(p, list(column)) for column in values] for p in per_query]
+        return dict(zip(visible, mean(per_query), strict=True)), outputs
