@@ -6,9 +6,7 @@ nothing of transformers; `kvkeep.cache` and later the engine drive it. Layouts a
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,28 +19,10 @@ from kvkeep.chunks import in_chunks
 from kvkeep.errors import BudgetError, CapacityError, ShapeError
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, DenseStore
+from kvkeep.store import Block, DenseStore, inference
 from kvkeep.types import EMPTY, AttentionOptions, Phase, State, View
 
 _LATER = torch.iinfo(torch.int32).max
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keep the slots out of autograd's graph, which would hold every past step, and out of inference mode.
-
-    Tensors made in ``torch.inference_mode`` cannot be written outside of it; slots that are ordinary tensors can be
-    used from both.
-    """
-
-    @functools.wraps(method)
-    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
-
-    return wrapper
 
 
 class Layer:
@@ -91,7 +71,7 @@ class Layer:
         self._prefill_chunk = prefill_chunk
         self._sequences = sequences
 
-    @_inference
+    @inference
     def step(
         self,
         query: Float[Tensor, "B Hq T D"],
@@ -138,7 +118,7 @@ class Layer:
         if self.allocated:
             self.block.clear()
 
-    @_inference
+    @inference
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
         if self.allocated:

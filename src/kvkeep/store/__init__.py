@@ -2,5 +2,6 @@
 
 from kvkeep.store.block import Block
 from kvkeep.store.dense import DenseStore
+from kvkeep.store.inference import inference
 
-__all__ = ["Block", "DenseStore"]
+__all__ = ["Block", "DenseStore", "inference"]
