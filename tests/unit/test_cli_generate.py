@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import cli_models
+import model_folders
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -26,7 +26,7 @@ PROMPT = "the quick brown fox jumps over the lazy dog and the cat"
 
 @pytest.fixture(autouse=True)
 def _fast():
-    with cli_models.one_thread():
+    with model_folders.one_thread():
         yield
 
 
@@ -36,7 +36,7 @@ def invoke(*arguments: object, model: Path | None = None, stdin: bytes | None = 
 
 
 def generate(*arguments: object, model: Path | None = None, stdin: bytes | None = None):
-    result = invoke(*arguments, model=model or cli_models.folder(), stdin=stdin)
+    result = invoke(*arguments, model=model or model_folders.folder(), stdin=stdin)
     assert result.exit_code == 0, result.output
     return result
 
@@ -59,7 +59,7 @@ def refused(*arguments: object, model: Path | None = None, stdin: bytes | None =
 def expected_ids(budget: int, new_tokens: int, policy: str = "h2o", prompt: str = PROMPT) -> list[int]:
     """The tokens that `generate` of transformers gives."""
     with quiet():
-        model, tokenizer = load(cli_models.folder())
+        model, tokenizer = load(model_folders.folder())
         cache = kvkeep.BoundedCache(model.config, policy, budget=budget)
         inputs = tokenizer(prompt, return_tensors="pt")
         output = model.generate(
@@ -74,8 +74,8 @@ def expected_ids(budget: int, new_tokens: int, policy: str = "h2o", prompt: str 
 def test_text_on_stdout_and_a_summary_on_stderr():
     result = generate("--prompt", PROMPT, "--budget", 8, "-n", 6)
     ids = expected_ids(8, 6)
-    assert result.stdout.removesuffix("\n") == cli_models.tokenizer().decode(ids, skip_special_tokens=True)
-    tokens = len(cli_models.tokenizer()(PROMPT)["input_ids"])
+    assert result.stdout.removesuffix("\n") == model_folders.tokenizer().decode(ids, skip_special_tokens=True)
+    tokens = len(model_folders.tokenizer()(PROMPT)["input_ids"])
     for words in (f"{tokens} tokens in", "6 tokens, ", "tokens/s", "h2o, budget 8", "float32 on cpu", "compression"):
         assert words in result.stderr
 
@@ -150,9 +150,9 @@ def test_dtype():
 
 
 def test_model_that_ends_its_text(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m")
+    folder = model_folders.copy(tmp_path / "m")
     third = expected_ids(1024, 3)[2]
-    cli_models.edit_json(folder / "generation_config.json", eos_token_id=third)
+    model_folders.edit_json(folder / "generation_config.json", eos_token_id=third)
     result = as_json("-p", PROMPT, "-n", 50, model=folder)
     assert result["finish_reason"] == "stop"
     assert result["new_tokens"] <= 3
@@ -160,8 +160,8 @@ def test_model_that_ends_its_text(tmp_path: Path):
 
 
 def test_longer_than_the_model_was_trained_for():
-    result = generate("-p", PROMPT, "-n", cli_models.TRAINED_LENGTH, "-b", 8)
-    assert f"the {cli_models.TRAINED_LENGTH} that the model was trained for" in " ".join(result.stderr.split())
+    result = generate("-p", PROMPT, "-n", model_folders.TRAINED_LENGTH, "-b", 8)
+    assert f"the {model_folders.TRAINED_LENGTH} that the model was trained for" in " ".join(result.stderr.split())
 
 
 def test_prompt_from_a_file_and_from_stdin(tmp_path: Path):
@@ -173,16 +173,16 @@ def test_prompt_from_a_file_and_from_stdin(tmp_path: Path):
 
 
 def test_embedded_model_is_the_default(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loading.tiny, "path", cli_models.folder)
+    monkeypatch.setattr(loading.tiny, "path", model_folders.folder)
     result = invoke("-p", PROMPT, "-n", 2, "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["model"] == str(cli_models.folder())
+    assert json.loads(result.stdout)["model"] == str(model_folders.folder())
 
 
 @pytest.fixture
 def chat_model(tmp_path: Path) -> Path:
-    folder = cli_models.copy(tmp_path / "chat")
-    cli_models.edit_json(folder / "tokenizer_config.json", chat_template=cli_models.TEMPLATE)
+    folder = model_folders.copy(tmp_path / "chat")
+    model_folders.edit_json(folder / "tokenizer_config.json", chat_template=model_folders.TEMPLATE)
     return folder
 
 
@@ -210,8 +210,8 @@ def test_compare_finds_the_first_difference():
     first = next(index for index in range(6) if bounded[index] != full[index])
     found = result["comparison"]
     assert found["first_index"] == first
-    assert found["bounded_token"] == cli_models.tokenizer().decode([bounded[first]])
-    assert found["full_token"] == cli_models.tokenizer().decode([full[first]])
+    assert found["bounded_token"] == model_folders.tokenizer().decode([bounded[first]])
+    assert found["full_token"] == model_folders.tokenizer().decode([full[first]])
     assert found["equal_tokens"] == sum(a == b for a, b in zip(bounded, full, strict=True))
     assert result["full"]["memory"]["allocated_bytes"] == result["memory"]["full_bytes"]
 
@@ -258,7 +258,7 @@ def test_difference(bounded: list[int], full: list[int], expected: tuple[object,
 
 @pytest.mark.parametrize("text", ["plain words here", "naïve café – 漢字 🙂🏽 done", "🙂", "line\nbreak\n", " x"])
 def test_pieces_add_up_to_the_text_and_are_whole_characters(text: str):
-    tokenizer = cli_models.tokenizer()
+    tokenizer = model_folders.tokenizer()
     pieces = TextPieces(lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True))
     parts = [pieces.add(token) for token in tokenizer(text)["input_ids"]]
     assert "".join(parts) + pieces.end() == text
@@ -267,7 +267,7 @@ def test_pieces_add_up_to_the_text_and_are_whole_characters(text: str):
 
 
 def test_half_a_character_at_the_end_is_handed_out_last():
-    tokenizer = cli_models.tokenizer()
+    tokenizer = model_folders.tokenizer()
     pieces = TextPieces(lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True))
     ids = tokenizer("a🙂")["input_ids"][:-1]
     assert "".join(pieces.add(token) for token in ids) == "a"
@@ -307,8 +307,8 @@ def test_the_line_is_ended_whatever_happens(capsys: pytest.CaptureFixture[str]):
 
 
 def test_an_error_after_some_text_stands_on_its_own_line():
-    tokens = len(cli_models.tokenizer()(PROMPT)["input_ids"])
-    result = invoke("-p", PROMPT, "-n", 9, "--policy", "full", "-b", tokens + 3, model=cli_models.folder())
+    tokens = len(model_folders.tokenizer()(PROMPT)["input_ids"])
+    result = invoke("-p", PROMPT, "-n", 9, "--policy", "full", "-b", tokens + 3, model=model_folders.folder())
     assert result.exit_code == 2
     assert result.stdout.endswith("\n")
     assert "never evicts" in result.stderr
@@ -351,12 +351,12 @@ def test_an_error_after_some_text_stands_on_its_own_line():
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else None,
 )
 def test_bad_options(arguments: list[object], words: list[str]):
-    line = refused("-p", PROMPT, *arguments, model=cli_models.folder())
+    line = refused("-p", PROMPT, *arguments, model=model_folders.folder())
     assert all(word in line for word in words), line
 
 
 def test_no_prompt():
-    assert "--prompt-file FILE" in refused(model=cli_models.folder())
+    assert "--prompt-file FILE" in refused(model=model_folders.folder())
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n"])
@@ -377,16 +377,16 @@ def test_prompt_that_is_not_utf8(tmp_path: Path):
     assert "not UTF-8 text: byte 2 is 0xef" in refused("-f", tmp_path / "prompt")
     assert "Standard input is not UTF-8" in refused("-f", "-", stdin=b"\xff\xfe")
     surrogate = b"\xff".decode(errors="surrogateescape")  # what the shell's bytes become in an argument
-    assert "not UTF-8" in refused("-p", f"a{surrogate}", model=cli_models.folder())
+    assert "not UTF-8" in refused("-p", f"a{surrogate}", model=model_folders.folder())
 
 
 def test_model_folder_without_config(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m", "config.json")
+    folder = model_folders.copy(tmp_path / "m", "config.json")
     assert "no config.json" in refused("-p", PROMPT, model=folder)
 
 
 def test_weights_that_are_not_safetensors(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m")
+    folder = model_folders.copy(tmp_path / "m")
     with quiet():
         torch.save(load(folder)[0].state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -396,7 +396,7 @@ def test_weights_that_are_not_safetensors(tmp_path: Path):
 
 
 def test_unsupported_model():
-    assert "attention interface" in refused("-p", PROMPT, model=cli_models.folder("falcon"))
+    assert "attention interface" in refused("-p", PROMPT, model=model_folders.folder("falcon"))
 
 
 def test_no_such_model(tmp_path: Path):
@@ -406,50 +406,50 @@ def test_no_such_model(tmp_path: Path):
 
 @pytest.mark.parametrize(("words", "remedy"), [(5, "at most"), (40, "shorten the prompt")])
 def test_more_tokens_than_learned_positions(words: int, remedy: str):
-    line = refused("-p", "cat " * words, "-n", 30, model=cli_models.folder("gpt2"))
-    assert f"learned positions for {cli_models.POSITIONS} tokens" in line
+    line = refused("-p", "cat " * words, "-n", 30, model=model_folders.folder("gpt2"))
+    assert f"learned positions for {model_folders.POSITIONS} tokens" in line
     assert remedy in line
 
 
 def test_learned_positions_that_suffice():
-    model = cli_models.folder("gpt2")
+    model = model_folders.folder("gpt2")
     prompt_tokens = as_json("-p", "cat", "-n", 1, model=model)["prompt_tokens"]
-    room = cli_models.POSITIONS - prompt_tokens + 1
+    room = model_folders.POSITIONS - prompt_tokens + 1
     assert as_json("-p", "cat", "-n", room, model=model)["new_tokens"] == room
     assert f"at most {room} new tokens" in refused("-p", "cat", "-n", room + 1, model=model)
 
 
 def test_tokenizer_of_another_model(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m")
-    cli_models.edit_json(folder / "config.json", vocab_size=10)
+    folder = model_folders.copy(tmp_path / "m")
+    model_folders.edit_json(folder / "config.json", vocab_size=10)
     assert "do not belong together" in refused("-p", PROMPT, model=folder)
 
 
 def test_chat_template_that_fails(chat_model: Path):
-    cli_models.edit_json(chat_model / "tokenizer_config.json", chat_template="{{ raise_exception('no user') }}")
+    model_folders.edit_json(chat_model / "tokenizer_config.json", chat_template="{{ raise_exception('no user') }}")
     assert "--raw" in refused("-p", PROMPT, model=chat_model)
 
 
 def test_everything_is_refused_before_weights_are_read(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m")
+    folder = model_folders.copy(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"")
     assert "at least 9" in refused("-p", PROMPT, "-b", 8, "--policy", "h2o:sinks=4,recent=5", model=folder)
     assert "weights cannot be read" in refused("-p", PROMPT, "-b", 9, "--policy", "h2o:sinks=4,recent=5", model=folder)
 
 
 def test_json_does_not_change_errors():
-    assert "h2p" in refused("-p", PROMPT, "--policy", "h2p", "--json", model=cli_models.folder())
+    assert "h2p" in refused("-p", PROMPT, "--policy", "h2p", "--json", model=model_folders.folder())
 
 
 def test_debug_shows_the_traceback_and_keeps_the_exit_code():
-    result = invoke("-p", PROMPT, "--policy", "h2p", "--debug", model=cli_models.folder())
+    result = invoke("-p", PROMPT, "--policy", "h2p", "--debug", model=model_folders.folder())
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: Unknown policy")
 
 
 def test_a_model_folder_can_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    shutil.copytree(cli_models.folder(), tmp_path / "model")
+    shutil.copytree(model_folders.folder(), tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     assert generate("-p", PROMPT, "-n", 1, model=Path("model")).exit_code == 0
 

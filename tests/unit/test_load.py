@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-import cli_models
+import model_folders
 import pytest
 import torch
 from huggingface_hub import constants
@@ -24,12 +24,12 @@ from kvkeep.models.quiet import no_conversion_service, quiet
 
 @pytest.fixture(autouse=True)
 def _silent_and_fast():
-    with quiet(), cli_models.one_thread():
+    with quiet(), model_folders.one_thread():
         yield
 
 
 def test_model_is_attached_in_evaluation_mode_and_generates():
-    model, tokenizer = load(cli_models.folder())
+    model, tokenizer = load(model_folders.folder())
     assert model.config._attn_implementation == "kvkeep"
     assert not model.training
     assert model.dtype == torch.float32
@@ -41,17 +41,17 @@ def test_model_is_attached_in_evaluation_mode_and_generates():
 
 
 def test_dtype_is_the_one_asked_for():
-    assert load(cli_models.folder(), "bfloat16", "cpu")[0].dtype == torch.bfloat16
+    assert load(model_folders.folder(), "bfloat16", "cpu")[0].dtype == torch.bfloat16
 
 
 def test_find_reads_no_weights(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m")
+    folder = model_folders.copy(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(b"")
     assert find(folder).config.model_type == "llama"
 
 
 def test_config_of_the_caller_is_not_changed():
-    checkpoint = find(cli_models.folder())
+    checkpoint = find(model_folders.folder())
     before = checkpoint.config.to_dict()
     read_weights(checkpoint)
     assert checkpoint.config.to_dict() == before
@@ -59,14 +59,14 @@ def test_config_of_the_caller_is_not_changed():
 
 
 @pytest.mark.parametrize(
-    ("family", "limit"), [("llama", None), ("gpt2", cli_models.POSITIONS), ("opt", cli_models.POSITIONS)]
+    ("family", "limit"), [("llama", None), ("gpt2", model_folders.POSITIONS), ("opt", model_folders.POSITIONS)]
 )
 def test_position_limit_is_that_of_a_learned_table(family: str, limit: int | None):
-    assert find(cli_models.folder(family)).position_limit == limit
+    assert find(model_folders.folder(family)).position_limit == limit
 
 
 def test_tied_weights_are_not_missing():
-    load(cli_models.folder("gpt2"))
+    load(model_folders.folder("gpt2"))
 
 
 def expect(kind: type[Exception], *words: str):
@@ -80,22 +80,22 @@ def test_folder_that_does_not_exist(tmp_path: Path):
 
 def test_file_instead_of_folder():
     with expect(ModelFileError, "is a file", "folder"):
-        find(cli_models.folder() / "model.safetensors")
+        find(model_folders.folder() / "model.safetensors")
 
 
 def test_folder_without_config(tmp_path: Path):
     with expect(ModelFileError, "no config.json"):
-        find(cli_models.copy(tmp_path / "m", "config.json"))
+        find(model_folders.copy(tmp_path / "m", "config.json"))
 
 
 def test_folder_without_weights(tmp_path: Path):
     with expect(ModelFileError, "no weights", "safetensors"):
-        find(cli_models.copy(tmp_path / "m", "*.safetensors"))
+        find(model_folders.copy(tmp_path / "m", "*.safetensors"))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 3}'])
 def test_config_that_is_no_config(tmp_path: Path, text: str):
-    folder = cli_models.copy(tmp_path / "m")
+    folder = model_folders.copy(tmp_path / "m")
     (folder / "config.json").write_text(text)
     with expect(ModelFileError, "config.json"):
         find(folder)
@@ -103,8 +103,8 @@ def test_config_that_is_no_config(tmp_path: Path, text: str):
 
 @pytest.mark.parametrize("value", [0, "four"])
 def test_config_with_values_that_cannot_be_used(tmp_path: Path, value: object):
-    folder = cli_models.copy(tmp_path / "m")
-    cli_models.edit_json(folder / "config.json", num_attention_heads=value)
+    folder = model_folders.copy(tmp_path / "m")
+    model_folders.edit_json(folder / "config.json", num_attention_heads=value)
     with expect(ModelFileError, "config.json"):
         find(folder)
 
@@ -113,11 +113,11 @@ def test_config_with_values_that_cannot_be_used(tmp_path: Path, value: object):
 @pytest.mark.parametrize("missing", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])
 def test_folder_without_tokenizer(tmp_path: Path, family: str, missing: list[str]):
     with expect(ModelFileError, "tokenizer"):
-        find(cli_models.copy(tmp_path / "m", *missing, family=family))
+        find(model_folders.copy(tmp_path / "m", *missing, family=family))
 
 
 def test_damaged_tokenizer(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m")
+    folder = model_folders.copy(tmp_path / "m")
     (folder / "tokenizer.json").write_text("{")
     with expect(ModelFileError, "tokenizer"):
         find(folder)
@@ -132,10 +132,10 @@ def pickled(folder: Path) -> Path:
 
 
 def test_pickled_weights_are_refused_unless_allowed(tmp_path: Path):
-    folder = pickled(cli_models.copy(tmp_path / "m"))
+    folder = pickled(model_folders.copy(tmp_path / "m"))
     with expect(ModelFileError, "pytorch_model.bin", "--allow-pickle"):
         load(folder)
-    ours, theirs = load(folder, allow_pickle=True)[0], load(cli_models.folder())[0]
+    ours, theirs = load(folder, allow_pickle=True)[0], load(model_folders.folder())[0]
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
@@ -148,7 +148,7 @@ class Exploit:
 
 
 def test_pickle_that_runs_code_does_not_run_even_when_allowed(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m", "*.safetensors")
+    folder = model_folders.copy(tmp_path / "m", "*.safetensors")
     torch.save({"model.embed_tokens.weight": Exploit(tmp_path / "trace")}, folder / "pytorch_model.bin")
     with expect(ModelFileError, "weights cannot be read"):
         load(folder, allow_pickle=True)
@@ -157,21 +157,21 @@ def test_pickle_that_runs_code_does_not_run_even_when_allowed(tmp_path: Path):
 
 @pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b""], ids=["lfs", "empty"])
 def test_damaged_weights(tmp_path: Path, content: bytes):
-    folder = cli_models.copy(tmp_path / "m")
+    folder = model_folders.copy(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(content)
     with expect(ModelFileError, "weights", "partial download"):
         load(folder)
 
 
 def test_truncated_weights(tmp_path: Path):
-    weights = cli_models.copy(tmp_path / "m") / "model.safetensors"
+    weights = model_folders.copy(tmp_path / "m") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with expect(ModelFileError, "weights"):
         load(weights.parent)
 
 
 def test_missing_shard(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m")
+    folder = model_folders.copy(tmp_path / "m")
     weights = folder / "model.safetensors"
     shards = dict.fromkeys(load_file(weights), "model-00002-of-00002.safetensors")
     weights.rename(folder / "model-00001-of-00002.safetensors")
@@ -181,7 +181,7 @@ def test_missing_shard(tmp_path: Path):
 
 
 def test_weights_that_lack_a_tensor(tmp_path: Path):
-    weights = cli_models.copy(tmp_path / "m") / "model.safetensors"
+    weights = model_folders.copy(tmp_path / "m") / "model.safetensors"
     tensors = load_file(weights)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, weights, metadata={"format": "pt"})
@@ -190,22 +190,22 @@ def test_weights_that_lack_a_tensor(tmp_path: Path):
 
 
 def test_weights_of_another_shape(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m")
-    cli_models.edit_json(folder / "config.json", intermediate_size=40)
+    folder = model_folders.copy(tmp_path / "m")
+    model_folders.edit_json(folder / "config.json", intermediate_size=40)
     with expect(ModelFileError, "other shapes", "mlp", "more"):
         load(folder)
 
 
 def test_falcon_is_refused_before_its_weights_are_read(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m", family="falcon")
+    folder = model_folders.copy(tmp_path / "m", family="falcon")
     (folder / "model.safetensors").write_bytes(b"")
     with expect(UnsupportedModelError, "Falcon", "attention interface"):
         find(folder)
 
 
 def test_layers_that_cannot_be_bounded_are_refused(tmp_path: Path):
-    folder = cli_models.copy(tmp_path / "m")
-    cli_models.edit_json(folder / "config.json", attention_chunk_size=16)
+    folder = model_folders.copy(tmp_path / "m")
+    model_folders.edit_json(folder / "config.json", attention_chunk_size=16)
     with expect(UnsupportedModelError, "chunked_attention"):
         find(folder)
 
@@ -219,7 +219,7 @@ def test_layers_that_cannot_be_bounded_are_refused(tmp_path: Path):
     ],
 )
 def test_model_types_that_do_not_work(tmp_path: Path, config: dict[str, object], words: list[str]):
-    folder = cli_models.copy(tmp_path / "m")
+    folder = model_folders.copy(tmp_path / "m")
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'trace')!r})\n")
     with expect(UnsupportedModelError, *words):

@@ -1,0 +1,76 @@
+"""What the docs show runs: the README's code, the page's own policy, the examples, the commands."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import model_folders
+import pytest
+from typer.testing import CliRunner
+
+import kvkeep
+from kvkeep.cli.main import app
+from kvkeep.testing import LAWS, Case
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(text, language):
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_the_readmes_code_runs(capsys):
+    (code,) = blocks(README, "python")
+    assert code.count('"Qwen/Qwen3-0.6B"') == code.count("4096") == 1
+    folder = str(model_folders.folder())
+    exec(code.replace("Qwen/Qwen3-0.6B", folder).replace("4096", "4"), {})
+    assert "Memory(allocated_bytes=" in capsys.readouterr().out
+
+
+def test_the_pages_own_policy_is_lawful():
+    (code,) = blocks((ROOT / "docs/index.md").read_text(), "python")
+    names = {}
+    exec(code, names)
+    for law in LAWS.values():
+        law(names["EveryOther"](sinks=1), Case())
+
+
+@pytest.mark.parametrize("command", [line for block in blocks(README, "sh") for line in block.splitlines()])
+def test_the_readmes_commands_exist(command, tmp_path):
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+        return
+    prompt = tmp_path / "report.txt"
+    prompt.write_text("a report of some words")
+    folder = str(model_folders.folder())
+    arguments = [{"Qwen/Qwen3-0.6B": folder, "report.txt": str(prompt)}.get(word, word) for word in words[1:]]
+    if words[1] == "generate":
+        arguments += ["--max-new-tokens", "3"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("name", kvkeep.available_policies())
+def test_the_readme_lists_every_policy(name):
+    assert f"| `{name}` |" in README
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("arguments", [["own_policy.py"], ["batch.py", "FOLDER"]], ids=lambda words: words[0])
+def test_examples_run(arguments):
+    words = [str(model_folders.folder()) if word == "FOLDER" else word for word in arguments[1:]]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / arguments[0]), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
