@@ -1,0 +1,46 @@
+"""The embedded model: a Llama of five million parameters that uses all of its 2 048 tokens of context.
+
+``path()`` is a folder for ``from_pretrained``; the model card stands in its ``README.md``. Questions whose
+answer it has to find in a long text come from :mod:`kvkeep.models.tiny.recall`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from kvkeep.errors import ModelFileError
+
+__all__ = ["path"]
+
+WEIGHTS = "model.safetensors"
+CHECKSUM = "model.safetensors.sha256"
+
+
+def path() -> Path:
+    """The folder of the embedded model, after its weights were compared with their checksum.
+
+    Returns:
+        A folder that ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` load.
+
+    Raises:
+        ModelFileError: The weights are missing or are not those that the package was made with.
+
+    Cost:
+        Reads the weights once (10 MB).
+    """
+    folder = Path(__file__).parent
+    check(folder / WEIGHTS, (folder / CHECKSUM).read_text(encoding="ascii").split()[0])
+    return folder
+
+
+def check(weights: Path, expected: str) -> None:
+    """Raise :class:`ModelFileError` unless the file's SHA-256 is the expected one."""
+    if not weights.is_file():
+        raise ModelFileError(f"{weights} is missing: the installation is incomplete; install kvkeep again")
+    found = hashlib.sha256(weights.read_bytes()).hexdigest()
+    if found != expected:
+        raise ModelFileError(
+            f"{weights} is corrupted: its SHA-256 is {found[:12]}..., it should be {expected[:12]}...; "
+            "the model would answer nonsense; install kvkeep again"
+        )
