@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvkeep.registry import available as available_policies
     from kvkeep.registry import parse, spec
     from kvkeep.statistic import Mass, Nothing, Statistic
-    from kvkeep.types import AttentionOptions, Budget, Phase, Report, State, View
+    from kvkeep.types import AttentionOptions, Budget, Report, State, View
 
 _HOME = {
     "AttentionOptions": "types:AttentionOptions",
@@ -50,7 +50,6 @@ _HOME = {
     "Memory": "memory:Memory",
     "ModelFileError": "errors:ModelFileError",
     "Nothing": "statistic:Nothing",
-    "Phase": "types:Phase",
     "Policy": "policies.base:Policy",
     "PolicyError": "errors:PolicyError",
     "Report": "types:Report",
@@ -82,7 +81,6 @@ __all__ = [
     "Memory",
     "ModelFileError",
     "Nothing",
-    "Phase",
     "Policy",
     "PolicyError",
     "Report",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -16,7 +17,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
+from kvkeep.errors import InputError, PolicyError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.layer import Layer
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
@@ -25,9 +26,34 @@ from kvkeep.registry import parse, spec
 ATTENTION = "kvkeep"
 """The name under which the attention function is registered with transformers."""
 
-_LAYER_NOTE = "_kvkeep_layer"
-
 _SUPPORTED_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp"}
+
+
+class HandedKeys(Tensor):
+    """New keys on their way from the cache to kvkeep's attention.
+
+    Any other attention would see only the tokens of this step and compute nonsense; so whatever else is done with
+    these keys is an error. Reading their shape, dtype and device is allowed.
+    """
+
+    layer: BoundedLayer
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let attributes be read (and compilers trace), and refuse everything else.
+
+        Raises:
+            UnsupportedModelError: the model computes attention itself.
+        """
+        if func.__name__ != "__get__" and not torch.compiler.is_compiling():
+            raise UnsupportedModelError(
+                "The model computes attention itself instead of handing keys and values to kvkeep. If it was not "
+                "attached, call model = kvkeep.attach(model) first; otherwise kvkeep does not support it."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class BoundedLayer(CacheLayerMixin):
@@ -40,6 +66,7 @@ class BoundedLayer(CacheLayerMixin):
     def __init__(self, layer: Layer):
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer = layer
+        self.handed = False
         self.is_sliding = layer.window is not None
 
     def lazy_initialization(
@@ -54,9 +81,25 @@ class BoundedLayer(CacheLayerMixin):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand the new keys and values on, with a note that leads attention to this layer's `Layer.step`."""
-        setattr(key_states, _LAYER_NOTE, self.layer)
-        return key_states, value_states
+        """Hand the new keys and values on; the keys lead attention to this layer's `Layer.step`."""
+        handed = key_states.as_subclass(HandedKeys)
+        handed.layer = self
+        self.handed = True
+        return handed, value_states
+
+    def take(self) -> Layer:
+        """The layer, for one call of attention after each `update`.
+
+        Raises:
+            UnsupportedModelError: attention was called twice for the same keys.
+        """
+        if not self.handed:
+            raise UnsupportedModelError(
+                "The model calls attention several times with the same keys and values (differential attention, for "
+                "example), which kvkeep does not support."
+            )
+        self.handed = False
+        return self.layer
 
     def get_seq_length(self) -> int:
         """Columns seen so far, padding included: the logical length, from which models derive positions."""
@@ -106,7 +149,7 @@ class BoundedCache(Cache):
     """A KV cache in a fixed amount of memory, for any attached model.
 
     Args:
-        config: the model's configuration; its attention must be attached (`kvkeep.attach`) before the first step.
+        config: the model's configuration. The model must be attached (`kvkeep.attach`) before it is run.
         policy: a policy or its string, e.g. ``"h2o:recent=512"``.
         budget: tokens kept per layer and KV head, one number or one per row of the batch. Layers with a sliding
             window keep at most the window.
@@ -130,10 +173,15 @@ class BoundedCache(Cache):
         prefill_chunk: int | None = None,
         sequences: Sequence[int] | None = None,
     ):
+        if not isinstance(config, PreTrainedConfig):
+            raise InputError(
+                f"BoundedCache takes a model's configuration, not {type(config).__name__}: pass model.config."
+            )
         self.policy = parse(policy) if isinstance(policy, str) else policy
+        if not isinstance(self.policy, Policy):
+            raise PolicyError(f"{policy!r} is neither a policy nor the name of one.")
         self.budget = budget
-        self._config = config.get_text_config(decoder=True)
-        _check_layer_types(self._config)
+        _check_layer_types(config.get_text_config(decoder=True))
         layers = DynamicCache(config=config).layers
         for index, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -148,27 +196,6 @@ class BoundedCache(Cache):
                 )
                 layers[index] = BoundedLayer(bounded)
         super().__init__(layers=layers)
-
-    def update(
-        self,
-        key_states: Float[Tensor, "B Hk T D"],
-        value_states: Float[Tensor, "B Hk T E"],
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand the new keys and values to the layer.
-
-        Raises:
-            UnsupportedModelError: the model is not attached, so its own attention would see only the new tokens.
-        """
-        if self._config._attn_implementation != ATTENTION:
-            raise UnsupportedModelError(
-                f"The model runs the attention {self._config._attn_implementation!r}, which cannot read a "
-                "BoundedCache. Call model = kvkeep.attach(model) first."
-            )
-        result: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return result
 
     def bounded_layers(self) -> dict[int, Layer]:
         """The layers with slots, by their number in the model; state-space and linear layers are left out."""
@@ -204,14 +231,17 @@ class BoundedCache(Cache):
         return f"BoundedCache(policy={spec(self.policy)!r}, budget={self.budget}, layers={len(self.layers)})"
 
 
-def layer_behind(keys: Float[Tensor, "B Hk S D"]) -> Layer | None:
-    """The layer that handed these keys on, or ``None`` if they come from another cache or from none."""
-    return getattr(keys, _LAYER_NOTE, None)
+def unwrap(keys: Tensor) -> tuple[Tensor, BoundedLayer | None]:
+    """Ordinary keys, and the layer that handed them on; ``None`` if they come from another cache or from none."""
+    if not isinstance(keys, HandedKeys):
+        return keys, None
+    with torch._C.DisableTorchFunctionSubclass():
+        return keys.as_subclass(Tensor), keys.layer
 
 
 def _refuse_rollback() -> NoReturn:
     raise UnsupportedOperationError(
-        "A bounded cache cannot be cropped: the tokens it evicted meanwhile are gone, so a rollback would leave a "
+        "A bounded cache cannot be cropped: tokens that are evicted cannot come back, so a rollback would leave a "
         "history that never was. Assisted decoding needs rollbacks: run it with transformers' DynamicCache."
     )
 

@@ -20,7 +20,7 @@ from kvkeep.errors import BudgetError, CapacityError, ShapeError
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, DenseStore, inference
-from kvkeep.types import EMPTY, AttentionOptions, Phase, State, View
+from kvkeep.types import EMPTY, AttentionOptions, State, View
 
 _LATER = torch.iinfo(torch.int32).max
 
@@ -60,12 +60,13 @@ class Layer:
         numbers = budgets.check(budget)
         for number in numbers:
             policy.check(number)
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise BudgetError(f"prefill_chunk={prefill_chunk} is below 1; give a number of tokens, or None.")
+        if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
+            raise BudgetError(f"The prefill chunk {prefill_chunk} is no whole number of 1 or more tokens.")
         self.policy = policy
         self.window = window
         self.columns = 0
         self.allocated = False
+        self._rows_moved = False
         self._budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index = index
         self._prefill_chunk = prefill_chunk
@@ -98,7 +99,7 @@ class Layer:
             CapacityError: the policy does not evict and the budget is exhausted.
         """
         T = query.shape[2]
-        self._open(keys, values)
+        self.open(keys, values)
         if not self.policy.evicts:
             self._check_room(T, real)
         if T == 1:
@@ -115,13 +116,16 @@ class Layer:
     def reset(self) -> None:
         """Forget everything; the memory stays allocated for the next sequences of the same shape."""
         self.columns = 0
-        if self.allocated:
+        if self._rows_moved:  # budgets and identities have moved with the rows: the next step makes new ones
+            self.allocated = self._rows_moved = False
+        elif self.allocated:
             self.block.clear()
 
     @inference
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
         if self.allocated:
+            self._rows_moved = True
             self.block.select_rows(index)
 
     def memory(self) -> Memory:
@@ -156,7 +160,7 @@ class Layer:
         slot = self.store.write(keys, values, positions)
         for name, start in self.policy.slots.items():
             self.state[name].scatter_(-1, slot, start)
-        view = self._view(self.store.keys, self.store.values, self.store.positions, "decode")
+        view = self._view(self.store.keys, self.store.values, self.store.positions, new=positions >= 0)
         out, report = attend(
             query,
             view.keys,
@@ -200,7 +204,7 @@ class Layer:
         new = self._advance(T, real)
         shared = new.to(torch.int32)[:, None]
         positions = joined(self.store.positions, shared.expand(B, Hk, T))
-        view = self._view(joined(self.store.keys, keys), joined(self.store.values, values), positions, "prefill")
+        view = self._view(joined(self.store.keys, keys), joined(self.store.values, values), positions, new=new >= 0)
         out, report = attend(
             query,
             view.keys,
@@ -245,7 +249,8 @@ class Layer:
         keys: Float[Tensor, "B Hk S D"],
         values: Float[Tensor, "B Hk S E"],
         positions: Int[Tensor, "B Hk S"],
-        phase: Phase,
+        *,
+        new: Bool[Tensor, "B T"],
     ) -> View:
         return View(
             positions=positions,
@@ -253,7 +258,7 @@ class Layer:
             values=values,
             seen=self.seen,
             budget=self.block.budget,
-            phase=phase,
+            new=new.sum(dim=1),
             layer=self._index,
             sequences=self.block.sequences,
         )
@@ -269,8 +274,14 @@ class Layer:
         self.columns += T
         return positions
 
-    def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
-        """Allocate on the first step; later, check that the tensors still fit."""
+    def open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
+        """Allocate on the first step; later, check that the tensors still fit.
+
+        Raises:
+            ShapeError: another number of rows, heads or dims, another dtype or device, or no token at all.
+        """
+        if keys.shape[2] == 0:
+            raise ShapeError("There are no tokens: the prompt is empty.")
         if self.allocated and self.store.fits(keys, values):
             return
         if self.allocated and self.columns:

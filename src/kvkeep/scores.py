@@ -33,13 +33,14 @@ def protect(
         recent: number of newest tokens to protect, one number or one per row.
 
     Returns:
-        New scores; the input is not changed.
+        New scores; the input is not changed. NaN, which has no order, becomes the lowest score: what a broken step
+        has touched goes first, and the protected tokens stay.
     """
     first_recent = seen[:, None] - recent
     shielded = positions >= first_recent[:, :, None]
     if sinks:
         shielded = shielded | (positions < sinks)
-    return scores.masked_fill(shielded, torch.inf)
+    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill_(shielded, torch.inf)
 
 
 def keep(

@@ -16,13 +16,10 @@ Axis letters, the same in every signature:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from jaxtyping import Float, Int
 from torch import Tensor
-
-Phase: TypeAlias = Literal["prefill", "decode"]
-"""``prefill``: many tokens arrive at once; ``decode``: one."""
 
 State: TypeAlias = dict[str, Tensor]
 """A policy's per-slot state: name → ``(B, Hk, S)`` float32. The cache moves it with the slots."""
@@ -61,7 +58,8 @@ class View:
         values: values.
         seen: tokens of each row seen so far, the new ones included, padding not.
         budget: slots that may stay occupied after this step.
-        phase: whether many tokens arrived or one.
+        new: real tokens that each row received in this step. One is a decode step for that row, whatever the
+            others received; many are a prompt or a chunk of it.
         layer: index of the layer in the model.
         sequences: identity of each row for counter-based randomness; moves with the row, not with its index.
     """
@@ -71,7 +69,7 @@ class View:
     values: Float[Tensor, "B Hk S E"]
     seen: Int[Tensor, " B"]
     budget: Budget
-    phase: Phase
+    new: Int[Tensor, " B"]
     layer: int
     sequences: Int[Tensor, " B"]
 

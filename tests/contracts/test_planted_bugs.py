@@ -1,6 +1,6 @@
 """Bugs that other implementations really had, planted one by one: each must break a law."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -82,6 +82,12 @@ def test_state_of_the_victim_inherited_by_the_new_token(monkeypatch):
 def test_budget_off_by_one(monkeypatch):
     honest = scores.keep
     monkeypatch.setattr(scores, "keep", lambda values, positions, n: honest(values, positions, n + 1))
+    assert breaks("never_over_budget", H2O(recent=3))
+
+
+def test_budget_off_by_one_in_decode(monkeypatch):
+    honest = Layer._evict_one
+    monkeypatch.setattr(Layer, "_evict_one", lambda self, view: honest(self, replace(view, budget=view.budget + 1)))
     assert breaks("never_over_budget", H2O(recent=3))
 
 

@@ -41,7 +41,7 @@ def make_rule(case: Case, row: int) -> Rule:
     return rule(case.policy, case.budget_of(row), case.heads, layer=LAYER, sequence=FIRST_SEQUENCE + row)
 
 
-def step_loops(sequence: Sequence, stream: Stream, case: Case, tokens: range, *, decode: bool) -> Tensor:
+def step_loops(sequence: Sequence, stream: Stream, case: Case, tokens: range) -> Tensor:
     """Feed one row its real tokens of one turn, ``chunk`` at a time. Returns ``(Hq, tokens, E)`` in float64."""
     parts = [torch.empty(case.heads * case.group, 0, E, dtype=torch.float64)]
     size = case.chunk or max(1, len(tokens))
@@ -51,7 +51,7 @@ def step_loops(sequence: Sequence, stream: Stream, case: Case, tokens: range, *,
             stream.queries[:, piece].tolist(),
             stream.keys[:, piece].tolist(),
             stream.values[:, piece].tolist(),
-            decode=decode,
+            decode=piece.stop - piece.start == 1,  # one new token of a row is a decode step, however it came
         )
         parts.append(torch.tensor(out, dtype=torch.float64))
     return torch.cat(parts, dim=1)
@@ -108,10 +108,9 @@ def play(case: Case, streams: list[Stream]) -> list[Turn]:
     sequences = [Sequence(make_rule(case, row), case.scaling) for row in range(len(streams))]
     turns = []
     for real in masks(case):
-        decode = real.shape[1] == 1
         tokens = [range(s.seen, s.seen + n) for s, n in zip(sequences, real.sum(dim=1).tolist(), strict=True)]
         rows = zip(sequences, streams, tokens, strict=True)
-        outputs = [step_loops(sequence, stream, case, mine, decode=decode) for sequence, stream, mine in rows]
+        outputs = [step_loops(sequence, stream, case, mine) for sequence, stream, mine in rows]
         turns.append(Turn(real, tokens, [sequence.kept for sequence in sequences], outputs, sequences))
     return turns
 

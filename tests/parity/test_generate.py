@@ -66,7 +66,7 @@ def test_an_attached_model_without_a_bounded_cache_computes_what_it_did(family):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.06), (torch.float16, 0.01)])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
-def test_half_precision_logits_are_within_the_dtype_of_float32(family, dtype, tolerance):
+def test_half_precision_logits_are_those_of_transformers_within_the_dtype(family, dtype, tolerance):
     ids, mask = padded_batch()
     model = kvkeep.attach(build(family, dtype))
     cache = kvkeep.BoundedCache(model.config, policy="h2o", budget=64)
@@ -74,3 +74,19 @@ def test_half_precision_logits_are_within_the_dtype_of_float32(family, dtype, to
     want = build(family, dtype)(input_ids=ids, attention_mask=mask).logits[:, -1].float()
     assert cache.layers[0].layer.store.keys.dtype == dtype
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * want.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("policy", ["h2o:recent=2,sinks=1,graduate=replace", "streaming_llm", "random:mode=reservoir"])
+def test_rows_in_chunks_and_half_precision_equal_rows_alone(family, dtype, policy):
+    model = kvkeep.attach(build(family, dtype))
+    ids, mask = padded_batch()
+    cache = kvkeep.BoundedCache(model.config, policy=policy, budget=[7, 9, 11], prefill_chunk=5)
+    model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    for row, budget in enumerate((7, 9, 11)):
+        alone = kvkeep.BoundedCache(model.config, policy=policy, budget=budget, prefill_chunk=5)
+        model(input_ids=ids[row : row + 1, mask[row] == 1], past_key_values=alone)
+        for layer in range(2):
+            held = cache.positions(layer)[row].sort(dim=-1).values[:, -budget:]
+            assert torch.equal(alone.positions(layer)[0].sort(dim=-1).values[:, -budget:], held)

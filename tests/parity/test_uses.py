@@ -1,13 +1,24 @@
 """Everything that people do with ``generate`` and a cache: beams, samples, turns, resets, and what is refused."""
 
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from models import build, padded_batch
+from models import CONFIGS, GATED, build, padded_batch
 from transformers import (
+    AutoModelForCausalLM,
+    DiffLlamaConfig,
+    DogeConfig,
     DynamicCache,
     FalconConfig,
     FalconForCausalLM,
+    JetMoeConfig,
     LlamaConfig,
+    StaticCache,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -49,12 +60,24 @@ def test_every_way_to_generate_equals_the_full_cache(model, how):
     assert torch.equal(*results)
 
 
-def test_beam_search_under_eviction_moves_whole_rows(model):
+def test_beam_search_under_eviction_gives_each_row_what_it_gets_alone(model):
     ids, mask = padded_batch()
+    how = {"max_new_tokens": NEW, "num_beams": 3, "do_sample": False}
     cache = bounded(model, budget=8)
-    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, num_beams=3, do_sample=False)
+    together = model.generate(ids, attention_mask=mask, past_key_values=cache, **how)
     assert cache.positions(0).shape[0] == 9
     assert ((cache.positions(1) >= 0).sum(-1) == 8).all()
+    for row in range(3):
+        alone = model.generate(ids[row : row + 1, mask[row] == 1], past_key_values=bounded(model, 8), **how)
+        assert torch.equal(alone[0, -NEW:], together[row, -NEW:])
+
+
+def test_a_beam_takes_its_own_history_along(model, monkeypatch):
+    ids, mask = padded_batch()
+    how = {"attention_mask": mask, "max_new_tokens": NEW, "num_beams": 4, "do_sample": False}
+    want = model.generate(ids, past_key_values=bounded(model, 8), **how)
+    monkeypatch.setattr(kvkeep.Layer, "select_rows", lambda self, index: None)
+    assert not torch.equal(model.generate(ids, past_key_values=bounded(model, 8), **how), want)
 
 
 @pytest.mark.parametrize("budget", [200, 10])
@@ -70,8 +93,14 @@ def test_a_second_turn_continues_on_the_same_cache(model, budget):
     if budget == 200:
         want = model.generate(more, attention_mask=more_mask, max_new_tokens=NEW, do_sample=False)
         assert torch.equal(second, want)
-    else:
-        assert ((cache.positions(0) >= 0).sum(-1) == budget).all()
+        return
+    assert ((cache.positions(0) >= 0).sum(-1) == budget).all()
+    for row in range(3):  # both turns again, the row alone
+        alone, real = bounded(model, budget), mask[row] == 1
+        short = model.generate(ids[row : row + 1, real], past_key_values=alone, max_new_tokens=NEW, do_sample=False)
+        both = torch.cat([short, more[row : row + 1, first.shape[1] :]], dim=1)
+        last = model.generate(both, past_key_values=alone, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(last[0, -NEW:], second[row, -NEW:])
 
 
 def test_chunks_fed_by_generate_equal_chunks_cut_by_the_layer(model):
@@ -140,11 +169,106 @@ def test_models_that_the_interface_does_not_reach_are_refused():
         kvkeep.attach(t5)
 
 
-def test_a_model_that_is_not_attached_is_refused_before_it_computes_nonsense():
-    model = build("llama")
+def test_a_model_that_is_not_attached_is_refused_before_it_computes_nonsense(model):
+    other = build("llama")
     ids, mask = padded_batch()
     with pytest.raises(kvkeep.UnsupportedModelError, match=r"kvkeep\.attach"):
-        model(input_ids=ids, attention_mask=mask, past_key_values=bounded(model))
+        other(input_ids=ids, attention_mask=mask, past_key_values=bounded(other))
+    used = bounded(model)
+    model(input_ids=ids, attention_mask=mask, past_key_values=used)
+    with pytest.raises(kvkeep.UnsupportedModelError, match=r"kvkeep\.attach"):
+        other(input_ids=ids[:, :1], past_key_values=used)
+
+
+def test_a_configuration_equal_to_the_models_is_as_good(model):
+    ids, mask = padded_batch()
+    cache = kvkeep.BoundedCache(CONFIGS["llama"](), budget=64)
+    model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == ids.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (DiffLlamaConfig(**GATED), "several times with the same keys"),
+        (DogeConfig(**GATED), "wants a mask tensor"),
+        (JetMoeConfig(**{**GATED, "kv_channels": 8, "num_local_experts": 2}), "computes attention itself"),
+    ],
+    ids=["diffllama", "doge", "jetmoe"],
+)
+def test_models_that_do_more_than_attention_with_their_keys_are_refused(config, match):
+    ids, _ = padded_batch(rows=1)
+    strange = kvkeep.attach(AutoModelForCausalLM.from_config(config).eval())
+    with pytest.raises(kvkeep.UnsupportedModelError, match=match):
+        strange(input_ids=ids, past_key_values=bounded(strange))
+
+
+@pytest.mark.parametrize("pair", [("mistral", "mistral-window"), ("mistral-window", "mistral")])
+def test_a_cache_with_another_window_than_the_models_is_refused(pair):
+    model, other = build(pair[0]), build(pair[1])
+    ids, mask = padded_batch()
+    with pytest.raises(kvkeep.UnsupportedModelError, match="sliding window"):
+        kvkeep.attach(model)(input_ids=ids, attention_mask=mask, past_key_values=bounded(other))
+
+
+def test_static_caches_work_by_hand_and_are_refused_in_generate(model):
+    ids, mask = padded_batch(rows=1)
+    want = model(input_ids=ids, use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=40)
+    model(input_ids=ids[:, :20], past_key_values=cache)
+    steps = [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(20, 24)]
+    torch.testing.assert_close(torch.stack(steps, dim=1), want[:, 20:], rtol=1e-4, atol=1e-4)
+    with pytest.raises(kvkeep.UnsupportedModelError, match="static or compiled cache"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, cache_implementation="static")
+
+
+COMPILED = """
+import torch
+import kvkeep
+from models import build, padded_batch
+
+model, (ids, _) = kvkeep.attach(build("llama")), padded_batch(rows=1)
+caches = [kvkeep.BoundedCache(model.config, budget=10) for _ in range(2)]
+want = model(input_ids=ids, past_key_values=caches[0]).logits
+got = torch.compile(model, backend="eager")(input_ids=ids, past_key_values=caches[1]).logits
+torch.testing.assert_close(got, want)
+"""
+
+
+def test_a_compiled_model_gives_the_same():
+    # in a process of its own: the compiler does not follow the type checks of the tests
+    folder = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", COMPILED], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_float64_models_are_computed_in_float64():
+    model = build("llama", torch.float64)
+    ids, _ = padded_batch(rows=1)
+    want = model(input_ids=ids).logits
+    got = kvkeep.attach(model)(input_ids=ids, past_key_values=bounded(model)).logits
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_another_batch_on_a_used_cache_is_told_what_to_do(model):
+    ids, mask = padded_batch()
+    cache = bounded(model)
+    how = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False}
+    model.generate(ids, attention_mask=mask, **how)
+    with pytest.raises(kvkeep.ShapeError, match=r"reset\(\)"):
+        model(input_ids=ids[:2], attention_mask=mask[:2], past_key_values=cache)
+    with pytest.raises(kvkeep.ShapeError, match=r"reset\(\)"):
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_a_cache_can_be_copied(model):
+    ids, mask = padded_batch()
+    cache = bounded(model, 10)
+    model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert torch.equal(twin.positions(1), cache.positions(1))
+        step = [model(input_ids=ids[:, :1], past_key_values=copy.deepcopy(c)).logits for c in (cache, twin)]
+        assert torch.equal(*step)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +301,7 @@ def test_budgets_that_cannot_work_are_refused_at_construction(model, policy, bud
 
 
 def test_prefill_chunk_below_one_is_refused(model):
-    with pytest.raises(kvkeep.BudgetError, match="prefill_chunk=0"):
+    with pytest.raises(kvkeep.BudgetError, match="The prefill chunk 0"):
         bounded(model, prefill_chunk=0)
 
 
@@ -194,6 +318,9 @@ def test_masks_that_are_not_causal_are_refused(model):
     packed = torch.cat([torch.arange(10), torch.arange(14)])[None]
     with pytest.raises(kvkeep.UnsupportedModelError, match="neither causal nor a sliding window"):
         model(input_ids=ids, position_ids=packed, use_cache=False)
+    second_row = torch.cat([torch.arange(24)[None], packed])
+    with pytest.raises(kvkeep.UnsupportedModelError, match="neither causal nor a sliding window"):
+        model(input_ids=ids.expand(2, -1), position_ids=second_row, use_cache=False)
     with pytest.raises(kvkeep.UnsupportedModelError, match="4-D attention mask"):
         model(input_ids=ids, attention_mask=torch.zeros(1, 1, 24, 24), past_key_values=bounded(model))
 

@@ -180,10 +180,53 @@ def test_a_forgotten_no_grad_does_not_make_the_slots_grow_a_graph():
 
 @pytest.mark.parametrize("chunk", [0, -1])
 def test_a_prefill_chunk_below_one_is_refused(chunk):
-    with pytest.raises(kvkeep.BudgetError, match=f"prefill_chunk={chunk}"):
+    with pytest.raises(kvkeep.BudgetError, match=f"The prefill chunk {chunk} is no whole number"):
         Layer(Local(), budget=4, prefill_chunk=chunk)
 
 
 def test_more_protected_than_the_budget_is_refused():
     with pytest.raises(kvkeep.BudgetError, match="Raise the budget to at least 4"):
         Layer(kvkeep.parse("streaming_llm"), budget=[8, 2])
+
+
+def test_one_step_of_nan_does_not_freeze_the_layer():
+    layer = Layer(H2O(recent=3), budget=6)
+    feed(layer, 12, B=1)
+    q, k, v = torch.full((1, 4, 1, 4), torch.nan), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
+    layer.step(q, k, v, options=OPTIONS)
+    for _ in range(6):
+        feed(layer, 1, B=1)
+    for head in layer.store.positions[0].tolist():
+        assert {16, 17, 18} <= set(head)
+    assert layer.state["mass"][layer.store.positions >= 0].isfinite().all()
+
+
+def test_reset_restores_budgets_and_identities_after_rows_have_moved():
+    layer = Layer(Local(), budget=[2, 4], sequences=[7, 8])
+    feed(layer, 9)
+    layer.select_rows(torch.tensor([1, 1]))
+    layer.reset()
+    feed(layer, 9)
+    assert (layer.store.positions >= 0).sum(-1).tolist() == [[2, 2], [4, 4]]
+    assert layer.block.sequences.tolist() == [7, 8]
+
+
+def test_the_slots_and_one_chunk_are_all_that_a_prefill_ever_holds(monkeypatch):
+    from kvkeep import layer as module
+
+    widths = []
+    honest = module.attend
+
+    def spy(query, keys, *rest, **options):
+        widths.append(keys.shape[2])
+        return honest(query, keys, *rest, **options)
+
+    monkeypatch.setattr(module, "attend", spy)
+    feed(Layer(H2O(), budget=8, prefill_chunk=5), 43)
+    assert max(widths) == 8 + 1 + 5
+    assert len(widths) == 9
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(kvkeep.ShapeError, match="prompt is empty"):
+        feed(Layer(Local(), budget=4), 0)

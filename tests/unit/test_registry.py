@@ -144,3 +144,21 @@ def test_a_broken_third_party_package_is_named_not_traced(tmp_path):
     assert done.stderr.splitlines() == [
         "error: Policy 'broken' cannot be loaded from 'broken_policy:Policy': No module named 'nowhere_to_be_found'"
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"graduate": "xx"}, "graduate='xx' is not 'compete' or 'replace'"),
+        ({"recent": 2.5}, "recent=2.5 is not a whole number or none"),
+        ({"sinks": True}, "sinks=True is not a whole number"),
+        ({"sinks": None}, "sinks=None is not a whole number"),
+        ({"recent": -1}, "recent=-1 is negative"),
+    ],
+)
+def test_options_are_checked_in_python_too(options, message):
+    policy = object.__new__(H2O)  # past the type checks of the tests, which users do not have
+    policy.__dict__.update({**vars(H2O()), **options})
+    with pytest.raises(kvkeep.PolicyError) as caught:
+        policy.__post_init__()
+    assert message in str(caught.value)

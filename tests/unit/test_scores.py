@@ -68,3 +68,11 @@ def test_expire_empties_what_the_next_query_cannot_see(window, left):
     # five tokens were seen, the next query stands at position 5 and sees `window` positions including its own
     positions = torch.tensor([[[0, -1, 4, 3]]], dtype=torch.int32)
     assert scores.expire(positions, torch.tensor([5]), window).tolist() == [[left]]
+
+
+def test_nan_goes_first_and_never_harms_the_protected():
+    nan = float("nan")
+    positions = torch.tensor([[[5, 0, 1, 4, 3]]], dtype=torch.int32)
+    got = scores.protect(torch.tensor([[[nan, nan, 2.0, nan, 1.0]]]), positions, torch.tensor([6]), recent=2)
+    assert got.tolist() == [[[float("inf"), -float("inf"), 2.0, float("inf"), 1.0]]]
+    assert scores.weakest(got, positions).item() == 1

@@ -1,8 +1,8 @@
 """Attention in plain torch, in blocks of query rows: what runs on a CPU, and on any device without a kernel.
 
-The matrix of probabilities exists for one block of rows at a time (at most `BLOCK_BYTES`), whatever the prompt's
-length. Softmax and statistics are float32. Half-precision keys and values are widened a block of slots at a time
-in decode, so no copy of the store is made.
+The matrix of probabilities exists for one block of rows at a time (about `BLOCK_BYTES`), whatever the prompt's
+length. Softmax and statistics are float32. Half-precision keys and values are widened a block of slots at a time in
+decode, so no copy of the store is made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from kvkeep.statistic import Nothing, Statistic
 from kvkeep.types import AttentionOptions, Report
 
 BLOCK_BYTES = 32 * 2**20
-"""Size of one block of logits; large enough that Python's overhead vanishes, small enough to bound memory."""
+"""Size of one block of logits, but never less than one query row; large enough that Python's overhead vanishes, small
+enough to bound memory."""
 
 WIDEN_SLOTS = 256
 """Slots of half-precision keys or values that are widened to float32 at a time in decode."""
@@ -55,8 +56,9 @@ def attend(
     grouped = query.reshape(B, Hk, Hq // Hk, T, D)
     selected = statistic.selects(query_positions)
     silent = isinstance(statistic, Nothing)
-    if T > 1 and keys.dtype != torch.float32:
-        keys, values = keys.float(), values.float()  # one layer of a prompt, widened once for all blocks
+    wide = torch.promote_types(query.dtype, torch.float32)
+    if T > 1:
+        keys, values = keys.to(wide), values.to(wide)  # one layer of a prompt, widened once for all blocks
     out = query.new_empty((B, Hk, Hq // Hk, T, values.shape[-1]))
     mass = torch.zeros((B, Hk, 0 if silent else S), dtype=torch.float32, device=query.device)
     rows = max(1, BLOCK_BYTES // (4 * B * Hq * S))
@@ -88,10 +90,10 @@ def _hidden(
 def _logits(
     query: Float[Tensor, "B Hk G T D"], keys: Float[Tensor, "B Hk S D"], options: AttentionOptions
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Scaled (and soft-capped) logits in float32."""
+    """Scaled (and soft-capped) logits in float32, or float64 for float64 models."""
     B, Hk, G, T, D = query.shape
-    q = query.float().mul(options.scaling).reshape(B, Hk, G * T, D)
-    if keys.dtype == torch.float32:
+    q = query.to(torch.promote_types(query.dtype, torch.float32)).mul(options.scaling).reshape(B, Hk, G * T, D)
+    if keys.dtype == q.dtype:
         logits = q @ keys.mT
     else:
         logits = torch.cat([q @ part.float().mT for part in keys.split(WIDEN_SLOTS, dim=2)], dim=-1)
@@ -108,7 +110,7 @@ def _softmax(
     if sinks is None:
         return logits.softmax(dim=-1)
     B, Hk, G, T, S = logits.shape
-    extra = sinks.float().reshape(1, Hk, G, 1, 1).expand(B, Hk, G, T, 1)
+    extra = sinks.to(logits.dtype).reshape(1, Hk, G, 1, 1).expand(B, Hk, G, T, 1)
     return torch.cat([logits, extra], dim=-1).softmax(dim=-1)[..., :S]
 
 
@@ -116,7 +118,7 @@ def _mix(p: Float[Tensor, "B Hk G T S"], values: Float[Tensor, "B Hk S E"]) -> F
     """Weigh the values by the probabilities, in float32."""
     B, Hk, G, T, S = p.shape
     flat = p.reshape(B, Hk, G * T, S)
-    if values.dtype == torch.float32:
+    if values.dtype == flat.dtype:
         out = flat @ values
     else:
         parts = zip(flat.split(WIDEN_SLOTS, dim=-1), values.split(WIDEN_SLOTS, dim=2), strict=True)

@@ -7,20 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import FunctionType
+from typing import Any, NoReturn, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvkeep.attention import attend
-from kvkeep.cache import ATTENTION, layer_behind
+from kvkeep.cache import ATTENTION, BoundedLayer, unwrap
 from kvkeep.errors import ShapeError, UnsupportedModelError
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, AttentionOptions
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
+
+_TENSOR_ATTRIBUTES = {
+    "contiguous",
+    "device",
+    "dim",
+    "dtype",
+    "expand",
+    "ndim",
+    "shape",
+    "size",
+    "to",
+    "unsqueeze",
+    "view",
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,20 @@ class PaddingMask:
     kv_offset: int
     window: int | None
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """A model or cache that wants a tensor gets a clear error; everything else the usual one.
+
+        Raises:
+            UnsupportedModelError: the attribute is one of a tensor.
+        """
+        if name in _TENSOR_ATTRIBUTES:
+            raise UnsupportedModelError(
+                f"Something wants a mask tensor (its {name!r}): a static or compiled cache, or the model's own code. "
+                "kvkeep's attention derives masks from positions. Use a BoundedCache or a DynamicCache, or go back "
+                'to the model\'s own attention with model.set_attn_implementation("sdpa").'
+            )
+        raise AttributeError(name)
+
     def new_tokens(self, T: int) -> Bool[Tensor, "B T"] | None:
         """The part of the mask that belongs to the ``T`` new tokens.
 
@@ -50,7 +80,8 @@ class PaddingMask:
         if self.real.shape[1] != self.q_offset + T:
             raise ShapeError(
                 f"attention_mask has {self.real.shape[1]} columns, but {self.q_offset} tokens are in the cache and "
-                f"{T} are new. Pass a mask over all {self.q_offset + T}, old and new."
+                f"{T} are new. Pass a mask over all {self.q_offset + T}, old and new; or, for another text, call "
+                "reset() on the cache or make a new one. With use_cache=False pass no cache."
             )
         return self.real[:, self.q_offset :]
 
@@ -58,7 +89,9 @@ class PaddingMask:
 def attach(model: _Model) -> _Model:
     """Select kvkeep's attention for a model and return the model.
 
-    Nothing else changes: without a `BoundedCache` the model computes what it did before.
+    Nothing else changes: without a `BoundedCache`, with a dynamic cache or with none, the model computes what it did
+    before. What kvkeep's attention cannot compute is refused when it is asked for: attention dropout, 4-D masks,
+    packed sequences, static caches. ``model.set_attn_implementation("sdpa")`` undoes it.
 
     Args:
         model: any decoder of transformers whose attention goes through its attention interface.
@@ -95,6 +128,8 @@ def attention_forward(
 
     Raises:
         UnsupportedModelError: the model asks for something that attention over positions cannot honour.
+        ShapeError: keys or mask do not fit what the cache holds.
+        CapacityError: the policy does not evict and its budget is exhausted.
     """
     if dropout or kwargs.get("position_bias") is not None or not _is_causal(module, kwargs):
         raise UnsupportedModelError(
@@ -105,19 +140,39 @@ def attention_forward(
         raise UnsupportedModelError(
             "A 4-D attention mask was passed; kvkeep derives causality from positions. Pass a 2-D padding mask."
         )
-    mask = attention_mask or PaddingMask(None, key.shape[2] - query.shape[2], 0, None)
-    layer = layer_behind(key)
+    key, bounded = unwrap(key)
+    mask = attention_mask or PaddingMask(None, key.shape[2] - query.shape[2], 0, kwargs.get("sliding_window"))
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=mask.window if layer is None else layer.window,
+        window=mask.window,
         softcap=softcap,
         sinks=s_aux,
     )
-    if layer is None:
+    if bounded is None:
         out = _dense(query, key, value, mask, options)
     else:
-        out = layer.step(query, key, value, options=options, real=mask.new_tokens(query.shape[2]))
-    return out.transpose(1, 2), None
+        out = _bounded(bounded, query, key, value, mask, options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _bounded(
+    bounded: BoundedLayer,
+    query: Float[Tensor, "B Hq T D"],
+    key: Float[Tensor, "B Hk T D"],
+    value: Float[Tensor, "B Hk T E"],
+    mask: PaddingMask,
+    options: AttentionOptions,
+) -> Float[Tensor, "B Hq T E"]:
+    """One step of a bounded layer."""
+    layer = bounded.take()
+    if options.window != layer.window:
+        raise UnsupportedModelError(
+            f"The model asks for a sliding window of {options.window} tokens where its configuration gives the cache "
+            f"{layer.window}. Make the cache from this model's own configuration."
+        )
+    layer.open(key, value)
+    real = mask.new_tokens(query.shape[2])
+    return layer.step(query, key, value, options=options, real=None if real is None else real.to(key.device))
 
 
 def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -138,6 +193,8 @@ def _dense(
     if mask.real is not None:
         covered = torch.nn.functional.pad(mask.real, (0, max(0, mask.kv_offset + S - mask.real.shape[1])))
         k = k.masked_fill(~covered[:, mask.kv_offset : mask.kv_offset + S], EMPTY)
+    last = mask.q_offset + T - 1
+    k = k.masked_fill(k > last, EMPTY)  # a static cache hands over slots that are not written yet
     q = (mask.q_offset + torch.arange(T, device=key.device)).expand(B, T)
     out, _ = attend(query, key, value, q, k[:, None], statistic=Nothing(), options=options)
     return out
@@ -161,27 +218,23 @@ def padding_mask(
     Raises:
         UnsupportedModelError: the model overlays a mask that is neither causal nor a sliding window.
     """
-    offset = int(q_offset)
-    if q_length > 1:
-        columns = kv_offset + torch.arange(kv_length, device=device)
-        for row in (offset, offset + q_length - 1):
-            _check_causal(mask_function, torch.tensor(row, device=device), columns, local_size)
-    return PaddingMask(attention_mask, offset, kv_offset, local_size)
-
-
-def _check_causal(
-    mask_function: Callable[..., Tensor], row: Int[Tensor, ""], columns: Int[Tensor, " S"], window: int | None
-) -> None:
-    """Compare one row of the model's mask, for the first sequence and head, with what positions would give."""
-    zero = torch.zeros_like(columns)
-    expected = columns <= row
-    if window is not None:
-        expected = expected & (columns > row - window)
-    if not torch.equal(mask_function(zero, zero, row.expand_as(columns), columns).expand_as(columns), expected):
+    expected = causal_mask_function if local_size is None else sliding_window_causal_mask_function(local_size)
+    if q_length > 1 and not _same_function(mask_function, expected):
         raise UnsupportedModelError(
             "The model overlays a mask that is neither causal nor a sliding window (packed sequences, bidirectional "
             "image tokens, chunked attention). kvkeep derives visibility from positions and cannot honour it."
         )
+    return PaddingMask(attention_mask, int(q_offset), kv_offset, local_size)
+
+
+def _same_function(one: object, two: object) -> bool:
+    """Whether two mask functions, or what they are closed over, are the same code over the same values."""
+    if isinstance(one, FunctionType) and isinstance(two, FunctionType):
+        inner = (tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, two))
+        return one.__code__ is two.__code__ and _same_function(*inner)
+    if isinstance(one, tuple) and isinstance(two, tuple):
+        return len(one) == len(two) and all(map(_same_function, one, two))
+    return type(one) is type(two) is int and one == two
 
 
 AttentionInterface.register(ATTENTION, attention_forward)

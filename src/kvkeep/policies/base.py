@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import types
+import typing
 from collections.abc import Mapping
 from typing import ClassVar, TypeVar
 
@@ -45,8 +47,11 @@ class Policy(abc.ABC):
     bibtex: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
+        kinds = typing.get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            value, kind = getattr(self, field.name), kinds[field.name]
+            if not _is_a(value, kind):
+                raise PolicyError(f"{type(self).__name__}: {field.name}={value!r} is not {kind_name(kind)}.")
             if isinstance(value, int) and value < 0:
                 raise PolicyError(f"{type(self).__name__}: {field.name}={value} is negative; use 0 or more.")
 
@@ -82,3 +87,24 @@ class Policy(abc.ABC):
 
         Empty and protected slots may get any value; the cache overrides them.
         """
+
+
+def _is_a(value: object, kind: object) -> bool:
+    """Whether a value is of an option's declared type: int, float, bool, str, a choice, or one of these or None."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return any(_is_a(value, part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is typing.Literal:
+        return value in typing.get_args(kind)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is kind
+
+
+def kind_name(kind: object) -> str:
+    """An option's declared type in words."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return " or ".join(kind_name(part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    return names.get(typing.cast(type, kind), str(kind))

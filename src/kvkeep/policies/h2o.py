@@ -50,8 +50,9 @@ class H2O(Policy):
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The accumulated mass; under ``replace`` the token that just left the recent window is out of reach."""
-        if self.graduate == "compete" or view.phase == "prefill":
+        if self.graduate == "compete":
             return state["mass"]
         _, recent = self.protected(view.budget)
         graduate = (view.seen[:, None] - recent - 1)[:, :, None]
-        return state["mass"].masked_fill(view.positions == graduate, torch.finfo(torch.float32).max)
+        lifted = (view.positions == graduate) & (view.new == 1)[:, None, None]
+        return state["mass"].masked_fill(lifted, torch.finfo(torch.float32).max)

@@ -13,7 +13,7 @@ from kvkeep import scores
 from kvkeep.attention import reference
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
-from kvkeep.types import AttentionOptions, Phase, View
+from kvkeep.types import AttentionOptions, View
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     for start, stop in zip(starts, [*starts[1:], n], strict=True):
         positions = torch.cat([kept, torch.arange(start, stop, dtype=torch.int32).expand(1, heads, -1)], dim=-1)
         index = positions.long()
-        view = _view(case, tape, positions, "prefill" if start < prompt else "decode")
+        view = _view(case, tape, positions, stop - start)
         out, report = reference.attend(
             tape.query[:, :, start:stop],
             view.keys,
@@ -143,7 +143,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             outputs = []
 
 
-def _view(case: Case, tape: Tape, positions: Tensor, phase: Phase) -> View:
+def _view(case: Case, tape: Tape, positions: Tensor, new: int) -> View:
     index = positions.long()[..., None].expand(-1, -1, -1, case.dim)
     return View(
         positions=positions,
@@ -151,7 +151,7 @@ def _view(case: Case, tape: Tape, positions: Tensor, phase: Phase) -> View:
         values=tape.values.gather(2, index),
         seen=positions.amax(dim=(1, 2)).long() + 1,
         budget=case.budget,
-        phase=phase,
+        new=torch.tensor([new]),
         layer=1,
         sequences=torch.zeros(1, dtype=torch.int64),
     )

@@ -171,7 +171,7 @@ def slots_do_not_matter(policy: Policy, case: Case) -> None:
 def chunks_compose(policy: Policy, case: Case) -> None:
     """A prompt that a layer cuts into chunks equals the same chunks fed one by one."""
     size = max(2, case.chunk or 7)
-    case = replace(case, prompt=3 * size, steps=0, chunk=size, padding=0)
+    case = replace(case, prompt=3 * size + case.seed % size, steps=0, chunk=size, padding=0)
     if not policy.evicts:
         case = replace(case, budget=case.prompt)
     tape = Tape.random(case)
