@@ -113,8 +113,10 @@ def test_full_policy_gets_a_budget_for_prompt_and_new_tokens():
 
 def test_default_budget():
     result = generate("-p", PROMPT, "-n", 5)
-    assert "budget 1024" in result.stderr
+    assert "budget 17;" in result.stderr  # the prompt's 12 tokens and 5 new ones: no more slots than tokens
     assert "nothing was evicted" in result.stderr
+    assert as_json("-p", PROMPT, "-n", 2000)["budget"] == 1024
+    assert as_json("-p", "the", "-n", 1, "--policy", "streaming_llm:sinks=9")["budget"] == 9
 
 
 def test_keep_ratio_is_of_the_prompt():
@@ -335,7 +337,7 @@ def test_an_error_after_some_text_stands_on_its_own_line():
         (["--keep-ratio", 1.5], ["keep_ratio=1.5", "(0, 1]"]),
         (["--keep-ratio", "nan"], ["keep_ratio=nan"]),
         (["--keep-ratio", 0.5, "--budget", 8], ["--budget and --keep-ratio"]),
-        (["--prefill-chunk", 0], ["prefill_chunk=0"]),
+        (["--prefill-chunk", 0], ["The prefill chunk 0"]),
         (["--max-new-tokens", 0], ["max_new_tokens=0"]),
         (["--temperature", -1], ["temperature=-1"]),
         (["--temperature", "nan"], ["temperature=nan"]),
@@ -401,7 +403,18 @@ def test_unsupported_model():
 
 def test_no_such_model(tmp_path: Path):
     assert "does not exist" in refused("-p", PROMPT, model=tmp_path / "nothing")
-    assert "neither a local folder nor a hub name" in refused("-p", PROMPT, model=Path("-"))
+    assert "neither a local folder nor a hub name" in refused("-p", PROMPT, model=Path("no:name"))
+    assert "too long" in refused("-p", PROMPT, model=Path("a" * 5000))
+
+
+def test_a_dash_reads_standard_input():
+    alone = as_json("-p", PROMPT, "-n", 5)
+    piped = as_json("-", "-n", 5, stdin=PROMPT.encode())
+    assert piped["token_ids"] == alone["token_ids"]
+    assert "both given" in refused("-", "-p", PROMPT, model=model_folders.folder())
+    assert "both given" in refused("-", "-f", "x", model=model_folders.folder())
+    assert "Unexpected argument 'words'" in refused("words", model=model_folders.folder())
+    assert "Standard input is empty" in refused(model=Path("-"), stdin=b"")
 
 
 @pytest.mark.parametrize(("words", "remedy"), [(5, "at most"), (40, "shorten the prompt")])

@@ -101,7 +101,11 @@ def _choose_budget(request: Request, policy: Policy, prompt_tokens: int) -> int:
         return budgets.from_ratio(request.keep_ratio, prompt_tokens)
     if request.budget is not None:
         return request.budget
-    return DEFAULT_BUDGET if policy.evicts else prompt_tokens + request.max_new_tokens
+    total = prompt_tokens + request.max_new_tokens
+    if not policy.evicts:
+        return total
+    sinks, recent = policy.protected(total)
+    return min(DEFAULT_BUDGET, max(total, sinks + int(recent)))  # more slots than tokens would only cost memory
 
 
 def _run_bounded(job: Job, on_text: Callable[[str], object]) -> tuple[text.Completion, Memory]:

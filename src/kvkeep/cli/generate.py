@@ -48,6 +48,10 @@ def generate(
             help="A hub name or a local folder. The embedded model if not given.", show_default=False, metavar="MODEL"
         ),
     ] = None,
+    source: Annotated[
+        str | None,
+        typer.Argument(help="- reads the prompt from standard input.", show_default=False, metavar="[-]"),
+    ] = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.", rich_help_panel=_PROMPT)
     ] = None,
@@ -79,7 +83,7 @@ def generate(
             "-b",
             metavar="TOKENS",
             help="Tokens kept per layer and head, e.g. 512, 4K (4096) or 4k (4000). "
-            f"Default: {DEFAULT_BUDGET}; with the policy full, prompt and new tokens.",
+            f"Default: {DEFAULT_BUDGET}, or prompt and new tokens if these are fewer or the policy is full.",
             rich_help_panel=_MEMORY,
         ),
     ] = None,
@@ -155,6 +159,7 @@ def generate(
 
     The text goes to standard output as it is written, a short summary to standard error.
     """
+    model, prompt_file = _standard_input(model, source, prompt_file)
     request = Request(
         model=model,
         prompt=read_prompt(prompt, prompt_file),
@@ -181,6 +186,19 @@ def generate(
     serve(request)
 
 
+def _standard_input(model: str | None, source: str | None, file: str | None) -> tuple[str | None, str | None]:
+    """Turn a ``-`` among the arguments, alone or after the model, into the prompt file ``-``."""
+    if source is None and model == "-":
+        model, source = None, "-"
+    if source is None:
+        return model, file
+    if source != "-":
+        raise InputError(f"Unexpected argument {source!r}. After the model only - may follow; give text with --prompt.")
+    if file is not None:
+        raise InputError("- and --prompt-file were both given; one prompt is enough.")
+    return model, "-"
+
+
 def read_prompt(prompt: str | None, file: str | None) -> str:
     """The prompt from wherever the user put it.
 
@@ -192,7 +210,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None:
         return _not_empty(prompt, "The prompt")
     if file is None:
-        raise InputError("There is no prompt. Give --prompt TEXT, or --prompt-file FILE (- reads standard input).")
+        raise InputError("There is no prompt. Give --prompt TEXT, --prompt-file FILE, or - for standard input.")
     source = "Standard input" if file == "-" else f"The prompt file {file}"
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()

@@ -92,10 +92,14 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) ->
     """
     name = os.fspath(name_or_path)
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except OSError as error:  # e.g. a name that is too long for the file system
+        raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
+    if is_folder:
         name = str(folder)
         _check_folder(folder, allow_pickle)
-    elif folder.exists():
+    elif exists:
         raise ModelFileError(f"{name} is a file; give the folder that holds config.json, weights and tokenizer.")
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelFileError(f"The model folder {name} does not exist.")
