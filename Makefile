@@ -24,6 +24,12 @@ help:  ## list the commands
 	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" --editable ".[dev]"
 	@touch $@
 
+demo: .venv/.installed  ## a stream of 16 384 tokens in a block of 256: bytes held against a full cache
+	@$(BIN)/python examples/bounded.py
+
+docs: .venv/.installed  ## write the generated pages
+	$(BIN)/python tools/policies_page.py
+
 test: .venv/.installed  ## the tests, with the newest transformers (under 10 minutes on 2 cores, no network)
 	$(BIN)/python -m pytest
 

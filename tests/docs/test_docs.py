@@ -66,7 +66,20 @@ def test_links_lead_somewhere(page):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("arguments", [["own_policy.py"], ["batch.py", "FOLDER"]], ids=lambda words: words[0])
+def test_the_generated_page_is_up_to_date():
+    done = subprocess.run(
+        [sys.executable, "-c", "import policies_page as p; assert p.PAGE.read_text() == p.page(), 'run make docs'"],
+        cwd=ROOT / "tools",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["own_policy.py"], ["bounded.py", "1024"], ["batch.py", "FOLDER"]], ids=lambda words: words[0]
+)
 def test_examples_run(arguments):
     words = [str(model_folders.folder()) if word == "FOLDER" else word for word in arguments[1:]]
     done = subprocess.run(
