@@ -274,6 +274,7 @@ class Layer:
         self.columns += T
         return positions
 
+    @inference
     def open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate on the first step; later, check that the tensors still fit.
 

@@ -261,6 +261,17 @@ def test_another_batch_on_a_used_cache_is_told_what_to_do(model):
         model(input_ids=ids, attention_mask=mask, past_key_values=cache)
 
 
+def test_a_cache_that_was_born_in_inference_mode_lives_on_outside(model):
+    ids, mask = padded_batch()
+    cache = bounded(model, 10)
+    with torch.inference_mode():
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+    model(input_ids=ids[:, :1], past_key_values=cache)
+    with torch.inference_mode():
+        model(input_ids=ids[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == ids.shape[1] + 2
+
+
 def test_a_cache_can_be_copied(model):
     ids, mask = padded_batch()
     cache = bounded(model, 10)
