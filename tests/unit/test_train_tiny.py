@@ -1,0 +1,190 @@
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from kvkeep.models import tiny
+from kvkeep.models.tiny.wordings import HELD_OUT
+
+ROOT = Path(__file__).parents[2]
+if not (ROOT / "tools" / "train_tiny").is_dir():
+    pytest.skip("the training script is not part of this copy", allow_module_level=True)
+sys.path.insert(0, str(ROOT))
+
+from tools.train_tiny import corpus, curriculum, pools  # noqa: E402
+from tools.train_tiny.documents import Recall, Shape, _statements  # noqa: E402
+from tools.train_tiny.evaluate import deciles  # noqa: E402
+from tools.train_tiny.model import WeightedLoss, build  # noqa: E402
+from tools.train_tiny.observe import first_share, small_share, top_share  # noqa: E402
+from tools.train_tiny.optim import Optimizer, orthogonalise  # noqa: E402
+from tools.train_tiny.parallel import Replicas  # noqa: E402
+from tools.train_tiny.quick import Outcome, answer_all, questions  # noqa: E402
+
+SHAPE = Shape(facts=(3, 8), filler=0.7)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(Path(tiny.__file__).parent / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def texts(tokenizer):
+    story = "The sun was warm. A bird sang in the tree. They walked home in the evening and were glad. "
+    return corpus.encode([story * 200] * 2, tokenizer, sentence_share=1.0)
+
+
+@pytest.fixture(scope="module")
+def recall(tokenizer, texts):
+    return Recall(tokenizer, [f"word{chr(97 + i)}" for i in range(26)] * 5, [texts])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_have_the_wanted_length_and_weighted_answers(recall, tokenizer, seed):
+    ids, weights = recall.row(random.Random(seed), 400, SHAPE)
+    assert ids.shape == weights.shape == (400,)
+    text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    pieces = text.split("<|assistant|>")
+    for i, piece in enumerate(pieces[1:-1], 1):
+        answer = piece.split("<|end|>")[0].strip()
+        assert answer.endswith(".") or answer in "".join(pieces[:i])
+    assert (weights == 8.0).sum() >= 4
+
+
+def test_nothing_held_out_is_in_a_recall_document(recall, tokenizer):
+    words = set()
+    for seed in range(150):
+        ids, _ = recall.row(random.Random(seed), 300, SHAPE)
+        words |= {w.strip(".,:?'").removesuffix("'s") for w in tokenizer.decode(ids.tolist()).split()}
+    assert not words & {*HELD_OUT.names, *HELD_OUT.things}
+
+
+def test_wordings_are_not_shared():
+    for kind in pools.KINDS:
+        other = HELD_OUT.kind(kind.name)
+        assert not {*kind.statements, *kind.corrections, *kind.questions} & {
+            *other.statements, *other.corrections, *other.questions,
+        }  # fmt: skip
+        for template in (*kind.statements, *kind.corrections, *other.statements, *other.corrections):
+            assert template.index("{value}") > max(template.index("{owner}"), template.index("{thing}"))
+
+
+def test_the_last_correction_is_what_is_asked_for():
+    rng = random.Random(2)
+    lexicon = pools.draw_lexicon(rng, [f"word{i}" for i in range(100)])
+    for _ in range(30):
+        facts = [f for f in _draw(lexicon, rng) if f.kind.name == "number"]
+        said, last = _statements(rng, facts, lexicon, changes=True)
+        for fact in last:
+            about = [s for s in said if fact.owner in s and f" {fact.thing} " in s.replace("'", " ").replace(":", " ")]
+            assert not about or fact.value in about[-1]
+
+
+def _draw(lexicon, rng):
+    from kvkeep.models.tiny.recall import draw_facts
+
+    return draw_facts(lexicon, rng, 6, ["number"])
+
+
+def test_weighted_loss_is_cross_entropy():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(50, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    targets, weights = torch.randint(0, 11, (50,)), torch.rand(50)
+    total, each = WeightedLoss.apply(hidden, weight, targets, weights, 16)
+    expected = torch.nn.functional.cross_entropy(hidden @ weight.t(), targets, reduction="none")
+    torch.testing.assert_close(each, expected.detach())
+    ours = torch.autograd.grad(total, (hidden, weight))
+    theirs = torch.autograd.grad((expected * weights).sum(), (hidden, weight))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 40), (3, 40, 16)])
+def test_orthogonalise(shape):
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)).float())
+    assert values.min() > 0.5
+    assert values.max() < 1.4
+
+
+def test_replicas_give_the_gradient_of_the_whole_batch():
+    model = build(0, "cpu").float()
+    rows, weights = torch.randint(0, 4096, (6, 24)), torch.rand(6, 24)
+    Replicas(model, threads=1, piece_tokens=10_000).gradients(rows, weights)
+    whole = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    Replicas(model, threads=2, piece_tokens=48).gradients(rows, weights)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-3, atol=1e-5)
+
+
+def test_optimizer_learns_and_goes_on_where_it_was():
+    model = build(0, "cpu")
+    optimizer, replicas = Optimizer(model), Replicas(model, threads=1, piece_tokens=10_000)
+    rows, weights = torch.randint(0, 4096, (4, 32)), torch.ones(4, 32)
+    before = replicas.gradients(rows, weights).mean().item()
+    for _ in range(6):
+        optimizer.step(1.0)
+        after = replicas.gradients(rows, weights).mean().item()
+    assert after < before - 1
+    other = build(1, "cpu")
+    Optimizer(other).load(optimizer.state())
+    assert torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_rate_rises_and_falls():
+    total = curriculum.total_tokens(1.0)
+    factors = [curriculum.rate_factor(int(total * i / 100), 1.0) for i in range(101)]
+    assert factors[0] < 0.5
+    assert max(factors) == 1.0
+    assert factors[-1] == 0.02
+    assert curriculum.stage_at(total + 1, 1.0) == curriculum.STAGES[-1]
+    assert curriculum.STAGES[-1].length == 2048
+
+
+def test_questions_fit_the_context_and_are_spread(tokenizer):
+    asked = questions(tokenizer, None, n=30, facts=16, tokens=512, seed=1)
+    assert all(470 <= len(tokenizer.encode(q.prompt).ids) <= 512 for q in asked)
+    tenths = deciles([Outcome(q, True) for q in asked])
+    assert np.nansum(tenths) >= 9
+
+
+@pytest.mark.skipif(not (Path(tiny.__file__).parent / tiny.WEIGHTS).is_file(), reason="the model is still in training")
+def test_one_pass_gives_the_verdict_of_decoding(tokenizer):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny.path()).eval()
+    asked = questions(tokenizer, None, n=10, facts=12, tokens=260, seed=3)
+    for outcome in answer_all(model, tokenizer, asked):
+        prompt = tokenizer.encode(f"<|begin|><|user|> {outcome.question.prompt}<|end|><|assistant|>").ids
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=8)[0, len(prompt) :]
+        assert outcome.question.right(tokenizer.decode(out.tolist())) is outcome.right
+
+
+def test_attention_measures():
+    rows = torch.zeros(1, 100, 100)
+    rows[0, :, 0] = 0.9
+    rows[0, :, 1] = 0.1
+    assert first_share(rows).item() == pytest.approx(0.9)
+    assert top_share(rows, 0.01).item() == pytest.approx(0.9)
+    assert top_share(rows, 0.02).item() == pytest.approx(1.0)
+    count = sum(range(65, 101))
+    assert small_share(rows).item() == pytest.approx(1 - 2 * 36 / count)
+
+
+def test_authors_and_stories(tmp_path):
+    assert corpus.author(Path("Hardy_Tess_1891.txt")) == corpus.author(Path("ENG18711_Hardy.txt")) == "Hardy"
+    known = corpus.names_in("one day, Lily ran. then Lily sat. and Lily ate. with Lily, by Lily. he saw Lily and Lily.")
+    assert corpus.recase('lily ran. "hi," said lily. i am here.', known) == 'Lily ran. "Hi," said Lily. I am here.'
+    (tmp_path / "novels").mkdir()
+    (tmp_path / "novels" / "Hardy_A_1880.txt").write_text("He  came in. " * 50)
+    (tmp_path / "novels" / "Eliot_B_1880.txt").write_text("Other. " * 50)
+    (held_out,) = corpus.novels(tmp_path, held_out=True)
+    assert held_out.endswith("He came in. He came in.")
+
+
+def test_cleaned_text_has_plain_quotes_and_paragraphs():
+    assert corpus.clean("\ufeffHe  said “no”.\r\n\r\nShe\r\nleft—now.") == 'He said "no".\nShe left--now.'

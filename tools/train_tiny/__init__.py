@@ -1,0 +1,1 @@
+"""Training of the embedded model: data, tokenizer, curriculum, evaluation and export."""

@@ -1,0 +1,90 @@
+"""What is trained when: stages of growing length, number of facts and share of running text."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .corpus import Corpus
+from .documents import Recall, Row, Shape
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: ``tokens`` of rows of ``length``, of which a share are recall documents.
+
+    Early batches are small: finding out how to look up takes steps, not tokens.
+    """
+
+    tokens: int
+    length: int
+    recall: float
+    shape: Shape
+    batch_tokens: int = 8192
+
+
+STAGES = (
+    Stage(6_000_000, 128, 1.0, Shape((2, 5), 0.1, changes=0.1, numbers=0.3, plain=0.4, restated=0.3), 4096),
+    Stage(1_200_000, 64, 1.0, Shape((2, 4), 0.0, plain=0.9, drills=0.85), 4096),
+    Stage(
+        3_000_000, 128, 1.0, Shape((2, 5), 0.1, changes=0.1, numbers=0.3, plain=0.3, drills=0.25, restated=0.3), 4096
+    ),
+    Stage(4_000_000, 256, 0.75, Shape((3, 10), 0.4, changes=0.2, plain=0.3, drills=0.1, restated=0.3), 4096),
+    Stage(5_000_000, 512, 0.6, Shape((4, 20), 0.8)),
+    Stage(3_000_000, 1024, 0.5, Shape((6, 24), 0.9)),
+    Stage(3_500_000, 2048, 0.5, Shape((8, 24), 0.95)),
+)
+WARM_UP = 200_000
+DECAY = 0.25
+"""Share of the tokens, at the end, over which the rate falls in a line."""
+
+
+def total_tokens(scale: float) -> int:
+    """Tokens of the whole curriculum."""
+    return int(sum(stage.tokens for stage in STAGES) * scale)
+
+
+def stage_at(seen: int, scale: float) -> Stage:
+    """The stage that comes after ``seen`` tokens."""
+    for stage in STAGES:
+        if seen < stage.tokens * scale:
+            return stage
+        seen -= int(stage.tokens * scale)
+    return STAGES[-1]
+
+
+def rate_factor(seen: int, scale: float) -> float:
+    """Warm-up, constant, linear fall: a schedule that can be prolonged at any time before the fall."""
+    left = 1 - seen / total_tokens(scale)
+    return max(0.02, min(1.0, (seen + 50_000) / WARM_UP, left / DECAY))
+
+
+class Mixture:
+    """Draws batches: recall documents, novels and stories."""
+
+    def __init__(self, recall: Recall, novels: Corpus, stories: Corpus, begin: int) -> None:
+        self._recall, self._novels, self._stories, self._begin = recall, novels, stories, begin
+        self._story_starts = np.flatnonzero(stories.tokens == begin)
+
+    def batch(self, rng: random.Random, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of tokens and their weights in the loss, together ``batch_tokens`` tokens."""
+        rows = [self._row(rng, stage) for _ in range(max(1, stage.batch_tokens // stage.length))]
+        tokens = torch.from_numpy(np.stack([row[0] for row in rows]))
+        return tokens, torch.from_numpy(np.stack([row[1] for row in rows]))
+
+    def _row(self, rng: random.Random, stage: Stage) -> Row:
+        if rng.random() < stage.recall:
+            return self._recall.row(rng, stage.length, stage.shape)
+        if rng.random() < 0.5:
+            return self._plain(self._novels.row(rng, stage.length - 1))
+        start = int(rng.choice(self._story_starts[: -(stage.length // 100) - 1]))
+        if rng.random() < 0.25:
+            return self._recall.told(rng, self._stories.tokens[start + 1 : start + stage.length], stage.length)
+        return self._plain(self._stories.tokens[start + 1 : start + stage.length])
+
+    def _plain(self, tokens: np.ndarray) -> Row:
+        row = np.concatenate([[self._begin], tokens.astype(np.int64)])
+        return row, np.ones(len(row), dtype=np.float32)
