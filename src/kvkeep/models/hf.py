@@ -24,19 +24,8 @@ from kvkeep.types import EMPTY, AttentionOptions
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
-_TENSOR_ATTRIBUTES = {
-    "contiguous",
-    "device",
-    "dim",
-    "dtype",
-    "expand",
-    "ndim",
-    "shape",
-    "size",
-    "to",
-    "unsqueeze",
-    "view",
-}
+# not `to` and `device`: tools that move a model's inputs between devices ask whether these exist
+_TENSOR_ATTRIBUTES = {"contiguous", "dim", "dtype", "expand", "ndim", "shape", "size", "unsqueeze", "view"}
 
 
 @dataclass(frozen=True)
@@ -191,7 +180,9 @@ def _dense(
     B, T, S = query.shape[0], query.shape[2], key.shape[2]
     k = (mask.kv_offset + torch.arange(S, device=key.device)).expand(B, S)
     if mask.real is not None:
-        covered = torch.nn.functional.pad(mask.real, (0, max(0, mask.kv_offset + S - mask.real.shape[1])))
+        covered = torch.nn.functional.pad(
+            mask.real.to(key.device), (0, max(0, mask.kv_offset + S - mask.real.shape[1]))
+        )
         k = k.masked_fill(~covered[:, mask.kv_offset : mask.kv_offset + S], EMPTY)
     last = mask.q_offset + T - 1
     k = k.masked_fill(k > last, EMPTY)  # a static cache hands over slots that are not written yet
