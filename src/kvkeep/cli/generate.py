@@ -50,7 +50,7 @@ def generate(
     ] = None,
     source: Annotated[
         str | None,
-        typer.Argument(help="- reads the prompt from standard input.", show_default=False, metavar="[-]"),
+        typer.Argument(help="- reads the prompt from standard input.", show_default=False, metavar="-"),
     ] = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.", rich_help_panel=_PROMPT)
