@@ -183,7 +183,8 @@ def chunks_compose(policy: Policy, case: Case) -> None:
         for at in chunks
     ]
     assert torch.equal(layer.store.positions.sort(dim=-1).values, whole.positions)
-    assert torch.equal(torch.cat(outs, dim=2), whole.out)
+    # a last chunk of one token is fed as a decode step, whose sums run in the order of the slots
+    torch.testing.assert_close(torch.cat(outs, dim=2), whole.out, rtol=1e-5, atol=1e-6)
 
 
 @_law
