@@ -16,7 +16,7 @@ from kvkeep import budget as budgets
 from kvkeep import scores
 from kvkeep.attention import attend
 from kvkeep.chunks import in_chunks
-from kvkeep.errors import BudgetError, CapacityError, ShapeError
+from kvkeep.errors import BudgetError, ShapeError
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, DenseStore, inference
@@ -101,7 +101,7 @@ class Layer:
         T = query.shape[2]
         self.open(keys, values)
         if not self.policy.evicts:
-            self._check_room(T, real)
+            self.block.check_room(T if real is None else real.sum(dim=1), window=self.window)
         if T == 1:
             return self._decode(query, keys, values, options, real)
         return in_chunks(
@@ -293,15 +293,3 @@ class Layer:
             )
         self.block = Block(keys, values, numbers=self._budgets, starts=self.policy.slots, sequences=self._sequences)
         self.allocated = True
-
-    def _check_room(self, T: int, real: Bool[Tensor, "B T"] | None) -> None:
-        """A policy that never evicts must refuse what does not fit, before anything is written."""
-        needed = self.seen + (T if real is None else real.sum(dim=1))
-        budget = self.block.budget
-        room = torch.full_like(needed, budget) if isinstance(budget, int) else budget[:, 0]
-        endless = torch.zeros_like(needed, dtype=torch.bool) if self.window is None else room >= self.window
-        for row in (~endless & (needed > room)).nonzero()[:1].flatten().tolist():
-            raise CapacityError(
-                f"Row {row} has reached {int(needed[row])} tokens, its budget is {int(room[row])}, and this policy "
-                "never evicts. Give a budget of at least the prompt plus its new tokens, or a policy that evicts."
-            )

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.errors import ShapeError
+from kvkeep.errors import CapacityError, ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
 from kvkeep.types import Budget, State
@@ -69,6 +69,21 @@ class Block:
         """Empty every slot and forget what was seen. State needs no clearing: it is written with a new token."""
         self.store.clear()
         self.seen.zero_()
+
+    def check_room(self, coming: int | Int[Tensor, " B"], *, window: int | None = None) -> None:
+        """Refuse tokens that a policy which never evicts has no room for; a window that fits needs no more room.
+
+        Raises:
+            CapacityError: a row would hold more tokens than its budget.
+        """
+        needed = self.seen + coming
+        room = torch.full_like(needed, self.budget) if isinstance(self.budget, int) else self.budget[:, 0]
+        endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
+        for row in (~endless & (needed > room)).nonzero()[:1].flatten().tolist():
+            raise CapacityError(
+                f"Row {row} has reached {int(needed[row])} tokens, its budget is {int(room[row])}, and this policy "
+                "never evicts. Give a budget of at least the prompt plus its new tokens, or a policy that evicts."
+            )
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
