@@ -25,6 +25,7 @@ CONFIG = LlamaConfig(
 def main(tokens: int) -> None:
     torch.manual_seed(0)
     model = kvkeep.attach(LlamaForCausalLM(CONFIG).eval())
+    print("A model with random weights reads a random stream; each KV head may keep 256 tokens.\n")
     print(f"{'tokens':>8} {'held by h2o':>14} {'full cache':>14} {'compression':>12}")
     cache = kvkeep.BoundedCache(model.config, policy="h2o", budget=256)
     stream = torch.randint(0, 256, (1, tokens))
