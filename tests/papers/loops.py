@@ -6,6 +6,7 @@ order of a step is attend, then look, then cut (policies.md §0.2, order A).
 
 from __future__ import annotations
 
+import abc
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -65,7 +66,7 @@ def require_margin(goes: float, stays: float, margin: float = MARGIN) -> None:
         raise TooCloseError(f"{goes!r} goes and {stays!r} stays")
 
 
-class Rule:
+class Rule(abc.ABC):
     """A policy on one row: it may look at the probabilities, and it cuts the lists of kept positions.
 
     Args:
@@ -81,12 +82,12 @@ class Rule:
         self.layer = layer
         self.sequence = sequence
 
-    def look(self, head: int, rows: list[dict[int, float]]) -> None:
+    def look(self, head: int, rows: list[dict[int, float]]) -> None:  # noqa: B027 (most rules do not look)
         """See the new queries' probabilities, key position → mean over the group, one dictionary per query."""
 
+    @abc.abstractmethod
     def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
         """Say which positions stay, given those held and the number of tokens seen so far."""
-        raise NotImplementedError
 
 
 class Sequence:
