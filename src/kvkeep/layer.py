@@ -100,7 +100,7 @@ class Layer:
         """
         T = query.shape[2]
         self.open(keys, values)
-        if not self.policy.evicts:
+        if not self.policy.evicts or (self.policy.grows and T == 1):
             self.block.check_room(T if real is None else real.sum(dim=1), window=self.window)
         if T == 1:
             return self._decode(query, keys, values, options, real)
@@ -167,23 +167,26 @@ class Layer:
             view.values,
             positions,
             view.positions,
-            statistic=self.policy.statistic,
+            statistic=self.policy.wants(view),
             options=options,
         )
         for name, tensor in self.policy.observe(self.state, view, report).items():
             self.state[name].copy_(tensor)
-        self._evict_one(view)
+        self._evict(view)
         return out
 
-    def _evict_one(self, view: View) -> None:
-        """Empty the weakest slot of every row and head that is over budget."""
+    def _evict(self, view: View) -> None:
+        """Empty slots of every row and head that holds too much: the weakest one, or several in a burst."""
         held = self.store.positions
         shielded = self._shielded(view, self.state)
         if self.window is not None:
             held.copy_(scores.expire(held, self.seen, self.window))
+        limit = self.policy.stays(view, self.state)
+        if self.policy.bursts:
+            held.masked_fill_(~scores.keep(shielded, held, limit), EMPTY)
+            return
         victim = scores.weakest(shielded, held)
-        limit = view.budget if isinstance(view.budget, int) else view.budget[:, :, None]
-        over = (held >= 0).sum(dim=-1, keepdim=True) > limit
+        over = (held >= 0).sum(dim=-1, keepdim=True) > (limit if isinstance(limit, int) else limit[:, :, None])
         held.scatter_(-1, victim, held.gather(-1, victim).masked_fill(over, EMPTY))
 
     def _prefill(
@@ -211,7 +214,7 @@ class Layer:
             view.values,
             new,
             shared if first else positions,
-            statistic=self.policy.statistic,
+            statistic=self.policy.wants(view),
             options=options,
         )
         state = {
@@ -226,7 +229,7 @@ class Layer:
         positions = view.positions
         if self.window is not None:
             positions = scores.expire(positions, self.seen, self.window)
-        stays = scores.keep(self._shielded(view, state), positions, view.budget)
+        stays = scores.keep(self._shielded(view, state), positions, self.policy.stays(view, state))
         order = positions.masked_fill(~stays, _LATER).argsort(dim=-1)[..., : self.store.capacity]
         kept = positions.gather(-1, order).masked_fill(~stays.gather(-1, order), EMPTY)
         index = order[..., None]
@@ -259,6 +262,7 @@ class Layer:
             seen=self.seen,
             budget=self.block.budget,
             new=new.sum(dim=1),
+            prompt=self.block.prompt,
             layer=self._index,
             sequences=self.block.sequences,
         )
@@ -267,10 +271,10 @@ class Layer:
         """Count the new tokens of each row and return their true positions, -1 for padding."""
         if real is None:
             positions = self.seen[:, None] + torch.arange(T, device=self.seen.device)
-            self.seen.add_(T)
+            self.block.count(T)
         else:
             positions = (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
-            self.seen.add_(real.sum(dim=1))
+            self.block.count(real.sum(dim=1))
         self.columns += T
         return positions
 

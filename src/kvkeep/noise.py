@@ -6,6 +6,8 @@ generators", OOPSLA 2014), applied once per key.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -41,3 +43,34 @@ def uniform(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     for key in keys:
         state = _mix((state ^ key.to(torch.int64)) + _GOLDEN)
     return _shift_right(state, 40).to(torch.float32) / 2**24
+
+
+def gumbel(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Standard Gumbel numbers, ``-ln(-ln u)`` with ``u`` from `uniform` moved to the middle of its step."""
+    u = uniform(seed, *keys).double() + 2.0**-25
+    return -(-u.log()).log()
+
+
+@dataclass(frozen=True, eq=False)
+class Gumbel:
+    """Gumbel noise for every pair of a query row and a key, each query head its own.
+
+    Attributes:
+        seed: the user's seed.
+        layer: index of the layer.
+        sequences: identity of each row of the batch.
+    """
+
+    seed: int
+    layer: int
+    sequences: Int[Tensor, " B"]
+
+    def factor(
+        self, shape: tuple[int, ...], queries: Int[Tensor, "B T"], keys: Int[Tensor, "B #Hk S"]
+    ) -> Float[Tensor, "B Hk G T S"]:
+        """``exp(noise)``: what the noise makes of probabilities before they are normalised again."""
+        _, Hk, G, _, _ = shape
+        heads = torch.arange(Hk * G, device=queries.device).view(1, Hk, G, 1, 1)
+        rows, columns = queries[:, None, None, :, None], keys[:, :, None, None]
+        sequence, layer = self.sequences.view(-1, 1, 1, 1, 1), torch.tensor(self.layer, device=queries.device)
+        return gumbel(self.seed, sequence, layer, heads, rows, columns).exp()

@@ -15,6 +15,7 @@ Axis letters, the same in every signature:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -24,8 +25,8 @@ from torch import Tensor
 State: TypeAlias = dict[str, Tensor]
 """A policy's per-slot state: name → ``(B, Hk, S)`` float32. The cache moves it with the slots."""
 
-Budget: TypeAlias = int | Int[Tensor, "B 1"]
-"""Slots that may stay occupied: one number, or one per row."""
+Budget: TypeAlias = int | Int[Tensor, "B #Hk"]
+"""Slots that may stay occupied: one number, or one per row (and head)."""
 
 EMPTY = -1
 """The position of a slot that holds no token."""
@@ -60,6 +61,7 @@ class View:
         budget: slots that may stay occupied after this step.
         new: real tokens that each row received in this step. One is a decode step for that row, whatever the
             others received; many are a prompt or a chunk of it.
+        prompt: tokens of each row seen at the end of its last step of more than one token; 0 if there was none.
         layer: index of the layer in the model.
         sequences: identity of each row for counter-based randomness; moves with the row, not with its index.
     """
@@ -70,6 +72,7 @@ class View:
     seen: Int[Tensor, " B"]
     budget: Budget
     new: Int[Tensor, " B"]
+    prompt: Int[Tensor, " B"]
     layer: int
     sequences: Int[Tensor, " B"]
 
@@ -79,7 +82,22 @@ class Report:
     """What attention tells the policy about this step.
 
     Attributes:
-        mass: the policy's statistic reduced over this step's query rows; ``S`` is 0 if it asked for nothing.
+        sums: the fields of the policy's statistic, reduced over this step's query rows: name → ``(B, Hk, S)``.
     """
 
-    mass: Float[Tensor, "B Hk S"]
+    sums: Mapping[str, Float[Tensor, "B Hk S"]]
+
+    @property
+    def mass(self) -> Float[Tensor, "B Hk S"]:
+        """Attention mass of each key, summed over the rows that count."""
+        return self.sums["mass"]
+
+    @property
+    def low(self) -> Float[Tensor, "B Hk S"]:
+        """Number of counted rows in which a key received less than its share."""
+        return self.sums["low"]
+
+    @property
+    def hit(self) -> Float[Tensor, "B Hk S"]:
+        """Newest counted row, numbered from 1, in which a key was among the highest; 0 for none."""
+        return self.sums["hit"]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvkeep.attention import cpu, reference
-from kvkeep.statistic import Mass, Nothing
+from kvkeep.noise import Gumbel
+from kvkeep.statistic import LastHit, Low, Mass, Nothing
 from kvkeep.types import AttentionOptions
 
 
@@ -34,9 +35,23 @@ OPTIONS = {
     "all": AttentionOptions(scaling=1.0, window=7, softcap=2.0, sinks=torch.tensor([0.3, -1.0, 2.0, 5.0])),
 }
 
+STATISTICS = {
+    "nothing": Nothing(),
+    "mass": Mass(),
+    "last": Mass(rows=1),
+    "three": Mass(rows=3),
+    "ragged": Mass(rows=torch.tensor([2, 4])),
+    "gain": Mass(gain=torch.tensor([1.5, 0.0])),
+    "noise": Mass(gain=0.7, noise=Gumbel(5, 1, torch.tensor([3, 4]))),
+    "decay": Mass(decay=0.9, last=torch.tensor([20, 20])),
+    "low": Low(rows=4),
+    "live": Low(live=True, theta=0.7),
+    "hit": LastHit(rows=4, quantile=0.6),
+}
+
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("statistic", [Nothing(), Mass(), Mass(rows=1), Mass(rows=3)], ids=str)
+@pytest.mark.parametrize("statistic", STATISTICS.values(), ids=STATISTICS.keys())
 @pytest.mark.parametrize("shape", [{"T": 1}, {"T": 5, "pads": 2}, {"T": 17}, {"T": 1, "E": 4}], ids=str)
 def test_equals_the_reference(shape, statistic, options, monkeypatch):
     monkeypatch.setattr(cpu, "BLOCK_BYTES", 2 * 4 * 4 * 17 * 3)  # three rows a block
@@ -45,8 +60,10 @@ def test_equals_the_reference(shape, statistic, options, monkeypatch):
     want, want_report = reference.attend(q, k, v, now, positions, statistic=statistic, options=options)
     real = (now >= 0)[:, None, :, None].expand_as(out)
     torch.testing.assert_close(out[real].double(), want[real], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(report.mass.double(), want_report.mass, rtol=1e-5, atol=1e-6)
-    assert report.mass.dtype == torch.float32
+    assert report.sums.keys() == want_report.sums.keys() == set(statistic.fields)
+    for name, found in report.sums.items():
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), want_report.sums[name], rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.statistic import Nothing, Statistic
+from kvkeep.statistic import Rows, Statistic
 from kvkeep.types import AttentionOptions, Report
 
 BLOCK_BYTES = 32 * 2**20
@@ -46,7 +46,7 @@ def attend(
         options: scaling, window, soft cap and sinks of the model.
 
     Returns:
-        The output in the query's dtype, and the report with ``mass`` of shape ``(B, Hk, S)`` in float32.
+        The output in the query's dtype, and the report, its fields of shape ``(B, Hk, S)`` in float32.
 
     Cost:
         ``2·B·Hq·T·S·(D + E)`` FLOPs (half of it for a causal chunk); peak extra memory about three blocks.
@@ -55,12 +55,11 @@ def attend(
     Hk, S = keys.shape[1:3]
     grouped = query.reshape(B, Hk, Hq // Hk, T, D)
     selected = statistic.selects(query_positions)
-    silent = isinstance(statistic, Nothing)
     wide = torch.promote_types(query.dtype, torch.float32)
     if T > 1:
         keys, values = keys.to(wide), values.to(wide)  # one layer of a prompt, widened once for all blocks
     out = query.new_empty((B, Hk, Hq // Hk, T, values.shape[-1]))
-    mass = torch.zeros((B, Hk, 0 if silent else S), dtype=torch.float32, device=query.device)
+    sums = {name: torch.zeros((B, Hk, S), dtype=torch.float32, device=query.device) for name in statistic.fields}
     rows = max(1, BLOCK_BYTES // (4 * B * Hq * S))
     for start in range(0, T, rows):
         block = slice(start, min(start + rows, T))
@@ -68,9 +67,11 @@ def attend(
         hidden = _hidden(query_positions[:, block], key_positions[:, :, :n], options.window, decode=T == 1)
         p = _softmax(_logits(grouped[:, :, :, block], keys[:, :, :n], options), hidden, options.sinks)
         out[:, :, :, block] = _mix(p, values[:, :, :n]).to(out.dtype)
-        if not silent:
-            mass[:, :, :n] += statistic.reduce(p, selected[:, block])
-    return out.flatten(1, 2), Report(mass=mass)
+        if sums:
+            part = Rows(p, selected[:, block], query_positions[:, block], key_positions[:, :, :n])
+            for name, reduced in statistic.reduce(part).items():
+                statistic.join(sums[name][:, :, :n], reduced)
+    return out.flatten(1, 2), Report(sums)
 
 
 def _hidden(

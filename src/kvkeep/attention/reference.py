@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.statistic import Nothing, Statistic
+from kvkeep.statistic import Rows, Statistic
 from kvkeep.types import AttentionOptions, Report
 
 
@@ -55,6 +55,5 @@ def attend(
     """Attention output and the policy's report, in float64. The arguments are those of `cpu.attend`."""
     p = probabilities(query, keys, query_positions, key_positions, options)
     out = torch.einsum("bhgts,bhse->bhgte", p, values.double()).flatten(1, 2)
-    if isinstance(statistic, Nothing):
-        return out, Report(mass=p.new_zeros((*key_positions.shape[:2], 0)))
-    return out, Report(mass=statistic.reduce(p, statistic.selects(query_positions)))
+    rows = Rows(p, statistic.selects(query_positions), query_positions, key_positions)
+    return out, Report(statistic.reduce(rows))

@@ -29,13 +29,14 @@ def option(default: _T, text: str) -> _T:
 class Policy(abc.ABC):
     """A score per slot. Concrete policies are frozen, keyword-only dataclasses of options, and final.
 
-    The cache calls, in this order and once per step: attention with `statistic`, `observe`, `score`; then it
-    shields what `protected` names and evicts the lowest scores until `budget` slots are left.
+    The cache calls, in this order and once per step: attention with what the policy `wants`, `observe`, `score`,
+    `stays`; then it shields what `protected` names and evicts the lowest scores until so many slots are left.
 
     Class attributes:
-        statistic: what attention must report.
+        statistic: what attention must report, if that is the same in every step.
         slots: the policy's per-slot state, name → value that a new token starts with. Float32; moved by the cache.
         evicts: ``False`` for a policy that refuses tokens over budget instead of dropping any.
+        bursts: whether it may drop several tokens in one decode step; the others drop at most one.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         bibtex: the paper, for ``kvkeep policies show``.
     """
@@ -43,6 +44,7 @@ class Policy(abc.ABC):
     statistic: ClassVar[Statistic] = Nothing()
     slots: ClassVar[Mapping[str, float]] = {}
     evicts: ClassVar[bool] = True
+    bursts: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
     bibtex: ClassVar[str] = ""
 
@@ -73,9 +75,27 @@ class Policy(abc.ABC):
             )
 
     @property
+    def fills(self) -> bool:
+        """Whether the budget is always used to the last slot, once so many tokens were seen."""
+        return not self.bursts and not self.grows
+
+    @property
+    def grows(self) -> bool:
+        """Whether it evicts in prefill only: then a generated token is refused once the budget is full."""
+        return False
+
+    @property
     def shares_heads(self) -> bool:
         """Whether the KV heads of a layer decide together and keep the same tokens."""
         return False
+
+    def wants(self, view: View) -> Statistic:
+        """What attention must report in this step; by default always the class's `statistic`."""
+        return self.statistic
+
+    def stays(self, view: View, state: State) -> Budget:
+        """How many slots may stay occupied after this step, at most the budget; by default all of it."""
+        return view.budget
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Return the state after this step; a pure function, by default nothing changes."""

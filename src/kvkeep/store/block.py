@@ -29,6 +29,7 @@ class Block:
         store: keys, values and positions.
         state: the policy's per-slot state.
         seen: real tokens seen per row.
+        prompt: tokens seen at the end of the row's last step of more than one token.
         sequences: identity of each row.
         budget: slots that may stay occupied, one number or one per row.
 
@@ -40,6 +41,7 @@ class Block:
     store: DenseStore
     state: State
     seen: Int[Tensor, " B"]
+    prompt: Int[Tensor, " B"]
     sequences: Int[Tensor, " B"]
     budget: Budget
 
@@ -63,12 +65,22 @@ class Block:
             name: torch.full(shape, start, dtype=torch.float32, device=device) for name, start in starts.items()
         }
         self.seen = torch.zeros(B, dtype=torch.int64, device=device)
+        self.prompt = torch.zeros(B, dtype=torch.int64, device=device)
         self.sequences = torch.tensor(sequences or [0] * B, dtype=torch.int64, device=device)
 
     def clear(self) -> None:
         """Empty every slot and forget what was seen. State needs no clearing: it is written with a new token."""
         self.store.clear()
         self.seen.zero_()
+        self.prompt.zero_()
+
+    def count(self, coming: int | Int[Tensor, " B"]) -> None:
+        """Note that every row receives new tokens; more than one are a prompt, or a piece of it."""
+        self.seen.add_(coming)
+        if not isinstance(coming, int):
+            self.prompt.copy_(torch.where(coming > 1, self.seen, self.prompt))
+        elif coming > 1:
+            self.prompt.copy_(self.seen)
 
     def check_room(self, coming: int | Int[Tensor, " B"], *, window: int | None = None) -> None:
         """Refuse tokens that a policy which never evicts has no room for; a window that fits needs no more room.
@@ -91,13 +103,14 @@ class Block:
         self.store.select_rows(index)
         self.state = {name: tensor.index_select(0, index) for name, tensor in self.state.items()}
         self.seen = self.seen.index_select(0, index)
+        self.prompt = self.prompt.index_select(0, index)
         self.sequences = self.sequences.index_select(0, index)
         if isinstance(self.budget, Tensor):
             self.budget = self.budget.index_select(0, index)
 
     def memory(self) -> Memory:
         """Bytes, summed over the tensors; the formula is in ``docs/layouts.md``."""
-        counters = [self.seen, self.sequences, *([self.budget] if isinstance(self.budget, Tensor) else [])]
+        counters = [self.seen, self.prompt, self.sequences, *([self.budget] if isinstance(self.budget, Tensor) else [])]
         per_slot = [*self.store.tensors(), *self.state.values()]
         positions = self.store.positions
         per_token = bytes_of([self.store.keys, self.store.values]) // (positions.numel() // positions.shape[1])

@@ -13,7 +13,7 @@ from kvkeep import scores
 from kvkeep.attention import reference
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
-from kvkeep.types import AttentionOptions, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, View
 
 
 @dataclass(frozen=True)
@@ -110,24 +110,25 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     Every step gathers the kept tokens from the whole history in position order, attends in float64 and sorts.
     """
     n, heads = tape.keys.shape[2], tape.keys.shape[1]
-    memory = {name: torch.full((1, heads, n), start, dtype=torch.float64) for name, start in policy.slots.items()}
+    memory = {name: torch.full((1, heads, n + 1), start, dtype=torch.float64) for name, start in policy.slots.items()}
     kept = torch.empty((1, heads, 0), dtype=torch.int32)
-    prompt = n - case.steps
+    prompt, turn = n - case.steps, 0
     size = case.chunk or prompt
     starts = [*range(0, prompt, size), *range(prompt, n)]
     outputs: list[Tensor] = []
     margin = float("inf")
     for start, stop in zip(starts, [*starts[1:], n], strict=True):
+        turn = stop if stop - start > 1 else turn
         positions = torch.cat([kept, torch.arange(start, stop, dtype=torch.int32).expand(1, heads, -1)], dim=-1)
-        index = positions.long()
-        view = _view(case, tape, positions, stop - start)
+        index = positions.long().masked_fill(positions == EMPTY, n)  # the last column of `memory` belongs to nobody
+        view = _view(case, tape, positions, stop - start, turn)
         out, report = reference.attend(
             tape.query[:, :, start:stop],
             view.keys,
             view.values,
             torch.arange(start, stop)[None],
             positions,
-            statistic=policy.statistic,
+            statistic=policy.wants(view),
             options=case.options,
         )
         state = policy.observe({name: history.gather(-1, index) for name, history in memory.items()}, view, report)
@@ -135,7 +136,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             memory[name].scatter_(-1, index, tensor.double())
         sinks, recent = policy.protected(case.budget)
         score = scores.protect(policy.score(view, state).double(), positions, view.seen, sinks=sinks, recent=recent)
-        kept, step_margin = _best(score, positions, case.budget)
+        kept, step_margin = _best(score, positions, policy.stays(view, state))
         margin = min(margin, step_margin)
         outputs.append(out)
         if stop >= prompt:
@@ -143,8 +144,8 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             outputs = []
 
 
-def _view(case: Case, tape: Tape, positions: Tensor, new: int) -> View:
-    index = positions.long()[..., None].expand(-1, -1, -1, case.dim)
+def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int) -> View:
+    index = positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, case.dim)
     return View(
         positions=positions,
         keys=tape.keys.gather(2, index),
@@ -152,20 +153,24 @@ def _view(case: Case, tape: Tape, positions: Tensor, new: int) -> View:
         seen=positions.amax(dim=(1, 2)).long() + 1,
         budget=case.budget,
         new=torch.tensor([new]),
+        prompt=torch.tensor([prompt]),
         layer=1,
         sequences=torch.zeros(1, dtype=torch.int64),
     )
 
 
-def _best(score: Tensor, positions: Tensor, n: int) -> tuple[Tensor, float]:
-    """The ``n`` best of each head by (score, position), in position order, and how close the decision was."""
-    excess = positions.shape[-1] - n
-    if excess <= 0:
-        return positions, float("inf")
-    heads, margin = [], float("inf")
-    for head_score, head_positions in zip(score[0].tolist(), positions[0].tolist(), strict=True):
-        ranked = sorted(zip(head_score, head_positions, strict=True))
-        gap = ranked[excess][0] - ranked[excess - 1][0]
-        margin = min(margin, gap / max(1.0, abs(ranked[excess - 1][0])))
-        heads.append(sorted(position for _, position in ranked[excess:]))
-    return torch.tensor([heads], dtype=torch.int32), margin
+def _best(score: Tensor, positions: Tensor, stays: Budget) -> tuple[Tensor, float]:
+    """The best of each head by (score, position), in position order, and how close the decision was."""
+    heads = positions.shape[1]
+    numbers = [stays] * heads if isinstance(stays, int) else stays[0].expand(heads).tolist()
+    kept, margin = [], float("inf")
+    for head, n in enumerate(numbers):
+        slots = zip(score[0, head].tolist(), positions[0, head].tolist(), strict=True)
+        ranked = sorted(slot for slot in slots if slot[1] != EMPTY)
+        excess = max(0, len(ranked) - n)
+        if 0 < excess < len(ranked):
+            gap = ranked[excess][0] - ranked[excess - 1][0]
+            margin = min(margin, gap / max(1.0, abs(ranked[excess - 1][0])))
+        kept.append(sorted(position for _, position in ranked[excess:]))
+    width = max(map(len, kept))
+    return torch.tensor([[head + [EMPTY] * (width - len(head)) for head in kept]], dtype=torch.int32), margin

@@ -14,6 +14,7 @@ from kvkeep.attention import reference
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.registry import available, parse, spec
+from kvkeep.statistic import Nothing
 from kvkeep.testing.case import Case, Tape, replay, run
 from kvkeep.types import EMPTY, State, View
 
@@ -46,7 +47,8 @@ def never_over_budget(policy: Policy, case: Case) -> None:
                 held = [position for position in head if position != EMPTY]
                 assert len(held) <= case.budget, f"{len(held)} slots are occupied, budget {case.budget}"
                 assert len(held) == len(set(held)), f"a token is held twice: {held}"
-                assert len(held) == min(case.budget, seen), f"{len(held)} held of {seen} seen, budget {case.budget}"
+                least = min(case.budget, seen) if policy.fills else 1
+                assert len(held) >= least, f"{len(held)} held of {seen} seen, budget {case.budget}"
 
 
 @_law
@@ -80,7 +82,7 @@ def enough_budget_is_full_attention(policy: Policy, case: Case) -> None:
             own.values,
             positions[None].long(),
             positions.expand(1, case.heads, n),
-            statistic=policy.statistic,
+            statistic=Nothing(),
             options=case.options,
         )
         torch.testing.assert_close(out[row : row + 1, :, tape.real[row]].double(), want, rtol=1e-4, atol=1e-5)
@@ -162,7 +164,8 @@ def slots_do_not_matter(policy: Policy, case: Case) -> None:
                 break
             positions, got = moments[step][0][row], moments[step][1][row : row + 1]
             held = [[p for p in head if p != EMPTY] for head in positions.tolist()]
-            assert held == kept[0].tolist(), f"row {row}, step {step}: kept {held}, without slots {kept[0].tolist()}"
+            wanted = [[p for p in head if p != EMPTY] for head in kept[0].tolist()]
+            assert held == wanted, f"row {row}, step {step}: kept {held}, without slots {wanted}"
             real = got if step else got[:, :, tape.real[row, : case.prompt]]
             torch.testing.assert_close(real.double(), out, rtol=1e-4, atol=1e-5)
 
