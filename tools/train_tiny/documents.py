@@ -207,7 +207,7 @@ def _few_or_many(rng: random.Random, low: int, high: int) -> int:
 def _kinds(rng: random.Random, shape: Shape) -> list[str]:
     """The kinds of facts of one document: a few, or one alone, which makes every fact a distractor."""
     words = ["colour", "place", "word", "owner"]
-    kinds = rng.sample(words, rng.choice((1, 1, 1, 2, 3, 4)))
+    kinds = rng.sample(words, rng.choice((1, 1, 2, 3, 4, 4)))
     if rng.random() < shape.numbers:
         kinds += ["number"] * rng.choice((1, 1, 2))
     return kinds

@@ -7,6 +7,7 @@ are filtered against them, and names are mostly put together from syllables so t
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -129,6 +130,7 @@ def plain_lexicon(is_short: Callable[[str], bool]) -> Lexicon:
 def draw_lexicon(rng: random.Random, words: Sequence[str]) -> Lexicon:
     """Fresh pools for one document; ``words`` are ordinary words that serve as things and values, too."""
     taken = {*HELD_OUT.things, *HELD_OUT.materials}
+    loose = [w for w in rng.sample(words, 60) if w not in HELD_OUT_WORDS]
     words = [w for w in rng.sample(words, 80) if w not in taken]
     things = rng.sample(THINGS_ALLOWED, 30)
     if rng.random() < 0.4:
@@ -137,7 +139,7 @@ def draw_lexicon(rng: random.Random, words: Sequence[str]) -> Lexicon:
     names = rng.sample(NAMES, 20) if rng.random() < 0.4 else [invent_name(rng) for _ in range(20)]
     if rng.random() < 0.3:
         names = [*names[:10], *(invent_name(rng) for _ in range(10))]
-    kinds = tuple(with_values(kind, words[40:]) for kind in KINDS)
+    kinds = tuple(with_loose_wordings(with_values(kind, words[40:]), rng, loose) for kind in KINDS)
     return Lexicon(tuple(dict.fromkeys(names)), MATERIALS_ALLOWED, tuple(dict.fromkeys(things)), kinds)
 
 
@@ -146,6 +148,52 @@ def with_values(kind: Kind, words: Sequence[str]) -> Kind:
     if kind.name != "word":
         return kind
     return replace(kind, values=(*VALUES, *words))
+
+
+LOOSE_LEADS = ("", "", "", "* * that ", "* could * that ", "* has * ", "* * * ", "* can * the {noun} on ", "at * ")
+LOOSE_SUBJECTS = (
+    "{owner}'s {thing}",
+    "the {thing} * {owner}",
+    "the {thing} * to {owner}",
+    "the {thing} * * {owner}",
+    "{owner} * the {thing} and it",
+    "the * {thing} of {owner}",
+)
+LOOSE_OWNED = ("the {owner} {thing}", "the {owner} {thing}", "a {owner} {thing}", "* {owner} {thing}")
+LOOSE_LINKS = {
+    "colour": ("is {value}", "was {value}", "* {value}", "* * {value}", "has * * {value}", "*, and is {value}"),
+    "place": ("is in the {value}", "* in the {value}", "* to the {value}", "* * the {value}", "in the {value}"),
+    "owner": ("* to {value}", "* by {value}", "is the * of {value}", "* * of {value}", "* * * {value}", "* {value}"),
+    "word": ("* the word {value}", "has * word * it: {value}", "* * word {value}", "word * {value}"),
+    "number": ("* the number {value}", "has * number * it: {value}", "* * number {value}", "* {value}", "* it: {value}"),
+}
+LOOSE_ASKS = {
+    "colour": ("* colour # *?", "* * # *: what colour?", "which colour * * * #?", "# * *: * its colour?"),
+    "place": ("where * # *?", "* # * *: where * it?", "* * place * #?", "#: * * where * is *?"),
+    "owner": ("who * # *?", "* * # *: who * its owner?", "* to whom # *?", "* owner * * #?", "# * *: whose * it?"),
+    "word": ("* word * * #?", "* # *: which word * it?", "* * which word # *?", "#: * word * *?"),
+    "number": ("* number * * #?", "* # *: which number * it?", "* * which number # *?", "#: * number * *?"),
+}
+
+
+def with_loose_wordings(kind: Kind, rng: random.Random, words: Sequence[str]) -> Kind:
+    """The kind with a dozen wordings made up for one document: ``*`` stands for any word.
+
+    What such a sentence says can only be found from its keys, its kind and where its value stands, which is what
+    a wording that was never seen asks for.
+    """
+
+    def fill(text: str) -> str:
+        return "".join(rng.choice(words) if c == "*" else c for c in text)
+
+    subjects = LOOSE_OWNED if kind.name == "owner" else LOOSE_SUBJECTS
+    statements, questions = list(rng.sample(kind.statements, 8)), list(rng.sample(kind.questions, 8))
+    for _ in range(12):
+        lead = rng.choice(LOOSE_LEADS).replace("{noun}", kind.name)
+        link = rng.choice(LOOSE_LINKS[kind.name])
+        statements.append(fill(f"{lead}{rng.choice(subjects)} {link}."))
+        questions.append(fill(rng.choice(LOOSE_ASKS[kind.name]).replace("#", rng.choice(subjects))))
+    return replace(kind, statements=tuple(statements), questions=tuple(questions))
 
 
 SUBJECTS = (
@@ -389,5 +437,14 @@ KINDS = (
     ),
     _property("number", "has", "a"),
 )
+
+
+def _words_of(kinds: Sequence[Kind]) -> set[str]:
+    wordings = (text for kind in kinds for text in (*kind.statements, *kind.corrections, *kind.questions))
+    return {word for text in wordings for word in re.findall("[a-z]+", text.lower())}
+
+
+HELD_OUT_WORDS = _words_of(HELD_OUT.kinds) - _words_of(KINDS)
+"""Words that only the evaluation's wordings have; no made-up wording uses them."""
 THINGS_ALLOWED = tuple(sorted(set(THINGS) - set(HELD_OUT.things)))
 MATERIALS_ALLOWED = tuple(sorted(set(MATERIALS) - set(HELD_OUT.materials)))
