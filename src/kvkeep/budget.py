@@ -1,4 +1,4 @@
-"""How many tokens each row keeps: the edge where ratios become tokens, and the checks on both."""
+"""How many tokens each row and each layer keeps: where ratios become tokens, and how a budget is spread over layers."""
 
 from __future__ import annotations
 
@@ -66,3 +66,67 @@ def per_row(numbers: Sequence[int], rows: int, device: torch.device) -> Budget:
         )
     column: Int[Tensor, "B 1"] = torch.tensor(numbers, dtype=torch.int64, device=device)[:, None]
     return column
+
+
+def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: int = 1) -> list[int]:
+    """Spread a budget over the layers, so that they add up to ``layers * budget`` exactly.
+
+    Args:
+        how: ``uniform``; ``ramp:0.2``, a line from 20 % below the budget in the first layer to 20 % above it in the
+            last (Scissorhands: later layers need more); ``pyramid:20``, a line from nearly twice the budget down to a
+            20th of it (PyramidKV); or one weight per layer, for example from `calibrated`.
+        budget: tokens per layer on average.
+        layers: number of layers.
+        least: slots that every layer gets before the rest is spread.
+
+    Raises:
+        BudgetError: an unknown rule, a parameter out of range, not one weight per layer, or less than `least` to give.
+    """
+    weights = _weights(how, layers)
+    if budget < least:
+        raise BudgetError(
+            f"A budget of {budget} is below the {least} slots that every layer needs; raise it to {least}."
+        )
+    total = sum(weights)
+    shares = [least + (budget - least) * layers * weight / total for weight in weights]
+    return _round(shares, layers * budget)
+
+
+def calibrated(persistence: Sequence[float], *, floor: float = 0.1) -> list[float]:
+    """Weights from measured persistence ratios, one per layer in [0, 1]: where importance persists, fewer slots do.
+
+    Args:
+        persistence: share of the tokens that stay important, per layer (Scissorhands, Section 3).
+        floor: weight of a layer in which everything persists.
+    """
+    return [floor + 1.0 - ratio for ratio in persistence]
+
+
+def _weights(how: str | Sequence[float], layers: int) -> list[float]:
+    """One positive number per layer."""
+    if not isinstance(how, str):
+        if len(how) != layers or not all(weight > 0 for weight in how):
+            raise BudgetError(f"{len(how)} layer weights were given for {layers} layers; give one above 0 for each.")
+        return [float(weight) for weight in how]
+    name, _, text = how.partition(":")
+    known = {"uniform": "0", "ramp": "0.2", "pyramid": "20"}
+    if name not in known:
+        raise BudgetError(f"Unknown layer budget {how!r}; use uniform, ramp:0.2, pyramid:20 or weights.")
+    try:
+        number = float(text or known[name])
+    except ValueError:
+        raise BudgetError(f"{how!r}: {text!r} is not a number; write for example {name}:{known[name]}.") from None
+    if (name == "ramp" and not 0.0 <= number < 1.0) or (name == "pyramid" and not number >= 1.0):
+        raise BudgetError(f"{how!r} is out of range: a ramp takes 0 to below 1, a pyramid 1 or more.")
+    slope = {"uniform": 0.0, "ramp": number, "pyramid": 1.0 / max(number, 1.0) - 1.0}[name]
+    middle = max(1, layers - 1) / 2
+    return [1.0 + slope * (layer - middle) / middle if layers > 1 else 1.0 for layer in range(layers)]
+
+
+def _round(shares: Sequence[float], total: int) -> list[int]:
+    """Whole numbers that add up to the total: the largest remainders are rounded up, the first of equals first."""
+    whole = [math.floor(share + 1e-9) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (whole[i] - shares[i], i))
+    for i in by_remainder[: total - sum(whole)]:
+        whole[i] += 1
+    return whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from jaxtyping import Float, Int
@@ -17,11 +17,14 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from kvkeep import budget as budgets
 from kvkeep.errors import InputError, PolicyError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.layer import Layer
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
+from kvkeep.rope import rotation_of
+from kvkeep.rotation import Rotation
 
 ATTENTION = "kvkeep"
 """The name under which the attention function is registered with transformers."""
@@ -157,6 +160,10 @@ class BoundedCache(Cache):
             whole prompt at once, as the papers do. Pass ``prefill_chunk_size`` to ``generate`` too, so that the
             model's activations are bounded as well.
         sequences: identity of each row for policies with randomness; rows get the same stream if not given.
+        layer_budget: how the budget is spread over the layers: ``uniform``, ``ramp:0.2``, ``pyramid:20`` or one weight
+            per layer; by default the policy's own rule. See `kvkeep.budget.per_layer`.
+        positions: ``true``, or ``slot``: tokens are attended at their rank in the cache, so that a stream may be longer
+            than the model was trained for. By default the policy's own mode, where the model allows it.
 
     Raises:
         BudgetError: the budget is out of range or smaller than what the policy protects.
@@ -172,6 +179,8 @@ class BoundedCache(Cache):
         *,
         prefill_chunk: int | None = None,
         sequences: Sequence[int] | None = None,
+        layer_budget: str | Sequence[float] | None = None,
+        positions: Literal["true", "slot"] | None = None,
     ):
         if not isinstance(config, PreTrainedConfig):
             raise InputError(
@@ -183,19 +192,35 @@ class BoundedCache(Cache):
         self.budget = budget
         _check_layer_types(config.get_text_config(decoder=True))
         layers = DynamicCache(config=config).layers
-        for index, layer in enumerate(layers):
-            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-                window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-                bounded = Layer(
-                    self.policy,
-                    budget,
-                    index=index,
-                    window=window,
-                    prefill_chunk=prefill_chunk,
-                    sequences=sequences,
-                )
-                layers[index] = BoundedLayer(bounded)
+        with_slots = [i for i, layer in enumerate(layers) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)]
+        spread = _spread(layer_budget or self.policy.layer_budget, budget, len(with_slots), self.policy.least)
+        rotation = self._rotation(config, positions)
+        self.position_mode: Literal["true", "slot"] = "true" if rotation is None else "slot"
+        for index, numbers in zip(with_slots, spread, strict=True):
+            layer = layers[index]
+            window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+            bounded = Layer(
+                self.policy,
+                numbers,
+                index=index,
+                window=window,
+                prefill_chunk=prefill_chunk,
+                sequences=sequences,
+                rotation=rotation,
+            )
+            layers[index] = BoundedLayer(bounded)
         super().__init__(layers=layers)
+
+    def _rotation(self, config: PreTrainedConfig, positions: str | None) -> Rotation | None:
+        """The model's rotation under slot positions. A policy's wish gives way to the model, the user's does not."""
+        if (positions or self.policy.position_mode) != "slot":
+            return None
+        try:
+            return rotation_of(config)
+        except UnsupportedModelError:
+            if positions is None:
+                return None
+            raise
 
     def bounded_layers(self) -> dict[int, Layer]:
         """The layers with slots, by their number in the model; state-space and linear layers are left out."""
@@ -237,6 +262,14 @@ def unwrap(keys: Tensor) -> tuple[Tensor, BoundedLayer | None]:
         return keys, None
     with torch._C.DisableTorchFunctionSubclass():
         return keys.as_subclass(Tensor), keys.layer
+
+
+def _spread(how: str | Sequence[float], budget: int | Sequence[int], layers: int, least: int) -> list[Sequence[int]]:
+    """Each layer's budgets, one number for all rows or one per row."""
+    numbers = budgets.check(budget)
+    if how == "uniform":
+        return [numbers] * layers
+    return list(zip(*(budgets.per_layer(how, number, layers, least=least) for number in numbers), strict=True))
 
 
 def _refuse_rollback() -> NoReturn:

@@ -19,6 +19,7 @@ from kvkeep.chunks import in_chunks
 from kvkeep.errors import BudgetError, ShapeError
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
+from kvkeep.rotation import AsItIs, Rotation
 from kvkeep.store import Block, DenseStore, inference
 from kvkeep.types import EMPTY, AttentionOptions, State, View
 
@@ -36,6 +37,8 @@ class Layer:
         prefill_chunk: cut each row's prompt into chunks of this many tokens; ``None`` takes it whole.
         sequences: identity of each row for randomness; all 0 if not given, so that a row's result does not
             depend on its place in the batch.
+        rotation: the model's rotary embedding, for slot positions: keys are then stored unrotated and attended at their
+            rank in the cache. ``None``: true positions.
 
     Raises:
         BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget.
@@ -56,6 +59,7 @@ class Layer:
         window: int | None = None,
         prefill_chunk: int | None = None,
         sequences: Sequence[int] | None = None,
+        rotation: Rotation | None = None,
     ):
         numbers = budgets.check(budget)
         for number in numbers:
@@ -71,6 +75,7 @@ class Layer:
         self._index = index
         self._prefill_chunk = prefill_chunk
         self._sequences = sequences
+        self._rotation = rotation or AsItIs()
 
     @inference
     def step(
@@ -100,8 +105,11 @@ class Layer:
         """
         T = query.shape[2]
         self.open(keys, values)
-        if not self.policy.evicts or (self.policy.grows and T == 1):
-            self.block.check_room(T if real is None else real.sum(dim=1), window=self.window)
+        coming = T if real is None else real.sum(dim=1)
+        if not self.policy.evicts:
+            self.block.check_room(self.seen + coming, window=self.window)
+        elif self.policy.grows and T == 1:
+            self.block.check_room((self.store.positions >= 0).sum(dim=-1).amax(dim=-1) + coming, window=self.window)
         if T == 1:
             return self._decode(query, keys, values, options, real)
         return in_chunks(
@@ -157,13 +165,14 @@ class Layer:
     ) -> Float[Tensor, "B Hq 1 E"]:
         """Write the token into an empty slot, attend, and empty the victim's slot. Nothing is copied."""
         positions = self._advance(1, real)
+        query, keys = self._rotation.unrotated(query, keys, positions)
         slot = self.store.write(keys, values, positions)
         for name, start in self.policy.slots.items():
             self.state[name].scatter_(-1, slot, start)
         view = self._view(self.store.keys, self.store.values, self.store.positions, new=positions >= 0)
+        turned = self._rotation.at_ranks(query, view.keys, view.positions, positions)
         out, report = attend(
-            query,
-            view.keys,
+            *turned,
             view.values,
             positions,
             view.positions,
@@ -205,12 +214,13 @@ class Layer:
             return chunk if first else torch.cat([slots, chunk], dim=2)
 
         new = self._advance(T, real)
+        query, keys = self._rotation.unrotated(query, keys, new)
         shared = new.to(torch.int32)[:, None]
         positions = joined(self.store.positions, shared.expand(B, Hk, T))
         view = self._view(joined(self.store.keys, keys), joined(self.store.values, values), positions, new=new >= 0)
+        turned = self._rotation.at_ranks(query, view.keys, positions, new)
         out, report = attend(
-            query,
-            view.keys,
+            *turned,
             view.values,
             new,
             shared if first else positions,
@@ -263,6 +273,7 @@ class Layer:
             budget=self.block.budget,
             new=new.sum(dim=1),
             prompt=self.block.prompt,
+            is_decode=new.shape[1] == 1,
             layer=self._index,
             sequences=self.block.sequences,
         )

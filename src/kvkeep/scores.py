@@ -6,9 +6,12 @@ equal scores the older token goes. Nothing depends on the order of the slots or 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvkeep.types import EMPTY, Budget
 
@@ -78,6 +81,52 @@ def weakest(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -
     lowest = occupied_scores.amin(dim=-1, keepdim=True)
     tied = (occupied_scores == lowest) & (positions >= 0)
     return positions.masked_fill(~tied, _LATER).argmin(dim=-1, keepdim=True)
+
+
+def ranks(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk S"]:
+    """Each slot's place in the order of ``(score, position)``, from 0; empty slots take part as position -1."""
+    by_age = positions.argsort(dim=-1)
+    order = by_age.gather(-1, scores.gather(-1, by_age).argsort(dim=-1, stable=True))
+    places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)
+
+
+def pooled(
+    values: Float[Tensor, "B Hk S"],
+    positions: Int[Tensor, "B Hk S"],
+    counts: Bool[Tensor, "B Hk S"],
+    *,
+    kernel: int,
+    kind: Literal["max", "avg", "mean"],
+) -> Float[Tensor, "B Hk S"]:
+    """Pool over neighbours in the order of positions, stride 1, as many values as before.
+
+    Args:
+        values: what is pooled.
+        positions: true positions, ``-1`` = empty.
+        counts: the slots that take part; the others are no neighbours and get 0.
+        kernel: width, an odd number.
+        kind: the largest neighbour; ``avg`` divides by the kernel at the borders too, ``mean`` by the neighbours there.
+    """
+    order = positions.masked_fill(~counts, EMPTY).argsort(dim=-1, stable=True)
+    ordered, inside = values.gather(-1, order), counts.gather(-1, order)
+    if kind == "max":
+        found = max_pool1d(ordered.masked_fill(~inside, -torch.inf), kernel, stride=1, padding=kernel // 2)
+    else:
+        found = avg_pool1d(ordered.masked_fill(~inside, 0.0), kernel, stride=1, padding=kernel // 2)
+        if kind == "mean":
+            share = avg_pool1d(inside.to(values.dtype), kernel, stride=1, padding=kernel // 2)
+            found = found / share.clamp(min=0.5 / kernel)
+    return torch.empty_like(values).scatter_(-1, order, found.masked_fill(~inside, 0.0))
+
+
+def value_prior(
+    values: Float[Tensor, "B Hk S E"], positions: Int[Tensor, "B Hk S"], kernel: int
+) -> Float[Tensor, "B Hk S"]:
+    """Squared norms of the values, averaged over neighbours, as a share of the largest (AhaKV, Eq. 13-14)."""
+    sizes = values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=-1)
+    smooth = pooled(sizes, positions, positions >= 0, kernel=kernel, kind="mean")
+    return smooth / smooth.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> Int[Tensor, "B Hk S"]:

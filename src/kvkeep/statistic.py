@@ -129,6 +129,19 @@ class Mass(Statistic):
 
 
 @dataclass(frozen=True, eq=False)
+class MassAndLast(Mass):
+    """Mass, and beside it the probabilities of the newest row alone; ``last`` is that row's position."""
+
+    fields: ClassVar[tuple[str, ...]] = ("mass", "last")
+
+    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+        """The sum over the selected rows, and the newest row if it is in this block."""
+        last = torch.as_tensor(self.last, device=rows.queries.device).view(-1, 1)
+        newest = Rows(rows.probabilities, rows.selected & (rows.queries == last), rows.queries, rows.keys)
+        return {**super().reduce(rows), "last": super().reduce(newest)["mass"]}
+
+
+@dataclass(frozen=True, eq=False)
 class Low(Statistic):
     """How often a key received less than its share: rows with a probability below ``1 / (theta · n)``, and its mass.
 

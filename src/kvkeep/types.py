@@ -62,6 +62,7 @@ class View:
         new: real tokens that each row received in this step. One is a decode step for that row, whatever the
             others received; many are a prompt or a chunk of it.
         prompt: tokens of each row seen at the end of its last step of more than one token; 0 if there was none.
+        is_decode: whether no row can have received more than one token in this step; known without looking at tensors.
         layer: index of the layer in the model.
         sequences: identity of each row for counter-based randomness; moves with the row, not with its index.
     """
@@ -73,6 +74,7 @@ class View:
     budget: Budget
     new: Int[Tensor, " B"]
     prompt: Int[Tensor, " B"]
+    is_decode: bool
     layer: int
     sequences: Int[Tensor, " B"]
 

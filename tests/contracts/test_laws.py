@@ -7,8 +7,27 @@ from hypothesis import strategies as st
 import kvkeep
 from kvkeep.testing import LAWS, Case
 
+SMALL = {"ahakv": "recent=2", "snapkv": "window=2", "pyramidkv": "window=2", "nacl": "sinks=1"}
+"""Options for policies whose defaults need larger budgets than these."""
+
 VARIANTS = [
-    *kvkeep.available_policies(),
+    *(f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()),
+    "ahakv:recent=1,sinks=2,kernel=3",
+    "ahakv:recent=2,recent_accumulation=false,value_prior=false",
+    "ahakv:recent=2,sg_softmax=false,clamp=false",
+    "h2o:decay=0.9",
+    "keydiff:recent=1",
+    "keyformer:noise=false,max_new_tokens=5",
+    "keyformer:release_quirk=true,seed=4",
+    "knorm:sinks=2",
+    "nacl:sinks=0,recent=2,random=0.9,decode=score",
+    "scissorhands:literal_ties=true,threshold=live",
+    "scissorhands:window=1,recent=0,drop=2,theta=2",
+    "scissorhands_release:window=3,recent=1,quantile=0.5",
+    "snapkv:window=1,kernel=3,pool=avg,decode=score",
+    "sparse_fixed:h2=0.5,summary=2",
+    "sparse_strided:h2=0.25,stride=3",
+    "topk:h2=0.5",
     "h2o:recent=2",
     "h2o:recent=0",
     "h2o:recent=2,sinks=2",

@@ -8,15 +8,16 @@ is chosen every difference is a failure.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
-from kvkeep import AttentionOptions, Layer, parse
+from kvkeep import AttentionOptions, CapacityError, Layer, parse
 
 from .cases import Case, E, Stream, make_streams, masks
-from .loops import Rule, Sequence, TooCloseError
+from .loops import OverBudgetError, Rule, Sequence, TooCloseError
 from .oracles import rule
 
 LAYER = 3
@@ -146,6 +147,28 @@ def compare(case: Case) -> None:
     """Run `lockstep` to its end."""
     for _ in lockstep(case):
         pass
+
+
+def played(case: Case, policy: str) -> list[list[list[list[int]]]]:
+    """What another policy of the loops keeps on the inputs of a case, after every turn."""
+    streams, _ = choose(case)
+    return [turn.kept for turn in play(replace(case, policy=policy), streams)]
+
+
+def refuse_last_turn(case: Case) -> None:
+    """The loops and the package take all turns but the last, and refuse that one; the layer stays as it was."""
+    streams = make_streams(case, 0)
+    with pytest.raises(OverBudgetError):
+        play(case, streams)
+    layer, fits = make_layer(case), replace(case, turns=case.turns[:-1])
+    for turn in play(fits, streams):
+        step_layer(layer, streams, case, turn.tokens, turn.real)
+    before = retained(layer)
+    real = masks(case)[-1]
+    tokens = [range(stop, stop + n) for stop, n in zip(turn.seen, real.sum(dim=1).tolist(), strict=True)]
+    with pytest.raises(CapacityError):
+        step_layer(layer, streams, case, tokens, real)
+    assert retained(layer) == before
 
 
 def retained(layer: Layer) -> list[list[list[int]]]:

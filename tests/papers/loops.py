@@ -10,6 +10,7 @@ import abc
 import math
 import operator
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 MARGIN = 1e-5
 """Two scores that decide who goes must be equal or this far apart (relative to 1 or to the larger score)."""
@@ -66,6 +67,50 @@ def require_margin(goes: float, stays: float, margin: float = MARGIN) -> None:
         raise TooCloseError(f"{goes!r} goes and {stays!r} stays")
 
 
+def require_clear(p: float, threshold: float) -> None:
+    """Refuse a comparison of a probability with another number that is neither equal to it nor clearly away."""
+    if 0.0 < abs(p - threshold) <= MARGIN * threshold:
+        raise TooCloseError(f"{p!r} against {threshold!r}")
+
+
+def total(rows: Iterable[dict[int, float]]) -> dict[int, float]:
+    """Key position → its column's sum over the rows."""
+    sums: dict[int, float] = {}
+    for row in rows:
+        for j, p in row.items():
+            sums[j] = sums.get(j, 0.0) + p
+    return sums
+
+
+def average(rows: list[dict[int, float]]) -> dict[int, float]:
+    """The mean of rows over the same keys."""
+    return {j: sum(row[j] for row in rows) / len(rows) for j in rows[0]}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one KV head shows of one step, after attention and before anything goes.
+
+    A query sees the keys that were held before the step and the new ones up to itself, so the length of its row is
+    also the number of tokens that the head holds once that query's token has been appended.
+
+    Attributes:
+        queries: positions of the new tokens.
+        rows: per query, key position → probability, mean over the group; keys ascending.
+        heads: the same before the mean: per query head of the group, then per query.
+        keys: every key of this KV head so far, by position.
+        values: every value likewise.
+        decode: the row received exactly one token.
+    """
+
+    queries: list[int]
+    rows: list[dict[int, float]]
+    heads: list[list[dict[int, float]]]
+    keys: list[Vector]
+    values: list[Vector]
+    decode: bool
+
+
 class Rule(abc.ABC):
     """A policy on one row: it may look at the probabilities, and it cuts the lists of kept positions.
 
@@ -82,8 +127,8 @@ class Rule(abc.ABC):
         self.layer = layer
         self.sequence = sequence
 
-    def look(self, head: int, rows: list[dict[int, float]]) -> None:  # noqa: B027 (most rules do not look)
-        """See the new queries' probabilities, key position → mean over the group, one dictionary per query."""
+    def look(self, head: int, step: Step) -> None:  # noqa: B027 (some rules do not look)
+        """See what a KV head shows of a step."""
 
     @abc.abstractmethod
     def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
@@ -120,10 +165,11 @@ class Sequence:
             self._values[head] += values[head]
             mine = queries[head * group : (head + 1) * group]
             attended = [self._attend(head, [query[t] for query in mine], new[: t + 1]) for t in range(len(new))]
-            rows = [row for row, _ in attended]
+            per_head = [[rows[g] for rows, _ in attended] for g in range(group)]
+            rows = [average(rows) for rows, _ in attended]
             outputs += [[out[g] for _, out in attended] for g in range(group)]
             self.rows[head] += rows
-            self.rule.look(head, rows)
+            self.rule.look(head, Step(new, rows, per_head, self._keys[head], self._values[head], decode))
         self.kept = [self.rule.cut(head, kept + new, self.seen, decode=decode) for head, kept in enumerate(self.kept)]
         return outputs
 
@@ -131,11 +177,11 @@ class Sequence:
         """Mass of a key by definition: its column summed over the rows of the first ``seen`` tokens."""
         return sum(row.get(position, 0.0) for row in self.rows[head][:seen])
 
-    def _attend(self, head: int, queries: list[Vector], new: list[int]) -> tuple[dict[int, float], list[Vector]]:
-        """One token's queries over what it can see: the kept keys and the new ones up to itself."""
+    def _attend(self, head: int, queries: list[Vector], new: list[int]) -> tuple[list[dict[int, float]], list[Vector]]:
+        """One token's queries over what it can see: the kept keys and the new ones up to itself. Per query head."""
         visible = self.kept[head] + new
         keys = [self._keys[head][j] for j in visible]
         values = list(zip(*(self._values[head][j] for j in visible), strict=True))
         per_query = [softmax([self.scaling * dot(query, key) for key in keys]) for query in queries]
         outputs = [[dot(p, list(column)) for column in values] for p in per_query]
-        return dict(zip(visible, mean(per_query), strict=True)), outputs
+        return [dict(zip(visible, row, strict=True)) for row in per_query], outputs

@@ -7,7 +7,7 @@ from kvkeep.noise import uniform
 
 from .cases import DECODE, Case, family, variant
 from .lockstep import FIRST_SEQUENCE, LAYER, compare, lockstep, retained
-from .oracles import draw, split_mix
+from .rules_random import draw, split_mix
 
 GOLDEN = 0x9E3779B97F4A7C15
 

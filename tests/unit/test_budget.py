@@ -36,3 +36,52 @@ def test_per_row():
     assert budget.per_row((5, 6), 2, device).tolist() == [[5], [6]]
     with pytest.raises(kvkeep.BudgetError, match="2 budgets were given for a batch of 3"):
         budget.per_row((5, 6), 3, device)
+
+
+@pytest.mark.parametrize(
+    ("how", "want"),
+    [
+        ("uniform", [100] * 6),
+        ("ramp:0.2", [80, 88, 96, 104, 112, 120]),
+        ("ramp", [80, 88, 96, 104, 112, 120]),
+        ("ramp:0", [100] * 6),
+        ("pyramid:20", [195, 157, 119, 81, 43, 5]),
+        ([1.0, 1.0, 1.0, 1.0, 1.0, 5.0], [60, 60, 60, 60, 60, 298]),
+    ],
+)
+def test_budgets_per_layer(how, want):
+    assert budget.per_layer(how, 100, 6) == pytest.approx(want, abs=1)
+    assert sum(budget.per_layer(how, 100, 6)) == 600
+
+
+@pytest.mark.parametrize("how", ["uniform", "ramp:0.37", "pyramid:7", "pyramid:1"])
+@pytest.mark.parametrize("number", [8, 9, 31, 1000])
+@pytest.mark.parametrize("layers", [1, 2, 3, 7, 32])
+def test_budgets_per_layer_add_up_and_leave_none_short(how, number, layers):
+    found = budget.per_layer(how, number, layers, least=8)
+    assert sum(found) == number * layers
+    assert min(found) >= 8
+
+
+def test_layers_in_which_less_persists_get_more():
+    weights = budget.calibrated([1.0, 0.5, 0.0])
+    first, second, third = budget.per_layer(weights, 64, 3)
+    assert first < second < third
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("slope:2", "Unknown layer budget"),
+        ("ramp:x", "not a number"),
+        ("ramp:1.0", "out of range"),
+        ("pyramid:0.5", "out of range"),
+        ([1.0], "1 layer weights were given for 4 layers"),
+        ([1.0, 0.0, 1.0, 1.0], "above 0"),
+    ],
+)
+def test_budgets_per_layer_refuse(how, message):
+    with pytest.raises(kvkeep.BudgetError, match=message):
+        budget.per_layer(how, 16, 4)
+    with pytest.raises(kvkeep.BudgetError, match="below the 32 slots"):
+        budget.per_layer("uniform", 16, 4, least=32)

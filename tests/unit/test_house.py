@@ -10,12 +10,12 @@ TESTING = "testing"
 
 # the lower floor first; rooms on one floor never import each other
 FLOORS = [
-    {"version", "types", "errors"},
-    {"scores", "noise", "statistic", "memory", "budget", "chunks", "theory"},
+    {"version", "types", "errors", "noise"},
+    {"scores", "statistic", "memory", "budget", "chunks", "rotation", "theory"},
     {"attention", "store", "policies"},
-    {"registry", "layer"},
+    {"registry", "layer", "rope"},
     {"cache"},
-    {"models"},
+    {"models", "plots"},
     {"engine"},
     {"server", "evals", "analysis"},
     {"cli"},
@@ -24,12 +24,12 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 ABOVE_ALL = {TESTING, "__init__", "__main__"}
 
 ONE_ROOM = {
-    "transformers": {"models", "cache"},
+    "transformers": {"models", "cache", "rope"},
     "tokenizers": {"models"},
     "huggingface_hub": {"models"},
     "triton": {"attention"},
     "fastapi": {"server"},
-    "matplotlib": {"analysis"},
+    "matplotlib": {"plots"},
     "typer": {"cli"},
     "rich": {"cli"},
 }
@@ -102,5 +102,6 @@ def test_the_names_that_type_checkers_see_are_those_that_are_loaded():
 def test_files_and_policies_stay_small():
     lines = {str(path.relative_to(SRC)): len(path.read_text().splitlines()) for path in FILES}
     assert {name: n for name, n in lines.items() if n > 310} == {}
-    policies = {name: n for name, n in lines.items() if name.startswith("policies/") and name != "policies/base.py"}
+    policies = {name: n for name, n in lines.items() if name.startswith("policies/") and "/_" not in name}
+    del policies["policies/base.py"]
     assert {name: n for name, n in policies.items() if n > 60} == {}

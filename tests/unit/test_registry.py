@@ -48,7 +48,7 @@ def test_spec_leaves_defaults_out_and_keeps_the_order_of_declaration():
         ("h2o:recent=3,recent=4", "given twice"),
         ("h2o:recent=x", "h2o:recent='x' is not a whole number"),
         ("h2o:recent=1.5", "not a whole number"),
-        ("h2o:recent=-1", "recent=-1 is negative"),
+        ("h2o:recent=-1", "recent=-1 is out of range"),
         ("h2o:graduate=replac", "not a choice. Did you mean 'replace'?"),
         ("tova:per_head=yes", "neither true nor false"),
         ("local:x=1", "has no option 'x'. Known: none."),
@@ -153,7 +153,7 @@ def test_a_broken_third_party_package_is_named_not_traced(tmp_path):
         ({"recent": 2.5}, "recent=2.5 is not a whole number or none"),
         ({"sinks": True}, "sinks=True is not a whole number"),
         ({"sinks": None}, "sinks=None is not a whole number"),
-        ({"recent": -1}, "recent=-1 is negative"),
+        ({"recent": -1}, "recent=-1 is out of range"),
     ],
 )
 def test_options_are_checked_in_python_too(options, message):

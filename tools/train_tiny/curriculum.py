@@ -32,9 +32,9 @@ STAGES = (
     Stage(
         3_000_000, 128, 1.0, Shape((2, 5), 0.1, changes=0.1, numbers=0.3, plain=0.3, drills=0.25, restated=0.3), 4096
     ),
-    Stage(8_000_000, 256, 0.8, Shape((3, 12), 0.4, changes=0.2, plain=0.15, drills=0.05, restated=0.2), 4096),
-    Stage(5_000_000, 512, 0.7, Shape((4, 20), 0.8)),
-    Stage(3_500_000, 1024, 0.6, Shape((6, 24), 0.9)),
+    Stage(12_000_000, 256, 0.85, Shape((3, 8), 0.4, changes=0.2, plain=0.1, drills=0.05, restated=0.1), 4096),
+    Stage(4_000_000, 512, 0.7, Shape((4, 16), 0.8)),
+    Stage(3_000_000, 1024, 0.6, Shape((6, 20), 0.9)),
     Stage(4_000_000, 2048, 0.6, Shape((8, 24), 0.95)),
 )
 WARM_UP = 200_000

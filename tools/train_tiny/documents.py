@@ -145,7 +145,7 @@ class Recall:
             writer.add(piece, self._weights.statement if is_fact else self._weights.filler)
         if rng.random() < shape.restated:
             self._restate(rng, writer, facts)
-        self._ask(rng, writer, facts, opened=True, most=3 * len(facts) // 2)
+        self._ask(rng, writer, facts, opened=True, most=3 * len(facts))
 
     def _restate(self, rng: random.Random, writer: Writer, facts: Sequence[Fact]) -> None:
         """Some facts once more, in any wording; there is room left for at least one question."""
@@ -207,7 +207,9 @@ def _few_or_many(rng: random.Random, low: int, high: int) -> int:
 def _kinds(rng: random.Random, shape: Shape) -> list[str]:
     """The kinds of facts of one document: a few, or one alone, which makes every fact a distractor."""
     words = ["colour", "place", "word", "owner"]
-    kinds = rng.sample(words, rng.choice((1, 1, 2, 3, 4, 4)))
+    kinds = rng.sample(words, rng.choice((1, 2, 3, 4, 4, 4)))
+    if "owner" in kinds and rng.random() < 0.4:
+        kinds.append("owner")  # the hardest kind: its value is a name among the names of other facts
     if rng.random() < shape.numbers:
         kinds += ["number"] * rng.choice((1, 1, 2))
     return kinds

@@ -130,7 +130,7 @@ def plain_lexicon(is_short: Callable[[str], bool]) -> Lexicon:
 def draw_lexicon(rng: random.Random, words: Sequence[str]) -> Lexicon:
     """Fresh pools for one document; ``words`` are ordinary words that serve as things and values, too."""
     taken = {*HELD_OUT.things, *HELD_OUT.materials}
-    loose = [w for w in rng.sample(words, 60) if w not in HELD_OUT_WORDS]
+    loose = [w for w in rng.sample(words, 60) if w not in HELD_OUT_WORDS and w not in taken]
     words = [w for w in rng.sample(words, 80) if w not in taken]
     things = rng.sample(THINGS_ALLOWED, 30)
     if rng.random() < 0.4:
@@ -139,15 +139,17 @@ def draw_lexicon(rng: random.Random, words: Sequence[str]) -> Lexicon:
     names = rng.sample(NAMES, 20) if rng.random() < 0.4 else [invent_name(rng) for _ in range(20)]
     if rng.random() < 0.3:
         names = [*names[:10], *(invent_name(rng) for _ in range(10))]
-    kinds = tuple(with_loose_wordings(with_values(kind, words[40:]), rng, loose) for kind in KINDS)
-    return Lexicon(tuple(dict.fromkeys(names)), MATERIALS_ALLOWED, tuple(dict.fromkeys(things)), kinds)
+    values = (*rng.sample(VALUES, 10), *words[40:], *(invent_name(rng).lower() for _ in range(8)))
+    kinds = tuple(with_loose_wordings(with_values(kind, values), rng, loose) for kind in KINDS)
+    materials = list(MATERIALS_ALLOWED)
+    if rng.random() < 0.7:  # any word may stand before a thing: the held-out ones have never stood there
+        materials = [*rng.sample(loose, 12), *(invent_name(rng).lower() for _ in range(6)), *rng.sample(materials, 6)]
+    return Lexicon(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(materials)), tuple(dict.fromkeys(things)), kinds)
 
 
-def with_values(kind: Kind, words: Sequence[str]) -> Kind:
-    """The kind ``word`` takes any word as its value, so that a value cannot be guessed from a short list."""
-    if kind.name != "word":
-        return kind
-    return replace(kind, values=(*VALUES, *words))
+def with_values(kind: Kind, values: Sequence[str]) -> Kind:
+    """The kind ``word`` takes any word as its value; from a short list the model would guess instead of looking."""
+    return replace(kind, values=tuple(values)) if kind.name == "word" else kind
 
 
 LOOSE_LEADS = ("", "", "", "* * that ", "* could * that ", "* has * ", "* * * ", "* can * the {noun} on ", "at * ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -19,9 +20,9 @@ from kvkeep.types import Budget, Report, State, View
 _T = TypeVar("_T")
 
 
-def option(default: _T, text: str) -> _T:
-    """Declare an option of a policy: a dataclass field with a default and a line of help."""
-    value: _T = dataclasses.field(default=default, metadata={"help": text})
+def option(default: _T, text: str, *, within: tuple[int | float, int | float] = (0, math.inf)) -> _T:
+    """Declare an option of a policy: a dataclass field with a default, a line of help and the range of a number."""
+    value: _T = dataclasses.field(default=default, metadata={"help": text, "within": within})
     return value
 
 
@@ -38,6 +39,8 @@ class Policy(abc.ABC):
         evicts: ``False`` for a policy that refuses tokens over budget instead of dropping any.
         bursts: whether it may drop several tokens in one decode step; the others drop at most one.
         stochastic: whether scores depend on random numbers that are keyed by the head.
+        layer_budget: how a budget is spread over layers unless the user says otherwise; see `kvkeep.budget`.
+        position_mode: positions that attention sees unless the user says otherwise, ``true`` or ``slot``.
         bibtex: the paper, for ``kvkeep policies show``.
     """
 
@@ -46,6 +49,8 @@ class Policy(abc.ABC):
     evicts: ClassVar[bool] = True
     bursts: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
+    layer_budget: ClassVar[str] = "uniform"
+    position_mode: ClassVar[str] = "true"
     bibtex: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -54,8 +59,10 @@ class Policy(abc.ABC):
             value, kind = getattr(self, field.name), kinds[field.name]
             if not _is_a(value, kind):
                 raise PolicyError(f"{type(self).__name__}: {field.name}={value!r} is not {kind_name(kind)}.")
-            if isinstance(value, int) and value < 0:
-                raise PolicyError(f"{type(self).__name__}: {field.name}={value} is negative; use 0 or more.")
+            low, high = field.metadata.get("within", (0, math.inf))
+            if isinstance(value, int | float) and not low <= value <= high:
+                wanted = f"use {low} or more" if high == math.inf else f"use {low} to {high}"
+                raise PolicyError(f"{type(self).__name__}: {field.name}={value} is out of range; {wanted}.")
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """How many first and how many newest tokens are never evicted: ``(sinks, recent)``."""
@@ -73,6 +80,11 @@ class Policy(abc.ABC):
                 f"{self} protects {sinks} first and {recent} recent tokens, more than the budget of {budget}. Raise "
                 f"the budget to at least {sinks + recent}, or protect fewer."
             )
+
+    @property
+    def least(self) -> int:
+        """Slots that a layer needs, whatever its share of the budget."""
+        return 1
 
     @property
     def fills(self) -> bool:

@@ -5,7 +5,6 @@ Differs: float32 sums (official: float16); group mean for GQA; `graduate=replace
 Fails when: early tokens have collected mass for so long that a late, important one never catches up.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
@@ -13,25 +12,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies._heavy import HeavyHitters
+from kvkeep.policies.base import option
 from kvkeep.statistic import Mass, Statistic
-from kvkeep.types import Budget, Report, State, View
+from kvkeep.types import Report, State, View
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class H2O(Policy):
+class H2O(HeavyHitters):
     """Accumulated attention mass."""
 
-    recent: int | None = option(None, "newest tokens that are never evicted; half of the budget if not given")
-    sinks: int = option(0, "first tokens that are never evicted")
     graduate: Literal["compete", "replace"] = option(
         "compete",
         "a token that leaves the recent window competes with the heavy hitters, or replaces the weakest",
     )
+    decay: float = option(1.0, "factor on the accumulated mass in every row; below 1 the past fades", within=(0, 1))
 
-    statistic: ClassVar[Statistic] = Mass()
-    slots: ClassVar[Mapping[str, float]] = {"mass": 0.0}
     bibtex: ClassVar[str] = """@inproceedings{zhang2023h2o,
   title     = {{H2O}: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models},
   author    = {Zhenyu Zhang and Ying Sheng and Tianyi Zhou and Tianlong Chen and Lianmin Zheng and Ruisi Cai and
@@ -40,13 +37,14 @@ class H2O(Policy):
   year      = {2023},
 }"""
 
-    def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """The sinks and the recent window."""
-        return self.sinks, budget // 2 if self.recent is None else self.recent
+    def wants(self, view: View) -> Statistic:
+        """The mass of all rows, the earlier ones of a prompt faded."""
+        return self.statistic if self.decay == 1.0 else Mass(decay=self.decay, last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Add this step's mass."""
-        return {"mass": state["mass"] + report.mass}
+        """Fade what was there and add this step's mass."""
+        past = state["mass"] if self.decay == 1.0 else state["mass"] * (self.decay**view.new)[:, None, None]
+        return {"mass": past + report.mass}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The accumulated mass; under ``replace`` the token that just left the recent window is out of reach."""

@@ -1,7 +1,7 @@
 """Keeps the first tokens (attention sinks) and the newest ones; the middle goes.
 
 Source: Xiao et al., arXiv:2309.17453, §3; official code mit-han-lab/streaming-llm, `kv_cache.py`.
-Differs: keys stay at their true positions instead of being rolled to their rank in the cache.
+Differs: nothing; models without rotary embeddings keep their true positions.
 Fails when: the middle of the text is asked for.
 """
 
@@ -22,6 +22,7 @@ class StreamingLLM(Policy):
 
     sinks: int = option(4, "first tokens that are never evicted")
 
+    position_mode: ClassVar[str] = "slot"
     bibtex: ClassVar[str] = """@inproceedings{xiao2024streamingllm,
   title     = {Efficient Streaming Language Models with Attention Sinks},
   author    = {Guangxuan Xiao and Yuandong Tian and Beidi Chen and Song Han and Mike Lewis},

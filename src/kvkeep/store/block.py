@@ -82,19 +82,22 @@ class Block:
         elif coming > 1:
             self.prompt.copy_(self.seen)
 
-    def check_room(self, coming: int | Int[Tensor, " B"], *, window: int | None = None) -> None:
-        """Refuse tokens that a policy which never evicts has no room for; a window that fits needs no more room.
+    def check_room(self, needed: Int[Tensor, " B"], *, window: int | None = None) -> None:
+        """Refuse tokens that a policy which does not evict has no room for; a window that fits needs no more room.
+
+        Args:
+            needed: slots that each row would occupy.
+            window: sliding window of the layer.
 
         Raises:
             CapacityError: a row would hold more tokens than its budget.
         """
-        needed = self.seen + coming
         room = torch.full_like(needed, self.budget) if isinstance(self.budget, int) else self.budget[:, 0]
         endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
         for row in (~endless & (needed > room)).nonzero()[:1].flatten().tolist():
             raise CapacityError(
                 f"Row {row} has reached {int(needed[row])} tokens, its budget is {int(room[row])}, and this policy "
-                "never evicts. Give a budget of at least the prompt plus its new tokens, or a policy that evicts."
+                "never evicts here. Give a budget of at least the prompt plus its new tokens, or another policy."
             )
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:

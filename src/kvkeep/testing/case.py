@@ -154,6 +154,7 @@ def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int) -> V
         budget=case.budget,
         new=torch.tensor([new]),
         prompt=torch.tensor([prompt]),
+        is_decode=new == 1,
         layer=1,
         sequences=torch.zeros(1, dtype=torch.int64),
     )

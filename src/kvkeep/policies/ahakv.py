@@ -1,0 +1,60 @@
+"""Keeps what the recent rows attend to under a sharpened softmax, weighed by the size of the values.
+
+Source: Gu et al., "AhaKV: Adaptive Holistic Attention-Driven KV Cache Eviction", Algorithm 1; no public code.
+Differs: the gain is at least 1 (undefined below); pooling ignores the borders; `sinks=4` is the safe preset.
+Fails when: sinks, whose values are small, are weighed away; the prompt's end attends to something else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from jaxtyping import Float
+from torch import Tensor, where
+
+from kvkeep import scores
+from kvkeep.policies._bursts import column
+from kvkeep.policies.base import Policy, option
+from kvkeep.statistic import Mass, Statistic
+from kvkeep.types import Budget, Report, State, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AhaKV(Policy):
+    """Recent accumulation, step-gain softmax and a value prior."""
+
+    recent: int = option(32, "newest tokens that are never evicted; as many rows of a prompt are looked at")
+    sinks: int = option(0, "first tokens that are never evicted")
+    kernel: int = option(5, "width of the average over the values' sizes, an odd number")
+    recent_accumulation: bool = option(True, "in a prompt only the last rows count")
+    sg_softmax: bool = option(True, "sharpen the probabilities that count with the prompt's length")
+    value_prior: bool = option(True, "weigh a prompt's tokens by the size of their values")
+    clamp: bool = option(True, "a gain of at least 1")
+
+    slots: ClassVar[Mapping[str, float]] = {"mass": 0.0, "raw": 0.0}
+    bibtex: ClassVar[str] = """@article{gu2025ahakv,
+  title = {{AhaKV}: Adaptive Holistic Attention-Driven {KV} Cache Eviction for Efficient Inference of {LLMs}},
+  author = {Yifeng Gu and Zicong Jiang and Jianxiu Jin and Kailing Guo and Ziyang Zhang and Xiangmin Xu}}"""
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The sinks and the recent window."""
+        return self.sinks, self.recent
+
+    def wants(self, view: View) -> Statistic:
+        """Mass of the recent rows of a prompt, or of a generated token's row, under the gain of the prompt."""
+        ratio = (view.prompt / column(view.budget, view)).clamp(min=1.0).float()
+        gain = (2.0 * ratio.log()).sqrt().clamp(min=float(self.clamp)) if self.sg_softmax else 1.0
+        return Mass(rows=max(1, self.recent) if self.recent_accumulation else -1, gain=gain)
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """A prompt begins anew (or goes on) and is weighed; generated tokens add their row."""
+        prompts = (view.new > 1)[:, None, None]
+        raw = report.mass + state["raw"].masked_fill(prompts & self.recent_accumulation, 0.0)
+        use = self.value_prior and not view.is_decode
+        weighed = raw * scores.value_prior(view.values, view.positions, self.kernel) if use else raw
+        return {"raw": raw, "mass": where(prompts, weighed, state["mass"] + report.mass)}
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """The weighed mass."""
+        return state["mass"]

@@ -1,0 +1,44 @@
+"""Keeps the keys that differ most from the average direction of all held keys; attention is not looked at.
+
+Source: Park et al., arXiv:2504.15364; cf. kvpress `KeyDiffPress`.
+Differs: applied in every step; `recent` and `sinks` can be protected.
+Fails when: what matters looks like the rest.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep.policies.base import Policy, option
+from kvkeep.types import Budget, State, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class KeyDiff(Policy):
+    """Cosine to the mean of the unit keys."""
+
+    recent: int = option(0, "newest tokens that are never evicted")
+    sinks: int = option(0, "first tokens that are never evicted")
+
+    bibtex: ClassVar[str] = """@article{park2025keydiff,
+  title   = {{KeyDiff}: Key Similarity-Based {KV} Cache Eviction for Long-Context {LLM} Inference in
+             Resource-Constrained Environments},
+  author  = {Junyoung Park and Dalton Jones and Matthew J. Morse and Raghavv Goel and Mingu Lee and Chris Lott},
+  journal = {arXiv preprint arXiv:2504.15364},
+  year    = {2025},
+}"""
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The sinks and the recent window."""
+        return self.sinks, self.recent
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """Minus the cosine to the anchor."""
+        unit = torch.nn.functional.normalize(view.keys.float(), dim=-1)
+        unit = unit * (view.positions >= 0)[..., None]
+        anchor = torch.nn.functional.normalize(unit.sum(dim=2, keepdim=True), dim=-1)
+        return -(unit * anchor).sum(dim=-1)

@@ -1,0 +1,60 @@
+"""Keeps what the end of the prompt attends to, and a random part of the rest, drawn with its scores.
+
+Source: Chen et al., arXiv:2408.03675; official code PaddlePaddle/Research, `ACL2024-NACL`, `llama_nacl_patch.py`.
+Differs: proxy rows are causal; sinks and recent are numbers (official: shares, broken below 25 600 tokens).
+Fails when: what matters is neither near the question's attention nor lucky.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep import scores
+from kvkeep.noise import gumbel
+from kvkeep.policies._prefill import PrefillOnly
+from kvkeep.policies.base import option
+from kvkeep.types import EMPTY, Budget, State, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NACL(PrefillOnly):
+    """Proxy-token scores and random sampling."""
+
+    proxies: float = option(0.1, "share of a prompt's tokens, its last ones, whose attention counts", within=(0, 1))
+    random: float = option(7 / 19, "share of the free slots that is drawn at random", within=(0, 1))
+    temperature: float = option(1.0, "of the drawing; higher is closer to uniform", within=(1e-3, math.inf))
+    sinks: int = option(4, "first tokens that are never evicted")
+    recent: int | None = option(None, "newest tokens that are never evicted; an eighth of the budget if not given")
+    seed: int = option(0, "seed of the random numbers")
+
+    stochastic: ClassVar[bool] = True
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The sinks and the recent tokens."""
+        return self.sinks, budget // 8 if self.recent is None else self.recent
+
+    def rows(self, view: View) -> Tensor:
+        """The proxy tokens: a share of the step's."""
+        return (self.proxies * view.new.double() + 1e-9).long().clamp(min=1)
+
+    def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
+        """The proxies' mass."""
+        return mass
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """In a prompt the best come first, then the lucky: largest score plus Gumbel noise is sampling by softmax."""
+        sinks, recent = self.protected(view.budget)
+        free = torch.as_tensor(self.stays(view, state) - sinks - recent, device=view.seen.device).view(-1, 1)
+        best = free - (self.random * free.double() + 1e-9).long()
+        fixed = (view.positions < sinks) | (view.positions >= (view.seen[:, None] - recent)[:, :, None])
+        top = scores.keep(state["score"], view.positions.masked_fill(fixed, EMPTY), best.expand(len(view.seen), 1))
+        heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]
+        keys = (view.sequences[:, None, None], torch.tensor(view.layer), heads, view.positions)
+        drawn = state["score"] / self.temperature + gumbel(self.seed, *keys).float()
+        chosen = drawn.masked_fill(top, torch.finfo(torch.float32).max)
+        return torch.where((view.new > 1)[:, None, None], chosen, super().score(view, state))

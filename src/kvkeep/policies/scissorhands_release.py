@@ -1,0 +1,57 @@
+"""Keeps the tokens that some row of a recent window gave one of its highest probabilities, and the newest ones.
+
+Source: the released code of Scissorhands (arXiv:2305.17118), lzcemma/Scissorhands, `hf_opt_dropkv.py`; not Algorithm 2.
+Differs: a prompt is attended in full before anything goes (official: masked row by row); the budget is a hard limit.
+Fails when: a token rests for longer than the window before it matters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.policies._bursts import when_outgrown
+from kvkeep.policies.base import Policy, option
+from kvkeep.policies.scissorhands import Scissorhands
+from kvkeep.statistic import LastHit, Statistic
+from kvkeep.types import Budget, Report, State, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ScissorhandsRelease(Policy):
+    """Hit by one of the last rows, or gone."""
+
+    quantile: float = option(0.9, "a row hits the tokens above this quantile of its probabilities", within=(0, 1))
+    window: int = option(100, "rows after which a hit is forgotten")
+    recent: int | None = option(None, "newest tokens that are never dropped; 10, or a quarter of a small budget")
+
+    slots: ClassVar[Mapping[str, float]] = {"hit": 0.0}
+    bursts: ClassVar[bool] = True
+    bibtex: ClassVar[str] = Scissorhands.bibtex
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The recent window."""
+        return 0, Scissorhands(recent=self.recent).protected(budget)[1]
+
+    def wants(self, view: View) -> Statistic:
+        """The newest row that hit each token."""
+        return LastHit(quantile=self.quantile)
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """Remember the newest hit."""
+        return {"hit": torch.maximum(state["hit"], report.hit)}
+
+    def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
+        """As many as were hit within the window or are recent, once the text has outgrown the budget."""
+        _, recent = self.protected(view.budget)
+        alive = (state["hit"] > (view.seen - self.window)[:, None, None]) & (view.positions >= 0)
+        alive |= view.positions >= (view.seen[:, None] - recent)[:, :, None]
+        return when_outgrown(view, alive.sum(dim=-1))
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """The newest hit."""
+        return state["hit"]

@@ -1,0 +1,25 @@
+"""Keeps what the last tokens of the prompt attend to, with its neighbourhood; decides once, at the end of the prompt.
+
+Source: Li et al., arXiv:2404.14469; official code FasterDecoding/SnapKV, `snapkv_utils.py`.
+Differs: one set per KV head (official: per query head, expanded); by default generated tokens slide (official: grow).
+Fails when: the question comes later, in a turn that the end of the prompt knows nothing of.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from kvkeep.policies._window import ObservationWindow
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(ObservationWindow):
+    """Pooled attention of an observation window."""
+
+    bibtex: ClassVar[str] = """@inproceedings{li2024snapkv,
+  title     = {{SnapKV}: {LLM} Knows What You are Looking for Before Generation},
+  author    = {Yuhong Li and Yingbing Huang and Bowen Yang and Bharat Venkitesh and Acyr Locatelli and Hanchen Ye and
+               Tianle Cai and Patrick Lewis and Deming Chen},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year      = {2024},
+}"""

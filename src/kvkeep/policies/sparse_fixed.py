@@ -1,0 +1,37 @@
+"""Keeps the current block of tokens and the last ones of every finished block: fixed sparse attention as a policy.
+
+Source: Child et al., arXiv:1904.10509; as a baseline in H2O (arXiv:2306.14048), Table 2, without its parameters.
+Differs: when the summaries outgrow their share the oldest goes; the summary is the same for all heads.
+Fails when: what matters is not at the end of a block.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvkeep.policies._pattern import Pattern
+from kvkeep.policies.base import option
+from kvkeep.policies.sparse_strided import SparseStrided
+from kvkeep.types import View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SparseFixed(Pattern):
+    """Blocks of half of the share; the other half are summaries."""
+
+    summary: int = option(1, "last tokens of a finished block that stay")
+
+    bibtex: ClassVar[str] = SparseStrided.bibtex
+
+    def local(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
+        """The block of the newest token."""
+        block = (share // 2).clamp(min=1)
+        return view.positions // block == (view.seen[:, None, None] - 1) // block
+
+    def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
+        """The end of each block."""
+        block = (share // 2).clamp(min=1)
+        return view.positions % block >= block - self.summary

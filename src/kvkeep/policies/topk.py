@@ -1,0 +1,52 @@
+"""Keeps the tokens with the largest attention of the newest row, each head on its own.
+
+Source: the row "Top-K" of H2O (arXiv:2306.14048), Table 8, which does not define it.
+Differs: the newest token stays; `h2` gives a share of the budget to accumulated mass, the table's "w. H2".
+Fails when: a token matters later but not to the query at hand.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep import scores
+from kvkeep.policies.base import Policy, option
+from kvkeep.policies.h2o import H2O
+from kvkeep.statistic import MassAndLast, Statistic
+from kvkeep.types import Budget, Report, State, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TopK(Policy):
+    """The current row, or half of it."""
+
+    h2: float = option(0.0, "share of the budget for the largest accumulated mass", within=(0, 1))
+
+    slots: ClassVar[Mapping[str, float]] = {"last": 0.0, "mass": 0.0}
+    bibtex: ClassVar[str] = H2O.bibtex
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The newest token."""
+        return 0, 1
+
+    def wants(self, view: View) -> Statistic:
+        """The newest row beside the sum of all."""
+        return MassAndLast(last=view.seen - 1)
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """Replace the row, add to the sum."""
+        return {"last": report.sums["last"], "mass": state["mass"] + report.mass}
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """The order of the newest row; the best of either half come before all others."""
+        budget = torch.as_tensor(view.budget, device=view.seen.device).view(-1, 1).expand(len(view.seen), 1)
+        heavy = (self.h2 * budget.double() + 1e-9).long()
+        best = scores.keep(state["last"], view.positions, budget - heavy)
+        best |= scores.keep(state["mass"], view.positions, heavy)
+        lift = best * view.positions.shape[-1]
+        return (scores.ranks(state["last"], view.positions) + lift).float() if self.h2 else state["last"]

@@ -1,0 +1,102 @@
+"""Rotary position embeddings undone and done again: keys move from their true positions to their ranks in the cache.
+
+With ``true`` positions a key stays rotated as the model rotated it. With ``slot`` positions (StreamingLLM) keys are
+stored unrotated; in every step the i-th oldest token that a head holds is rotated to position i and the query to the
+end, so that no distance is ever longer than the cache, however long the stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """A rotary embedding whose halves are rotated against each other (Llama, Mistral, Qwen, Gemma, GPT-NeoX, ...).
+
+    Attributes:
+        frequencies: radians per position, float32; twice as many leading dims of a head are rotated, the rest is not.
+        scaling: factor on the rotated vectors (YaRN).
+    """
+
+    frequencies: Float[Tensor, " F"]
+    scaling: float = 1.0
+
+    def apply(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
+        """Rotate every vector to a position."""
+        first, second, rest = self._split(x)
+        cos, sin = self._angles(x, positions)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1)
+
+    def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
+        """What `apply` was given, with cosine and sine rounded exactly as the model rounded them.
+
+        At position four million float32 angles are off by a quarter of a radian; here the same error cancels.
+        """
+        first, second, rest = self._split(x)
+        cos, sin = self._angles(x, positions)
+        size = cos * cos + sin * sin
+        unturned = [(first * cos + second * sin) / size, (second * cos - first * sin) / size]
+        return torch.cat([*unturned, *rest], dim=-1)
+
+    def unrotated(self, query: Tensor, keys: Tensor, positions: Int[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
+        """New queries and keys as they were before the model rotated them to their true positions."""
+        at = positions[:, None]
+        return self.undo(query, at), self.undo(keys, at)
+
+    def at_ranks(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk S D"],
+        positions: Int[Tensor, "B Hk S"],
+        new: Int[Tensor, "B T"],
+    ) -> tuple[Tensor, Tensor]:
+        """Unrotated queries and keys, rotated to the ranks of their tokens in each KV head.
+
+        Args:
+            query: new queries.
+            keys: all keys that can be attended, the new ones among them.
+            positions: true positions of the keys, -1 = empty.
+            new: true positions of the queries, -1 = padding.
+        """
+        first = new.amax(dim=1, keepdim=True) - (new >= 0).sum(dim=1, keepdim=True) + 1
+        older = ((positions >= 0) & (positions < first[:, None])).sum(dim=-1, keepdim=True)
+        own = older + (new - first).clamp(min=0)[:, None]
+        own = own.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+        return self.apply(query, own), self.apply(keys, ranks(positions))
+
+    def _split(self, x: Float[Tensor, "B H T D"]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """The two halves that are rotated against each other, and what is left."""
+        half = len(self.frequencies)
+        rest = x[..., 2 * half :]
+        return x[..., :half], x[..., half : 2 * half], [rest] if rest.shape[-1] else []
+
+    def _angles(self, x: Tensor, positions: Int[Tensor, "B #H T"]) -> tuple[Tensor, Tensor]:
+        """Cosine and sine in the dtype of the vectors; padding (position -1) gets those of position 0."""
+        angles = positions.clamp(min=0)[..., None].float() * self.frequencies.to(x.device)
+        return (angles.cos() * self.scaling).to(x.dtype), (angles.sin() * self.scaling).to(x.dtype)
+
+
+class AsItIs:
+    """True positions: queries and keys stay as the model rotated them."""
+
+    def unrotated(self, query: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The same."""
+        return query, keys
+
+    def at_ranks(self, query: Tensor, keys: Tensor, positions: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """The same."""
+        return query, keys
+
+
+def ranks(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H S"]:
+    """Place of each token among those that its head holds, oldest first; -1 for an empty slot."""
+    order = positions.argsort(dim=-1)
+    places = torch.empty_like(order)
+    places.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    empty = (positions < 0).sum(dim=-1, keepdim=True)
+    return (places - empty).clamp(min=-1)

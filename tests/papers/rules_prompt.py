@@ -1,0 +1,132 @@
+"""Rules that select in the prompt and leave the generated tokens to something simpler."""
+
+from __future__ import annotations
+
+import abc
+
+from .loops import OverBudgetError, Rule, Step, evict, total
+from .rules_random import gumbel
+
+
+class PromptRule(Rule):
+    """Selects in a prefill step that ends over ``budget``; ``decode`` says what goes when a generated token comes.
+
+    * ``local``: the oldest of the tokens that the last selection did not choose: the ``unselected`` newest of the
+      prompt and everything generated since. A sequence that never had a prefill step has chosen nothing.
+    * ``score``: the smallest score. The rows of decode steps are added to the scores of the last prefill step, new
+      tokens start at 0; the ``unselected`` newest tokens are no candidates.
+    * ``grow``: nothing, and more than ``budget`` tokens are an error. A prefill step leaves ``room`` slots free.
+
+    The ``sinks`` first tokens never go. A prefill step replaces all scores.
+    """
+
+    def __init__(
+        self, *row: int, unselected: int, sinks: int = 0, decode: str = "local", room: int = 0, **identity: int
+    ):
+        super().__init__(*row, **identity)
+        self.unselected = unselected
+        self.sinks = sinks
+        self.decode = decode
+        self.prompt_budget = self.budget - (room if decode == "grow" else 0)
+        self.prompt_end = 0
+        self.scores: list[dict[int, float]] = [{} for _ in range(self.heads)]
+
+    def look(self, head: int, step: Step) -> None:
+        if step.decode:
+            self.scores[head] = total([self.scores[head], *step.rows])
+        else:
+            self.scores[head] = self.prompt_scores(step)
+
+    def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
+        if not decode:
+            self.prompt_end = seen
+            return self.select(head, kept, seen) if len(kept) > self.prompt_budget else kept
+        if self.decode == "grow":
+            if len(kept) > self.budget:
+                raise OverBudgetError(f"{len(kept)} tokens, budget {self.budget}")
+            return kept
+        if self.decode == "local":
+            chosen = [j for j in kept if j < self.sinks or j < self.prompt_end - self.unselected]
+            return evict(kept, self.budget, lambda j: 0.0, chosen)
+        return evict(kept, self.budget, self.scores[head].__getitem__, self.protected(kept, seen))
+
+    def protected(self, kept: list[int], seen: int) -> list[int]:
+        return [j for j in kept if j < self.sinks or j >= seen - self.unselected]
+
+    @abc.abstractmethod
+    def prompt_scores(self, step: Step) -> dict[int, float]:
+        """Score all keys, held and new, from the rows of a prefill step."""
+
+    @abc.abstractmethod
+    def select(self, head: int, kept: list[int], seen: int) -> list[int]:
+        """Cut what is held after a prefill step to ``prompt_budget``."""
+
+
+class SnapKV(PromptRule):
+    """policies.md §7, Li et al. (arXiv:2404.14469): what the last rows of the prompt look at, and its neighbours.
+
+    The ``window`` newest tokens stay. Every older one has its probabilities summed over the last ``window`` rows of
+    the step (all rows of a shorter one), then pooled with an odd ``kernel`` over the older tokens that are held, in
+    order of position: ``max`` over the neighbours that are there, ``avg`` as if zeros stood beyond the ends. The
+    smallest go. The window's own tokens have the score 0.
+    """
+
+    def __init__(self, *row: int, window: int = 32, kernel: int = 7, pool: str = "max", **options: int):
+        super().__init__(*row, unselected=window, **options)
+        self.kernel = kernel
+        self.pool = pool
+
+    def prompt_scores(self, step: Step) -> dict[int, float]:
+        mass = total(step.rows[-self.unselected :])
+        older = [j for j in step.rows[-1] if j <= step.queries[-1] - self.unselected]
+        half = self.kernel // 2
+        around = [[mass[j] for j in older[max(0, n - half) : n + half + 1]] for n in range(len(older))]
+        pooled = [max(part) if self.pool == "max" else sum(part) / self.kernel for part in around]
+        return dict.fromkeys(step.rows[-1], 0.0) | dict(zip(older, pooled, strict=True))
+
+    def select(self, head: int, kept: list[int], seen: int) -> list[int]:
+        return evict(kept, self.prompt_budget, self.scores[head].__getitem__, self.protected(kept, seen))
+
+
+class NACL(PromptRule):
+    """policies.md §10, Chen et al. (arXiv:2408.03675): proxy rows choose some tokens of the prompt, chance others.
+
+    The proxies are the last ``max(1, int(proxies * rows))`` rows of a prefill step; a token's score is the sum of its
+    probabilities there. ``sinks`` first and ``recent`` newest tokens (by default an eighth of the budget) stay. Of the
+    R slots that are left, the largest scores take ``R - int(random * R)``; the others are drawn from the rest without
+    replacement, in proportion to ``exp(score / temperature)``: the largest sums of score / temperature and a Gumbel
+    number per head and position.
+    """
+
+    def __init__(
+        self,
+        *row: int,
+        proxies: float = 0.1,
+        random: float = 0.3684,
+        recent: int | None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
+        sinks: int = 4,
+        **options: int,
+    ):
+        super().__init__(*row, unselected=row[0] // 8 if recent is None else recent, sinks=sinks, **options)
+        self.proxies = proxies
+        self.random = random
+        self.temperature = temperature
+        self.seed = seed
+
+    def prompt_scores(self, step: Step) -> dict[int, float]:
+        return total(step.rows[-max(1, int(self.proxies * len(step.rows))) :])
+
+    def select(self, head: int, kept: list[int], seen: int) -> list[int]:
+        score = self.scores[head]
+        protected = self.protected(kept, seen)
+        others = [j for j in kept if j not in protected]
+        left = self.prompt_budget - len(protected)
+        drawn = int(self.random * left)
+        chosen = evict(others, left - drawn, score.__getitem__, [])
+        number = {j: score[j] / self.temperature + self.gumbel(head, j) for j in others if j not in chosen}
+        return sorted([*protected, *chosen, *evict(list(number), drawn, number.__getitem__, [])])
+
+    def gumbel(self, head: int, j: int) -> float:
+        return gumbel(self.seed, self.sequence, self.layer, head, j)

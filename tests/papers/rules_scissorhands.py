@@ -1,0 +1,121 @@
+"""Scissorhands (Liu et al., arXiv:2305.17118): tokens that attention has passed over in the last rows are dropped."""
+
+from __future__ import annotations
+
+from .loops import Rule, Step, require_clear, require_margin
+
+
+class Scissorhands(Rule):
+    """policies.md §5.3, Algorithms 1 and 2 with the counters maintained during generation.
+
+    When more than ``budget`` tokens are held, a multiple of ``drop`` of them goes at once, the smallest that brings
+    their number to the budget or below. Which ones, is counted over the rows of the history window: a row says
+    "low" of a key that it sees if its probability is below ``1 / (theta * (position of the row + 1))``, with
+    ``threshold="live"`` below ``1 / (theta * keys that the row sees)``. The most often low go first; among equals the
+    smallest sum of probabilities in the window, then the oldest (§5.5); with ``literal_ties`` the newest.
+
+    The window of a step that ends over budget is the step's last ``window`` rows. If the step has fewer, it is all of
+    them and those earlier rows since the last compression after which more than ``budget + 1 - window`` tokens were
+    held: in decode exactly ``window`` rows. A compression forgets all rows.
+
+    Defaults: ``drop`` is half of the budget (at least 1), ``window`` half of the budget, at most 100 (at least 1),
+    ``recent`` a quarter of the budget, at most 10. The ``recent`` newest never go.
+    """
+
+    def __init__(
+        self,
+        *row: int,
+        window: int | None = None,
+        recent: int | None = None,
+        drop: int | None = None,
+        theta: float = 1.0,
+        threshold: str = "row",
+        literal_ties: bool = False,
+        **identity: int,
+    ):
+        super().__init__(*row, **identity)
+        self.drop = max(1, self.budget // 2) if drop is None else drop
+        self.window = max(1, min(100, self.budget // 2)) if window is None else window
+        self.recent = min(10, self.budget // 4) if recent is None else recent
+        self.theta = theta
+        self.threshold = threshold
+        self.literal_ties = literal_ties
+        self.low: list[dict[int, int]] = [{} for _ in range(self.heads)]
+        self.mass: list[dict[int, float]] = [{} for _ in range(self.heads)]
+
+    def look(self, head: int, step: Step) -> None:
+        pairs = list(zip(step.queries, step.rows, strict=True))
+        if len(step.rows[-1]) <= self.budget:
+            window = [(i, row) for i, row in pairs if len(row) > self.budget + 1 - self.window]
+        else:
+            window = pairs[-self.window :]
+            if len(pairs) >= self.window:
+                self.forget(head)
+        for i, row in window:
+            keys = len(row) if self.threshold == "live" else i + 1
+            average = 1.0 / (self.theta * keys)
+            for j, p in row.items():
+                require_clear(p, average)
+                self.low[head][j] = self.low[head].get(j, 0) + int(p < average)
+                self.mass[head][j] = self.mass[head].get(j, 0.0) + p
+
+    def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
+        over = len(kept) - self.budget
+        if over <= 0:
+            return kept
+        bursts = -(-over // self.drop)
+        n = min(self.drop * bursts, len(kept) - max(self.recent, 1))
+        order = sorted((j for j in kept if j < seen - self.recent), key=lambda j: self.key(head, j))
+        if n < len(order):
+            self.require_clear_cut(head, order[n - 1], order[n])
+        self.forget(head)
+        return [j for j in kept if j not in order[:n]]
+
+    def key(self, head: int, j: int) -> tuple[float, ...]:
+        """Smaller keys go first."""
+        low = self.low[head][j]
+        return (-low, -j) if self.literal_ties else (-low, self.mass[head][j], j)
+
+    def require_clear_cut(self, head: int, goes: int, stays: int) -> None:
+        if not self.literal_ties and self.low[head][goes] == self.low[head][stays]:
+            require_margin(self.mass[head][goes], self.mass[head][stays])
+
+    def forget(self, head: int) -> None:
+        self.low[head].clear()
+        self.mass[head].clear()
+
+
+class ScissorhandsRelease(Rule):
+    """policies.md §5.4, the rule of the released code: a token needs one high score in the last rows to stay.
+
+    A row's threshold is its own quantile: its probabilities over all positions so far, 0 for those that are gone,
+    ascending, the element at ``int(quantile * their number)``. A hit is a probability above it. A token stays if one
+    of the last ``window`` rows of the sequence hit it or if it is among the ``recent`` newest, so the number held
+    floats, with or without room; but nothing goes before the sequence is longer than the budget. If more than
+    ``budget`` would stay, those that are not recent go, the one whose last hit is the oldest first, then by position.
+    """
+
+    def __init__(self, *row: int, quantile: float = 0.9, window: int = 100, recent: int = 10, **identity: int):
+        super().__init__(*row, **identity)
+        self.quantile = quantile
+        self.window = window
+        self.recent = recent
+        self.last_hit: list[dict[int, int]] = [{} for _ in range(self.heads)]
+
+    def look(self, head: int, step: Step) -> None:
+        for i, row in zip(step.queries, step.rows, strict=True):
+            gone = [0.0] * (i + 1 - len(row))
+            threshold = sorted([*gone, *row.values()])[int(self.quantile * (i + 1))]
+            for j, p in row.items():
+                require_clear(p, threshold)
+                if p > threshold:
+                    self.last_hit[head][j] = i
+
+    def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
+        if seen <= self.budget:
+            return kept
+        recent = [j for j in kept if j >= seen - self.recent]
+        last_hit = {j: self.last_hit[head].get(j, -1) for j in kept if j not in recent}
+        hit = sorted((i, j) for j, i in last_hit.items() if i >= max(0, seen - self.window))
+        over = max(0, len(hit) + len(recent) - self.budget)
+        return sorted([j for _, j in hit[over:]] + recent)

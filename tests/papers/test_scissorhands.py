@@ -1,0 +1,107 @@
+"""Scissorhands: tokens that many of the last rows gave less than the average go, many at once."""
+
+import math
+
+import pytest
+
+from kvkeep import BudgetError, PolicyError
+
+from .by_hand import row, step
+from .cases import DECODE, Case, family, variant
+from .lockstep import compare, lockstep, make_layer, retained
+from .oracles import rule
+
+CASES = [
+    *family("scissorhands"),
+    *variant("scissorhands:threshold=live", budgets=(5, 16)),
+    *variant("scissorhands:window=3,recent=5,drop=4", budgets=(9, 16)),
+    Case("scissorhands:recent=0,theta=0.5", 12, (30, *DECODE), heads=1, pads=(0, 3, 12)),
+    Case("scissorhands:theta=2.0,literal_ties=true,drop=6,window=5", 16, (24, *DECODE)),
+    Case("scissorhands:drop=1,window=1", 9, (24, *DECODE), heads=1),
+    Case("scissorhands:drop=13,window=2", 16, (24, *DECODE), heads=1, chunk=5),
+    Case("scissorhands", 24, (40, *(1,) * 200), heads=1),
+    Case("scissorhands:window=7,drop=9", 20, (11, 8, 1, 1, 5, 2, 30, *(1,) * 30, 6, 1, 1), pads=(0,)),
+]
+
+TIES = [
+    Case(f"scissorhands:{options}", budget, (24, *DECODE), inputs=inputs)
+    for options in ("threshold=live,theta=1.1", "theta=0.9", "literal_ties=true,theta=1.1")
+    for budget, inputs in ((5, "twins"), (16, "twins"), (7, "constant"), (16, "constant"), (8, "hard"))
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *TIES], ids=str)
+def test_drops_what_the_last_rows_passed_over(case):
+    compare(case)
+
+
+@pytest.mark.parametrize(("budget", "drop"), [(16, None), (16, 5), (9, 1)])
+def test_occupancy_is_a_saw_tooth(budget, drop):
+    """policies.md §19.7: it falls to B + 1 - m, rises to B by one in each step, and falls again."""
+    options = f":drop={drop},window=1" if drop else ""
+    drop = drop or budget // 2
+    sizes = [
+        {len(head) for row in retained(layer) for head in row}
+        for layer, _ in lockstep(Case(f"scissorhands{options}", budget, (1,) * 90))
+    ]
+    teeth = [budget + 1 - drop + n % drop for n in range(90 - budget)]
+    assert sizes == [{n} for n in [*range(1, budget + 1), *teeth]]
+
+
+def test_the_recent_tokens_never_go():
+    for _, turn in lockstep(Case("scissorhands:recent=5,literal_ties=true", 12, (40, *DECODE))):
+        for row_kept, seen in zip(turn.kept, turn.seen, strict=True):
+            for kept in row_kept:
+                assert kept[-5:] == list(range(seen - 5, seen))
+
+
+@pytest.mark.parametrize("n", range(8, 30))
+def test_a_prompt_is_cut_by_a_multiple_of_the_drop_to_the_budget_or_below(n):
+    *_, turn = (turn for _, turn in lockstep(Case("scissorhands:drop=4,window=2", 9, (n,), pads=(0,))))
+    expected = n - 4 * max(0, math.ceil((n - 9) / 4))
+    assert [len(kept) for kept in turn.kept[0]] == [expected] * 2
+    assert expected <= 9
+
+
+def test_an_example_by_hand():
+    """Budget 4, two go: the window is the rows 3 and 4 with the thresholds 1/4 and 1/5.
+
+    Token 0 is low twice, tokens 1 and 2 once each, token 1 with the smaller sum; 3 is never low and 4 is recent.
+    """
+    prompt = [row(1.0), row(0.6, 0.4), row(0.4, 0.3, 0.3), row(0.1, 0.3, 0.2, 0.4), row(0.1, 0.1, 0.25, 0.3, 0.25)]
+    options = "window=2,recent=1,drop=2"
+    assert step(rule(f"scissorhands:{options}", 4, 1), prompt) == [2, 3, 4]
+    assert step(rule(f"scissorhands:{options},literal_ties=true", 4, 1), prompt) == [1, 3, 4]
+
+
+def test_an_equal_number_of_lows_is_decided_by_the_sum_and_then_by_age():
+    """All of the row but token 4 is low; 1 and 2 have the smallest sums, and 1 is the older one."""
+    last = [row(1.0), row(0.5, 0.5), row(0.4, 0.3, 0.3), row(0.25, 0.25, 0.25, 0.25), row(0.15, 0.1, 0.1, 0.15, 0.5)]
+    options = "window=1,recent=1,drop=1,theta=0.9"
+    assert step(rule(f"scissorhands:{options}", 4, 1), last) == [0, 2, 3, 4]
+    assert step(rule(f"scissorhands:{options},literal_ties=true", 4, 1), last) == [0, 1, 2, 4]
+
+
+def test_the_two_thresholds_differ_once_tokens_are_gone():
+    """Position 99 with 4 keys: all are above 1/100 and tie, two are below 1/4; ties cost the newest."""
+    rows = [{7: 0.1, 50: 0.2, 98: 0.3, 99: 0.4}]
+    options = "window=1,recent=1,drop=1,literal_ties=true"
+    assert step(rule(f"scissorhands:{options}", 3, 1), rows) == [7, 50, 99]
+    assert step(rule(f"scissorhands:{options},threshold=live", 3, 1), rows) == [7, 98, 99]
+
+
+@pytest.mark.parametrize("drop", [12, 13])
+def test_as_much_may_be_dropped_as_is_not_recent(drop):
+    """Of B + 1 = 17 tokens 5 are recent."""
+    case = Case(f"scissorhands:recent=5,drop={drop}", 16, (24, 1, 1))
+    if drop == 12:
+        compare(case)
+    else:
+        with pytest.raises(BudgetError):
+            make_layer(case)
+
+
+@pytest.mark.parametrize("options", ["window=5,drop=4", "window=9", "drop=1"])
+def test_a_window_longer_than_the_way_between_compressions_is_refused(options):
+    with pytest.raises((BudgetError, PolicyError)):
+        make_layer(Case(f"scissorhands:{options}", 16, (1,)))
