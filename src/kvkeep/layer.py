@@ -7,6 +7,7 @@ nothing of transformers; `kvkeep.cache` and later the engine drive it. Layouts a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -107,24 +108,20 @@ class Layer:
         self.open(keys, values)
         coming = T if real is None else real.sum(dim=1)
         if not self.policy.evicts:
-            self.block.check_room(self.seen + coming, window=self.window)
+            self.block.check_room((self.seen + coming)[:, None], window=self.window)
         elif self.policy.grows and T == 1:
-            self.block.check_room((self.store.positions >= 0).sum(dim=-1).amax(dim=-1) + coming, window=self.window)
+            self.block.check_room(self.block.held() + torch.as_tensor(coming).view(-1, 1), window=self.window)
         if T == 1:
             return self._decode(query, keys, values, options, real)
+        size = self._prefill_chunk or T
         return in_chunks(
-            lambda q, k, v, r: self._prefill(q, k, v, options, r),
-            query,
-            keys,
-            values,
-            real=real,
-            size=self._prefill_chunk or T,
+            lambda q, k, v, r: self._prefill(q, k, v, options, r), query, keys, values, real=real, size=size
         )
 
     def reset(self) -> None:
         """Forget everything; the memory stays allocated for the next sequences of the same shape."""
         self.columns = 0
-        if self._rows_moved:  # budgets and identities have moved with the rows: the next step makes new ones
+        if self._rows_moved or self.policy.spreads:  # budgets have changed: the next step makes new ones
             self.allocated = self._rows_moved = False
         elif self.allocated:
             self.block.clear()
@@ -236,6 +233,9 @@ class Layer:
 
     def _cut(self, view: View, state: State) -> None:
         """Move the best ``budget`` of a view, with their state, into the slots in position order."""
+        if self.policy.spreads:
+            self.block.spread(self.policy.heads(view, state))
+            view = replace(view, budget=self.block.budget)
         positions = view.positions
         if self.window is not None:
             positions = scores.expire(positions, self.seen, self.window)

@@ -62,7 +62,7 @@ def keep(
         A mask with ``min(n, occupied)`` true entries per row and head.
     """
     S = positions.shape[-1]
-    by_age = positions.argsort(dim=-1)
+    by_age = positions.argsort(dim=-1, stable=True)
     occupied = positions >= 0
     ranked = scores.masked_fill(~occupied, -torch.inf).gather(-1, by_age).argsort(dim=-1, stable=True)
     order = by_age.gather(-1, ranked)  # slots from the first to go to the last
@@ -118,6 +118,16 @@ def pooled(
             share = avg_pool1d(inside.to(values.dtype), kernel, stride=1, padding=kernel // 2)
             found = found / share.clamp(min=0.5 / kernel)
     return torch.empty_like(values).scatter_(-1, order, found.masked_fill(~inside, 0.0))
+
+
+def rounded(shares: Float[Tensor, "B n"], total: Int[Tensor, "B 1"]) -> Int[Tensor, "B n"]:
+    """Whole numbers near the shares that add up to the total: the largest remainders go up, the first of equals."""
+    whole = (shares + 1e-9).floor().long()
+    missing = total - whole.sum(dim=1, keepdim=True)
+    n = shares.shape[1]
+    order = ((whole - shares) * 1e6).round().argsort(dim=1, stable=True)  # equal remainders tie whatever their last bit
+    goes_up = torch.arange(n, device=shares.device) < missing % n
+    return whole + missing // n + torch.zeros_like(whole).scatter_(1, order, goes_up.long().expand_as(whole))
 
 
 def value_prior(

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 import kvkeep
 from kvkeep.testing import LAWS, Case
 
-SMALL = {"ahakv": "recent=2", "snapkv": "window=2", "pyramidkv": "window=2", "nacl": "sinks=1"}
+SMALL = {"adakv": "window=2", "ahakv": "recent=2", "snapkv": "window=2", "pyramidkv": "window=2", "nacl": "sinks=1"}
 """Options for policies whose defaults need larger budgets than these."""
 
 VARIANTS = [
     *(f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()),
+    "adakv:window=1,kernel=1,alpha=0,decode=score",
     "ahakv:recent=1,sinks=2,kernel=3",
     "ahakv:recent=2,recent_accumulation=false,value_prior=false",
     "ahakv:recent=2,sg_softmax=false,clamp=false",

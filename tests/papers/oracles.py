@@ -8,7 +8,7 @@ from __future__ import annotations
 from .loops import Rule
 from .rules_keys import KeyDiff, KNorm
 from .rules_mass import H2O, TOVA, H2OAvg, TopK
-from .rules_prompt import NACL, SnapKV
+from .rules_prompt import NACL, AdaKV, SnapKV
 from .rules_random import Random
 from .rules_scissorhands import Scissorhands, ScissorhandsRelease
 from .rules_softmax import AhaKV, Keyformer
@@ -16,6 +16,7 @@ from .rules_sparse import SparseFixed, SparseStrided
 from .rules_window import Full, Local, StreamingLLM
 
 RULES: dict[str, type[Rule]] = {
+    "adakv": AdaKV,
     "ahakv": AhaKV,
     "full": Full,
     "h2o": H2O,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import math
+from fractions import Fraction
 
-from .loops import OverBudgetError, Rule, Step, evict, total
+from .loops import OverBudgetError, Rule, Step, evict, require_margin, total
 from .rules_random import gumbel
 
 
@@ -86,6 +88,54 @@ class SnapKV(PromptRule):
 
     def select(self, head: int, kept: list[int], seen: int) -> list[int]:
         return evict(kept, self.prompt_budget, self.scores[head].__getitem__, self.protected(kept, seen))
+
+
+class AdaKV(SnapKV):
+    """policies.md §9, Feng et al. (arXiv:2407.11550): SnapKV's scores, and a budget of its own for every head.
+
+    ``base`` is the budget less the window (and ``room``). The tokens older than the window of all heads are ranked
+    together, and the best ``heads * base`` counted by head; a head's share is that number times ``1 - alpha`` plus
+    ``int(alpha * base)``, rounded so that the shares add up (what the shares lack is first given to all alike, then to
+    the largest remainders, the first head of equals first). A prompt with no head that has more than ``base`` older
+    tokens leaves the budgets equal. In every later prefill step the heads share what they have together.
+    """
+
+    def __init__(self, *row: int, alpha: float = 0.2, room: int = 0, **options: int):
+        super().__init__(*row, room=room, **options)
+        self.alpha = alpha
+        self.fixed = self.unselected + room
+        self.room = room
+        self.budgets = [self.budget] * self.heads
+        self.chosen_for = -1
+
+    def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
+        if not decode and self.chosen_for != seen:
+            self.chosen_for = seen
+            self.budgets = self.share(seen)
+        nominal, self.budget = self.budget, self.budgets[head]
+        self.prompt_budget = self.budget - self.room
+        stay = super().cut(head, kept, seen, decode=decode)
+        self.budget = nominal
+        return stay
+
+    def share(self, seen: int) -> list[int]:
+        base = self.budget - self.fixed
+        older = [(s, j, h) for h in range(self.heads) for j, s in self.scores[h].items() if j < seen - self.unselected]
+        if max(sum(h == head for _, _, h in older) for head in range(self.heads)) <= base:
+            return [base + self.fixed] * self.heads
+        total = self.heads * base
+        ranked = sorted(older, reverse=True)
+        if len(ranked) > total:
+            require_margin(ranked[total][0], ranked[total - 1][0])
+        counts = [sum(h == head for _, _, h in ranked[:total]) for head in range(self.heads)]
+        exact = [Fraction(n) * (1 - Fraction(str(self.alpha))) + int(self.alpha * base) for n in counts]
+        whole = [math.floor(x) for x in exact]
+        for _ in range((total - sum(whole)) // self.heads):
+            whole = [n + 1 for n in whole]
+        lack = total - sum(whole)
+        for head in sorted(range(self.heads), key=lambda h: (math.floor(exact[h]) - exact[h], h))[:lack]:
+            whole[head] += 1
+        return [n + self.fixed for n in whole]
 
 
 class NACL(PromptRule):

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import ClassVar, TypeVar
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.errors import BudgetError, PolicyError
@@ -38,6 +38,7 @@ class Policy(abc.ABC):
         slots: the policy's per-slot state, name → value that a new token starts with. Float32; moved by the cache.
         evicts: ``False`` for a policy that refuses tokens over budget instead of dropping any.
         bursts: whether it may drop several tokens in one decode step; the others drop at most one.
+        spreads: whether heads get budgets of their own at the end of a prompt, see `heads`.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         layer_budget: how a budget is spread over layers unless the user says otherwise; see `kvkeep.budget`.
         position_mode: positions that attention sees unless the user says otherwise, ``true`` or ``slot``.
@@ -48,6 +49,7 @@ class Policy(abc.ABC):
     slots: ClassVar[Mapping[str, float]] = {}
     evicts: ClassVar[bool] = True
     bursts: ClassVar[bool] = False
+    spreads: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
     layer_budget: ClassVar[str] = "uniform"
     position_mode: ClassVar[str] = "true"
@@ -89,7 +91,7 @@ class Policy(abc.ABC):
     @property
     def fills(self) -> bool:
         """Whether the budget is always used to the last slot, once so many tokens were seen."""
-        return not self.bursts and not self.grows
+        return not self.bursts and not self.grows and not self.spreads
 
     @property
     def grows(self) -> bool:
@@ -104,6 +106,13 @@ class Policy(abc.ABC):
     def wants(self, view: View) -> Statistic:
         """What attention must report in this step; by default always the class's `statistic`."""
         return self.statistic
+
+    def heads(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
+        """The budget of each head from the end of a prompt on; a row's heads together have what they had before.
+
+        Asked only of a policy that `spreads`, before `stays`, which then finds these budgets in its view.
+        """
+        raise NotImplementedError
 
     def stays(self, view: View, state: State) -> Budget:
         """How many slots may stay occupied after this step, at most the budget; by default all of it."""

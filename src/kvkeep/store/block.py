@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvkeep import budget as budgets
 from kvkeep.errors import CapacityError, ShapeError
@@ -82,21 +82,37 @@ class Block:
         elif coming > 1:
             self.prompt.copy_(self.seen)
 
-    def check_room(self, needed: Int[Tensor, " B"], *, window: int | None = None) -> None:
+    def spread(self, budget: Int[Tensor, "B Hk"]) -> None:
+        """Give every head its own budget, and the layer as many slots as its largest head needs.
+
+        The content of the slots is lost if their number grows: it must be on its way back.
+        """
+        self.budget = budget
+        missing = int(budget.max()) + 1 - self.store.capacity
+        if missing > 0:
+            self.store = DenseStore(self.store.keys, self.store.values, capacity=self.store.capacity + missing)
+            self.state = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.state.items()}
+
+    def held(self) -> Int[Tensor, "B Hk"]:
+        """Occupied slots."""
+        return (self.store.positions >= 0).sum(dim=-1)
+
+    def check_room(self, needed: Int[Tensor, "B n"], *, window: int | None = None) -> None:
         """Refuse tokens that a policy which does not evict has no room for; a window that fits needs no more room.
 
         Args:
-            needed: slots that each row would occupy.
+            needed: slots that each row would occupy in each head, or in all.
             window: sliding window of the layer.
 
         Raises:
             CapacityError: a row would hold more tokens than its budget.
         """
-        room = torch.full_like(needed, self.budget) if isinstance(self.budget, int) else self.budget[:, 0]
+        room = torch.as_tensor(self.budget, device=needed.device).expand_as(needed)
         endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
-        for row in (~endless & (needed > room)).nonzero()[:1].flatten().tolist():
+        for row, head in (~endless & (needed > room)).nonzero()[:1].tolist():
+            n, budget = int(needed[row, head]), int(room[row, head])
             raise CapacityError(
-                f"Row {row} has reached {int(needed[row])} tokens, its budget is {int(room[row])}, and this policy "
+                f"Row {row} has reached {n} tokens, its budget is {budget}, and this policy "
                 "never evicts here. Give a budget of at least the prompt plus its new tokens, or another policy."
             )
 

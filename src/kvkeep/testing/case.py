@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -116,12 +116,13 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     size = case.chunk or prompt
     starts = [*range(0, prompt, size), *range(prompt, n)]
     outputs: list[Tensor] = []
+    budget: Budget = case.budget
     margin = float("inf")
     for start, stop in zip(starts, [*starts[1:], n], strict=True):
         turn = stop if stop - start > 1 else turn
         positions = torch.cat([kept, torch.arange(start, stop, dtype=torch.int32).expand(1, heads, -1)], dim=-1)
         index = positions.long().masked_fill(positions == EMPTY, n)  # the last column of `memory` belongs to nobody
-        view = _view(case, tape, positions, stop - start, turn)
+        view = replace(_view(case, tape, positions, stop - start, turn), budget=budget)
         out, report = reference.attend(
             tape.query[:, :, start:stop],
             view.keys,
@@ -134,6 +135,9 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         state = policy.observe({name: history.gather(-1, index) for name, history in memory.items()}, view, report)
         for name, tensor in state.items():
             memory[name].scatter_(-1, index, tensor.double())
+        if policy.spreads and stop - start > 1:
+            budget = policy.heads(view, state)
+        view = replace(view, budget=budget)
         sinks, recent = policy.protected(case.budget)
         score = scores.protect(policy.score(view, state).double(), positions, view.seen, sinks=sinks, recent=recent)
         kept, step_margin = _best(score, positions, policy.stays(view, state))

@@ -43,9 +43,13 @@ def never_over_budget(policy: Policy, case: Case) -> None:
     """After every step at most ``budget`` slots of each head are occupied, by distinct tokens that were seen."""
     for moment in run(policy, case):
         for row, seen in zip(moment.positions.tolist(), moment.layer.seen.tolist(), strict=True):
+            together = sum(position != EMPTY for head in row for position in head)
+            assert together <= case.budget * case.heads, f"{together} slots of {case.heads} heads are occupied"
             for head in row:
                 held = [position for position in head if position != EMPTY]
-                assert len(held) <= case.budget, f"{len(held)} slots are occupied, budget {case.budget}"
+                assert len(held) <= case.budget or policy.spreads, (
+                    f"{len(held)} slots are occupied, budget {case.budget}"
+                )
                 assert len(held) == len(set(held)), f"a token is held twice: {held}"
                 least = min(case.budget, seen) if policy.fills else 1
                 assert len(held) >= least, f"{len(held)} held of {seen} seen, budget {case.budget}"
@@ -142,7 +146,7 @@ def heads_permute(policy: Policy, case: Case) -> None:
 @_law
 def heads_are_independent(policy: Policy, case: Case) -> None:
     """What one KV head keeps does not depend on the others, unless the policy says that heads decide together."""
-    if policy.shares_heads or case.heads < 2:
+    if policy.shares_heads or policy.spreads or case.heads < 2:
         return
     tape = Tape.random(case)
     other = Tape(tape.query.clone(), tape.keys.clone(), tape.values.clone(), tape.real)
