@@ -73,8 +73,9 @@ def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: in
 
     Args:
         how: ``uniform``; ``ramp:0.2``, a line from 20 % below the budget in the first layer to 20 % above it in the
-            last (Scissorhands: later layers need more); ``pyramid:20``, a line from nearly twice the budget down to a
-            20th of it (PyramidKV); or one weight per layer, for example from `calibrated`.
+            last (Scissorhands: later layers need more), a negative number the other way round; ``pyramid:20``, a line
+            from nearly twice the budget down to a 20th of it (PyramidKV); or one weight per layer, e.g. from
+            `calibrated`.
         budget: tokens per layer on average.
         layers: number of layers.
         least: slots that every layer gets before the rest is spread.
@@ -116,8 +117,8 @@ def _weights(how: str | Sequence[float], layers: int) -> list[float]:
         number = float(text or known[name])
     except ValueError:
         raise BudgetError(f"{how!r}: {text!r} is not a number; write for example {name}:{known[name]}.") from None
-    if (name == "ramp" and not 0.0 <= number < 1.0) or (name == "pyramid" and not number >= 1.0):
-        raise BudgetError(f"{how!r} is out of range: a ramp takes 0 to below 1, a pyramid 1 or more.")
+    if (name == "ramp" and not -1.0 < number < 1.0) or (name == "pyramid" and not number >= 1.0):
+        raise BudgetError(f"{how!r} is out of range: a ramp takes a number between -1 and 1, a pyramid 1 or more.")
     slope = {"uniform": 0.0, "ramp": number, "pyramid": 1.0 / max(number, 1.0) - 1.0}[name]
     middle = max(1, layers - 1) / 2
     return [1.0 + slope * (layer - middle) / middle if layers > 1 else 1.0 for layer in range(layers)]

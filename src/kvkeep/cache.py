@@ -25,6 +25,7 @@ from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
 from kvkeep.rope import rotation_of
 from kvkeep.rotation import Rotation
+from kvkeep.store import Cascade
 
 ATTENTION = "kvkeep"
 """The name under which the attention function is registered with transformers."""
@@ -195,6 +196,7 @@ class BoundedCache(Cache):
         with_slots = [i for i, layer in enumerate(layers) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)]
         spread = _spread(layer_budget or self.policy.layer_budget, budget, len(with_slots), self.policy.least)
         rotation = self._rotation(config, positions)
+        cascade = Cascade(min(with_slots, default=0)) if self.policy.cascades else None
         self.position_mode: Literal["true", "slot"] = "true" if rotation is None else "slot"
         for index, numbers in zip(with_slots, spread, strict=True):
             layer = layers[index]
@@ -207,6 +209,7 @@ class BoundedCache(Cache):
                 prefill_chunk=prefill_chunk,
                 sequences=sequences,
                 rotation=rotation,
+                cascade=cascade,
             )
             layers[index] = BoundedLayer(bounded)
         super().__init__(layers=layers)

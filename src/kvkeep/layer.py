@@ -1,4 +1,4 @@
-"""The joint of one layer: append → attend → observe → evict. The only place that moves slots.
+"""The joint of one layer: append → attend → observe → evict.
 
 `Layer` owns a fixed block of slots per row and KV head and the policy that decides what stays in it. It knows
 nothing of transformers; `kvkeep.cache` and later the engine drive it. Layouts are drawn in ``docs/layouts.md``.
@@ -7,24 +7,21 @@ nothing of transformers; `kvkeep.cache` and later the engine drive it. Layouts a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep import scores
 from kvkeep.attention import attend
 from kvkeep.chunks import in_chunks
 from kvkeep.errors import BudgetError, ShapeError
+from kvkeep.eviction import cut, evict
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.rotation import AsItIs, Rotation
-from kvkeep.store import Block, DenseStore, inference
-from kvkeep.types import EMPTY, AttentionOptions, State, View
-
-_LATER = torch.iinfo(torch.int32).max
+from kvkeep.store import Block, Cascade, DenseStore, inference
+from kvkeep.types import EMPTY, AttentionOptions, Report, State, View
 
 
 class Layer:
@@ -40,6 +37,7 @@ class Layer:
             depend on its place in the batch.
         rotation: the model's rotary embedding, for slot positions: keys are then stored unrotated and attended at their
             rank in the cache. ``None``: true positions.
+        cascade: what this layer shares with the others, for a policy that prunes through the depth of the model.
 
     Raises:
         BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget.
@@ -61,6 +59,7 @@ class Layer:
         prefill_chunk: int | None = None,
         sequences: Sequence[int] | None = None,
         rotation: Rotation | None = None,
+        cascade: Cascade | None = None,
     ):
         numbers = budgets.check(budget)
         for number in numbers:
@@ -77,6 +76,7 @@ class Layer:
         self._prefill_chunk = prefill_chunk
         self._sequences = sequences
         self._rotation = rotation or AsItIs()
+        self._cascade = (cascade or Cascade(index)) if policy.cascades else None
 
     @inference
     def step(
@@ -121,6 +121,8 @@ class Layer:
     def reset(self) -> None:
         """Forget everything; the memory stays allocated for the next sequences of the same shape."""
         self.columns = 0
+        if self._cascade is not None:
+            self._cascade.clear()
         if self._rows_moved or self.policy.spreads:  # budgets have changed: the next step makes new ones
             self.allocated = self._rows_moved = False
         elif self.allocated:
@@ -132,6 +134,8 @@ class Layer:
         if self.allocated:
             self._rows_moved = True
             self.block.select_rows(index)
+            if self._cascade is not None and self._cascade.first == self._index:
+                self._cascade.select_rows(index)
 
     def memory(self) -> Memory:
         """Bytes of this layer; zeros before the first step."""
@@ -176,24 +180,11 @@ class Layer:
             statistic=self.policy.wants(view),
             options=options,
         )
-        for name, tensor in self.policy.observe(self.state, view, report).items():
+        for name, tensor in self._observe(self.state, view, report).items():
             self.state[name].copy_(tensor)
-        self._evict(view)
+        evict(self.policy, self.block, view, window=self.window)
+        self._leave()
         return out
-
-    def _evict(self, view: View) -> None:
-        """Empty slots of every row and head that holds too much: the weakest one, or several in a burst."""
-        held = self.store.positions
-        shielded = self._shielded(view, self.state)
-        if self.window is not None:
-            held.copy_(scores.expire(held, self.seen, self.window))
-        limit = self.policy.stays(view, self.state)
-        if self.policy.bursts:
-            held.masked_fill_(~scores.keep(shielded, held, limit), EMPTY)
-            return
-        victim = scores.weakest(shielded, held)
-        over = (held >= 0).sum(dim=-1, keepdim=True) > (limit if isinstance(limit, int) else limit[:, :, None])
-        held.scatter_(-1, victim, held.gather(-1, victim).masked_fill(over, EMPTY))
 
     def _prefill(
         self,
@@ -228,34 +219,20 @@ class Layer:
             name: joined(self.state[name], self.state[name].new_full((B, Hk, T), start))
             for name, start in self.policy.slots.items()
         }
-        self._cut(view, self.policy.observe(state, view, report))
+        cut(self.policy, self.block, view, self._observe(state, view, report), window=self.window)
+        self._leave()
         return out
 
-    def _cut(self, view: View, state: State) -> None:
-        """Move the best ``budget`` of a view, with their state, into the slots in position order."""
-        if self.policy.spreads:
-            self.block.spread(self.policy.heads(view, state))
-            view = replace(view, budget=self.block.budget)
-        positions = view.positions
-        if self.window is not None:
-            positions = scores.expire(positions, self.seen, self.window)
-        stays = scores.keep(self._shielded(view, state), positions, self.policy.stays(view, state))
-        order = positions.masked_fill(~stays, _LATER).argsort(dim=-1)[..., : self.store.capacity]
-        kept = positions.gather(-1, order).masked_fill(~stays.gather(-1, order), EMPTY)
-        index = order[..., None]
-        self.store.fill(
-            view.keys.gather(2, index.expand(-1, -1, -1, view.keys.shape[-1])),
-            view.values.gather(2, index.expand(-1, -1, -1, view.values.shape[-1])),
-            kept,
-        )
-        for name, tensor in state.items():
-            self.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
+    def _observe(self, state: State, view: View, report: Report) -> State:
+        """Let the policy look at the report, and the other layers if it prunes through them."""
+        if self._cascade is not None:
+            self._cascade.add(view.positions[:, 0], report.mass.sum(dim=1))
+        return self.policy.observe(state, view, report)
 
-    def _shielded(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The policy's scores with the protected tokens out of reach."""
-        sinks, recent = self.policy.protected(view.budget)
-        score = self.policy.score(view, state)
-        return scores.protect(score, view.positions, view.seen, sinks=sinks, recent=recent)
+    def _leave(self) -> None:
+        """Tell the next layer what this one still holds."""
+        if self._cascade is not None:
+            self._cascade.leave(self.store.positions[:, 0])
 
     def _view(
         self,
@@ -265,6 +242,8 @@ class Layer:
         *,
         new: Bool[Tensor, "B T"],
     ) -> View:
+        shared = positions[:, 0, : None if self._cascade else 0]
+        past, alive = self._cascade.enter(self._index, shared) if self._cascade else (shared.float(), shared > 0)
         return View(
             positions=positions,
             keys=keys,
@@ -276,6 +255,8 @@ class Layer:
             is_decode=new.shape[1] == 1,
             layer=self._index,
             sequences=self.block.sequences,
+            past=past,
+            alive=alive,
         )
 
     def _advance(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 State: TypeAlias = dict[str, Tensor]
@@ -65,6 +65,9 @@ class View:
         is_decode: whether no row can have received more than one token in this step; known without looking at tensors.
         layer: index of the layer in the model.
         sequences: identity of each row for counter-based randomness; moves with the row, not with its index.
+        past: mass that each slot's token has received in all heads, layers and steps before; ``A`` is ``S``
+            for a policy that cascades, whose heads hold the same tokens in the same slots, otherwise 0.
+        alive: whether the layer before still holds the token; likewise.
     """
 
     positions: Int[Tensor, "B Hk S"]
@@ -77,6 +80,8 @@ class View:
     is_decode: bool
     layer: int
     sequences: Int[Tensor, " B"]
+    past: Float[Tensor, "B A"]
+    alive: Bool[Tensor, "B A"]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ VARIANTS = [
     "snapkv:window=1,kernel=3,pool=avg,decode=score",
     "sparse_fixed:h2=0.5,summary=2",
     "sparse_strided:h2=0.25,stride=3",
+    "spatten:recent=2",
     "topk:h2=0.5",
     "h2o:recent=2",
     "h2o:recent=0",

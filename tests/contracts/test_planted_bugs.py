@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvkeep import scores
+from kvkeep import layer, scores
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.policies.h2o import H2O
@@ -55,12 +55,12 @@ def test_sinks_found_by_slot_instead_of_position(monkeypatch):
 
 
 def test_state_not_moved_with_the_slots(monkeypatch):
-    honest = Layer._cut
+    honest = layer.cut
 
-    def forgetful(self, view, state):
-        honest(self, view, {name: tensor.flip(-1) for name, tensor in state.items()})
+    def forgetful(policy, block, view, state, *, window):
+        honest(policy, block, view, {name: tensor.flip(-1) for name, tensor in state.items()}, window=window)
 
-    monkeypatch.setattr(Layer, "_cut", forgetful)
+    monkeypatch.setattr(layer, "cut", forgetful)
     assert breaks("slots_do_not_matter", H2O(recent=3))
 
 
@@ -86,8 +86,12 @@ def test_budget_off_by_one(monkeypatch):
 
 
 def test_budget_off_by_one_in_decode(monkeypatch):
-    honest = Layer._evict
-    monkeypatch.setattr(Layer, "_evict", lambda self, view: honest(self, replace(view, budget=view.budget + 1)))
+    honest = layer.evict
+
+    def late(policy, block, view, *, window):
+        honest(policy, block, replace(view, budget=view.budget + 1), window=window)
+
+    monkeypatch.setattr(layer, "evict", late)
     assert breaks("never_over_budget", H2O(recent=3))
 
 

@@ -91,7 +91,7 @@ def prepare(request: Request) -> Job:
     prompt = text.encode(checkpoint, request.prompt, raw=request.raw)
     text.check_length(checkpoint, prompt.shape[1], sampling.max_new_tokens)
     budget = _choose_budget(request, policy, prompt.shape[1])
-    BoundedCache(checkpoint.config, policy, budget, prefill_chunk=request.prefill_chunk)  # checks the numbers
+    _cache(request, checkpoint, policy, budget)  # checks the numbers
     writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device))
     return Job(request, checkpoint, writer, prompt, policy, budget, sampling)
 
@@ -110,8 +110,20 @@ def _choose_budget(request: Request, policy: Policy, prompt_tokens: int) -> int:
 
 def _run_bounded(job: Job, on_text: Callable[[str], object]) -> tuple[text.Completion, Memory]:
     chunk = job.request.prefill_chunk
-    cache = job.writer.bounded_cache(job.policy, job.budget, chunk)
+    cache = _cache(job.request, job.checkpoint, job.policy, job.budget)
     return job.writer.complete(job.prompt, cache, job.sampling, prefill_chunk=chunk, on_text=on_text), cache.memory()
+
+
+def _cache(request: Request, checkpoint: Checkpoint, policy: Policy, budget: int) -> BoundedCache:
+    """An unused cache for one prompt."""
+    return BoundedCache(
+        checkpoint.config,
+        policy,
+        budget,
+        prefill_chunk=request.prefill_chunk,
+        layer_budget=request.layer_budget,
+        positions=request.positions,
+    )
 
 
 def _run_full(job: Job) -> tuple[text.Completion, int]:
@@ -168,6 +180,8 @@ def _describe(job: Job) -> dict[str, object]:
         "policy": job.name,
         "budget": job.budget,
         "prefill_chunk": job.request.prefill_chunk,
+        "layer_budget": job.request.layer_budget or job.policy.layer_budget,
+        "positions": _cache(job.request, job.checkpoint, job.policy, job.budget).position_mode,
         "sampling": asdict(job.sampling),
     }
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from kvkeep.cli.console import Debug, Json, one_line_errors, parse_tokens
+from kvkeep.cli.memory_options import LayerBudget, Positions, parse_layer_budget, parse_positions
 from kvkeep.errors import InputError
 
 DEFAULT_BUDGET = 1024
@@ -28,6 +29,8 @@ class Request:
     budget: int | None
     keep_ratio: float | None
     prefill_chunk: int | None
+    layer_budget: str | list[float] | None
+    positions: Literal["true", "slot"] | None
     compare: bool
     max_new_tokens: int
     temperature: float
@@ -104,6 +107,8 @@ def generate(
             rich_help_panel=_MEMORY,
         ),
     ] = None,
+    layer_budget: LayerBudget = None,
+    positions: Positions = None,
     compare: Annotated[
         bool,
         typer.Option("--compare", help="Run the full cache too and show both side by side.", rich_help_panel=_MEMORY),
@@ -168,6 +173,8 @@ def generate(
         budget=_tokens(budget, "--budget"),
         keep_ratio=keep_ratio,
         prefill_chunk=_tokens(prefill_chunk, "--prefill-chunk"),
+        layer_budget=parse_layer_budget(layer_budget),
+        positions=parse_positions(positions),
         compare=compare,
         max_new_tokens=parse_tokens(max_new_tokens, "--max-new-tokens"),
         temperature=temperature,

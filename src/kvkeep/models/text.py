@@ -13,13 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from kvkeep.cache import BoundedCache
 from kvkeep.errors import InputError
 from kvkeep.memory import bytes_of
 from kvkeep.models.device import enough_memory
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.stream import TextPieces, Watch
-from kvkeep.policies.base import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +162,6 @@ class Writer:
     def device(self) -> str:
         """Where the model runs, as the user writes it."""
         return str(self.model.device)
-
-    def bounded_cache(self, policy: Policy, budget: int, prefill_chunk: int | None) -> BoundedCache:
-        """A cache for one prompt that keeps ``budget`` tokens per layer and head."""
-        return BoundedCache(self.model.config, policy, budget, prefill_chunk=prefill_chunk)
 
     def full_cache(self) -> DynamicCache:
         """A cache for one prompt that keeps everything: transformers' own."""

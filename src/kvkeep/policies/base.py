@@ -39,8 +39,8 @@ class Policy(abc.ABC):
         evicts: ``False`` for a policy that refuses tokens over budget instead of dropping any.
         bursts: whether it may drop several tokens in one decode step; the others drop at most one.
         spreads: whether heads get budgets of their own at the end of a prompt, see `heads`.
+        cascades: whether layers share what they saw, and a token dropped by one is dropped by all later ones.
         stochastic: whether scores depend on random numbers that are keyed by the head.
-        layer_budget: how a budget is spread over layers unless the user says otherwise; see `kvkeep.budget`.
         position_mode: positions that attention sees unless the user says otherwise, ``true`` or ``slot``.
         bibtex: the paper, for ``kvkeep policies show``.
     """
@@ -50,8 +50,8 @@ class Policy(abc.ABC):
     evicts: ClassVar[bool] = True
     bursts: ClassVar[bool] = False
     spreads: ClassVar[bool] = False
+    cascades: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
-    layer_budget: ClassVar[str] = "uniform"
     position_mode: ClassVar[str] = "true"
     bibtex: ClassVar[str] = ""
 
@@ -84,6 +84,11 @@ class Policy(abc.ABC):
             )
 
     @property
+    def layer_budget(self) -> str:
+        """How a budget is spread over the layers unless the user says otherwise; see `kvkeep.budget.per_layer`."""
+        return "uniform"
+
+    @property
     def least(self) -> int:
         """Slots that a layer needs, whatever its share of the budget."""
         return 1
@@ -101,7 +106,7 @@ class Policy(abc.ABC):
     @property
     def shares_heads(self) -> bool:
         """Whether the KV heads of a layer decide together and keep the same tokens."""
-        return False
+        return self.cascades
 
     def wants(self, view: View) -> Statistic:
         """What attention must report in this step; by default always the class's `statistic`."""

@@ -16,7 +16,6 @@ from kvkeep.policies._window import ObservationWindow
 class PyramidKV(ObservationWindow):
     """SnapKV under a pyramid of layer budgets."""
 
-    layer_budget: ClassVar[str] = "pyramid"
     bibtex: ClassVar[str] = """@article{cai2024pyramidkv,
   title   = {{PyramidKV}: Dynamic {KV} Cache Compression based on Pyramidal Information Funneling},
   author  = {Zefan Cai and Yichi Zhang and Bofei Gao and Yuliang Liu and Yucheng Li and Tianyu Liu and Keming Lu and
@@ -24,3 +23,8 @@ class PyramidKV(ObservationWindow):
   journal = {arXiv preprint arXiv:2406.02069},
   year    = {2024},
 }"""
+
+    @property
+    def layer_budget(self) -> str:
+        """Many slots below, few above."""
+        return "pyramid"

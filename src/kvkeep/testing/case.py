@@ -13,6 +13,7 @@ from kvkeep import scores
 from kvkeep.attention import reference
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
+from kvkeep.store import Cascade
 from kvkeep.types import EMPTY, AttentionOptions, Budget, View
 
 
@@ -117,12 +118,14 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     starts = [*range(0, prompt, size), *range(prompt, n)]
     outputs: list[Tensor] = []
     budget: Budget = case.budget
+    cascade = Cascade(1)
     margin = float("inf")
     for start, stop in zip(starts, [*starts[1:], n], strict=True):
         turn = stop if stop - start > 1 else turn
         positions = torch.cat([kept, torch.arange(start, stop, dtype=torch.int32).expand(1, heads, -1)], dim=-1)
         index = positions.long().masked_fill(positions == EMPTY, n)  # the last column of `memory` belongs to nobody
-        view = replace(_view(case, tape, positions, stop - start, turn), budget=budget)
+        past, alive = cascade.enter(1, positions[:, 0])
+        view = replace(_view(case, tape, positions, stop - start, turn), budget=budget, past=past, alive=alive)
         out, report = reference.attend(
             tape.query[:, :, start:stop],
             view.keys,
@@ -132,6 +135,8 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             statistic=policy.wants(view),
             options=case.options,
         )
+        if policy.cascades:
+            cascade.add(positions[:, 0], report.mass.sum(dim=1).float())
         state = policy.observe({name: history.gather(-1, index) for name, history in memory.items()}, view, report)
         for name, tensor in state.items():
             memory[name].scatter_(-1, index, tensor.double())
@@ -161,6 +166,8 @@ def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int) -> V
         is_decode=new == 1,
         layer=1,
         sequences=torch.zeros(1, dtype=torch.int64),
+        past=torch.zeros(1, 0),
+        alive=torch.zeros(1, 0, dtype=torch.bool),
     )
 
 

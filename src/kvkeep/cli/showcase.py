@@ -1,0 +1,213 @@
+"""The work of ``kvkeep demo``: two scenes on the embedded model, and what to try next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxtyping import Int
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from kvkeep import budget as budgets
+from kvkeep.cache import BoundedCache
+from kvkeep.cli import console
+from kvkeep.cli.demo import STORY_BUDGET
+from kvkeep.models import text
+from kvkeep.models.load import embedded, find, read_weights
+from kvkeep.models.quiet import quiet
+from kvkeep.models.tiny.recall import Question, question
+from kvkeep.registry import parse
+
+OPENING = "Once upon a time, there was a little girl named Lily. One day she found an old map in the attic."
+STORY_TOKENS = 500
+KEEP_RATIO = 0.2
+DISTANCE_TOKENS = 1500
+PROMPT_TOKENS = 1990
+POLICIES = (
+    "full",
+    "snapkv",
+    "tova",
+    "ahakv:sinks=4",
+    "h2o",
+    "scissorhands",
+    "keydiff",
+    "random",
+    "streaming_llm",
+    "local",
+)
+NEXT = (
+    ("kvkeep generate -p 'Tell me a story.' --budget 64 --compare", "a bounded and a full cache side by side"),
+    ("kvkeep policies", "what each policy keeps, and when it fails"),
+    ("kvkeep eval --tasks recall --budgets 10%,20%,60% --output results", "measure all of this"),
+)
+
+
+def run(seed: int) -> None:
+    """Show everything.
+
+    Raises:
+        ModelFileError: the embedded model is missing or corrupted.
+    """
+    screen = console.out()
+    started = time.perf_counter()
+    with quiet():
+        checkpoint = find(embedded())
+        writer = text.Writer(checkpoint, read_weights(checkpoint, device="cpu"))
+        parameters = sum(p.numel() for p in writer.model.parameters()) / 1e6
+        screen.print(
+            f"The embedded model: {parameters:.1f} million parameters, trained on texts of "
+            f"{checkpoint.trained_length} tokens, on the CPU.\n"
+        )
+        tell_story(screen, writer, seed)
+        ask_everyone(screen, writer, seed)
+    show_next(screen)
+    screen.print(Text(f"\n{console.show_seconds(time.perf_counter() - started)} in all", "dim"))
+
+
+def tell_story(screen: Console, writer: text.Writer, seed: int) -> None:
+    """The first scene: a story goes on while the cache holds the same few tokens."""
+    _title(screen, f"1  A story of {STORY_TOKENS} tokens in a cache of {STORY_BUDGET}")
+    prompt = text.encode(writer.checkpoint, OPENING, raw=True)
+    cache = BoundedCache(writer.model.config, "h2o", STORY_BUDGET)
+    sampling = text.Sampling(max_new_tokens=STORY_TOKENS, temperature=0.7, top_p=0.9, seed=seed)
+    page = Page(screen, cache)
+    with page:
+        writer.complete(prompt, cache, sampling, on_text=page.write)
+    screen.print(
+        "Every layer and head holds the newest tokens and the heaviest of the older ones, whatever the length.\n"
+    )
+
+
+def ask_everyone(screen: Console, writer: text.Writer, seed: int) -> None:
+    """The second scene: one question about a fact far back, under each policy."""
+    asked, prompt = _question(writer, seed)
+    tokens = prompt.shape[1]
+    budget = budgets.from_ratio(KEEP_RATIO, tokens)
+    _title(screen, f"2  A question about a fact {DISTANCE_TOKENS} tokens ago, with {KEEP_RATIO:.0%} of the cache")
+    fact = asked.facts[-1]
+    screen.print(f"A text of {tokens} tokens with {len(asked.facts)} facts. One of them: {_stated(asked)!r}")
+    screen.print(f"Asked at the end: {asked.prompt.rsplit('. ', 1)[-1]!r} The answer is {fact.value!r}.\n")
+    table = console.table("policy", "budget", "answer", "", "KV memory", "of full")
+    for column in (1, 4, 5):
+        table.columns[column].justify = "right"
+    with Live(table, console=screen, auto_refresh=False, vertical_overflow="visible") as live:
+        full_bytes = 0
+        for answer in _answers(writer, prompt, budget):
+            full_bytes = full_bytes or answer.held_bytes
+            verdict = Text("right", "green") if asked.right(answer.text) else Text("wrong", "red")
+            table.add_row(
+                answer.policy,
+                str(answer.budget),
+                console.printable(answer.text.strip()) or "(nothing)",
+                verdict,
+                console.show_bytes(answer.held_bytes),
+                f"{answer.held_bytes / full_bytes:.0%}",
+            )
+            live.update(table, refresh=True)
+    screen.print()
+
+
+def show_next(screen: Console) -> None:
+    """Three commands to go on with."""
+    _title(screen, "3  What to try next")
+    for command, purpose in NEXT:
+        screen.print(Text("  " + command, "bold"), soft_wrap=True)
+        screen.print(Text("      " + purpose, "dim"))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a policy's cache made of the question.
+
+    Attributes:
+        policy: its string.
+        budget: tokens per layer and head.
+        text: the reply.
+        held_bytes: everything that its cache holds.
+    """
+
+    policy: str
+    budget: int
+    text: str
+    held_bytes: int
+
+
+def _answers(writer: text.Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterator[Answer]:
+    """Each policy's reply; the full cache comes first."""
+    sampling = text.Sampling(max_new_tokens=8)
+    for name in POLICIES:
+        policy = parse(name)
+        room = budget if policy.evicts else prompt.shape[1] + sampling.max_new_tokens
+        cache = BoundedCache(writer.model.config, policy, room)
+        reply = writer.complete(prompt, cache, sampling)
+        yield Answer(name, room, reply.text, cache.memory().allocated_bytes)
+
+
+def _question(writer: text.Writer, seed: int) -> tuple[Question, Int[Tensor, "1 T"]]:
+    """A question whose fact stands about `DISTANCE_TOKENS` before the end."""
+    tokenizer = writer.checkpoint.tokenizer
+    asked = question(
+        seed,
+        kind="place",
+        depth=1.0 - DISTANCE_TOKENS / PROMPT_TOKENS,
+        n_facts=8,
+        tokens=PROMPT_TOKENS,
+        count=lambda sentence: len(tokenizer(sentence)["input_ids"]),
+    )
+    return asked, text.encode(writer.checkpoint, asked.prompt)
+
+
+def _stated(asked: Question) -> str:
+    """The sentence that states the asked fact."""
+    fact = asked.facts[-1]
+    sentences = asked.prompt.replace("? ", "?|").replace(". ", ".|").replace("! ", "!|").split("|")
+    return next(s for s in sentences if fact.value in s and fact.thing in s and fact.owner in s)
+
+
+def _title(screen: Console, title: str) -> None:
+    screen.print(Text(title, "bold cyan"))
+
+
+class Page:
+    """A text that is being written, with what the cache holds below it; on a terminal it changes in place."""
+
+    def __init__(self, screen: Console, cache: BoundedCache) -> None:
+        self._screen, self._cache, self._text = screen, cache, Text(OPENING, "dim")
+        self._live = Live(console=screen, auto_refresh=False, vertical_overflow="visible")
+        self._written = 0.0
+
+    def __enter__(self) -> Page:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.update(self._render(), refresh=True)
+        self._live.stop()
+
+    def write(self, piece: str) -> None:
+        """Add a piece of text; the picture is drawn ten times a second at most."""
+        self._text.append(console.printable(piece), "default")
+        if self._screen.is_terminal and time.perf_counter() - self._written > 0.1:
+            self._written = time.perf_counter()
+            self._live.update(self._render(), refresh=True)
+
+    def _render(self) -> RenderableType:
+        memory, layer = self._cache.memory(), self._cache.bounded_layers()[0]
+        seen, held = int(layer.seen[0]), int((layer.store.positions[0, 0] >= 0).sum())
+        bars = Table.grid(padding=(0, 2))
+        ours, theirs = memory.allocated_bytes, memory.full_bytes
+        bars.add_row("h2o", f"{held} of {seen} tokens", console.show_bytes(ours), _bar(ours, theirs))
+        bars.add_row("full cache", f"{seen} tokens", console.show_bytes(theirs), _bar(theirs, ours))
+        return Group(Panel(self._text), Padding(bars, (0, 2)))
+
+
+def _bar(mine: int, other: int, width: int = 24) -> Text:
+    """A bar as long as one size is beside the larger of two."""
+    return Text("█" * max(1, round(width * mine / max(mine, other))), "green" if mine <= other else "red")

@@ -1,0 +1,72 @@
+"""What goes and what stays: the only place that empties slots or moves them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep import scores
+from kvkeep.policies.base import Policy
+from kvkeep.store import Block
+from kvkeep.types import EMPTY, State, View
+
+_LATER = torch.iinfo(torch.int32).max
+
+
+def evict(policy: Policy, block: Block, view: View, *, window: int | None) -> None:
+    """After one token: empty slots of every row and head that holds too much. Nothing moves.
+
+    Args:
+        policy: scores the slots and says how many stay.
+        block: the slots, with the new token among them.
+        view: the same as the policy sees it.
+        window: sliding window of the layer; what no later query can see goes first.
+    """
+    held = block.store.positions
+    shielded = _shielded(policy, view, block.state)
+    if window is not None:
+        held.copy_(scores.expire(held, block.seen, window))
+    limit = policy.stays(view, block.state)
+    if policy.bursts:
+        held.masked_fill_(~scores.keep(shielded, held, limit), EMPTY)
+        return
+    victim = scores.weakest(shielded, held)
+    over = (held >= 0).sum(dim=-1, keepdim=True) > (limit if isinstance(limit, int) else limit[:, :, None])
+    held.scatter_(-1, victim, held.gather(-1, victim).masked_fill(over, EMPTY))
+
+
+def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> None:
+    """After many tokens: move the best of slots and chunk, with their state, into the slots in position order.
+
+    Args:
+        policy: scores the tokens and says how many stay.
+        block: the slots, which are overwritten.
+        view: slots and chunk together.
+        state: the policy's state for these.
+        window: sliding window of the layer.
+    """
+    if policy.spreads:
+        block.spread(policy.heads(view, state))
+        view = replace(view, budget=block.budget)
+    positions = view.positions if window is None else scores.expire(view.positions, block.seen, window)
+    stays = scores.keep(_shielded(policy, view, state), positions, policy.stays(view, state))
+    order = positions.masked_fill(~stays, _LATER).argsort(dim=-1)[..., : block.store.capacity]
+    kept = positions.gather(-1, order).masked_fill(~stays.gather(-1, order), EMPTY)
+    index = order[..., None]
+    block.store.fill(
+        view.keys.gather(2, index.expand(-1, -1, -1, view.keys.shape[-1])),
+        view.values.gather(2, index.expand(-1, -1, -1, view.values.shape[-1])),
+        kept,
+    )
+    for name, tensor in state.items():
+        block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
+
+
+def _shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+    """The policy's scores with the protected tokens out of reach."""
+    sinks, recent = policy.protected(view.budget)
+    score = policy.score(view, state)
+    return scores.protect(score, view.positions, view.seen, sinks=sinks, recent=recent)

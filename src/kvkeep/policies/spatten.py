@@ -1,0 +1,59 @@
+"""Keeps the tokens with the largest attention summed over heads, layers and steps; what a layer drops, later ones drop.
+
+Source: Wang, Zhang and Han, arXiv:2012.09852, cascade token pruning; mit-han-lab/spatten, hardware workload traces.
+Differs: no pruning of heads and values; the newest token always stays.
+Fails when: a token matters only to the last layers, which no longer have it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.policies.base import Policy, option
+from kvkeep.statistic import Mass, Statistic
+from kvkeep.types import Budget, Report, State, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SpAtten(Policy):
+    """Cumulative importance, nested sets."""
+
+    delta: float = option(
+        0.0, "layer budgets fall in a line, from 1 + delta to 1 - delta of the mean", within=(0, 0.95)
+    )
+    recent: int = option(1, "newest tokens that are never evicted, at least one", within=(1, 2**31))
+
+    statistic: ClassVar[Statistic] = Mass()
+    slots: ClassVar[Mapping[str, float]] = {"importance": 0.0}
+    bursts: ClassVar[bool] = True
+    cascades: ClassVar[bool] = True
+    bibtex: ClassVar[str] = """@inproceedings{wang2021spatten,
+  title = {{SpAtten}: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning},
+  author = {Hanrui Wang and Zhekai Zhang and Song Han}, booktitle = {HPCA}, year = {2021}}"""
+
+    @property
+    def layer_budget(self) -> str:
+        """Equal, or a falling line."""
+        return f"ramp:-{self.delta}" if self.delta else "uniform"
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The newest tokens."""
+        return 0, self.recent
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """What all layers and steps gave before, and this layer's mass in all heads."""
+        return {"importance": (view.past[:, None] + report.mass.sum(dim=1, keepdim=True)).expand_as(report.mass)}
+
+    def stays(self, view: View, state: State) -> Int[Tensor, "B 1"]:
+        """At most what the layer before still holds."""
+        limit = torch.as_tensor(view.budget, device=view.seen.device).view(-1, 1)
+        return torch.minimum(view.alive.sum(dim=1, keepdim=True), limit)
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """The importance; tokens that the layer before has dropped come last."""
+        return state["importance"].masked_fill(~view.alive[:, None], -1.0)

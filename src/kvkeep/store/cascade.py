@@ -1,0 +1,81 @@
+"""What the layers of one sequence share under a policy that prunes through the depth of the model (SpAtten)."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+_LATER = torch.iinfo(torch.int64).max
+
+
+class Cascade:
+    """The importance that tokens have collected in all layers and steps, and what the layer before still holds.
+
+    A token that a layer drops is dropped by all later ones, so the tokens of the first layer are all there are: the
+    table has one entry for each of them, in position order, and never grows beyond its slots and one chunk.
+
+    Args:
+        first: index of the first layer.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self._tokens: Int[Tensor, "B N"] | None = None
+        self._importance: Float[Tensor, "B N"] | None = None
+        self._held: Int[Tensor, "B M"] | None = None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._tokens = self._importance = self._held = None
+
+    def select_rows(self, index: Int[Tensor, " n"]) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was."""
+        for name in ("_tokens", "_importance", "_held"):
+            tensor = getattr(self, name)
+            setattr(self, name, None if tensor is None else tensor.index_select(0, index.to(tensor.device)))
+
+    def enter(self, layer: int, positions: Int[Tensor, "B S"]) -> tuple[Float[Tensor, "B S"], Bool[Tensor, "B S"]]:
+        """A layer begins a step with these tokens, -1 = empty: their importance so far, and which are alive."""
+        if layer == self.first:
+            self._open(positions)
+        return self.importance(positions), self.is_alive(positions)
+
+    def _open(self, positions: Int[Tensor, "B S"]) -> None:
+        """The first layer's tokens are all that remain in the table."""
+        past = self.importance(positions)
+        tokens = positions.long().masked_fill(positions < 0, _LATER)
+        self._tokens, order = tokens.sort(dim=1)
+        self._importance = past.gather(1, order)
+        self._held = None
+
+    def importance(self, positions: Int[Tensor, "B S"]) -> Float[Tensor, "B S"]:
+        """What each token has collected; 0 for a new one."""
+        if self._tokens is None or self._importance is None:
+            return torch.zeros(positions.shape, dtype=torch.float32, device=positions.device)
+        index, found = _look_up(self._tokens, positions)
+        return self._importance.gather(1, index) * found
+
+    def is_alive(self, positions: Int[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
+        """Whether the layer before holds a token; in the first layer all are alive."""
+        if self._held is None:
+            return positions >= 0
+        return _look_up(self._held, positions)[1]
+
+    def add(self, positions: Int[Tensor, "B S"], mass: Float[Tensor, "B S"]) -> None:
+        """Add what a layer's attention gave to its tokens."""
+        assert self._tokens is not None
+        assert self._importance is not None
+        index, found = _look_up(self._tokens, positions)
+        self._importance.scatter_add_(1, index, mass * found)
+
+    def leave(self, positions: Int[Tensor, "B S"]) -> None:
+        """A layer ends its step holding these tokens."""
+        self._held = positions.long().masked_fill(positions < 0, _LATER).sort(dim=1).values
+
+
+def _look_up(tokens: Int[Tensor, "B N"], positions: Int[Tensor, "B S"]) -> tuple[Tensor, Bool[Tensor, "B S"]]:
+    """Where each position stands in a sorted table, and whether it does."""
+    wanted = positions.long().contiguous()
+    index = torch.searchsorted(tokens, wanted).clamp(max=tokens.shape[1] - 1)
+    return index, (tokens.gather(1, index) == wanted) & (positions >= 0)

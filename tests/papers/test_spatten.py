@@ -1,0 +1,84 @@
+"""SpAtten: importance added up over heads, layers and steps; a later layer holds no more than the earlier ones."""
+
+import pytest
+import torch
+
+from kvkeep import AttentionOptions, Layer, parse
+from kvkeep.budget import per_layer
+from kvkeep.store import Cascade
+
+from .cases import D, E
+from .loops import dot, require_margin, softmax
+
+LAYERS, HEADS, GROUP = 3, 2, 2
+
+
+def draw(n, seed):
+    """Queries, keys and values ``[layer][head][token]`` of one row; the queries drift, so that what matters changes."""
+    g = torch.Generator().manual_seed(seed)
+    drift = torch.randn(LAYERS, HEADS * GROUP, n, D, generator=g).cumsum(dim=2) / 2
+    return drift, torch.randn(LAYERS, HEADS, n, D, generator=g), torch.randn(LAYERS, HEADS, n, E, generator=g)
+
+
+def spatten(queries, keys, turns, budgets, recent):
+    """policies.md §12, with one dictionary of importance for the whole sequence. Yields the kept sets of all layers."""
+    importance = {}
+    kept = [[] for _ in range(LAYERS)]
+    seen = 0
+    for turn in turns:
+        new = list(range(seen, seen + turn))
+        seen += turn
+        alive = set(kept[0]) | set(new)
+        importance = {j: importance.get(j, 0.0) for j in alive}
+        for layer in range(LAYERS):
+            for t in new:
+                visible = kept[layer] + [j for j in new if j <= t]
+                for g in range(HEADS * GROUP):
+                    own = [keys[layer][g // GROUP][j] for j in visible]
+                    p = softmax([D**-0.5 * dot(queries[layer][g][t], key) for key in own])
+                    for j, share in zip(visible, p, strict=True):
+                        importance[j] += share / GROUP
+            candidates = [j for j in kept[layer] + new if j in alive]
+            ranked = sorted(candidates, key=lambda j: (j >= seen - recent, importance[j], j))
+            excess = max(0, len(ranked) - budgets[layer])
+            if 0 < excess and ranked[excess] < seen - recent:
+                require_margin(importance[ranked[excess - 1]], importance[ranked[excess]])
+            kept[layer] = sorted(ranked[excess:])
+            alive = set(kept[layer])
+        yield [list(layer) for layer in kept]
+
+
+CASES = [
+    ("spatten", [8] * LAYERS, (24, *(1,) * 200)),
+    ("spatten:recent=3", [8] * LAYERS, (24, *(1,) * 60)),
+    ("spatten:delta=0.5", per_layer("ramp:-0.5", 8, LAYERS), (24, *(1,) * 60)),
+    ("spatten", [12, 8, 5], (5, 1, 1, 9, *(1,) * 30, 7, *(1,) * 20)),
+    ("spatten:recent=2", [5, 9, 7], (30, *(1,) * 40)),
+]
+
+
+@pytest.mark.parametrize(("policy", "budgets", "turns"), CASES, ids=str)
+def test_prunes_through_the_depth_of_the_model(policy, budgets, turns):
+    rows = [draw(sum(turns), seed) for seed in (1, 2)]
+    cascade = Cascade(0)
+    layers = [Layer(parse(policy), budget, index=i, cascade=cascade) for i, budget in enumerate(budgets)]
+    recent = parse(policy).recent
+    wanted = [spatten(q.tolist(), k.tolist(), turns, budgets, recent) for q, k, _ in rows]
+    start = 0
+    for number, turn in enumerate(turns):
+        at = slice(start, start + turn)
+        start += turn
+        for i, layer in enumerate(layers):
+            tensors = (torch.stack([row[which][i, :, at] for row in rows]) for which in range(3))
+            layer.step(*tensors, options=AttentionOptions(scaling=D**-0.5))
+        for r, oracle in enumerate(wanted):
+            want = next(oracle)
+            for i, layer in enumerate(layers):
+                heads = [sorted(j for j in head if j >= 0) for head in layer.store.positions[r].tolist()]
+                assert heads == [want[i]] * HEADS, f"turn {number}, layer {i}"
+            assert all(set(b) <= set(a) for a, b in zip(want, want[1:], strict=False))
+
+
+def test_delta_makes_the_budgets_a_falling_line_of_the_same_mean():
+    assert parse("spatten:delta=0.5").layer_budget == "ramp:-0.5"
+    assert per_layer("ramp:-0.5", 100, 5) == [150, 125, 100, 75, 50]
