@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli import env, generate, policies
+from kvkeep.cli import demo, env, generate, policies
+from kvkeep.cli import eval as evaluation
 from kvkeep.version import __version__
 
 INTERRUPTED = 130
@@ -22,7 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
+app.command("eval")(evaluation.evaluate)
 app.add_typer(policies.app, name="policies")
 app.command("env")(env.env)
 

@@ -1,0 +1,233 @@
+"""``kvkeep eval``: the options. The work is in `kvkeep.cli.grid`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvkeep.cli.console import Debug, Json, one_line_errors, parse_tokens
+from kvkeep.errors import BudgetError, InputError
+
+_GRID, _TASKS, _MODEL, _OUTPUT = "Grid", "Tasks", "Model", "Output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for; numbers are numbers, lists of names and the text file are not read yet.
+
+    Attributes:
+        budgets: each a share of the text (a float) or a number of tokens (an int).
+    """
+
+    model: str | None
+    output: Path
+    policies: str
+    budgets: tuple[float | int, ...]
+    tasks: str
+    limit: int | None
+    seed: int
+    text: str | None
+    contexts: tuple[int, ...]
+    facts: int
+    depths: tuple[float, ...]
+    window: int | None
+    stride: int
+    plots: bool
+    dtype: str
+    device: str
+    allow_pickle: bool
+    json: bool
+
+
+@one_line_errors
+def evaluate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A hub name or a local folder. The embedded model if not given.", show_default=False, metavar="MODEL"
+        ),
+    ] = None,
+    policies: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Policies with their options, e.g. full,local,h2o:recent=32,sinks=4,tova. "
+            "full is run once, with room for everything.",
+            rich_help_panel=_GRID,
+        ),
+    ] = "full,local,h2o,tova",
+    budgets: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Budgets per layer and head: shares of the text as 20%, or tokens as 512, 4K (4096), 4k (4000).",
+            rich_help_panel=_GRID,
+        ),
+    ] = "4%,10%,20%,60%",
+    tasks: Annotated[
+        str, typer.Option(metavar="LIST", help="What is measured.", rich_help_panel=_GRID)
+    ] = "recall,perplexity,agreement,mass",
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Questions per context and texts per task. Default: 30 questions, 8 texts (mass: 4).",
+            rich_help_panel=_TASKS,
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Chooses questions and the package's own text.", rich_help_panel=_TASKS)
+    ] = 0,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 text for perplexity, agreement and mass. Default: the package's own plain sentences.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = None,
+    context: Annotated[
+        str, typer.Option(metavar="LIST", help="Lengths of recall prompts in tokens.", rich_help_panel=_TASKS)
+    ] = "512,1024",
+    facts: Annotated[
+        int, typer.Option(metavar="N", help="Facts in a recall prompt; one is asked for.", rich_help_panel=_TASKS)
+    ] = 16,
+    depths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Where asked facts stand, from 0 (start) to 1 (end). Default: evenly spread.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = None,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Length of a perplexity window. Default: 1024, or the trained length.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = None,
+    stride: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKENS",
+            help="Perplexity feeds so many tokens at once; 1 is decoding.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = "16",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="float32, bfloat16, float16, or auto: the checkpoint's.", rich_help_panel=_MODEL
+        ),
+    ] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="cpu, cuda, cuda:1, or auto: CUDA where there is one.", rich_help_panel=_MODEL
+        ),
+    ] = "auto",
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="Accept weights that are not safetensors, if you trust their source.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Folder for results.jsonl and plots. A run that was stopped goes on there.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Run nothing: show the table of a folder and draw its plots again.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    plots: Annotated[
+        bool, typer.Option(help="Draw plots, with matplotlib (extra: plots).", rich_help_panel=_OUTPUT)
+    ] = True,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure policies at budgets: recall, perplexity, agreement with the full cache, retained attention mass.
+
+    Every result is written to DIR at once; the same command again goes on where it was stopped.
+    """
+    folder = _folder(output, report)
+    request = Request(
+        model=model,
+        output=folder,
+        policies=policies,
+        budgets=tuple(map(parse_budget, _items(budgets, "--budgets"))),
+        tasks=tasks,
+        limit=None if limit is None else parse_tokens(limit, "--limit"),
+        seed=seed,
+        text=text,
+        contexts=tuple(parse_tokens(item, "--context") for item in _items(context, "--context")),
+        facts=facts,
+        depths=() if depths is None else tuple(_number(item, "--depths") for item in _items(depths, "--depths")),
+        window=None if window is None else parse_tokens(window, "--window"),
+        stride=parse_tokens(stride, "--stride"),
+        plots=plots,
+        dtype=dtype,
+        device=device,
+        allow_pickle=allow_pickle,
+        json=json,
+    )
+    from kvkeep.cli import grid  # torch and transformers: only now
+
+    if report is None:
+        grid.serve(request)
+    else:
+        grid.report(request)
+
+
+def parse_budget(text: str) -> float | int:
+    """Read a budget: ``20%`` becomes 0.2, a number of tokens an int.
+
+    Raises:
+        InputError: it is neither.
+        BudgetError: the share is outside 0 … 100 %.
+    """
+    if not text.endswith("%"):
+        return parse_tokens(text, "--budgets")
+    percent = _number(text[:-1], "--budgets")
+    if not 0 < percent <= 100:
+        raise BudgetError(f"--budgets {text} is outside 0 … 100%. It is the share of the text's tokens that stay.")
+    return percent / 100
+
+
+def _folder(output: Path | None, report: Path | None) -> Path:
+    if output is not None and report is not None:
+        raise InputError("--output and --report were both given; --report only shows what a folder already holds.")
+    if (folder := output or report) is None:
+        raise InputError("There is no folder for results. Give --output DIR, or --report DIR to show earlier ones.")
+    return folder.expanduser()
+
+
+def _items(text: str, option: str) -> list[str]:
+    items = list(filter(None, (item.strip() for item in text.split(","))))
+    if not items:
+        raise InputError(f"{option} is an empty list; leave it out for the default.")
+    return items
+
+
+def _number(text: str, option: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{option}: {text!r} is not a number.") from None

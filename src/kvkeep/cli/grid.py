@@ -1,0 +1,155 @@
+"""The work of ``kvkeep eval``: check everything, load the model, fill the grid, and show tables and plots.
+
+All that can be refused is refused before weights are read. Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kvkeep import plots
+from kvkeep.cli import console
+from kvkeep.cli.eval import Request
+from kvkeep.cli.generate import read_prompt
+from kvkeep.errors import InputError
+from kvkeep.evals import report as reports
+from kvkeep.evals import tasks
+from kvkeep.evals.plan import Asked, Cell, Planned, split_policies
+from kvkeep.evals.records import Records
+from kvkeep.evals.run import Grid, lay_out, manifest, run
+from kvkeep.evals.task import Options
+from kvkeep.models.device import parse_device, parse_dtype
+from kvkeep.models.load import embedded, find, read_weights
+from kvkeep.models.quiet import quiet
+from kvkeep.models.text import Writer
+
+EMBEDDED = "embedded"
+"""How results name the model of the package."""
+
+
+def serve(request: Request) -> None:
+    """Do what ``kvkeep eval --output DIR`` was asked for.
+
+    Raises:
+        KVKeepError: something in the request, the model or the folder cannot be used.
+    """
+    with quiet():
+        records = Records(request.output)
+        grid = prepare(request)
+        records.check(manifest(grid))
+        for note in grid.notes:
+            console.note(note)
+        writer = Writer(grid.checkpoint, read_weights(grid.checkpoint, request.dtype, request.device))
+        todo = sum(planned.cell not in records.done for planned in grid.planned)
+        if todo < len(grid.planned):
+            console.progress(f"{console.count(len(grid.planned) - todo, 'cell')} of {len(grid.planned)} already done")
+        with _progress(todo) as on_cell:
+            run(grid, writer, records, on_cell)
+    _show(request, records)
+
+
+def report(request: Request) -> None:
+    """Do what ``kvkeep eval --report DIR`` was asked for.
+
+    Raises:
+        InputError: there are no results, or they cannot be read.
+    """
+    records = Records(request.output)
+    if not records.rows:
+        raise InputError(f"{request.output} has no results. Make some with kvkeep eval --output {request.output}.")
+    _show(request, records)
+
+
+def prepare(request: Request) -> Grid:
+    """Check a request from the cheapest test to the dearest, without reading weights.
+
+    Raises:
+        KVKeepError: something in the request or the model cannot be used.
+    """
+    policies = split_policies(request.policies)
+    wanted = tasks.find(request.tasks)
+    budgets = [Asked(ratio=b) if isinstance(b, float) else Asked(tokens=b) for b in request.budgets]
+    options = Options(
+        seed=request.seed,
+        limit=request.limit,
+        text=None if request.text is None else read_prompt(None, request.text),
+        contexts=request.contexts,
+        facts=request.facts,
+        depths=request.depths,
+        window=request.window,
+        stride=request.stride,
+    )
+    parse_dtype(request.dtype)
+    parse_device(request.device)
+    name = request.model or embedded()
+    console.progress(f"loading {name} …")
+    checkpoint = find(name, allow_pickle=request.allow_pickle)
+    return lay_out(checkpoint, request.model or EMBEDDED, wanted, policies, budgets, options)
+
+
+@contextmanager
+def _progress(cells: int) -> Iterator[Callable[[Planned], None]]:
+    """A bar with the time left, for a person who is waiting; after Ctrl-C it says how to go on."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("time left", style="dim"),
+        TimeRemainingColumn(),
+    )
+    screen = console.err()
+    bar = Progress(*columns, console=screen, disable=not screen.is_terminal or not cells, transient=True)
+    line = bar.add_task("starting", total=cells)
+    begun: list[Cell] = []
+
+    def on_cell(planned: Planned) -> None:
+        cell = planned.cell
+        if cell not in begun:
+            begun.append(cell)
+        bar.update(line, completed=len(begun) - 1, description=f"{cell.task} {cell.policy} {cell.budget}")
+
+    try:
+        with bar:
+            yield on_cell
+    except KeyboardInterrupt:
+        console.note("stopped. What is finished is on the disk; run the same command again to go on.")
+        raise
+
+
+def _show(request: Request, records: Records) -> None:
+    """Tables, plots and where they are."""
+    pictures = _draw(request, records)
+    if request.json:
+        paths = [str(path) for path in pictures]
+        console.write_json({"output": str(request.output), "plots": paths, "rows": records.rows})
+        return
+    screen = console.out()
+    for found in reports.tables(records.rows):
+        filled = console.table("policy", *found.columns)
+        for column in filled.columns[1:]:
+            column.justify = "right"
+        for policy, cells in found.rows.items():
+            filled.add_row(policy, *cells)
+        screen.print(found.title, style="bold")
+        screen.print(filled)
+        screen.print()
+    console.err().print(console.facts(_places(request, pictures)))
+
+
+def _draw(request: Request, records: Records) -> Sequence[Path]:
+    if not request.plots:
+        return []
+    if not plots.available():
+        console.note(f"no plots: {plots.MISSING}, then kvkeep eval --report {request.output}.")
+        return []
+    return reports.plots(records.rows, request.output)
+
+
+def _places(request: Request, pictures: Sequence[Path]) -> dict[str, str]:
+    drawn = {"plots": ", ".join(path.name for path in pictures)} if pictures else {}
+    return {"results": str(request.output / "results.jsonl"), **drawn}

@@ -1,0 +1,152 @@
+"""The grid: which policies at which budgets on which tasks, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvkeep import budget as ratios
+from kvkeep.cache import BoundedCache
+from kvkeep.errors import BudgetError, PolicyError
+from kvkeep.evals.task import Task
+from kvkeep.models.load import Checkpoint
+from kvkeep.policies.base import Policy
+from kvkeep.registry import parse, spec
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A budget as the user asked for it: a share of each row's text, or a number of tokens.
+
+    Attributes:
+        ratio: share of the tokens that stay, in (0, 1]; ``None`` if a number was given.
+        tokens: tokens that stay; ``None`` if a share was given.
+
+    Raises:
+        BudgetError: the share or the number is out of range.
+    """
+
+    ratio: float | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None:
+            ratios.check(self.tokens)
+        elif self.ratio is None or not 0 < self.ratio <= 1:
+            shown = "nothing" if self.ratio is None else f"{self.ratio:.4%}"
+            raise BudgetError(f"A budget of {shown} of the text is outside 0 … 100%; write e.g. 20%, or tokens as 512.")
+
+    def __str__(self) -> str:
+        return f"{self.ratio * 100:.6g}%" if self.ratio is not None else str(self.tokens)
+
+    def of(self, length: int) -> int:
+        """The budget for a text of so many tokens.
+
+        Raises:
+            BudgetError: a share of no tokens.
+        """
+        return ratios.from_ratio(self.ratio, length) if self.ratio is not None else int(self.tokens or 0)
+
+
+EVERYTHING = Asked(ratio=1.0)
+"""The budget under which a policy that never evicts is listed."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of results: what is measured, and under which budget. Equal cells are the same measurement."""
+
+    task: str
+    case: str
+    policy: str
+    budget: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell with everything that its run needs.
+
+    Attributes:
+        cell: its key.
+        policy: the policy.
+        budgets: tokens per layer and head, one per row.
+        lengths: tokens of the rows, which shares refer to.
+    """
+
+    cell: Cell
+    policy: Policy
+    budgets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any row has more tokens than its budget."""
+        return self.policy.evicts and any(b < n for b, n in zip(self.budgets, self.lengths, strict=True))
+
+
+def split_policies(text: str) -> list[Policy]:
+    """Read a list of policies: ``h2o:recent=32,sinks=4,local`` are two, since a bare ``option=value`` continues one.
+
+    Raises:
+        PolicyError: the list is empty, or one of them is wrong.
+    """
+    pieces: list[str] = []
+    for piece in filter(None, (part.strip() for part in text.split(","))):
+        if "=" in piece and ":" not in piece and pieces:
+            pieces[-1] += ("," if ":" in pieces[-1] else ":") + piece
+        else:
+            pieces.append(piece)
+    if not pieces:
+        raise PolicyError("The list of policies is empty; write e.g. full,local,h2o:recent=32,tova.")
+    return list(dict.fromkeys(map(parse, pieces)))
+
+
+def grid(
+    checkpoint: Checkpoint, tasks: Mapping[str, Task], policies: Sequence[Policy], budgets: Sequence[Asked], seed: int
+) -> list[Planned]:
+    """All cells, task by task. A policy that never evicts is run once, with room for everything.
+
+    Raises:
+        BudgetError: a budget is smaller than what a policy protects.
+    """
+    planned = [
+        _plan(Cell(task.name, case, spec(policy), str(asked), seed), task, lengths, policy, asked)
+        for task in tasks.values()
+        for case, lengths in task.cases().items()
+        for policy in policies
+        for asked in (dict.fromkeys(budgets) if policy.evicts else (EVERYTHING,))
+    ]
+    for plan in planned:
+        _check(checkpoint, plan)
+    return planned
+
+
+def _plan(cell: Cell, task: Task, lengths: Sequence[int], policy: Policy, asked: Asked) -> Planned:
+    if policy.evicts:
+        numbers = tuple(asked.of(length) for length in lengths)
+    else:
+        numbers = tuple(length + task.new_tokens for length in lengths)
+    return Planned(cell, policy, numbers, tuple(lengths))
+
+
+def _check(checkpoint: Checkpoint, plan: Planned) -> None:
+    """Refuse a budget that a cache of this model would refuse; nothing is allocated."""
+    try:
+        BoundedCache(checkpoint.config, plan.policy, list(plan.budgets))
+    except BudgetError as error:
+        cell = plan.cell
+        raise BudgetError(
+            f"{cell.task} {cell.case}: {cell.policy} cannot run at {cell.budget} of {min(plan.lengths)} tokens. {error}"
+        ) from error
+
+
+def notes(planned: Sequence[Planned]) -> list[str]:
+    """What the user should know before the run: budgets under which nothing is evicted."""
+    found = {
+        f"{plan.cell.task} {plan.cell.case}: nothing is evicted at {plan.cell.budget}: the budget of "
+        f"{max(plan.budgets)} is not smaller than the {max(plan.lengths)} tokens of the text."
+        for plan in planned
+        if plan.policy.evicts and not plan.evicts
+    }
+    return sorted(found)

@@ -1,0 +1,140 @@
+"""Fill the grid: load tasks and model, skip what is done, run the rest and write each row at once."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from kvkeep.errors import CapacityError
+from kvkeep.evals import plan, texts
+from kvkeep.evals.plan import Asked, Planned
+from kvkeep.evals.records import Records
+from kvkeep.evals.task import Options, Task
+from kvkeep.models.device import enough_memory
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.text import Writer
+from kvkeep.policies.base import Policy
+from kvkeep.version import __version__
+
+TEXT_TASKS = {"perplexity", "agreement", "mass"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is to be measured, after all checks that need no weights.
+
+    Attributes:
+        name: the model's name in results.
+        checkpoint: configuration and tokenizer.
+        options: the user's choices about tasks.
+        tasks: the tasks with their data.
+        planned: all cells.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    options: Options
+    tasks: dict[str, Task]
+    planned: list[Planned]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know about the results."""
+        own = texts.notes(self.options) if self.tasks.keys() & TEXT_TASKS else []
+        return [*own, *(note for task in self.tasks.values() for note in task.notes), *plan.notes(self.planned)]
+
+
+def lay_out(
+    checkpoint: Checkpoint,
+    name: str,
+    tasks: Sequence[type[Task]],
+    policies: Sequence[Policy],
+    budgets: Sequence[Asked],
+    options: Options,
+) -> Grid:
+    """Make the tasks' data and plan all cells; needs no weights.
+
+    Raises:
+        InputError: a task cannot be made with these options.
+        BudgetError: a budget is smaller than what a policy protects.
+    """
+    loaded = {task.name: task.load(checkpoint, options) for task in tasks}
+    return Grid(name, checkpoint, options, loaded, plan.grid(checkpoint, loaded, policies, budgets, options.seed))
+
+
+def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned], object] = lambda cell: None) -> None:
+    """Run every cell that has no row yet, and write its row at once.
+
+    Args:
+        grid: what is to be measured.
+        writer: the model, loaded.
+        records: where rows are written.
+        on_cell: called before each cell that is run; also before the full cache is run for its task.
+
+    Raises:
+        InputError: the folder holds results of another run, a row cannot be written, or memory does not suffice.
+    """
+    records.open({**manifest(grid), "weights": fingerprint(writer), "dtype": writer.dtype})
+    common = {"model": grid.name, "dtype": writer.dtype, "device": writer.device, **versions()}
+    for task in grid.tasks.values():
+        todo = [planned for planned in grid.planned if planned.cell.task == task.name]
+        todo = [planned for planned in todo if planned.cell not in records.done]
+        if not todo:
+            continue
+        on_cell(todo[0])
+        with enough_memory(writer.model.device):
+            task.prepare(writer)
+            for planned in todo:
+                on_cell(planned)
+                records.append({**_measure(task, writer, planned), **common})
+
+
+def _measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
+    """One row, without what all rows share."""
+    start = time.perf_counter()
+    cell = planned.cell
+    try:
+        outcome = task.run(writer, cell.case, planned.policy, planned.budgets)
+    except CapacityError as error:
+        raise CapacityError(f"{cell.task} {cell.case}, {cell.policy} at {cell.budget}: {error}") from error
+    return {
+        **asdict(cell),
+        "version": task.VERSION,
+        "score": outcome.score,
+        "budget_tokens": sum(planned.budgets) / len(planned.budgets),
+        "text_tokens": sum(planned.lengths) / len(planned.lengths),
+        "rows": len(planned.budgets),
+        "memory": {**asdict(outcome.memory), "compression": outcome.memory.compression},
+        "wall_s": round(time.perf_counter() - start, 3),
+    }
+
+
+def manifest(grid: Grid) -> dict[str, Any]:
+    """What results must share to stand in one folder, as far as it is known without weights."""
+    return {
+        "model": grid.name,
+        "seed": grid.options.seed,
+        "tasks": {task.name: {"version": task.VERSION, **task.settings()} for task in grid.tasks.values()},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes."""
+    packages = {package: version(package) for package in ("torch", "transformers")}
+    return {"kvkeep": __version__, **packages, "python": platform.python_version()}
+
+
+def fingerprint(writer: Writer) -> str:
+    """Tells other weights under the same name: a hash of the beginning of every parameter."""
+    digest = hashlib.sha256()
+    for name, parameter in writer.model.named_parameters():
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(parameter.detach().flatten()[:64].to("cpu", torch.float32).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,135 @@
+"""Agreement with the full cache: its own greedy continuation is fed token by token to the bounded cache.
+
+The prompt is one chunk and is then cut to the budget. The first new token follows from the whole prompt and is the
+same for every policy, so it is not counted. The end of text is left out of the continuation, so rows are equally long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.evals import metrics, texts
+from kvkeep.evals.drive import Drive, batches, ends_of
+from kvkeep.evals.task import Options, Outcome, Task
+from kvkeep.memory import Memory
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.text import Writer
+from kvkeep.policies.base import Policy
+from kvkeep.registry import parse
+
+PROMPT = 512
+"""Tokens of a prompt; with the new tokens no more than the model was trained for."""
+
+PROMPTS = 8
+"""Prompts, unless the user gives a limit."""
+
+NEW = 64
+"""Tokens of the continuation."""
+
+_PARTS = 8
+
+
+@dataclass
+class _Reference:
+    """The full cache's continuation and the distributions after each of its tokens, kept in the model's dtype."""
+
+    tokens: Int[Tensor, "B n"]
+    logits: list[Float[Tensor, "B V"]]
+
+
+@final
+@dataclass
+class Agreement(Task):
+    """Share of equal next tokens, and KL(full ‖ bounded) in nats."""
+
+    name: ClassVar[str] = "agreement"
+    VERSION: ClassVar[int] = 1
+    headline: ClassVar[str] = "agreement"
+
+    ids: Int[Tensor, "B T"]
+    new: int
+    text: str
+    references: list[_Reference] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, options: Options) -> Agreement:
+        """Cut the text into prompts.
+
+        Raises:
+            InputError: the text is too short.
+        """
+        room = checkpoint.trained_length or PROMPT + NEW
+        new = min(NEW, max(2, room // 8))
+        length = min(PROMPT, room - new)
+        ids = texts.windows(checkpoint, options, rows=options.limit or PROMPTS, length=length)
+        return cls(ids, new, texts.describe(options))
+
+    def settings(self) -> dict[str, Any]:
+        """Text and prompts."""
+        return {"text": self.text, "prompts": self.ids.shape[0]}
+
+    def cases(self) -> dict[str, list[int]]:
+        """One case: prompt and continuation."""
+        rows, length = self.ids.shape
+        return {f"prompt={length},new={self.new}": [length] * rows}
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the continuation."""
+        return self.new
+
+    def prepare(self, writer: Writer) -> None:
+        """Let the full cache write its continuation."""
+        self.references = [self._continue(writer, self.ids[at]) for at in self._batches()]
+
+    def run(self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int]) -> Outcome:
+        """Feed the continuation and compare each next-token distribution with the full cache's."""
+        equal, kl, memory = [], [], Memory()
+        for at, reference in zip(self._batches(), self.references, strict=True):
+            drive = Drive(writer, policy, budgets[at], first=at.start)
+            drive.feed(self.ids[at], last_only=True)
+            for step, full in enumerate(reference.logits):
+                bounded = drive.feed(reference.tokens[:, step : step + 1])[:, -1]
+                full = full.to(bounded.device)
+                equal.append((full.argmax(dim=-1) == bounded.argmax(dim=-1)).float().cpu())
+                kl.append(metrics.kl(full, bounded).cpu())
+            memory += drive.cache.memory()
+        return Outcome(_score(torch.cat(equal), torch.cat(kl), self._steps()), memory)
+
+    def _continue(self, writer: Writer, ids: Int[Tensor, "B T"]) -> _Reference:
+        drive = Drive(writer, parse("full"), [ids.shape[1] + self.new] * len(ids))
+        last = drive.feed(ids, last_only=True)[:, -1]
+        tokens, logits = [], []
+        for _ in range(self.new):
+            allowed = last.clone()
+            allowed[:, list(ends_of(writer))] = -torch.inf
+            tokens.append(allowed.argmax(dim=-1))
+            last = drive.feed(tokens[-1][:, None])[:, -1]
+            logits.append(last.cpu())
+        return _Reference(torch.stack(tokens, dim=1).cpu(), logits)
+
+    def _batches(self) -> list[slice]:
+        return batches([self.ids.shape[1]] * len(self.ids))
+
+    def _steps(self) -> Int[Tensor, " n"]:
+        """Which part of the continuation each comparison belongs to, batch after batch and step after step."""
+        steps = [torch.arange(self.new).repeat_interleave(len(r.tokens)) for r in self.references]
+        return torch.cat(steps) * _PARTS // self.new
+
+
+def _score(equal: Float[Tensor, " n"], kl: Float[Tensor, " n"], parts: Int[Tensor, " n"]) -> dict[str, Any]:
+    """Means over all comparisons, and over each eighth of the continuation."""
+    found = sorted(set(parts.tolist()))
+    return {
+        "agreement": equal.double().mean().item(),
+        "kl": kl.double().mean().item(),
+        "n": len(equal),
+        "agreement_by_part": [equal[parts == part].double().mean().item() for part in found],
+        "kl_by_part": [kl[parts == part].double().mean().item() for part in found],
+    }

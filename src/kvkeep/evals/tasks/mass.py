@@ -1,0 +1,180 @@
+"""Retained attention mass, teacher-forced: how much of the full cache's attention falls on what a policy holds.
+
+The full cache runs once and every layer's queries, keys and values are recorded. Each policy is replayed on that
+record: the prompt as one chunk, then token by token. Before each token, the full cache's attention of its row to the
+tokens that the policy holds (and to itself) is added up. Inputs are the same for all, so nothing but the choice counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep.cache import BoundedLayer
+from kvkeep.evals import metrics, texts
+from kvkeep.evals.drive import Drive
+from kvkeep.evals.task import Options, Outcome, Task
+from kvkeep.layer import Layer
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.text import Writer
+from kvkeep.policies.base import Policy
+from kvkeep.registry import parse
+from kvkeep.types import AttentionOptions
+
+PROMPT = 384
+"""Tokens of the prompt; with the rows no more than the model was trained for."""
+
+ROWS = 128
+"""Tokens after the prompt, whose attention is measured."""
+
+TEXTS = 4
+"""Texts, unless the user gives a limit."""
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What one layer of the full cache was given, for all tokens, and its attention of the measured rows."""
+
+    query: Float[Tensor, "B Hq T D"]
+    keys: Float[Tensor, "B Hk T D"]
+    values: Float[Tensor, "B Hk T E"]
+    options: AttentionOptions
+    probabilities: Float[Tensor, "B Hk R T"]
+
+
+class Recorder(Layer):
+    """A layer that keeps everything and remembers what it was given in one step."""
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        *,
+        options: AttentionOptions,
+        real: Bool[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B Hq T E"]:
+        """Remember the inputs; then as `Layer.step`."""
+        self.given = (query.clone(), keys.clone(), values.clone(), options)
+        return super().step(query, keys, values, options=options, real=real)
+
+    def tape(self, rows: int) -> Tape:
+        """The inputs, and the full attention of the last ``rows`` tokens."""
+        query, keys, values, options = self.given
+        p = metrics.attention(
+            query[:, :, -rows:],
+            keys,
+            scaling=options.scaling,
+            softcap=options.softcap,
+            window=options.window,
+            sinks=options.sinks,
+        )
+        return Tape(query, keys, values, options, p)
+
+
+@final
+@dataclass
+class Mass(Task):
+    """Mean retained mass, beside the best fixed set in hindsight and the best set of each row."""
+
+    name: ClassVar[str] = "mass"
+    VERSION: ClassVar[int] = 1
+    headline: ClassVar[str] = "mass"
+
+    ids: Int[Tensor, "B T"]
+    rows: int
+    text: str
+    tapes: dict[int, Tape] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, options: Options) -> Mass:
+        """Cut the text.
+
+        Raises:
+            InputError: the text is too short.
+        """
+        length = min(PROMPT + ROWS, checkpoint.trained_length or PROMPT + ROWS)
+        ids = texts.windows(checkpoint, options, rows=options.limit or TEXTS, length=length)
+        return cls(ids, max(1, ids.shape[1] * ROWS // (PROMPT + ROWS)), texts.describe(options))
+
+    def settings(self) -> dict[str, Any]:
+        """The text, and how many."""
+        return {"text": self.text, "texts": self.ids.shape[0]}
+
+    def cases(self) -> dict[str, list[int]]:
+        """One case: prompt and measured rows."""
+        return {f"prompt={self._prompt},rows={self.rows}": [self._prompt] * len(self.ids)}
+
+    @property
+    def new_tokens(self) -> int:
+        """The measured rows."""
+        return self.rows
+
+    @property
+    def _prompt(self) -> int:
+        return self.ids.shape[1] - self.rows
+
+    def prepare(self, writer: Writer) -> None:
+        """Run the full cache once and record every layer."""
+        rows, length = self.ids.shape
+        drive = Drive(writer, parse("full"), [length] * rows)
+        recorders = {}
+        for index, layer in drive.cache.bounded_layers().items():
+            recorders[index] = Recorder(parse("full"), length, index=index, window=layer.window)
+            outer = drive.cache.layers[index]
+            assert isinstance(outer, BoundedLayer)
+            outer.layer = recorders[index]
+        drive.feed(self.ids, last_only=True)
+        self.tapes = {index: recorder.tape(self.rows) for index, recorder in recorders.items()}
+
+    def run(self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int]) -> Outcome:
+        """Replay the policy on the record, layer by layer within each token."""
+        cache = Drive(writer, policy, budgets).cache
+        layers = cache.bounded_layers()
+        for index, tape in self.tapes.items():
+            _step(layers[index], tape, 0, self._prompt)
+        held: dict[int, list[Tensor]] = {index: [] for index in self.tapes}
+        for row in range(self.rows):
+            for index, tape in self.tapes.items():
+                held[index].append(metrics.held(tape.probabilities[:, :, row], layers[index].store.positions))
+                _step(layers[index], tape, self._prompt + row, self._prompt + row + 1)
+        room = [layers[index].store.capacity - 1 for index in held]  # layers need not share the budget evenly
+        return Outcome(self._score({i: torch.stack(rows, dim=-1) for i, rows in held.items()}, room), cache.memory())
+
+    def _score(self, held: dict[int, Float[Tensor, "B Hk R"]], room: Sequence[int]) -> dict[str, Any]:
+        """Means over texts and rows: per layer and head, and over all."""
+        tapes = [self.tapes[index].probabilities for index in held]
+        mass = _per_head([h + metrics.own(p) for h, p in zip(held.values(), tapes, strict=True)])
+        dynamic = _per_head([metrics.best_dynamic(p, n) for p, n in zip(tapes, room, strict=True)])
+        static = _per_head([metrics.best_static(p, n) for p, n in zip(tapes, room, strict=True)])
+        return {
+            "mass": _mean(mass),
+            "best_dynamic": _mean(dynamic),
+            "best_static": _mean(static),
+            "regret": max(0.0, _mean(dynamic) - _mean(mass)),
+            "regret_static": _mean(static) - _mean(mass),
+            "n": self.rows * len(self.ids),
+            "layers": list(held),
+            "mass_by_head": mass,
+            "best_dynamic_by_head": dynamic,
+            "best_static_by_head": static,
+        }
+
+
+def _step(layer: Layer, tape: Tape, start: int, stop: int) -> None:
+    at = slice(start, stop)
+    layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options)
+
+
+def _per_head(layers: Sequence[Float[Tensor, "B Hk R"]]) -> list[list[float]]:
+    return [[round(value, 7) for value in layer.double().mean(dim=(0, 2)).tolist()] for layer in layers]
+
+
+def _mean(layers: list[list[float]]) -> float:
+    values = [value for layer in layers for value in layer]
+    return sum(values) / len(values)

@@ -1,0 +1,107 @@
+"""Perplexity of running text under eviction, by position.
+
+Each window is a row. It is fed in pieces of ``stride`` tokens from its first token on, and after every piece the cache
+is cut to the budget, so a token sees at most the budget and the piece it stands in. With stride 1 this is decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.evals import metrics, texts
+from kvkeep.evals.drive import Drive, batches
+from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
+from kvkeep.memory import Memory
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.text import Writer
+from kvkeep.policies.base import Policy
+
+WINDOW = 1024
+"""Tokens of a window, unless the user gives another number or the model was trained for fewer."""
+
+WINDOWS = 8
+"""Windows, unless the user gives a limit."""
+
+
+@final
+@dataclass(frozen=True)
+class Perplexity(Task):
+    """Perplexity per token, the first of each window aside."""
+
+    name: ClassVar[str] = "perplexity"
+    VERSION: ClassVar[int] = 1
+    headline: ClassVar[str] = "perplexity"
+
+    ids: Int[Tensor, "B T"]
+    stride: int
+    text: str
+    notes_: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, options: Options) -> Perplexity:
+        """Cut the text into windows.
+
+        Raises:
+            InputError: the text is too short, or the model has too few learned positions for a window.
+        """
+        length = options.window or min(WINDOW, checkpoint.trained_length or WINDOW)
+        check_positions(checkpoint, length, cls.name, "--window")
+        ids = texts.windows(checkpoint, options, rows=options.limit or WINDOWS, length=length)
+        notes = past_training(checkpoint, ids.shape[1], "perplexity")
+        return cls(ids, options.stride, texts.describe(options), tuple(notes))
+
+    def settings(self) -> dict[str, Any]:
+        """Text and windows."""
+        return {"text": self.text, "windows": self.ids.shape[0]}
+
+    def cases(self) -> dict[str, list[int]]:
+        """One case: the window and the stride."""
+        rows, length = self.ids.shape
+        return {f"window={length},stride={self.stride}": [length] * rows}
+
+    @property
+    def new_tokens(self) -> int:
+        """None: the window is all."""
+        return 0
+
+    @property
+    def notes(self) -> list[str]:
+        """A window longer than the model was trained for."""
+        return list(self.notes_)
+
+    def run(self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int]) -> Outcome:
+        """Feed all windows in pieces."""
+        losses, memory = [], Memory()
+        for at in batches([self.ids.shape[1]] * len(self.ids)):
+            drive = Drive(writer, policy, budgets[at], first=at.start)
+            losses.append(feed_in_pieces(drive, self.ids[at], self.stride))
+            memory += drive.cache.memory()
+        return Outcome(_score(torch.cat(losses)), memory)
+
+
+def feed_in_pieces(drive: Drive, ids: Int[Tensor, "B T"], stride: int) -> Float[Tensor, "B n"]:
+    """Loss in nats of every token but the first of each row, ``n = T - 1``."""
+    pieces = []
+    for start in range(0, ids.shape[1] - 1, stride):
+        stop = min(start + stride, ids.shape[1] - 1)  # nothing follows the last token
+        logits = drive.feed(ids[:, start:stop])
+        pieces.append(metrics.nll(logits, ids[:, start + 1 : stop + 1].to(logits.device)).cpu())
+    return torch.cat(pieces, dim=1)
+
+
+def _score(losses: Float[Tensor, "B n"]) -> dict[str, Any]:
+    """Perplexity of all tokens, and the mean loss by the position of the token that is predicted."""
+    mean = losses.double().mean().item()
+    buckets = [
+        {"from": start, "to": stop, "n": part.numel(), "nll": part.double().mean().item()}
+        for start, stop in metrics.position_buckets(losses.shape[1] + 1)
+        for part in [losses[:, start - 1 : stop - 1]]
+    ]
+    return {"perplexity": math.exp(mean), "nll": mean, "n": losses.numel(), "buckets": buckets}

@@ -1,0 +1,154 @@
+"""Recall: questions over planted facts, by the depth at which the asked fact stands.
+
+The prompt is one chunk (the papers' semantics) and is then cut to the budget; the reply is decoded greedily under
+that budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep.evals import metrics
+from kvkeep.evals.drive import Drive, batches, ends_of, left_padded
+from kvkeep.evals.questions import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
+from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
+from kvkeep.memory import Memory
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.text import Writer
+from kvkeep.policies.base import Policy
+
+QUESTIONS = 30
+"""Questions per context, unless the user gives a limit."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What one batch of questions gave: replies, where kept tokens stood after the prompt, and bytes."""
+
+    replies: list[str]
+    kept: Float[Tensor, " 10"]
+    memory: Memory
+
+
+@final
+@dataclass(frozen=True)
+class Recall(Task):
+    """Share of questions answered right, by depth and kind; one case per context."""
+
+    name: ClassVar[str] = "recall"
+    VERSION: ClassVar[int] = 1
+    headline: ClassVar[str] = "accuracy"
+
+    options: Options
+    wording: Wording
+    questions: dict[str, list[Prompted]]
+    notes_: tuple[str, ...] = ()
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, options: Options) -> Recall:
+        """Make the questions.
+
+        Raises:
+            InputError: the facts do not fit into a context, or the model has too few learned positions.
+        """
+        wording = wording_of(checkpoint)
+        notes: list[str] = []
+        for context in options.contexts:
+            check_positions(checkpoint, context + NEW_TOKENS[wording], cls.name, "--context")
+            notes += past_training(checkpoint, context + NEW_TOKENS[wording], f"recall context={context}")
+        questions = {
+            f"context={context}": ask(checkpoint, options, context, options.limit or QUESTIONS)
+            for context in dict.fromkeys(options.contexts)
+        }
+        return cls(options, wording, questions, tuple(notes))
+
+    def settings(self) -> dict[str, Any]:
+        """Questions, facts, depths and wording."""
+        return {
+            "questions": self.options.limit or QUESTIONS,
+            "facts": self.options.facts,
+            "depths": list(self.options.depths) or "spread",
+            "wording": self.wording,
+        }
+
+    def cases(self) -> dict[str, list[int]]:
+        """Each context, with the lengths of its prompts."""
+        return {case: [len(asked.ids) for asked in questions] for case, questions in self.questions.items()}
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the longest reply."""
+        return NEW_TOKENS[self.wording]
+
+    @property
+    def notes(self) -> list[str]:
+        """Contexts longer than the model was trained for."""
+        return list(self.notes_)
+
+    def run(self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int]) -> Outcome:
+        """Ask all questions of a context."""
+        questions = self.questions[case]
+        parts = batches([len(asked.ids) for asked in questions])
+        done = [self._answer(writer, policy, questions[at], budgets[at], at.start) for at in parts]
+        replies = [reply for batch in done for reply in batch.replies]
+        rights = [right(self.wording, q.question, reply) for q, reply in zip(questions, replies, strict=True)]
+        sizes = torch.tensor([len(batch.replies) for batch in done])
+        kept = torch.stack([batch.kept for batch in done]).mul(sizes[:, None]).sum(dim=0) / sizes.sum()
+        score = {**_score(questions, rights), "kept": [round(share, 6) for share in kept.tolist()]}
+        return Outcome(score, sum((batch.memory for batch in done), Memory()))
+
+    def _answer(
+        self, writer: Writer, policy: Policy, questions: Sequence[Prompted], budgets: Sequence[int], first: int
+    ) -> _Batch:
+        """Run one batch of prompts and decode the replies."""
+        ids, real = left_padded([asked.ids for asked in questions])
+        drive = Drive(writer, policy, budgets, first=first)
+        logits = drive.feed(ids, real, last_only=True)
+        lengths = [len(asked.ids) for asked in questions]
+        layers = drive.cache.bounded_layers()
+        kept = torch.stack([metrics.kept_by_tenth(drive.cache.positions(layer), lengths) for layer in layers])
+        tokens = _decode(drive, logits, self.new_tokens, ends_of(writer))
+        replies = [writer.text_of(row) for row in tokens]
+        return _Batch(replies, kept.mean(dim=0).cpu(), drive.cache.memory())
+
+
+def _decode(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, ends: set[int]) -> list[list[int]]:
+    """Greedy replies; a row that has ended is fed nothing more."""
+    replies: list[list[int]] = [[] for _ in logits]
+    running = torch.ones(len(replies), dtype=torch.bool)
+    for step in range(most):
+        best = logits[:, -1].argmax(dim=-1).cpu()
+        for row in running.nonzero().flatten().tolist():
+            replies[row].append(int(best[row]))
+        running &= torch.tensor([int(token) not in ends for token in best])
+        if step == most - 1 or not running.any():
+            break
+        logits = drive.feed(best[:, None], running[:, None], last_only=True)
+    return replies
+
+
+def _score(questions: Sequence[Prompted], rights: Sequence[bool]) -> dict[str, Any]:
+    by_depth = [[0, 0] for _ in range(metrics.TENTHS)]
+    by_kind: dict[str, list[int]] = {}
+    for asked, ok in zip(questions, rights, strict=True):
+        for group in (
+            by_depth[metrics.tenth_of(asked.question.depth)],
+            by_kind.setdefault(asked.question.kind, [0, 0]),
+        ):
+            group[0] += ok
+            group[1] += 1
+    return {
+        "accuracy": sum(rights) / len(rights),
+        "right": sum(rights),
+        "n": len(rights),
+        "guess": sum(1 / len(asked.question.choices) for asked in questions) / len(questions),
+        "by_depth": by_depth,
+        "by_kind": by_kind,
+        "rights": "".join(str(int(ok)) for ok in rights),
+    }

@@ -1,0 +1,103 @@
+"""Running text for perplexity, agreement and mass: windows of a file, or of the package's own sentences."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from itertools import cycle, islice
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep.errors import InputError
+from kvkeep.evals.task import Options
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.text import encode
+from kvkeep.models.tiny.recall import draw_facts, own_filler
+from kvkeep.models.tiny.wordings import HELD_OUT
+
+SHORTEST = 16
+"""Tokens of the shortest text that says anything."""
+
+_FILLER_PER_FACT = 3
+_FACTS = 16
+
+
+def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int) -> Int[Tensor, "rows length"]:
+    """Texts of equal length, each with the model's begin token in front if it has one.
+
+    Args:
+        checkpoint: the model that is meant.
+        options: the text, and the seed of the package's own.
+        rows: texts, or fewer if the file is shorter.
+        length: tokens of each, or fewer if the whole file is shorter.
+
+    Raises:
+        InputError: the file has fewer tokens than `SHORTEST`.
+    """
+    begin = _begin(checkpoint)
+    body = length - len(begin)
+    if options.text is None:
+        texts = [_own_tokens(checkpoint, options.seed * 1_000_003 + row, body) for row in range(rows)]
+    else:
+        texts = _cut(_tokens(checkpoint, options.text), rows, body)
+    return torch.stack([torch.cat([begin, text]) for text in texts])
+
+
+def describe(options: Options) -> str:
+    """What the text is, as results name it."""
+    if options.text is None:
+        return "own"
+    return f"sha256:{hashlib.sha256(options.text.encode()).hexdigest()[:16]}"
+
+
+def notes(options: Options) -> list[str]:
+    """What a reader should know about the text."""
+    if options.text is not None:
+        return []
+    return [
+        "perplexity, agreement and mass use the package's own plain sentences, which say little about other texts; "
+        "give one with --text FILE."
+    ]
+
+
+def own_sentences(seed: int) -> Iterator[str]:
+    """An endless text: shuffled neutral sentences, and after every third a fact; facts come back in turn."""
+    rng = random.Random(seed)
+    facts = cycle(draw_facts(HELD_OUT, rng, _FACTS, [kind.name for kind in HELD_OUT.kinds]))
+    filler = iter(own_filler(rng))
+    while True:
+        yield from islice(filler, _FILLER_PER_FACT)
+        fact = next(facts)
+        yield fact.say(rng.choice(fact.kind.statements))
+
+
+def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, " length"]:
+    sentences = own_sentences(seed)
+    text = " ".join(islice(sentences, 1 + length // 4))
+    while len(ids := _tokens(checkpoint, text)) < length:
+        text = " ".join([text, *islice(sentences, 1 + length // 8)])
+    return ids[:length]
+
+
+def _cut(ids: Int[Tensor, " n"], rows: int, length: int) -> list[Int[Tensor, " length"]]:
+    if len(ids) < SHORTEST:
+        raise InputError(
+            f"The text has only {len(ids)} tokens; less than {SHORTEST} say nothing about a cache. Give a longer file "
+            "with --text, or none for the package's own text."
+        )
+    length = min(length, len(ids))
+    return [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][:rows]
+
+
+def _tokens(checkpoint: Checkpoint, text: str) -> Int[Tensor, " n"]:
+    ids = encode(checkpoint, text, raw=True)[0]
+    begin = checkpoint.tokenizer.bos_token_id
+    return ids[1:] if begin is not None and ids[0] == begin else ids
+
+
+def _begin(checkpoint: Checkpoint) -> Int[Tensor, " n"]:
+    begin = checkpoint.tokenizer.bos_token_id
+    return torch.tensor([] if begin is None else [begin], dtype=torch.int64)

@@ -1,0 +1,40 @@
+"""Pictures as PNG files; the only room that imports matplotlib, which comes with ``kvkeep[plots]``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from kvkeep.errors import InputError
+from kvkeep.plots.panel import Panel, Series
+
+__all__ = ["MISSING", "Panel", "Series", "available", "draw"]
+
+MISSING = "matplotlib is not installed: pip install 'kvkeep[plots]'"
+"""What to do without it."""
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def draw(path: Path, panels: Sequence[Panel]) -> Path:
+    """Draw panels side by side with one legend, and write them as PNG. A name has the same colour in all panels.
+
+    Returns:
+        The path.
+
+    Raises:
+        InputError: matplotlib is missing, or the file cannot be written.
+    """
+    if not available():
+        raise InputError(f"There are no plots: {MISSING}.")
+    from kvkeep.plots.lines import picture  # matplotlib: only now
+
+    try:
+        picture(panels).savefig(path)
+    except OSError as error:
+        raise InputError(f"The plot {path} cannot be written: {error.strerror}.") from error
+    return path

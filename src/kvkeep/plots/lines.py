@@ -1,0 +1,79 @@
+"""Panels of lines with one legend, drawn with matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+from kvkeep.plots.panel import Panel
+
+COLUMNS = 3
+DPI = 120
+LEGEND_INCHES = 0.5
+PANEL_INCHES = (4.2, 3.1)
+
+# colours that stay apart for colour-blind readers (Okabe and Ito), then the same with other marks
+_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#8C8C8C")
+_MARKS = ("o", "s", "^", "D", "v", "P", "X", "<")
+
+
+def picture(panels: Sequence[Panel]) -> Figure:
+    """Panels side by side, at most `COLUMNS` in a row; no window, no global state."""
+    rows = math.ceil(len(panels) / COLUMNS)
+    columns = math.ceil(len(panels) / rows)
+    width, height = PANEL_INCHES
+    figure = Figure(figsize=(columns * width, rows * height + LEGEND_INCHES), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    names = list(dict.fromkeys(series.name for panel in panels for series in panel.series))
+    axes = [figure.add_subplot(rows, columns, number + 1) for number in range(len(panels))]
+    for panel, place in zip(panels, axes, strict=True):
+        _fill(place, panel, names)
+    _add_legend(figure, axes, names)
+    return figure
+
+
+def _add_legend(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> None:
+    handles: dict[str, Artist] = {}
+    for place in axes:
+        drawn, labels = place.get_legend_handles_labels()
+        handles |= {str(label): handle for label, handle in zip(labels, drawn, strict=True)}
+    figure.legend([handles[name] for name in names], names, loc="outside lower center", ncols=min(4, len(names)))
+
+
+def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+    for series in panel.series:
+        number = names.index(series.name)
+        style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "label": series.name, "linewidth": 1.5}
+        if series.reference:
+            style |= {"linestyle": "--", "zorder": 3}
+        if series.reference and len(series.y) == 1:
+            axes.axhline(series.y[0], **style)
+        else:
+            axes.plot(series.x, series.y, marker=_MARKS[number // len(_COLOURS) % len(_MARKS)], markersize=4, **style)
+    axes.set_title(panel.title, fontsize=10)
+    axes.set_xlabel(panel.x_label, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(visible=True, alpha=0.25)
+    _scale(axes, panel)
+
+
+def _scale(axes: Axes, panel: Panel) -> None:
+    if panel.log_x:
+        axes.set_xscale("log")
+        ticks = sorted({x for series in panel.series if not series.reference for x in series.x})
+        axes.set_xticks(ticks, [f"{x:.3g}" for x in ticks])
+        axes.set_xticks([], minor=True)
+    heights = [y for series in panel.series for y in series.y]
+    if panel.log_y and max(heights) > 5 * min(heights):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.set_yticks([], minor=True)
+    axes.set_ylim(*panel.y_range)

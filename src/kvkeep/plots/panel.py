@@ -1,0 +1,44 @@
+"""What a picture is made of: panels with lines, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line.
+
+    Attributes:
+        name: its name in the legend.
+        x: places.
+        y: values.
+        reference: what the others are compared with: dashed, and across the whole panel if it is one point.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    reference: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One pair of axes with its lines.
+
+    Attributes:
+        title: what is measured, with its unit.
+        x_label: what the horizontal axis is, with its unit.
+        series: the lines.
+        log_x: whether the horizontal axis is logarithmic.
+        log_y: whether the vertical one is, if its values differ by more than a factor of 5.
+        y_range: limits of the vertical axis; ``None`` for what the lines need.
+    """
+
+    title: str
+    x_label: str
+    series: Sequence[Series]
+    log_x: bool = False
+    log_y: bool = False
+    y_range: tuple[float | None, float | None] = (None, None)

@@ -1,0 +1,121 @@
+"""Tables and plots, made from rows alone."""
+
+import struct
+
+import pytest
+
+from kvkeep import plots
+from kvkeep.errors import InputError
+from kvkeep.evals import report
+
+POLICIES = ("local", "h2o", "tova")
+
+
+def row(task, policy, budget, score, tokens=1000):
+    share = {"5%": 0.05, "20%": 0.2, "300": 0.3, "100%": 1.01}[budget]
+    held = int(1e6 * share)
+    return {
+        "task": task,
+        "case": "c=1",
+        "policy": policy,
+        "budget": budget,
+        "seed": 0,
+        "budget_tokens": share * tokens,
+        "text_tokens": tokens,
+        "score": score,
+        "memory": {"allocated_bytes": held, "full_bytes": 10**6},
+    }
+
+
+def recall(policy, budget, accuracy):
+    by_depth = [[int(tenth >= 8), 2] for tenth in range(10)]
+    return row("recall", policy, budget, {"accuracy": accuracy, "by_depth": by_depth, "kept": [0.05] * 8 + [0.2, 0.4]})
+
+
+def rows():
+    cells = [(policy, budget) for policy in POLICIES for budget in ("20%", "5%", "300")]
+    return [
+        recall("full", "100%", 0.9),
+        *(recall(policy, budget, 0.25) for policy, budget in cells),
+        row("perplexity", "full", "100%", {"perplexity": 5.0}),
+        *(row("perplexity", policy, budget, {"perplexity": 123.4}) for policy, budget in cells),
+        *(row("agreement", policy, budget, {"agreement": 0.5, "kl": 0.012}) for policy, budget in cells),
+        *(row("mass", policy, budget, {"mass": 0.876, "regret": 0.05}) for policy, budget in cells),
+    ]
+
+
+def size(path):
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+def test_tables_have_policies_down_and_budgets_across_in_order():
+    found = {table.title: table for table in report.tables(rows())}
+    recalls = found["recall, % right (c=1)"]
+    assert recalls.columns == ["5%", "20%", "300", "100%"]
+    assert recalls.rows["full"] == ["", "", "", "90%"]
+    assert recalls.rows["tova"] == ["25%", "25%", "25%", ""]
+    assert found["perplexity (c=1)"].rows["h2o"] == ["123", "123", "123", ""]
+    assert found["KL(full ‖ bounded), nats (c=1)"].rows["h2o"] == ["0.012", "0.012", "0.012"]
+    assert found["KV memory held, % of a full cache (recall, c=1)"].rows["local"] == ["5%", "20%", "30%", ""]
+    assert len(found) == 7
+
+
+def test_a_grid_that_is_not_finished_has_empty_cells():
+    (table, *_) = report.tables([recall("full", "100%", 1.0), recall("h2o", "5%", 0.5), recall("tova", "20%", 0.1)])
+    assert table.rows == {"full": ["", "", "100%"], "h2o": ["50%", "", ""], "tova": ["", "10%", ""]}
+    assert report.tables([]) == []
+
+
+def test_plots_are_pngs_of_a_sensible_size(tmp_path):
+    paths = report.plots(rows(), tmp_path)
+    assert [path.name for path in paths] == ["quality.png", "depth.png", "kept.png"]
+    for path in paths:
+        width, height = size(path)
+        assert 400 <= width <= 2000
+        assert 300 <= height <= 2000
+    assert size(paths[0])[1] > size(paths[1])[1]  # two rows of panels
+
+
+def test_only_what_was_measured_is_drawn(tmp_path):
+    only = [r for r in rows() if r["task"] == "mass"]
+    assert [path.name for path in report.plots(only, tmp_path)] == ["quality.png"]
+
+
+def test_curves_hold_the_rows_numbers():
+    quality = report._quality(rows())
+    assert [panel.title.split("\n")[0] for panel in quality] == [
+        "recall, % right",
+        "perplexity",
+        "agreement with the full cache, %",
+        "retained attention mass, %",
+    ]
+    full, local, *_ = quality[0].series
+    assert full.reference
+    assert (full.x, full.y) == ([100.0], [90.0])
+    assert (local.x, local.y) == ([5.0, 20.0, 30.0], [25.0, 25.0, 25.0])
+    depth = report._depth(rows())
+    assert [panel.title for panel in depth] == [f"recall at {budget}, % right" for budget in ("5%", "20%", "300")]
+    assert depth[0].series[1].y == [0, 0, 0, 0, 50]
+    assert depth[0].series[1].x == [10, 30, 50, 70, 90]
+    kept = report._kept(rows())
+    assert kept[0].series[1].y == pytest.approx([5] * 8 + [20, 40])
+
+
+def test_depths_without_questions_are_left_out():
+    lonely = recall("local", "5%", 1.0)
+    lonely["score"]["by_depth"] = [[0, 0]] * 9 + [[1, 1]]
+    (panel,) = report._depth([lonely])
+    assert (panel.series[0].x, panel.series[0].y) == ([90], [100])
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"pip install 'kvkeep\[plots\]'"):
+        report.plots(rows(), tmp_path)
+
+
+def test_a_picture_that_cannot_be_written(tmp_path):
+    with pytest.raises(InputError, match="cannot be written: No such file"):
+        report.plots(rows(), tmp_path / "missing")

@@ -1,0 +1,251 @@
+"""Grid, folder and resuming: what is run, what is written, and that nothing is lost or mixed."""
+
+import errno
+import functools
+import json
+import os
+
+import model_folders
+import pytest
+
+from kvkeep import parse, spec
+from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError
+from kvkeep.evals import plan
+from kvkeep.evals.plan import Asked, split_policies
+from kvkeep.evals.records import MANIFEST, ROWS, Records, key_of
+from kvkeep.evals.run import lay_out, run
+from kvkeep.evals.task import Options
+from kvkeep.evals.tasks import find
+from kvkeep.models import load as loading
+from kvkeep.models.quiet import quiet
+from kvkeep.models.text import Writer
+
+OPTIONS = Options(limit=2, window=40, contexts=(300,), facts=2)
+BUDGETS = (Asked(ratio=0.2), Asked(tokens=12))
+
+
+@pytest.fixture(autouse=True)
+def _fast():
+    with model_folders.one_thread(), quiet():
+        yield
+
+
+@functools.cache
+def writer():
+    with quiet():
+        checkpoint = loading.find(model_folders.folder())
+        return Writer(checkpoint, loading.read_weights(checkpoint))
+
+
+def laid_out(policies="full,local", budgets=BUDGETS, tasks="perplexity", options=OPTIONS):
+    return lay_out(writer().checkpoint, "m", find(tasks), split_policies(policies), budgets, options)
+
+
+def timeless(rows):
+    return [{key: value for key, value in row.items() if key != "wall_s"} for row in rows]
+
+
+# policies and budgets
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("h2o:recent=32,sinks=4,local", ["h2o:recent=32,sinks=4", "local"]),
+        ("full, local ,tova", ["full", "local", "tova"]),
+        ("streaming_llm,sinks=2,h2o", ["streaming_llm:sinks=2", "h2o"]),
+        ("h2o:sinks=1,h2o:sinks=2", ["h2o:sinks=1", "h2o:sinks=2"]),
+        ("h2o,h2o:sinks=0,h2o", ["h2o"]),
+    ],
+)
+def test_a_list_of_policies_with_commas_in_them(text, names):
+    assert list(map(spec, split_policies(text))) == names
+
+
+@pytest.mark.parametrize("text", ["", " , ", "recent=3", "h2o:recnt=3,local", "nothing"])
+def test_a_wrong_list_of_policies(text):
+    with pytest.raises(PolicyError):
+        split_policies(text)
+
+
+@pytest.mark.parametrize("wrong", [{"ratio": 0.0}, {"ratio": 1.1}, {}, {"tokens": 0}, {"tokens": -3}])
+def test_a_wrong_budget(wrong):
+    with pytest.raises(BudgetError):
+        Asked(**wrong)
+
+
+def test_the_grid_runs_full_once_and_resolves_shares_row_by_row():
+    cells = laid_out("full,local,h2o", tasks="perplexity,recall").planned
+    assert len(cells) == 2 * (1 + 2 + 2)
+    full = [planned for planned in cells if planned.cell.policy == "full"]
+    assert {planned.cell.budget for planned in full} == {"100%"}
+    assert full[1].budgets == tuple(n + 16 for n in full[1].lengths)
+    shares = next(p for p in cells if p.cell.task == "recall" and p.cell.budget == "20%")
+    assert shares.budgets == tuple(n // 5 for n in shares.lengths)
+    assert len({planned.cell for planned in cells}) == len(cells)
+
+
+def test_a_budget_below_the_protected_tokens_names_the_cell():
+    with pytest.raises(BudgetError, match=r"perplexity window=40,stride=16: h2o:recent=10 cannot run at 20% of 40 tok"):
+        laid_out("h2o:recent=10")
+
+
+def test_a_note_where_nothing_is_evicted():
+    grid = laid_out(budgets=(Asked(tokens=40), Asked(tokens=39)))
+    assert plan.notes(grid.planned) == [
+        "perplexity window=40,stride=16: nothing is evicted at 40: the budget of 40 is not smaller than the 40 tokens "
+        "of the text."
+    ]
+    assert any("own plain sentences" in note for note in grid.notes)
+    assert not any("own plain sentences" in note for note in laid_out(tasks="recall").notes)
+
+
+def test_longer_than_trained_is_noted():
+    notes = laid_out(tasks="recall").notes
+    assert any(f"more than the {model_folders.TRAINED_LENGTH} that the model was trained for" in note for note in notes)
+
+
+# rows
+
+
+def test_a_row_says_all_about_itself(tmp_path):
+    records = Records(tmp_path / "deep" / "er")
+    run(laid_out("h2o:recent=2"), writer(), records)
+    row = json.loads((tmp_path / "deep" / "er" / ROWS).read_text().splitlines()[0])
+    assert row.keys() >= {"task", "case", "policy", "budget", "seed", "version", "score", "memory", "wall_s", "model"}
+    assert row.keys() >= {"device", "dtype", "kvkeep", "torch", "transformers", "python", "rows"}
+    assert (row["policy"], row["budget"], row["budget_tokens"], row["text_tokens"]) == ("h2o:recent=2", "20%", 8, 40)
+    memory = row["memory"]
+    assert memory["full_bytes"] == 2 * 39 * 2 * 2 * 2 * 8 * 4  # rows, tokens, layers, heads, K and V, dim, float32
+    assert memory["occupied_bytes"] == 2 * 8 * 2 * 2 * (2 * 8 * 4 + 4 + 4)  # and position, and mass
+    assert memory["allocated_bytes"] >= memory["occupied_bytes"] * 9 // 8
+
+
+def test_a_stopped_run_goes_on_and_gives_the_same_rows(tmp_path):
+    whole = Records(tmp_path / "whole")
+    run(laid_out(tasks="perplexity,mass"), writer(), whole)
+
+    for stop in (2, 1, 3):
+        seen = []
+
+        def on_cell(planned, seen=seen, stop=stop):
+            seen.append(planned)
+            if len(seen) > stop:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            run(laid_out(tasks="perplexity,mass"), writer(), Records(tmp_path / "parts"), on_cell)
+    run(laid_out(tasks="perplexity,mass"), writer(), Records(tmp_path / "parts"))
+    rows = Records(tmp_path / "parts").rows
+    assert timeless(rows) == timeless(whole.rows)
+    assert len(rows) == len((tmp_path / "parts" / ROWS).read_text().splitlines()) == 6
+
+
+def test_nothing_is_run_twice(tmp_path):
+    run(laid_out(), writer(), Records(tmp_path))
+    before = (tmp_path / ROWS).read_bytes()
+    done = []
+    run(laid_out("local,tova"), writer(), Records(tmp_path), lambda planned: done.append(planned.cell.policy))
+    assert done == ["tova", "tova", "tova"]  # prepared once, run twice
+    assert (tmp_path / ROWS).read_bytes().startswith(before)
+
+
+@pytest.mark.parametrize("torn", [b'{"task": "perpl', b'{"task": "perplexity", "case"}\n', b"\x00\x00\n"])
+def test_a_torn_last_line_is_run_again(tmp_path, torn):
+    run(laid_out(), writer(), Records(tmp_path))
+    whole = (tmp_path / ROWS).read_bytes()
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / ROWS).write_bytes(b"".join(lines[:-1]) + torn)
+    run(laid_out(), writer(), Records(tmp_path))
+    found = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()]
+    assert timeless(found) == timeless(map(json.loads, lines))
+
+
+def test_a_damaged_line_in_the_middle_is_refused(tmp_path):
+    run(laid_out(), writer(), Records(tmp_path))
+    lines = (tmp_path / ROWS).read_bytes().splitlines(keepends=True)
+    (tmp_path / ROWS).write_bytes(lines[0] + b"{}\n" + lines[2])
+    with pytest.raises(InputError, match=r"Line 2 of .* is no row"):
+        Records(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (Options(limit=2, window=40, seed=1), "the seed was 0 and is 1 now"),
+        (Options(limit=3, window=40), "'windows' of perplexity was 2 and is 3 now"),
+        (Options(limit=2, window=40, text="some words of another text " * 20), "'text' of perplexity was own"),
+    ],
+)
+def test_results_of_other_settings_are_not_mixed(tmp_path, options, what):
+    run(laid_out(), writer(), Records(tmp_path))
+    before = (tmp_path / ROWS).read_bytes(), (tmp_path / MANIFEST).read_bytes()
+    with pytest.raises(InputError, match=what):
+        run(laid_out(options=options), writer(), Records(tmp_path))
+    assert before == ((tmp_path / ROWS).read_bytes(), (tmp_path / MANIFEST).read_bytes())
+
+
+@pytest.mark.parametrize("key", ["model", "weights", "dtype"])
+def test_results_of_another_model_are_not_mixed(tmp_path, key):
+    run(laid_out(), writer(), Records(tmp_path))
+    model_folders.edit_json(tmp_path / MANIFEST, **{key: "other"})
+    with pytest.raises(InputError, match=r"another run.*was other"):
+        run(laid_out(), writer(), Records(tmp_path))
+
+
+def test_results_of_another_task_version_are_not_mixed(tmp_path, monkeypatch):
+    run(laid_out(), writer(), Records(tmp_path))
+    monkeypatch.setattr(find("perplexity")[0], "VERSION", 2)
+    with pytest.raises(InputError, match="'version' of perplexity was 1 and is 2 now"):
+        run(laid_out(), writer(), Records(tmp_path))
+
+
+def test_tasks_can_be_added_to_a_folder(tmp_path):
+    run(laid_out(), writer(), Records(tmp_path))
+    run(laid_out(tasks="recall"), writer(), Records(tmp_path))
+    assert json.loads((tmp_path / MANIFEST).read_text())["tasks"].keys() == {"perplexity", "recall"}
+    assert len(Records(tmp_path).rows) == 6
+
+
+def test_results_without_their_manifest_are_refused(tmp_path):
+    run(laid_out(), writer(), Records(tmp_path))
+    (tmp_path / MANIFEST).unlink()
+    with pytest.raises(InputError, match="unknown what was run"):
+        run(laid_out(), writer(), Records(tmp_path))
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    calls = []
+    sync = os.fsync
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 4:  # the manifest and two rows had room
+            os.truncate(descriptor, os.fstat(descriptor).st_size - 10)  # a part of the row is on the disk
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match=r"No space left on device. The 2 rows written before are safe.*goes on"):
+        run(laid_out(), writer(), Records(tmp_path))
+    assert len(Records(tmp_path).rows) == 2
+    run(laid_out(), writer(), Records(tmp_path))
+    rows = Records(tmp_path).rows
+    assert [key_of(row) for row in rows] == [planned.cell for planned in laid_out().planned]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="is a file"):
+        Records(tmp_path / "file")
+    with pytest.raises(InputError, match="Not a directory"):
+        run(laid_out(), writer(), Records(tmp_path / "file" / "in"))
+
+
+def test_a_policy_that_runs_out_of_room_names_its_cell(tmp_path):
+    task = find("agreement")[0].load(writer().checkpoint, OPTIONS)
+    grid = laid_out("full", tasks="agreement")
+    short = plan.Planned(grid.planned[0].cell, parse("full"), (10, 10), (35, 35))
+    grid = type(grid)(grid.name, grid.checkpoint, grid.options, {"agreement": task}, [short])
+    with pytest.raises(CapacityError, match="agreement prompt=35,new=5, full at 100%: Row 0"):
+        run(grid, writer(), Records(tmp_path))

@@ -1,0 +1,415 @@
+"""Each task on a tiny random model, against loops that are written out here."""
+
+import functools
+import itertools
+import json
+import math
+from importlib import resources
+
+import model_folders
+import pytest
+import torch
+
+from kvkeep import BoundedCache, parse
+from kvkeep.errors import InputError
+from kvkeep.evals import questions, texts
+from kvkeep.evals.drive import Drive, left_padded
+from kvkeep.evals.plan import Asked
+from kvkeep.evals.task import Options
+from kvkeep.evals.tasks import TASKS, find
+from kvkeep.evals.tasks.agreement import Agreement
+from kvkeep.evals.tasks.mass import Mass
+from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces
+from kvkeep.evals.tasks.recall import Recall
+from kvkeep.models import load as loading
+from kvkeep.models import tiny
+from kvkeep.models.quiet import quiet
+from kvkeep.models.text import Writer
+
+OPTIONS = Options(limit=3, window=50, contexts=(300,), facts=2)
+EVERYTHING = 10_000
+
+
+@pytest.fixture(autouse=True)
+def _fast():
+    with model_folders.one_thread(), quiet():
+        yield
+
+
+@functools.cache
+def writer(family="llama"):
+    with quiet():
+        checkpoint = loading.find(model_folders.folder(family))
+        return Writer(checkpoint, loading.read_weights(checkpoint))
+
+
+def load(task, options=OPTIONS):
+    return task.load(writer().checkpoint, options)
+
+
+def run(task, policy, budget):
+    (case, lengths), *more = task.cases().items()
+    assert not more
+    return task.run(writer(), case, parse(policy), budget if isinstance(budget, list) else [budget] * len(lengths))
+
+
+@functools.cache
+def prepared(kind):
+    task = load(kind)
+    task.prepare(writer())
+    return task
+
+
+# text
+
+
+def test_own_text_is_the_same_for_a_seed_and_differs_between_rows_and_seeds():
+    first, again, other = (
+        texts.windows(writer().checkpoint, Options(seed=seed), rows=2, length=200) for seed in (0, 0, 1)
+    )
+    assert first.shape == (2, 200)
+    assert torch.equal(first, again)
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first, other)
+    assert (first[:, 0] == writer().checkpoint.tokenizer.bos_token_id).all()
+
+
+def test_a_file_is_cut_into_windows_that_follow_each_other():
+    text = "the quick brown fox jumps over the lazy dog and the cat " * 20
+    found = texts.windows(writer().checkpoint, Options(text=text), rows=3, length=21)
+    ids = torch.tensor(writer().checkpoint.tokenizer(text)["input_ids"])
+    assert torch.equal(found[:, 1:].flatten(), ids[:60])
+
+
+def test_a_short_file_is_one_short_window_and_a_very_short_one_is_refused():
+    text = "the quick brown fox jumps over the lazy dog and the cat " * 2
+    n = len(writer().checkpoint.tokenizer(text)["input_ids"])
+    assert texts.windows(writer().checkpoint, Options(text=text), rows=3, length=500).shape == (1, n + 1)
+    with pytest.raises(InputError, match="only 1 tokens"):
+        texts.windows(writer().checkpoint, Options(text="the"), rows=3, length=500)
+
+
+# perplexity
+
+
+def dense_losses(ids):
+    with torch.no_grad():
+        logits = writer().model(ids).logits[:, :-1]
+    return -logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def test_full_cache_has_the_models_own_perplexity():
+    task = load(Perplexity)
+    score = run(task, "full", EVERYTHING).score
+    assert score["perplexity"] == pytest.approx(math.exp(dense_losses(task.ids).mean()), rel=1e-4)
+    assert score["n"] == 3 * 49
+    assert sum(bucket["n"] for bucket in score["buckets"]) == score["n"]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova", "local"])
+def test_budget_of_the_whole_window_is_the_full_cache(policy):
+    task = load(Perplexity)
+    assert run(task, policy, 50).score["nll"] == pytest.approx(run(task, "full", 50).score["nll"], abs=1e-5)
+
+
+@pytest.mark.parametrize(("policy", "budget", "stride"), [("full", 50, 16), ("full", 50, 1), ("h2o", 12, 1)])
+def test_pieces_give_what_single_tokens_give(policy, budget, stride):
+    ids = load(Perplexity).ids
+    cache = BoundedCache(writer().model.config, policy, budget)
+    losses = []
+    with torch.no_grad():
+        for t in range(49):
+            logits = writer().model(ids[:, t : t + 1], past_key_values=cache).logits[:, -1].float()
+            losses.append(-logits.log_softmax(-1).gather(-1, ids[:, t + 1 : t + 2]))
+    found = feed_in_pieces(Drive(writer(), parse(policy), [budget] * 3), ids, stride)
+    torch.testing.assert_close(found, torch.cat(losses, dim=1), rtol=0, atol=2e-5)
+
+
+def test_eviction_changes_only_positions_past_the_budget():
+    ids = load(Perplexity).ids
+    found = feed_in_pieces(Drive(writer(), parse("local"), [12] * 3), ids, 4)
+    expected = dense_losses(ids)
+    torch.testing.assert_close(found[:, :12], expected[:, :12], rtol=0, atol=2e-5)
+    assert (found[:, 16:] - expected[:, 16:]).abs().amax() > 1e-3
+
+
+def test_bucket_means_are_those_of_the_losses():
+    options = Options(limit=2, window=150)
+    task = load(Perplexity, options)
+    losses = dense_losses(task.ids)  # column j is the loss of position j + 1
+    buckets = run(task, "full", 150).score["buckets"]
+    assert [(bucket["from"], bucket["to"]) for bucket in buckets] == [(1, 64), (64, 128), (128, 150)]
+    for bucket in buckets:
+        part = losses[:, bucket["from"] - 1 : bucket["to"] - 1]
+        assert bucket["nll"] == pytest.approx(part.mean().item(), abs=1e-4)
+        assert bucket["n"] == part.numel()
+
+
+# agreement
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o", "random"])
+def test_room_for_everything_agrees_with_the_full_cache(policy):
+    score = run(prepared(Agreement), policy, 40).score
+    assert score["agreement"] == 1.0
+    assert score["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert score["n"] == 3 * prepared(Agreement).new
+
+
+def test_agreement_follows_the_full_caches_own_greedy_text():
+    task = prepared(Agreement)
+    with torch.no_grad():
+        expected = writer().model.generate(
+            task.ids, attention_mask=torch.ones_like(task.ids), max_new_tokens=task.new, do_sample=False
+        )
+    assert torch.equal(task.references[0].tokens, expected[:, task.ids.shape[1] :])
+
+
+def test_agreement_and_kl_of_an_evicting_cache_against_a_loop():
+    task = prepared(Agreement)
+    model, n = writer().model, task.ids.shape[1]
+    whole = torch.cat([task.ids, task.references[0].tokens], dim=1)
+    with torch.no_grad():
+        full = model(whole).logits[:, n:].log_softmax(-1)
+        cache = BoundedCache(model.config, "local", 6)
+        model(whole[:, :n], past_key_values=cache)
+        parts = [model(whole[:, t : t + 1], past_key_values=cache).logits for t in range(n, n + task.new)]
+    bounded = torch.cat(parts, dim=1).log_softmax(-1)
+    score = run(task, "local", 6).score
+    assert score["agreement"] == pytest.approx((full.argmax(-1) == bounded.argmax(-1)).float().mean().item())
+    assert score["kl"] == pytest.approx((full.exp() * (full - bounded)).sum(-1).mean().item(), abs=1e-5)
+    assert score["kl"] > 1e-3
+    assert sum(score["kl_by_part"]) / len(score["kl_by_part"]) == pytest.approx(score["kl"])
+
+
+def test_the_end_of_text_is_left_out_of_the_continuation(monkeypatch):
+    task = load(Agreement)
+    wanted = int(prepared(Agreement).references[0].tokens[0, 0])
+    monkeypatch.setattr(writer().model.generation_config, "eos_token_id", wanted)
+    task.prepare(writer())
+    assert (task.references[0].tokens != wanted).all()
+
+
+# mass
+
+
+def test_mass_of_everything_is_one():
+    score = run(prepared(Mass), "full", 40).score
+    assert score["mass"] == pytest.approx(1.0, abs=1e-5)
+    assert score["regret"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_mass_of_a_window_is_the_sum_of_the_models_own_attention():
+    task, budget = prepared(Mass), 7
+    model = writer().model
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            attentions = model(task.ids, output_attentions=True).attentions
+    finally:
+        loading.attach(model)
+    T = task.ids.shape[1]
+    expected = []
+    for weights in attentions:  # (B, Hq, T, T); two query heads for each KV head
+        grouped = weights.unflatten(1, (2, 2)).mean(dim=2)
+        rows = [grouped[:, :, t, t - budget : t + 1].sum(-1) for t in range(T - task.rows, T)]
+        expected.append(torch.stack(rows, dim=-1).mean(dim=(0, 2)).tolist())
+    torch.testing.assert_close(run(task, "local", budget).score["mass_by_head"], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova"])
+def test_mass_in_the_first_layer_is_that_of_a_real_run(policy):
+    task, budget = prepared(Mass), 9  # what the first layer is given depends on tokens only, not on eviction
+    T, prompt = task.ids.shape[1], task.ids.shape[1] - task.rows
+    cache = BoundedCache(writer().model.config, policy, budget, sequences=[0, 1, 2])
+    p = task.tapes[0].probabilities
+    held = torch.zeros(3, 2)
+    with torch.no_grad():
+        writer().model(task.ids[:, :prompt], past_key_values=cache)
+        for t in range(prompt, T):
+            for row, head in itertools.product(range(3), range(2)):
+                slots = {int(j) for j in cache.positions(0)[row, head] if j >= 0}
+                held[row, head] += sum(float(p[row, head, t - prompt, j]) for j in slots | {t})
+            writer().model(task.ids[:, t : t + 1], past_key_values=cache)
+    found = run(task, policy, budget).score["mass_by_head"][0]
+    torch.testing.assert_close(found, (held / task.rows).mean(dim=0).tolist(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["local", "h2o", "tova", "streaming_llm", "random"])
+def test_no_policy_beats_the_best_set_of_each_row(policy):
+    score = run(prepared(Mass), policy, 9).score
+    assert score["regret"] > 0
+    assert score["best_dynamic"] >= score["best_static"] > 0
+    assert score["regret"] == pytest.approx(score["best_dynamic"] - score["mass"])
+    for best, static, own in zip(
+        score["best_dynamic_by_head"], score["best_static_by_head"], score["mass_by_head"], strict=True
+    ):
+        assert all(b >= max(s, o) for b, s, o in zip(best, static, own, strict=True))
+
+
+def test_recording_changes_nothing_for_the_model():
+    before = dense_losses(prepared(Mass).ids)
+    load(Mass).prepare(writer())
+    assert torch.equal(before, dense_losses(prepared(Mass).ids))
+
+
+# recall
+
+
+def test_prompts_fit_their_context_and_end_with_the_question():
+    task = load(Recall)
+    for asked in task.questions["context=300"]:
+        assert 250 < len(asked.ids) <= 302
+        text = writer().checkpoint.tokenizer.decode(asked.ids)
+        assert text.endswith("?\nAnswer:")
+        assert asked.question.answer in text
+
+
+def test_replies_are_those_of_generate_row_by_row():
+    task = load(Recall)
+    asked, model = task.questions["context=300"], writer().model
+    budgets = [40, 45, 50]
+    found = task._answer(writer(), parse("h2o"), asked, budgets, 0).replies
+    for item, budget, reply in zip(asked, budgets, found, strict=True):
+        cache = BoundedCache(model.config, "h2o", budget)
+        ids = item.ids[None]
+        out = model.generate(
+            ids, past_key_values=cache, max_new_tokens=task.new_tokens, do_sample=False, pad_token_id=0
+        )
+        assert reply == writer().text_of(out[0, ids.shape[1] :].tolist())
+
+
+def test_scores_count_replies(monkeypatch):
+    task = load(Recall, Options(limit=10, contexts=(300,), facts=2))
+    answers = iter([asked.question.answer for asked in task.questions["context=300"]])
+    monkeypatch.setattr(
+        Writer, "text_of", lambda self, ids: next(answers) + ("" if next(turn) % 2 else "x"), raising=True
+    )
+    turn = iter(range(10))
+    score = run(task, "local", 30).score
+    assert (score["right"], score["n"], score["accuracy"]) == (5, 10, 0.5)
+    assert score["rights"] == "0101010101"
+    assert [sum(pair) for pair in zip(*score["by_depth"], strict=True)] == [5, 10]
+    assert {kind: n for kind, (_, n) in score["by_kind"].items()} == dict.fromkeys(
+        ["colour", "place", "word", "owner", "number"], 2
+    )
+
+
+def test_a_window_keeps_the_end_of_the_prompt_and_everything_is_kept_evenly():
+    task = load(Recall)
+    assert run(task, "local", 20).score["kept"] == [0.0] * 9 + [1.0]
+    for share in run(task, "full", EVERYTHING).score["kept"]:
+        assert share == pytest.approx(0.1, abs=0.005)
+
+
+def test_depths_are_where_they_were_asked_for():
+    task = load(Recall, Options(limit=4, contexts=(800,), facts=2, depths=(0.0, 1.0)))
+    depths = [asked.question.depth for asked in task.questions["context=800"]]
+    assert max(depths[0::2]) < 0.3 < 0.6 < min(depths[1::2])
+
+
+def test_context_too_short_for_the_facts_is_refused():
+    with pytest.raises(InputError, match=r"16 facts has \d+ tokens, more than the context of 100"):
+        load(Recall, Options(contexts=(100,), facts=16))
+
+
+@pytest.mark.parametrize(
+    ("wording", "reply", "right"),
+    [
+        ("embedded", " amber", True),
+        ("embedded", "It is amber.", False),
+        ("instruction", "It is **Amber**.", True),
+        ("instruction", "It is amber, not red.", False),
+        ("plain", " amber\nQuestion: and red?", True),
+        ("plain", " chamber", False),
+        ("plain", "", False),
+    ],
+)
+def test_what_counts_as_right(wording, reply, right):
+    asked = questions.Question("", "amber", "colour", 0.5, (), ("amber", "red"))
+    assert questions.right(wording, asked, reply) is right
+
+
+@pytest.mark.parametrize(("own", "wording"), [(False, "instruction"), (True, "embedded")])
+def test_wording_follows_the_chat_template(tmp_path, own, wording):
+    folder = model_folders.copy(tmp_path / "m")
+    template = (resources.files(tiny) / "chat_template.jinja").read_text() if own else model_folders.TEMPLATE
+    model_folders.edit_json(folder / "tokenizer_config.json", chat_template=template)
+    checkpoint = loading.find(folder)
+    assert questions.wording_of(checkpoint) == wording
+    (asked,) = questions.ask(checkpoint, OPTIONS, 400, 1)
+    text = checkpoint.tokenizer.decode(asked.ids)
+    assert (asked.question.prompt in text) is own
+    assert text.startswith("<s><|user|> " if own else "<s>user: Read the text")
+    assert len(asked.ids) <= 402
+
+
+# all
+
+
+def test_learned_positions_are_an_error_with_a_remedy():
+    checkpoint = loading.find(model_folders.folder("gpt2"))
+    with pytest.raises(InputError, match=r"recall needs 316 positions.*only 32.*smaller --context"):
+        Recall.load(checkpoint, OPTIONS)
+    with pytest.raises(InputError, match="smaller --window"):
+        Perplexity.load(checkpoint, OPTIONS)
+    assert Agreement.load(checkpoint, OPTIONS).ids.shape[1] < 32
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_is_plain_data_versioned_and_independent_of_batches(name, monkeypatch):
+    task = load(TASKS[name])
+    assert task.VERSION >= 1
+    task.prepare(writer())
+    budgets = [20] * 3 if name == "mass" else [20, 22, 25]
+    outcome = run(task, "random", budgets)
+    assert task.headline in outcome.score
+    json.dumps([task.settings(), outcome.score], allow_nan=False)
+    monkeypatch.setattr("kvkeep.evals.drive.BATCH_TOKENS", 1)  # every row alone
+    task.prepare(writer())
+    alone = run(task, "random", budgets)
+    assert alone.score[task.headline] == pytest.approx(outcome.score[task.headline], rel=1e-4)
+    assert alone.memory.full_bytes == outcome.memory.full_bytes
+    assert alone.memory.occupied_bytes == outcome.memory.occupied_bytes
+
+
+def test_tasks_by_name():
+    assert find("mass, recall,mass") == [Mass, Recall]
+    with pytest.raises(InputError, match="Did you mean 'recall'"):
+        find("recal")
+    with pytest.raises(InputError, match="empty"):
+        find(",")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"limit": 0}, {"contexts": (0,)}, {"contexts": ()}, {"depths": (1.5,)}, {"stride": 0}, {"seed": -1}]
+)
+def test_options_out_of_range(wrong):
+    with pytest.raises(InputError):
+        Options(**wrong)
+
+
+def test_a_padded_batch_gives_each_row_what_it_gets_alone():
+    gpt2 = writer("gpt2")  # learned positions: an offset would show
+    rows = [torch.arange(5, 15), torch.arange(40, 44)]
+    steps = [torch.tensor([[7], [8]]), torch.tensor([[9], [10]])]
+    drive = Drive(gpt2, parse("h2o"), [6, 3])
+    ids, real = left_padded(rows)
+    together = [drive.feed(ids, real, last_only=True), drive.feed(steps[0], torch.tensor([[True], [True]]))]
+    together.append(drive.feed(steps[1], torch.tensor([[False], [True]])))  # the first row has ended
+    for row, budget in enumerate((6, 3)):
+        alone = Drive(gpt2, parse("h2o"), [budget])
+        parts = [alone.feed(rows[row][None], last_only=True), *(alone.feed(step[row : row + 1]) for step in steps)]
+        for found, expected in list(zip(together, parts, strict=True))[: 2 + row]:
+            torch.testing.assert_close(found[row], expected[0], rtol=0, atol=1e-5)
+
+
+def test_left_padding():
+    ids, real = left_padded([torch.tensor([1, 2, 3]), torch.tensor([4])])
+    assert ids.tolist() == [[1, 2, 3], [0, 0, 4]]
+    assert real.tolist() == [[True, True, True], [False, False, True]]
+
+
+def test_shares_of_a_text():
+    assert [Asked(ratio=0.2).of(512), Asked(tokens=7).of(512)] == [102, 7]
+    assert [str(Asked(ratio=0.04)), str(Asked(ratio=0.125)), str(Asked(tokens=4096))] == ["4%", "12.5%", "4096"]
