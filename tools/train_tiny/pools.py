@@ -165,14 +165,56 @@ LOOSE_OWNED = ("the {owner} {thing}", "the {owner} {thing}", "a {owner} {thing}"
 LOOSE_LINKS = {
     "colour": ("is {value}", "was {value}", "* {value}", "* * {value}", "has * * {value}", "*, and is {value}"),
     "place": ("is in the {value}", "* in the {value}", "* to the {value}", "* * the {value}", "in the {value}"),
-    "owner": ("* to {value}", "* by {value}", "is the * of {value}", "* * of {value}", "* * * {value}", "* {value}"),
-    "word": ("* the word {value}", "has * word * it: {value}", "* * word {value}", "word * {value}"),
-    "number": ("* the number {value}", "has * number * it: {value}", "* * number {value}", "* {value}", "* it: {value}"),
+    "owner": (
+        "* to {value}",
+        "* by {value}",
+        "is the * of {value}",
+        "is the * of {value}",
+        "* the * of {value}",
+        "* * of {value}",
+        "* in the * of {value}",
+        "* * * {value}",
+        "* {value}",
+        "has {value} for its *",
+    ),
+    "word": (
+        "* the word {value}",
+        "has * word * it: {value}",
+        "* * word {value}",
+        "word * {value}",
+        "has a word, {value}",
+    ),
+    "number": (
+        "* the number {value}",
+        "has * number * it: {value}",
+        "* * number {value}",
+        "* {value}",
+        "* it: {value}",
+    ),
 }
+NOUN_FIRST = (
+    "the {noun} on #: {value}",
+    "the {noun} * #: {value}",
+    "* could * the {noun} on #: {value}",
+    "* * the {noun} on #: {value}",
+    "* the {noun} of #; it * {value}",
+    "the {noun} * * # is {value}",
+    "* {noun} * #, * {value}",
+    "there was * {noun} on #, {value}",
+    "* can * a {noun} on #: {value}",
+)
 LOOSE_ASKS = {
     "colour": ("* colour # *?", "* * # *: what colour?", "which colour * * * #?", "# * *: * its colour?"),
     "place": ("where * # *?", "* # * *: where * it?", "* * place * #?", "#: * * where * is *?"),
-    "owner": ("who * # *?", "* * # *: who * its owner?", "* to whom # *?", "* owner * * #?", "# * *: whose * it?"),
+    "owner": (
+        "who * # *?",
+        "* * # *: who * its owner?",
+        "* #: who is its owner?",
+        "* to whom # *?",
+        "* * * to whom #?",
+        "* owner * * #?",
+        "# * *: whose * it?",
+    ),
     "word": ("* word * * #?", "* # *: which word * it?", "* * which word # *?", "#: * word * *?"),
     "number": ("* number * * #?", "* # *: which number * it?", "* * which number # *?", "#: * number * *?"),
 }
@@ -192,8 +234,11 @@ def with_loose_wordings(kind: Kind, rng: random.Random, words: Sequence[str]) ->
     statements, questions = list(rng.sample(kind.statements, 8)), list(rng.sample(kind.questions, 8))
     for _ in range(12):
         lead = rng.choice(LOOSE_LEADS).replace("{noun}", kind.name)
-        link = rng.choice(LOOSE_LINKS[kind.name])
-        statements.append(fill(f"{lead}{rng.choice(subjects)} {link}."))
+        subject = rng.choice(subjects)
+        if kind.name in ("word", "number", "colour") and rng.random() < 0.5:
+            statements.append(fill(rng.choice(NOUN_FIRST).replace("{noun}", kind.name).replace("#", subject)) + ".")
+        else:
+            statements.append(fill(f"{lead}{subject} {rng.choice(LOOSE_LINKS[kind.name])}."))
         questions.append(fill(rng.choice(LOOSE_ASKS[kind.name]).replace("#", rng.choice(subjects))))
     return replace(kind, statements=tuple(statements), questions=tuple(questions))
 
