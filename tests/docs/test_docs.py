@@ -40,7 +40,8 @@ def test_the_pages_own_policy_is_lawful():
 
 
 @pytest.mark.parametrize("command", [line for block in blocks(README, "sh") for line in block.splitlines()])
-def test_the_readmes_commands_exist(command, tmp_path):
+def test_the_readmes_commands_exist(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(command, comments=True)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
@@ -51,6 +52,8 @@ def test_the_readmes_commands_exist(command, tmp_path):
     arguments = [{"Qwen/Qwen3-0.6B": folder, "report.txt": str(prompt)}.get(word, word) for word in words[1:]]
     if words[1] == "generate":
         arguments += ["--max-new-tokens", "3"]
+    if words[1] == "eval":
+        arguments += ["--tasks", "agreement", "--limit", "1"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
 
