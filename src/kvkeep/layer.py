@@ -7,6 +7,7 @@ nothing of transformers; `kvkeep.cache` and later the engine drive it. Layouts a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -172,13 +173,14 @@ class Layer:
             self.state[name].scatter_(-1, slot, start)
         view = self._view(self.store.keys, self.store.values, self.store.positions, new=positions >= 0)
         turned = self._rotation.at_ranks(query, view.keys, view.positions, positions)
+        top = self.policy.top(view)
         out, report = attend(
             *turned,
             view.values,
             positions,
             view.positions,
             statistic=self.policy.wants(view),
-            options=options,
+            options=options if top is None else replace(options, top=top),
         )
         for name, tensor in self._observe(self.state, view, report).items():
             self.state[name].copy_(tensor)

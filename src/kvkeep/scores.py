@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
-from kvkeep.types import EMPTY, Budget
+from kvkeep.types import EMPTY, Budget, Top
 
 _LATER = torch.iinfo(torch.int32).max
 
@@ -137,6 +137,15 @@ def value_prior(
     sizes = values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=-1)
     smooth = pooled(sizes, positions, positions >= 0, kernel=kernel, kind="mean")
     return smooth / smooth.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def only_top(p: Float[Tensor, "B Hk G 1 S"], newest: Bool[Tensor, "B #Hk S"], top: Top) -> Float[Tensor, "B Hk G 1 S"]:
+    """The largest ``top.n`` probabilities of each row and the newest token's; the others become 0."""
+    lifted = p.masked_fill(newest[:, :, None, None], torch.inf)
+    place = top.n.clamp(min=0, max=p.shape[-1] - 1).view(-1, 1, 1, 1, 1).expand(*p.shape[:-1], 1)
+    least = lifted.sort(dim=-1, descending=True).values.gather(-1, place)
+    used = p.masked_fill(lifted < least, 0.0)
+    return used / used.sum(dim=-1, keepdim=True) if top.renormalise else used
 
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> Int[Tensor, "B Hk S"]:

@@ -32,6 +32,19 @@ EMPTY = -1
 """The position of a slot that holds no token."""
 
 
+@dataclass(frozen=True, eq=False)
+class Top:
+    """Attention that uses only the largest probabilities of each query head's row, and the row's own token.
+
+    Attributes:
+        n: how many, beside the own token; one number per row of the batch.
+        renormalise: whether what is used is scaled up to add up to 1.
+    """
+
+    n: Int[Tensor, " B"]
+    renormalise: bool
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """What a model's attention asks for beyond q, k and v.
@@ -41,12 +54,14 @@ class AttentionOptions:
         window: sliding window in tokens, the query included; ``None`` for full attention.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); ``None`` for off.
         sinks: one learned extra logit per query head that takes mass but has no value (gpt-oss).
+        top: use only the largest probabilities; a policy asks for it, not a model. Statistics see what is used.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: Float[Tensor, " Hq"] | None = None
+    top: Top | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep import scores
 from kvkeep.statistic import Rows, Statistic
 from kvkeep.types import AttentionOptions, Report
 
@@ -66,6 +67,8 @@ def attend(
         n = S - T + block.stop  # keys after the block's last row are in its future
         hidden = _hidden(query_positions[:, block], key_positions[:, :, :n], options.window, decode=T == 1)
         p = _softmax(_logits(grouped[:, :, :, block], keys[:, :, :n], options), hidden, options.sinks)
+        if options.top is not None and T == 1:
+            p = scores.only_top(p, key_positions == query_positions[:, :, None], options.top)
         out[:, :, :, block] = _mix(p, values[:, :, :n]).to(out.dtype)
         if sums:
             part = Rows(p, selected[:, block], query_positions[:, block], key_positions[:, :, :n])

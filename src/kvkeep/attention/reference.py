@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep import scores
 from kvkeep.statistic import Rows, Statistic
 from kvkeep.types import AttentionOptions, Report
 
@@ -39,7 +40,10 @@ def probabilities(
     if options.sinks is not None:
         sink = options.sinks.double().reshape(1, Hk, Hq // Hk, 1, 1).expand(B, -1, -1, T, 1)
         logits = torch.cat([logits, sink], dim=-1)
-    return logits.softmax(dim=-1)[..., :S].nan_to_num(0.0)
+    p = logits.softmax(dim=-1)[..., :S].nan_to_num(0.0)
+    if options.top is None or T > 1:
+        return p
+    return scores.only_top(p, key_positions == query_positions[:, :, None], options.top)
 
 
 def attend(

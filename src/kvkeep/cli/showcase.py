@@ -73,16 +73,14 @@ def run(seed: int) -> None:
 
 def tell_story(screen: Console, writer: text.Writer, seed: int) -> None:
     """The first scene: a story goes on while the cache holds the same few tokens."""
-    _title(screen, f"1  A story of {STORY_TOKENS} tokens in a cache of {STORY_BUDGET}")
+    _title(screen, f"1  A story in a cache of {STORY_BUDGET} tokens")
     prompt = text.encode(writer.checkpoint, OPENING, raw=True)
     cache = BoundedCache(writer.model.config, "h2o", STORY_BUDGET)
     sampling = text.Sampling(max_new_tokens=STORY_TOKENS, temperature=0.7, top_p=0.9, seed=seed)
     page = Page(screen, cache)
     with page:
         writer.complete(prompt, cache, sampling, on_text=page.write)
-    screen.print(
-        "Every layer and head holds the newest tokens and the heaviest of the older ones, whatever the length.\n"
-    )
+    screen.print("  Each head holds the newest tokens and the heaviest of the older ones, however long the text.\n")
 
 
 def ask_everyone(screen: Console, writer: text.Writer, seed: int) -> None:
@@ -95,23 +93,20 @@ def ask_everyone(screen: Console, writer: text.Writer, seed: int) -> None:
     screen.print(f"A text of {tokens} tokens with {len(asked.facts)} facts. One of them: {_stated(asked)!r}")
     screen.print(f"Asked at the end: {asked.prompt.rsplit('. ', 1)[-1]!r} The answer is {fact.value!r}.\n")
     table = console.table("policy", "budget", "answer", "", "KV memory", "of full")
+    table.columns[2].no_wrap, table.columns[2].max_width = True, 24
     for column in (1, 4, 5):
         table.columns[column].justify = "right"
+    full_bytes = 0
     with Live(table, console=screen, auto_refresh=False, vertical_overflow="visible") as live:
-        full_bytes = 0
         for answer in _answers(writer, prompt, budget):
             full_bytes = full_bytes or answer.held_bytes
             verdict = Text("right", "green") if asked.right(answer.text) else Text("wrong", "red")
-            table.add_row(
-                answer.policy,
-                str(answer.budget),
-                console.printable(answer.text.strip()) or "(nothing)",
-                verdict,
-                console.show_bytes(answer.held_bytes),
-                f"{answer.held_bytes / full_bytes:.0%}",
-            )
-            live.update(table, refresh=True)
-    screen.print()
+            reply = console.printable(" ".join(answer.text.split())) or "(nothing)"
+            share = f"{answer.held_bytes / full_bytes:.0%}"
+            held = console.show_bytes(answer.held_bytes)
+            table.add_row(answer.policy, str(answer.budget), reply, verdict, held, share)
+            live.update(table, refresh=screen.is_terminal)
+    screen.print("\n")
 
 
 def show_next(screen: Console) -> None:
@@ -119,7 +114,7 @@ def show_next(screen: Console) -> None:
     _title(screen, "3  What to try next")
     for command, purpose in NEXT:
         screen.print(Text("  " + command, "bold"), soft_wrap=True)
-        screen.print(Text("      " + purpose, "dim"))
+        screen.print(Text("    " + purpose, "dim"))
 
 
 @dataclass(frozen=True)
@@ -205,7 +200,7 @@ class Page:
         ours, theirs = memory.allocated_bytes, memory.full_bytes
         bars.add_row("h2o", f"{held} of {seen} tokens", console.show_bytes(ours), _bar(ours, theirs))
         bars.add_row("full cache", f"{seen} tokens", console.show_bytes(theirs), _bar(theirs, ours))
-        return Group(Panel(self._text), Padding(bars, (0, 2)))
+        return Group(Panel(self._text), Padding(bars, (0, 2, 1, 2)))
 
 
 def _bar(mine: int, other: int, width: int = 24) -> Text:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.statistic import Nothing, Statistic
-from kvkeep.types import Budget, Report, State, View
+from kvkeep.types import Budget, Report, State, Top, View
 
 _T = TypeVar("_T")
 
@@ -111,6 +111,10 @@ class Policy(abc.ABC):
     def wants(self, view: View) -> Statistic:
         """What attention must report in this step; by default always the class's `statistic`."""
         return self.statistic
+
+    def top(self, view: View) -> Top | None:
+        """Restrict a generated token's attention to the largest probabilities; by default all are used."""
+        return None
 
     def heads(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
         """The budget of each head from the end of a prompt on; a row's heads together have what they had before.

@@ -133,7 +133,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             torch.arange(start, stop)[None],
             positions,
             statistic=policy.wants(view),
-            options=case.options,
+            options=replace(case.options, top=policy.top(view)),
         )
         if policy.cascades:
             cascade.add(positions[:, 0], report.mass.sum(dim=1).float())

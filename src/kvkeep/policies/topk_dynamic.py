@@ -1,0 +1,44 @@
+"""Keeps everything; a generated token attends to the largest probabilities alone. An oracle, not an eviction.
+
+Source: FlexLLMGen (arXiv:2303.06865), sparse attention, `pytorch_backend.py`; a reading of "Top-K" in H2O, Table 8.
+Differs: nothing; `renormalise` scales what is used up to 1, which the code does not do.
+Fails when: memory is what is short: it holds the full cache, and with `share=1` it is the full cache.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep.policies.base import Policy, option
+from kvkeep.types import State, Top, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TopKDynamic(Policy):
+    """The best set of each row in hindsight."""
+
+    share: float = option(1.0, "share of the tokens that a generated token attends to, beside itself", within=(0, 1))
+    renormalise: bool = option(False, "scale the probabilities that are used up to a sum of 1")
+
+    evicts: ClassVar[bool] = False
+    bibtex: ClassVar[str] = """@inproceedings{sheng2023flexgen,
+  title     = {{FlexGen}: High-Throughput Generative Inference of Large Language Models with a Single {GPU}},
+  author    = {Ying Sheng and Lianmin Zheng and Binhang Yuan and Zhuohan Li and Max Ryabinin and Beidi Chen and
+               Percy Liang and Christopher R{\\'e} and Ion Stoica and Ce Zhang},
+  booktitle = {International Conference on Machine Learning},
+  year      = {2023},
+}"""
+
+    def top(self, view: View) -> Top | None:
+        """So many of the older tokens."""
+        if self.share == 1.0:
+            return None
+        older = (view.positions[:, 0] >= 0).sum(dim=-1) - 1
+        return Top((self.share * older.double() + 1e-9).long(), self.renormalise)
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """Any number: nothing is evicted."""
+        return view.positions.float()
