@@ -70,11 +70,13 @@ def evaluate(seed: int, options: argparse.Namespace) -> list[dict]:
 
 
 def collect(rows: list[dict], task: str, key: str) -> dict[str, dict[str, list[float]]]:
-    """Policy → budget → the measure of each seed."""
+    """Policy → budget → the measure of each seed; ``early`` is the share of kept tokens from the first half."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if row["task"] == task:
-            found.setdefault(row["policy"], {}).setdefault(row["budget"], []).append(row["score"][key])
+            found.setdefault(row["policy"], {}).setdefault(row["budget"], []).append(
+                sum(row["score"]["kept"][:5]) if key == "early" else row["score"][key]
+            )
     return found
 
 
@@ -117,25 +119,29 @@ def main() -> None:
     rows = [row for seed in seeds for row in evaluate(seed, options)]
     recall = table(rows, "recall", "accuracy", 100.0, 0)
     perplexity = table(rows, "perplexity", "perplexity", 1.0, 1)
+    early = table(rows, "recall", "early", 100.0, 0)
     data = {
         "bench": "quality",
         "seeds": seeds,
         "recall": collect(rows, "recall", "accuracy"),
         "perplexity": collect(rows, "perplexity", "perplexity"),
+        "early": collect(rows, "recall", "early"),
     }
     report("Recall, % right", ["policy", *BUDGETS.split(",")], recall, {})
+    report("Kept tokens from the first half of the prompt, %", ["policy", *BUDGETS.split(",")], early, {})
     report("Perplexity", ["policy", *BUDGETS.split(",")], perplexity, data)
     if options.write:
         asked = next(row["rows"] for row in rows if row["task"] == "recall")
         titles = (
             f"Recall in percent, {asked} questions per seed, prompts of {options.context} tokens, mean ± half range "
             f"over {len(seeds)} seeds",
+            "Share of the kept tokens that stand in the first half of the prompt, in percent",
             f"Perplexity, windows of {round(next(r['text_tokens'] for r in rows if r['task'] == 'perplexity'))} tokens",
         )
         text = options.write.read_text(encoding="utf-8")
         before, _, rest = text.partition(MARKS[0])
         _, _, after = rest.partition(MARKS[1])
-        tables = "\n\n".join(markdown(t, lines) for t, lines in zip(titles, (recall, perplexity), strict=True))
+        tables = "\n\n".join(markdown(t, lines) for t, lines in zip(titles, (recall, early, perplexity), strict=True))
         options.write.write_text(f"{before}{MARKS[0]}\n\n{tables}\n\n{MARKS[1]}{after}", encoding="utf-8")
 
 
