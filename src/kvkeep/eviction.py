@@ -26,15 +26,19 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None) -> No
         window: sliding window of the layer; what no later query can see goes first.
     """
     held = block.store.positions
-    shielded = _shielded(policy, view, block.state)
-    if window is not None:
-        held.copy_(scores.expire(held, block.seen, window))
     limit = policy.stays(view, block.state)
+    still = held if window is None else scores.expire(held, block.seen, window)
+    over = (still >= 0).sum(dim=-1, keepdim=True) > (limit if isinstance(limit, int) else limit[:, :, None])
+    idle = held.device.type == "cpu" and not bool(over.any())  # on a GPU the question would cost more than it saves
+    shielded = None if idle else _shielded(policy, view, block.state)  # before the slots that it looks at are emptied
+    if window is not None:
+        held.copy_(still)
+    if shielded is None:
+        return
     if policy.bursts:
         held.masked_fill_(~scores.keep(shielded, held, limit), EMPTY)
         return
     victim = scores.weakest(shielded, held)
-    over = (held >= 0).sum(dim=-1, keepdim=True) > (limit if isinstance(limit, int) else limit[:, :, None])
     held.scatter_(-1, victim, held.gather(-1, victim).masked_fill(over, EMPTY))
 
 
