@@ -49,7 +49,7 @@ POLICIES = (
     "knorm",
     "keydiff",
 )
-BUDGETS = "4%,10%,20%,40%,60%"
+BUDGETS = "4%,10%,20%,60%"
 MARKS = ("<!-- quality: begin -->", "<!-- quality: end -->")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import random
 import signal
@@ -109,7 +110,7 @@ def train(work: Path, *, device: str, scale: float) -> None:
     while trainer.seen < total_tokens(scale) and not stopped:
         window.append(trainer.step())
         if len(window) % 20 == 0:
-            loss, answer = (sum(column) / 20 for column in zip(*window[-20:], strict=True))
+            loss, answer = means(window[-20:])
             print(f"{trainer.seen:>10,} loss {loss:.3f} answers {answer:.3f}", flush=True)
         if trainer.seen >= measured + MEASURE_EVERY or trainer.seen >= total_tokens(scale):
             record(trainer, window, (trainer.seen - measured) / (time.monotonic() - started))
@@ -120,9 +121,16 @@ def train(work: Path, *, device: str, scale: float) -> None:
     trainer.save()
 
 
+def means(window: list[tuple[float, float]]) -> tuple[float, float]:
+    """Mean loss per token and per answer token; a batch of running text has no answers."""
+    losses, answers = zip(*window, strict=True)
+    with_answers = [answer for answer in answers if not math.isnan(answer)]
+    return sum(losses) / len(losses), sum(with_answers) / max(1, len(with_answers))
+
+
 def record(trainer: Trainer, window: list[tuple[float, float]], speed: float) -> None:
     """Measure, and add one line to the log."""
-    loss, answer = (sum(column) / len(window) for column in zip(*window, strict=True))
+    loss, answer = means(window)
     line = {"tokens": trainer.seen, "rate": rate_factor(trainer.seen, trainer.scale), "train_loss": loss,
             "answer_loss": answer, "tokens_per_s": speed, **trainer.measure()}  # fmt: skip
     path = trainer.work / "log.csv"
