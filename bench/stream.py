@@ -4,7 +4,7 @@
 
 Three questions, each run resumable (start the same command again):
   stream   streaming_llm and h2o in slot positions, cache of 256, all tokens
-  sizes    h2o against streaming_llm at caches of 64, 128, 256 and 512 tokens, the first 200 000 tokens
+  sizes    both at caches of 64, 128, 256 and 512 tokens, fed in chunks of an eighth of that, 50 000 tokens
   true     the same two with true positions, up to 20 000 tokens: past the trained length the model breaks
 The text is repeated if it is too short. Every row of DIR/stream.jsonl covers 10 000 tokens. Plot: DIR/stream.png.
 """
@@ -39,17 +39,24 @@ class Run:
     budget: int
     positions: str
     tokens: int
+    chunk: int
 
     @property
     def name(self) -> str:
-        return f"{self.question}-{self.policy.replace(':', '_')}-{self.budget}-{self.positions}"
+        return f"{self.question}-{self.policy.replace(':', '_')}-{self.budget}-{self.positions}-chunk{self.chunk}"
 
 
-def runs(tokens: int) -> list[Run]:
+def runs(tokens: int, chunk: int) -> list[Run]:
+    """All streams. A token also sees its own chunk, so small caches are compared under small chunks."""
     policies = ("streaming_llm", "h2o")
-    short = [Run("true", p, 256, "true", min(tokens, 20_000)) for p in policies]
-    sizes = [Run("sizes", p, size, "slot", min(tokens, 200_000)) for size in (64, 128, 256, 512) for p in policies]
-    return [*short, *sizes, *(Run("stream", p, 256, "slot", tokens) for p in policies)]
+    tokens = -(-tokens // WINDOW) * WINDOW
+    short = [Run("true", p, 256, "true", min(tokens, 20_000), chunk) for p in policies]
+    sizes = [
+        Run("sizes", p, size, "slot", min(tokens, 50_000), max(1, min(chunk, size // 8)))
+        for size in (64, 128, 256, 512)
+        for p in policies
+    ]
+    return [*short, *sizes, *(Run("stream", p, 256, "slot", tokens, chunk) for p in policies)]
 
 
 def read(files: list[Path], tokenizer) -> torch.Tensor:
@@ -61,8 +68,8 @@ def read(files: list[Path], tokenizer) -> torch.Tensor:
 class Stream:
     """A run that can be stopped and gone on with."""
 
-    def __init__(self, run: Run, model, ids: torch.Tensor, chunk: int, output: Path):
-        self.run, self.model, self.ids, self.chunk = run, model, ids, chunk
+    def __init__(self, run: Run, model, ids: torch.Tensor, output: Path):
+        self.run, self.model, self.ids, self.chunk = run, model, ids, run.chunk
         self.output, self.state = output, output / f"{run.name}.pt"
         self.cache = kvkeep.BoundedCache(model.config, run.policy, run.budget, positions=run.positions)
         self.done = 0
@@ -224,9 +231,9 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     model, tokenizer = kvkeep.load(tiny.path(), dtype="float32", device="cpu")
     ids = read(options.text, tokenizer) if options.text else own_text(tokenizer)
-    for run in runs(options.tokens):
+    for run in runs(options.tokens, options.chunk):
         if not options.only or run.name.startswith(options.only):
-            Stream(run, model, ids, options.chunk, options.output).go()
+            Stream(run, model, ids, options.output).go()
     summarise(options.output)
 
 

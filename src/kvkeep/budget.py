@@ -106,7 +106,7 @@ def calibrated(persistence: Sequence[float], *, floor: float = 0.1) -> list[floa
 def _weights(how: str | Sequence[float], layers: int) -> list[float]:
     """One positive number per layer."""
     if not isinstance(how, str):
-        if len(how) != layers or not all(weight > 0 for weight in how):
+        if len(how) != layers or not all(0 < weight < math.inf for weight in how):
             raise BudgetError(f"{len(how)} layer weights were given for {layers} layers; give one above 0 for each.")
         return [float(weight) for weight in how]
     name, _, text = how.partition(":")

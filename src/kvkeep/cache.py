@@ -168,6 +168,8 @@ class BoundedCache(Cache):
 
     Raises:
         BudgetError: the budget is out of range or smaller than what the policy protects.
+        InputError: ``config`` is no configuration, or there is no such mode of positions.
+        UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
         PolicyError: the policy string is wrong.
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
@@ -181,7 +183,7 @@ class BoundedCache(Cache):
         prefill_chunk: int | None = None,
         sequences: Sequence[int] | None = None,
         layer_budget: str | Sequence[float] | None = None,
-        positions: Literal["true", "slot"] | None = None,
+        positions: str | None = None,
     ):
         if not isinstance(config, PreTrainedConfig):
             raise InputError(
@@ -192,11 +194,19 @@ class BoundedCache(Cache):
             raise PolicyError(f"{policy!r} is neither a policy nor the name of one.")
         self.budget = budget
         _check_layer_types(config.get_text_config(decoder=True))
+        if positions not in (None, "true", "slot"):
+            raise InputError(f"positions={positions!r} is not a mode; use 'true', 'slot' or None for the policy's own.")
         layers = DynamicCache(config=config).layers
         with_slots = [i for i, layer in enumerate(layers) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)]
-        spread = _spread(layer_budget or self.policy.layer_budget, budget, len(with_slots), self.policy.least)
+        how = self.policy.layer_budget if layer_budget is None else layer_budget
+        spread = _spread(how, budget, len(with_slots), self.policy.least)
         rotation = self._rotation(config, positions)
         cascade = Cascade(min(with_slots, default=0)) if self.policy.cascades else None
+        if cascade and (prefill_chunk or any(type(layer) is DynamicSlidingWindowLayer for layer in layers)):
+            raise UnsupportedOperationError(
+                f"{spec(self.policy)} prunes through the layers of a model, which works neither with sliding windows "
+                "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
+            )
         self.position_mode: Literal["true", "slot"] = "true" if rotation is None else "slot"
         for index, numbers in zip(with_slots, spread, strict=True):
             layer = layers[index]

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep import scores
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
-from kvkeep.types import EMPTY, State, View
+from kvkeep.types import EMPTY, Budget, State, View
 
 _LATER = torch.iinfo(torch.int32).max
 
@@ -25,16 +25,14 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None) -> No
         view: the same as the policy sees it.
         window: sliding window of the layer; what no later query can see goes first.
     """
-    held = block.store.positions
-    limit = policy.stays(view, block.state)
-    still = held if window is None else scores.expire(held, block.seen, window)
-    over = (still >= 0).sum(dim=-1, keepdim=True) > (limit if isinstance(limit, int) else limit[:, :, None])
-    idle = held.device.type == "cpu" and not bool(over.any())  # on a GPU the question would cost more than it saves
-    shielded = None if idle else _shielded(policy, view, block.state)  # before the slots that it looks at are emptied
+    held = block.store.positions  # the view's own: what expires here has expired for the policy, too
     if window is not None:
-        held.copy_(still)
-    if shielded is None:
+        held.copy_(scores.expire(held, block.seen, window))
+    limit = _limit(policy, view, block.state, window)
+    over = (held >= 0).sum(dim=-1, keepdim=True) > (limit if isinstance(limit, int) else limit[:, :, None])
+    if held.device.type == "cpu" and not bool(over.any()):  # on a GPU the question would cost more than it saves
         return
+    shielded = _shielded(policy, view, block.state)
     if policy.bursts:
         held.masked_fill_(~scores.keep(shielded, held, limit), EMPTY)
         return
@@ -48,15 +46,15 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
     Args:
         policy: scores the tokens and says how many stay.
         block: the slots, which are overwritten.
-        view: slots and chunk together.
+        view: slots and chunk together; what a sliding window has passed is empty.
         state: the policy's state for these.
         window: sliding window of the layer.
     """
     if policy.spreads:
         block.spread(policy.heads(view, state))
         view = replace(view, budget=block.budget)
-    positions = view.positions if window is None else scores.expire(view.positions, block.seen, window)
-    stays = scores.keep(_shielded(policy, view, state), positions, policy.stays(view, state))
+    positions = view.positions
+    stays = scores.keep(_shielded(policy, view, state), positions, _limit(policy, view, state, window))
     order = positions.masked_fill(~stays, _LATER).argsort(dim=-1)[..., : block.store.capacity]
     kept = positions.gather(-1, order).masked_fill(~stays.gather(-1, order), EMPTY)
     index = order[..., None]
@@ -67,6 +65,16 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
     )
     for name, tensor in state.items():
         block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
+
+
+def _limit(policy: Policy, view: View, state: State, window: int | None) -> Budget:
+    """How many slots stay; all of them in a row whose budget holds the whole sliding window."""
+    stays = policy.stays(view, state)
+    if window is None:
+        return stays
+    if isinstance(view.budget, int):
+        return view.budget if view.budget >= window else stays
+    return torch.where(view.budget >= window, view.budget, torch.as_tensor(stays, device=view.budget.device))
 
 
 def _shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:

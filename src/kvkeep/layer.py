@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
+from kvkeep import scores
 from kvkeep.attention import attend
 from kvkeep.chunks import in_chunks
 from kvkeep.errors import BudgetError, ShapeError
@@ -46,6 +47,7 @@ class Layer:
     Attributes:
         columns: columns seen so far, padding included.
         block: the slots, state and counters; allocated by the first step.
+        budgets: what was asked for, at most the window; one number, or one per row.
     """
 
     block: Block
@@ -72,7 +74,7 @@ class Layer:
         self.columns = 0
         self.allocated = False
         self._rows_moved = False
-        self._budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
+        self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index = index
         self._prefill_chunk = prefill_chunk
         self._sequences = sequences
@@ -111,7 +113,8 @@ class Layer:
         if not self.policy.evicts:
             self.block.check_room((self.seen + coming)[:, None], window=self.window)
         elif self.policy.grows and T == 1:
-            self.block.check_room(self.block.held() + torch.as_tensor(coming).view(-1, 1), window=self.window)
+            more = torch.as_tensor(coming, device=self.seen.device).view(-1, 1)
+            self.block.check_room(self.block.held() + more, window=self.window)
         if T == 1:
             return self._decode(query, keys, values, options, real)
         size = self._prefill_chunk or T
@@ -120,7 +123,7 @@ class Layer:
         )
 
     def reset(self) -> None:
-        """Forget everything; the memory stays allocated for the next sequences of the same shape."""
+        """Forget everything; the memory stays allocated, unless rows were moved or heads have budgets of their own."""
         self.columns = 0
         if self._cascade is not None:
             self._cascade.clear()
@@ -140,7 +143,10 @@ class Layer:
 
     def memory(self) -> Memory:
         """Bytes of this layer; zeros before the first step."""
-        return self.block.memory() if self.allocated else Memory()
+        if not self.allocated:
+            return Memory()
+        shared = self._cascade.bytes() if self._cascade is not None and self._cascade.first == self._index else 0
+        return self.block.memory() + Memory(allocated_bytes=shared, state_bytes=shared)
 
     @property
     def store(self) -> DenseStore:
@@ -207,7 +213,8 @@ class Layer:
         query, keys = self._rotation.unrotated(query, keys, new)
         shared = new.to(torch.int32)[:, None]
         positions = joined(self.store.positions, shared.expand(B, Hk, T))
-        view = self._view(joined(self.store.keys, keys), joined(self.store.values, values), positions, new=new >= 0)
+        left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
+        view = self._view(joined(self.store.keys, keys), joined(self.store.values, values), left, new=new >= 0)
         turned = self._rotation.at_ranks(query, view.keys, positions, new)
         out, report = attend(
             *turned,
@@ -234,7 +241,7 @@ class Layer:
     def _leave(self) -> None:
         """Tell the next layer what this one still holds."""
         if self._cascade is not None:
-            self._cascade.leave(self.store.positions[:, 0])
+            self._cascade.leave(self._index, self.store.positions[:, 0])
 
     def _view(
         self,
@@ -289,5 +296,5 @@ class Layer:
                 f"{self.store.keys.dtype} and was given {tuple(keys.shape)} in {keys.dtype}. One cache serves one "
                 "model and one batch: make a new one for another, or call reset() first."
             )
-        self.block = Block(keys, values, numbers=self._budgets, starts=self.policy.slots, sequences=self._sequences)
+        self.block = Block(keys, values, numbers=self.budgets, starts=self.policy.slots, sequences=self._sequences)
         self.allocated = True

@@ -11,7 +11,7 @@ from kvkeep.rotation import Rotation
 
 HALVES = {
     "gemma", "gemma2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi", "phi3", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2",
 }  # fmt: skip
 """Model types known to rotate the two halves of a head against each other, the same in every layer."""
 

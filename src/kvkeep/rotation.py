@@ -30,7 +30,7 @@ class Rotation:
         """Rotate every vector to a position."""
         first, second, rest = self._split(x)
         cos, sin = self._angles(x, positions)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1).to(x.dtype)
 
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
         """What `apply` was given, with cosine and sine rounded exactly as the model rounded them.
@@ -41,7 +41,7 @@ class Rotation:
         cos, sin = self._angles(x, positions)
         size = cos * cos + sin * sin
         unturned = [(first * cos + second * sin) / size, (second * cos - first * sin) / size]
-        return torch.cat([*unturned, *rest], dim=-1)
+        return torch.cat([*unturned, *rest], dim=-1).to(x.dtype)
 
     def unrotated(self, query: Tensor, keys: Tensor, positions: Int[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
         """New queries and keys as they were before the model rotated them to their true positions."""
@@ -70,15 +70,17 @@ class Rotation:
         return self.apply(query, own), self.apply(keys, ranks(positions))
 
     def _split(self, x: Float[Tensor, "B H T D"]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The two halves that are rotated against each other, and what is left."""
+        """The two halves that are rotated against each other, and what is left, in float32 at least."""
         half = len(self.frequencies)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         rest = x[..., 2 * half :]
         return x[..., :half], x[..., half : 2 * half], [rest] if rest.shape[-1] else []
 
     def _angles(self, x: Tensor, positions: Int[Tensor, "B #H T"]) -> tuple[Tensor, Tensor]:
-        """Cosine and sine in the dtype of the vectors; padding (position -1) gets those of position 0."""
+        """Cosine and sine, rounded to the vectors' dtype; padding (position -1) gets those of position 0."""
         angles = positions.clamp(min=0)[..., None].float() * self.frequencies.to(x.device)
-        return (angles.cos() * self.scaling).to(x.dtype), (angles.sin() * self.scaling).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (angles.cos() * self.scaling).to(x.dtype).to(wide), (angles.sin() * self.scaling).to(x.dtype).to(wide)
 
 
 class AsItIs:

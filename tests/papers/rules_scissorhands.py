@@ -18,7 +18,7 @@ class Scissorhands(Rule):
     them and those earlier rows since the last compression after which more than ``budget + 1 - window`` tokens were
     held: in decode exactly ``window`` rows. A compression forgets all rows.
 
-    Defaults: ``drop`` is half of the budget (at least 1), ``window`` half of the budget, at most 100 (at least 1),
+    Defaults: ``drop`` is half of the budget (at least 1), ``window`` the smaller of both, at most 100 (at least 1),
     ``recent`` a quarter of the budget, at most 10. The ``recent`` newest never go.
     """
 
@@ -35,7 +35,7 @@ class Scissorhands(Rule):
     ):
         super().__init__(*row, **identity)
         self.drop = max(1, self.budget // 2) if drop is None else drop
-        self.window = max(1, min(100, self.budget // 2)) if window is None else window
+        self.window = max(1, min(100, self.budget // 2, self.drop)) if window is None else window
         self.recent = min(10, self.budget // 4) if recent is None else recent
         self.theta = theta
         self.threshold = threshold

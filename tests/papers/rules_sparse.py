@@ -59,11 +59,13 @@ class SparseStrided(Pattern):
 class SparseFixed(Pattern):
     """Blocks of ``share // 2`` tokens (at least 1): the newest token's block, and summaries of the blocks before it.
 
-    A block's summary is its last ``summary`` tokens. The first token of a block pushes out all others of the block
-    before it at once. When block and summaries are more than the share, the oldest tokens of the summaries go.
+    A block's summary is its last ``summary`` tokens, by default ``round(share / n * block / 2)``, at least 1, where n
+    is the tokens seen at the end of the last prefill step, or the share if that is more. The first token of a block
+    pushes out all others of the block before it at once. When block and summaries are more than the share, the oldest
+    tokens of the summaries go.
     """
 
-    def __init__(self, *row: int, summary: int = 1, **options: float):
+    def __init__(self, *row: int, summary: int | None = None, **options: float):
         super().__init__(*row, **options)
         self.block = max(1, self.share // 2)
         self.summary = summary
@@ -71,7 +73,9 @@ class SparseFixed(Pattern):
     def pattern(self, kept: list[int], seen: int) -> set[int]:
         start = (seen - 1) // self.block * self.block
         current = [j for j in kept if j >= start]
-        summaries = [j for j in kept if j < start and j % self.block >= self.block - self.summary]
+        n = max(self.prompt, self.share)
+        summary = max(1, round(self.share * self.block / (2 * n))) if self.summary is None else self.summary
+        summaries = [j for j in kept if j < start and j % self.block >= self.block - summary]
         return {*current, *_newest(summaries, self.share - len(current))}
 
 

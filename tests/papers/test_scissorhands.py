@@ -101,7 +101,7 @@ def test_as_much_may_be_dropped_as_is_not_recent(drop):
             make_layer(case)
 
 
-@pytest.mark.parametrize("options", ["window=5,drop=4", "window=9", "drop=1"])
+@pytest.mark.parametrize("options", ["window=5,drop=4", "window=9", "window=2,drop=1"])
 def test_a_window_longer_than_the_way_between_compressions_is_refused(options):
     with pytest.raises((BudgetError, PolicyError)):
         make_layer(Case(f"scissorhands:{options}", 16, (1,)))

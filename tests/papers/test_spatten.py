@@ -1,9 +1,12 @@
 """SpAtten: importance added up over heads, layers and steps; a later layer holds no more than the earlier ones."""
 
+import itertools
+
 import pytest
 import torch
+from transformers import LlamaConfig, MistralConfig
 
-from kvkeep import AttentionOptions, Layer, parse
+from kvkeep import AttentionOptions, BoundedCache, Layer, UnsupportedOperationError, parse
 from kvkeep.budget import per_layer
 from kvkeep.store import Cascade
 
@@ -41,7 +44,7 @@ def spatten(queries, keys, turns, budgets, recent):
             candidates = [j for j in kept[layer] + new if j in alive]
             ranked = sorted(candidates, key=lambda j: (j >= seen - recent, importance[j], j))
             excess = max(0, len(ranked) - budgets[layer])
-            if 0 < excess and ranked[excess] < seen - recent:
+            if excess > 0 and ranked[excess] < seen - recent:
                 require_margin(importance[ranked[excess - 1]], importance[ranked[excess]])
             kept[layer] = sorted(ranked[excess:])
             alive = set(kept[layer])
@@ -76,9 +79,26 @@ def test_prunes_through_the_depth_of_the_model(policy, budgets, turns):
             for i, layer in enumerate(layers):
                 heads = [sorted(j for j in head if j >= 0) for head in layer.store.positions[r].tolist()]
                 assert heads == [want[i]] * HEADS, f"turn {number}, layer {i}"
-            assert all(set(b) <= set(a) for a, b in zip(want, want[1:], strict=False))
+            assert all(set(b) <= set(a) for a, b in itertools.pairwise(want))
 
 
 def test_delta_makes_the_budgets_a_falling_line_of_the_same_mean():
     assert parse("spatten:delta=0.5").layer_budget == "ramp:-0.5"
     assert per_layer("ramp:-0.5", 100, 5) == [150, 125, 100, 75, 50]
+
+
+def test_refuses_what_would_let_a_layer_run_ahead():
+    with pytest.raises(UnsupportedOperationError, match="prefill_chunk"):
+        BoundedCache(LlamaConfig(num_hidden_layers=2), "spatten", 8, prefill_chunk=4)
+    with pytest.raises(UnsupportedOperationError, match="sliding"):
+        BoundedCache(MistralConfig(num_hidden_layers=2, sliding_window=8), "spatten", 8)
+
+
+def test_the_tables_are_counted():
+    layer = Layer(parse("spatten"), 8)
+    query, keys, values = draw(30, 1)
+    layer.step(query[:1], keys[:1], values[:1], options=AttentionOptions(scaling=D**-0.5))
+    other = Layer(parse("h2o"), 8)
+    other.step(query[:1], keys[:1], values[:1], options=AttentionOptions(scaling=D**-0.5))
+    tables = 9 * (8 + 4 + 8)  # positions, importance and what is held, for each slot
+    assert layer.memory().allocated_bytes == other.memory().allocated_bytes + tables

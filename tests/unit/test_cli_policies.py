@@ -71,7 +71,12 @@ def test_show_as_json():
         "default": 0,
         "help": "first tokens that are never evicted",
     }
-    assert [option["type"] for option in entry["options"]] == ["integer or none", "integer", "compete or replace", "number"]
+    assert [option["type"] for option in entry["options"]] == [
+        "integer or none",
+        "integer",
+        "compete or replace",
+        "number",
+    ]
 
 
 @pytest.mark.parametrize("name", ["h2p", "h2o:recnt=3", ""])

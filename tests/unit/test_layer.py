@@ -230,3 +230,25 @@ def test_the_slots_and_one_chunk_are_all_that_a_prefill_ever_holds(monkeypatch):
 def test_an_empty_prompt_is_refused():
     with pytest.raises(kvkeep.ShapeError, match="prompt is empty"):
         feed(Layer(Local(), budget=4), 0)
+
+
+@pytest.mark.parametrize("policy", [name for name in kvkeep.available_policies() if name != "spatten"])
+def test_a_budget_of_the_sliding_window_evicts_nothing_that_can_be_seen(policy):
+    """The last tokens of the window are there after a long prompt and after every token."""
+    small = {
+        "adakv": ":window=2",
+        "ahakv": ":recent=2",
+        "snapkv": ":window=2",
+        "pyramidkv": ":window=2",
+        "nacl": ":sinks=1",
+    }
+    layer = Layer(kvkeep.parse(policy + small.get(policy, "")), 100, window=8)
+    g = torch.Generator().manual_seed(0)
+    options = kvkeep.AttentionOptions(scaling=0.5, window=8)
+    seen = 0
+    for T in (21, *[1] * 12, 5, 1, 1):
+        query, keys, values = (torch.randn(2, heads, T, 4, generator=g) for heads in (4, 2, 2))
+        layer.step(query, keys, values, options=options)
+        seen += T
+        for head in layer.store.positions.flatten(0, 1).tolist():
+            assert set(range(seen - 7, seen)) <= set(head)

@@ -155,3 +155,8 @@ def test_frequencies_are_the_models_own():
         rotation = rotation_of(config)
         assert torch.equal(rotation.frequencies, own.inv_freq)
         assert rotation.scaling == own.attention_scaling
+
+
+def test_a_misspelt_mode_is_refused():
+    with pytest.raises(kvkeep.InputError, match="'slots' is not a mode"):
+        kvkeep.BoundedCache(CONFIGS["llama"], "h2o", 8, positions="slots")

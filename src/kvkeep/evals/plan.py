@@ -118,7 +118,7 @@ def grid(
         for asked in (dict.fromkeys(budgets) if policy.evicts else (EVERYTHING,))
     ]
     for plan in planned:
-        _check(checkpoint, plan)
+        _check(checkpoint, plan, tasks[plan.cell.task].new_tokens)
     return planned
 
 
@@ -130,12 +130,17 @@ def _plan(cell: Cell, task: Task, lengths: Sequence[int], policy: Policy, asked:
     return Planned(cell, policy, numbers, tuple(lengths))
 
 
-def _check(checkpoint: Checkpoint, plan: Planned) -> None:
+def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
     """Refuse a budget that a cache of this model would refuse; nothing is allocated."""
+    cell = plan.cell
+    if plan.policy.grows and plan.policy.spare < new_tokens:
+        raise BudgetError(
+            f"{cell.task} {cell.case}: {cell.policy} keeps every generated token, and the task generates {new_tokens}. "
+            f"Give it room={new_tokens} or more, or another decode mode."
+        )
     try:
         BoundedCache(checkpoint.config, plan.policy, list(plan.budgets))
     except BudgetError as error:
-        cell = plan.cell
         raise BudgetError(
             f"{cell.task} {cell.case}: {cell.policy} cannot run at {cell.budget} of {min(plan.lengths)} tokens. {error}"
         ) from error

@@ -7,6 +7,7 @@ line that was torn in the middle is cut off when the run is resumed.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,14 +107,23 @@ class Records:
         Raises:
             InputError: it cannot be written; all earlier rows are safe.
         """
-        line = (json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n").encode()
+        line = (json.dumps(_finite(row), allow_nan=False, ensure_ascii=False) + "\n").encode()
         path = self.folder / ROWS
         with _writing(self.folder, len(self.rows)), path.open("ab") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
         self._end += len(line)
-        self.rows.append(row)
+        self.rows.append(json.loads(line))
+
+
+def _finite(value: Any) -> Any:
+    """The same without numbers that JSON cannot hold: NaN and infinity, as of a model that overflows, become null."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def key_of(row: dict[str, Any]) -> Cell:

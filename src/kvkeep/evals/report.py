@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +41,13 @@ class Measure:
 
     def shown(self, row: Row) -> str:
         """The number of a row as a table shows it."""
-        return self.show(row["score"][self.key])
+        value = row["score"][self.key]
+        return "–" if value is None else self.show(value)
 
     def drawn(self, row: Row) -> float:
         """The number of a row in a plot's unit."""
-        return float(self.factor * row["score"][self.key])
+        value = row["score"][self.key]
+        return math.nan if value is None else float(self.factor * value)
 
 
 MEASURES = (

@@ -13,6 +13,9 @@ from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
 
+SHORTEST_WINDOW = 16
+"""Tokens of a perplexity window, at least."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -48,6 +51,8 @@ class Options:
         for name, value in {**low, "--window": self.window, "--stride": self.stride}.items():
             if value is not None and value < 1:
                 raise InputError(f"{name} {value} leaves nothing to measure; give 1 or more.")
+        if self.window is not None and self.window < SHORTEST_WINDOW:
+            raise InputError(f"--window {self.window} is too short to say anything; give {SHORTEST_WINDOW} or more.")
         if any(not 0 <= depth <= 1 for depth in self.depths):
             raise InputError(f"--depths {self.depths}: a depth is a share of the text, from 0 (start) to 1 (end).")
         if not 0 <= self.seed < 2**31:

@@ -28,10 +28,10 @@ class Bursts(Policy):
 
     def sizes(self, budget: Budget) -> tuple[Budget, Budget, Budget]:
         """``(window, recent, drop)`` under a budget."""
-        half = _between(1, budget // 2, None)
+        half = between(1, budget // 2, None)
         drop = half if self.drop is None else self.drop
-        window = _between(1, half, 100) if self.window is None else self.window
-        recent = _between(0, budget // 4, 10) if self.recent is None else self.recent
+        window = between(1, _smaller(half, drop), 100) if self.window is None else self.window
+        recent = between(0, budget // 4, 10) if self.recent is None else self.recent
         return window, recent, drop
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
@@ -85,7 +85,14 @@ def when_outgrown(view: View, stay: Int[Tensor, "B Hk"]) -> Int[Tensor, "B Hk"]:
     return torch.where(view.seen[:, None] > limit, torch.minimum(stay, limit), limit)
 
 
-def _between(low: int, budget: Budget, high: int | None) -> Budget:
+def _smaller(one: Budget, other: Budget) -> Budget:
+    """The smaller of two, row by row."""
+    if isinstance(one, int) and isinstance(other, int):
+        return min(one, other)
+    return torch.minimum(torch.as_tensor(one), torch.as_tensor(other))
+
+
+def between(low: int, budget: Budget, high: int | None) -> Budget:
     """Clamp a budget that may differ by row."""
     if isinstance(budget, Tensor):
         return budget.clamp(min=low, max=high)

@@ -51,7 +51,7 @@ class Pattern(Policy):
 
     def _members(self, view: View, state: State) -> Bool[Tensor, "B Hk S"]:
         budget = torch.as_tensor(view.budget, device=view.seen.device).view(-1, 1, 1).expand(len(view.seen), 1, 1)
-        heavy = (self.h2 * budget.double() + 1e-9).long()
+        heavy = torch.minimum((self.h2 * budget.double() + 1e-9).long(), budget - 1)
         share = budget - heavy
         local = self.local(view, share) & (view.positions >= 0)
         marks = view.positions.masked_fill(local | ~self.marks(view, share), EMPTY)

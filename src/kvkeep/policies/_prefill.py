@@ -40,6 +40,11 @@ class PrefillOnly(Policy):
         """Generated tokens are refused once there is no room, under ``decode=grow``."""
         return self.decode == "grow"
 
+    @property
+    def spare(self) -> int:
+        """The room."""
+        return self.room
+
     def check(self, budget: int) -> None:
         """Refuse a budget without space for what is protected and the room."""
         super().check(budget)

@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
-from kvkeep.errors import PolicyError
 from kvkeep.policies._prefill import PrefillOnly
 from kvkeep.policies.base import option
 from kvkeep.types import Budget, View
@@ -19,22 +18,12 @@ class ObservationWindow(PrefillOnly):
     """The last ``window`` tokens of a prompt stay and choose the others."""
 
     window: int = option(32, "last tokens of a prompt; they stay, and their rows rate the others", within=(1, math.inf))
-    kernel: int = option(7, "width of the pooling along the prompt, an odd number; 1 for none", within=(1, 999))
+    kernel: int = option(7, "width of the pooling along the prompt, an odd number; 1 for none", odd=True)
     pool: Literal["max", "avg"] = option("max", "pooling: the largest mass around a token, or the average")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kernel % 2 == 0:
-            raise PolicyError(f"kernel={self.kernel} is even, so it has no middle; use an odd number.")
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """The observation window."""
         return 0, self.window
-
-    @property
-    def least(self) -> int:
-        """The observation window stays in every layer."""
-        return self.window
 
     def rows(self, view: View) -> int:
         """The observation window."""

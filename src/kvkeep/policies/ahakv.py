@@ -26,7 +26,7 @@ class AhaKV(Policy):
 
     recent: int = option(32, "newest tokens that are never evicted; as many rows of a prompt are looked at")
     sinks: int = option(0, "first tokens that are never evicted")
-    kernel: int = option(5, "width of the average over the values' sizes, an odd number")
+    kernel: int = option(5, "width of the average over the values' sizes, an odd number", odd=True)
     recent_accumulation: bool = option(True, "in a prompt only the last rows count")
     sg_softmax: bool = option(True, "sharpen the probabilities that count with the prompt's length")
     value_prior: bool = option(True, "weigh a prompt's tokens by the size of their values")

@@ -20,9 +20,9 @@ from kvkeep.types import Budget, Report, State, Top, View
 _T = TypeVar("_T")
 
 
-def option(default: _T, text: str, *, within: tuple[int | float, int | float] = (0, math.inf)) -> _T:
+def option(default: _T, text: str, *, within: tuple[int | float, int | float] = (0, math.inf), odd: bool = False) -> _T:
     """Declare an option of a policy: a dataclass field with a default, a line of help and the range of a number."""
-    value: _T = dataclasses.field(default=default, metadata={"help": text, "within": within})
+    value: _T = dataclasses.field(default=default, metadata={"help": text, "within": within, "odd": odd})
     return value
 
 
@@ -65,6 +65,8 @@ class Policy(abc.ABC):
             if isinstance(value, int | float) and not low <= value <= high:
                 wanted = f"use {low} or more" if high == math.inf else f"use {low} to {high}"
                 raise PolicyError(f"{type(self).__name__}: {field.name}={value} is out of range; {wanted}.")
+            if field.metadata.get("odd") and isinstance(value, int) and value % 2 == 0:
+                raise PolicyError(f"{type(self).__name__}: {field.name}={value} has no middle; use an odd number.")
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """How many first and how many newest tokens are never evicted: ``(sinks, recent)``."""
@@ -91,7 +93,12 @@ class Policy(abc.ABC):
     @property
     def least(self) -> int:
         """Slots that a layer needs, whatever its share of the budget."""
-        return 1
+        return max(1, sum(map(int, self.protected(0))) + self.spare)
+
+    @property
+    def spare(self) -> int:
+        """Slots that a prompt leaves free."""
+        return 0
 
     @property
     def fills(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.policies._bursts import when_outgrown
+from kvkeep.policies._bursts import between, when_outgrown
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.scissorhands import Scissorhands
 from kvkeep.statistic import LastHit, Statistic
@@ -25,7 +25,7 @@ from kvkeep.types import Budget, Report, State, View
 class ScissorhandsRelease(Policy):
     """Hit by one of the last rows, or gone."""
 
-    quantile: float = option(0.9, "a row hits the tokens above this quantile of its probabilities", within=(0, 1))
+    quantile: float = option(0.9, "a row hits the tokens above this quantile of its probabilities", within=(0, 0.999))
     window: int = option(100, "rows after which a hit is forgotten")
     recent: int | None = option(None, "newest tokens that are never dropped; 10, or a quarter of a small budget")
 
@@ -35,7 +35,7 @@ class ScissorhandsRelease(Policy):
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """The recent window."""
-        return 0, Scissorhands(recent=self.recent).protected(budget)[1]
+        return 0, between(0, budget // 4, 10) if self.recent is None else self.recent
 
     def wants(self, view: View) -> Statistic:
         """The newest row that hit each token."""

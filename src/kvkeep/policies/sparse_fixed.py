@@ -8,6 +8,7 @@ Fails when: what matters is not at the end of a block.
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from kvkeep.types import View
 class SparseFixed(Pattern):
     """Blocks of half of the share; the other half are summaries."""
 
-    summary: int = option(1, "last tokens of a finished block that stay")
+    summary: int | None = option(None, "last tokens of a finished block that stay; by default they fill half")
 
     bibtex: ClassVar[str] = SparseStrided.bibtex
 
@@ -32,6 +33,8 @@ class SparseFixed(Pattern):
         return view.positions // block == (view.seen[:, None, None] - 1) // block
 
     def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """The end of each block."""
+        """The end of each block; by default half of the share that the last prompt leaves, policies.md §14."""
         block = (share // 2).clamp(min=1)
-        return view.positions % block >= block - self.summary
+        n = torch.maximum(view.prompt[:, None, None], share)
+        fitting = (share * block / (2 * n)).round().long().clamp(min=1)
+        return view.positions % block >= block - (fitting if self.summary is None else self.summary)

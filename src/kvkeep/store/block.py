@@ -113,7 +113,8 @@ class Block:
             n, budget = int(needed[row, head]), int(room[row, head])
             raise CapacityError(
                 f"Row {row} has reached {n} tokens, its budget is {budget}, and this policy "
-                "never evicts here. Give a budget of at least the prompt plus its new tokens, or another policy."
+                "never evicts here. Give a budget of at least the prompt plus its new tokens (under decode=grow: more "
+                "room), or another policy."
             )
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.memory import bytes_of
+
 _LATER = torch.iinfo(torch.int64).max
 
 
@@ -69,8 +71,14 @@ class Cascade:
         index, found = _look_up(self._tokens, positions)
         self._importance.scatter_add_(1, index, mass * found)
 
-    def leave(self, positions: Int[Tensor, "B S"]) -> None:
-        """A layer ends its step holding these tokens."""
+    def bytes(self) -> int:
+        """Size of the tables."""
+        return bytes_of(tensor for tensor in (self._tokens, self._importance, self._held) if tensor is not None)
+
+    def leave(self, layer: int, positions: Int[Tensor, "B S"]) -> None:
+        """A layer ends its step holding these tokens; those that the first one drops leave the table."""
+        if layer == self.first:
+            self._open(positions)
         self._held = positions.long().masked_fill(positions < 0, _LATER).sort(dim=1).values
 
 

@@ -143,7 +143,7 @@ class Mass(Task):
             for index, tape in self.tapes.items():
                 held[index].append(metrics.held(tape.probabilities[:, :, row], layers[index].store.positions))
                 _step(layers[index], tape, self._prompt + row, self._prompt + row + 1)
-        room = [layers[index].store.capacity - 1 for index in held]  # layers need not share the budget evenly
+        room = [max(layers[index].budgets) for index in held]  # layers need not share the budget evenly
         return Outcome(self._score({i: torch.stack(rows, dim=-1) for i, rows in held.items()}, room), cache.memory())
 
     def _score(self, held: dict[int, Float[Tensor, "B Hk R"]], room: Sequence[int]) -> dict[str, Any]:

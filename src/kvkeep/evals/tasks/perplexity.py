@@ -104,4 +104,4 @@ def _score(losses: Float[Tensor, "B n"]) -> dict[str, Any]:
         for start, stop in metrics.position_buckets(losses.shape[1] + 1)
         for part in [losses[:, start - 1 : stop - 1]]
     ]
-    return {"perplexity": math.exp(mean), "nll": mean, "n": losses.numel(), "buckets": buckets}
+    return {"perplexity": math.exp(min(mean, 700.0)), "nll": mean, "n": losses.numel(), "buckets": buckets}
