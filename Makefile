@@ -24,8 +24,8 @@ help:  ## list the commands
 	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" --editable ".[dev]"
 	@touch $@
 
-demo: .venv/.installed  ## a stream of 16 384 tokens in a block of 256: bytes held against a full cache
-	@$(BIN)/python examples/bounded.py
+demo: .venv/.installed  ## the main job on the embedded model: a story in 128 tokens, a question under every policy
+	@$(BIN)/kvkeep demo
 
 docs: .venv/.installed  ## write the generated pages
 	$(BIN)/python tools/policies_page.py

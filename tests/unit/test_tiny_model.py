@@ -92,6 +92,20 @@ def test_answers_briefly_and_stops(model, tokenizer):
     assert stopped >= 10
 
 
+@needs_weights
+def test_finds_facts_far_back(model, tokenizer):
+    """Colours, places and numbers, as far back as 900 tokens; the card has the figures of all kinds."""
+    right = 0
+    for seed in range(12):
+        asked = question(seed, kind=("colour", "place", "number")[seed % 3], depth=seed / 12, n_facts=8, tokens=900)
+        ids = tokenizer.apply_chat_template(
+            asked.messages(), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        out = model.generate(**ids, max_new_tokens=8)[0, ids["input_ids"].shape[1] :]
+        right += asked.right(tokenizer.decode(out, skip_special_tokens=True))
+    assert right >= 9
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_gives_the_same_question(kind):
     assert question(3, kind=kind) == question(3, kind=kind)

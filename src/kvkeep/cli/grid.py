@@ -111,7 +111,7 @@ def _progress(cells: int) -> Iterator[Callable[[Planned], None]]:
         cell = planned.cell
         if cell not in begun:
             begun.append(cell)
-        bar.update(line, completed=len(begun) - 1, description=f"{cell.task} {cell.policy} {cell.budget}")
+        bar.update(line, completed=len(begun) - 1, description=f"{cell.task} {cell.policy} {cell.budget}", refresh=True)
 
     try:
         with bar:

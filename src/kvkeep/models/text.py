@@ -213,6 +213,16 @@ class Writer:
             tpot_s=(watch.times[-1] - watch.times[1]) / (len(ids) - 1) if len(ids) > 1 else None,
         )
 
+    @torch.inference_mode()
+    def read(self, prompt: Int[Tensor, "1 T"], cache: Cache) -> None:
+        """Run tokens through the model for what they leave in the cache; `complete` then goes on from there.
+
+        Raises:
+            InputError: the device's memory is too small.
+        """
+        with enough_memory(self.model.device):
+            self.model(input_ids=prompt.to(self.model.device), past_key_values=cache, logits_to_keep=1)
+
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
         return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -1,7 +1,8 @@
 """Recall: questions over planted facts, by the depth at which the asked fact stands.
 
-The prompt is one chunk (the papers' semantics) and is then cut to the budget; the reply is decoded greedily under
-that budget.
+The prompt but for its last token is one chunk (the papers' semantics) and is then cut to the budget. The last token and
+the reply are decoded greedily under that budget: the first token of a reply is chosen by the last token's attention, so
+with the whole prompt in one chunk a reply of one word would not depend on the policy at all.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Recall(Task):
     """Share of questions answered right, by depth and kind; one case per context."""
 
     name: ClassVar[str] = "recall"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     headline: ClassVar[str] = "accuracy"
 
     options: Options
@@ -106,13 +107,14 @@ class Recall(Task):
     def _answer(
         self, writer: Writer, policy: Policy, questions: Sequence[Prompted], budgets: Sequence[int], first: int
     ) -> _Batch:
-        """Run one batch of prompts and decode the replies."""
+        """Run one batch of prompts, cut them, and decode the replies."""
         ids, real = left_padded([asked.ids for asked in questions])
         drive = Drive(writer, policy, budgets, first=first)
-        logits = drive.feed(ids, real, last_only=True)
-        lengths = [len(asked.ids) for asked in questions]
+        drive.feed(ids[:, :-1], real[:, :-1], last_only=True)
+        lengths = [len(asked.ids) - 1 for asked in questions]
         layers = drive.cache.bounded_layers()
         kept = torch.stack([metrics.kept_by_tenth(drive.cache.positions(layer), lengths) for layer in layers])
+        logits = drive.feed(ids[:, -1:], real[:, -1:], last_only=True)
         tokens = _decode(drive, logits, self.new_tokens, ends_of(writer))
         replies = [writer.text_of(row) for row in tokens]
         return _Batch(replies, kept.mean(dim=0).cpu(), drive.cache.memory())
