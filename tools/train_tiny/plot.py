@@ -28,7 +28,7 @@ def draw(log: Path, picture: Path) -> None:
         for i in range(1, len(rows)):
             if lengths[i] != lengths[i - 1]:
                 axes.axvline(seen[i], color="0.8", zorder=0)
-                axes.text(seen[i], axes.get_ylim()[0], f"{lengths[i]:.0f}", fontsize=7, va="bottom")
+                axes.text(seen[i], axes.get_ylim()[0], f"{lengths[i]:.0f}", fontsize=6, va="bottom", rotation=90)
         axes.legend(fontsize=8)
     figure.savefig(picture)
     plt.close(figure)
