@@ -59,7 +59,8 @@ def evaluate(seed: int, options: argparse.Namespace) -> list[dict]:
         command += ["--limit", "6"]
     elif options.limit:
         command += ["--limit", str(options.limit)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    if not options.collect:
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="UTF-8 text for perplexity; the package's own sentences if not given")
     parser.add_argument("--output", type=Path, default=Path("quality-results"))
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2 under --full, else 0")
+    parser.add_argument("--collect", action="store_true", help="run nothing, put together what is there")
     parser.add_argument("--write", type=Path, help="a page whose tables are replaced")
     options = parser.parse_args()
     seeds = options.seeds or ([0, 1, 2] if options.full else [0])

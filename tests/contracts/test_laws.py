@@ -59,7 +59,7 @@ CASES = st.builds(
 
 @pytest.mark.parametrize("policy", VARIANTS)
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(case=CASES)
 def test_law(law, policy, case):
     law(kvkeep.parse(policy), case)

@@ -273,6 +273,8 @@ def test_replies_are_those_of_generate_row_by_row():
     for item, budget, reply in zip(asked, budgets, found, strict=True):
         cache = BoundedCache(model.config, "h2o", budget)
         ids = item.ids[None]
+        with torch.inference_mode():
+            model(ids[:, :-1], past_key_values=cache)
         out = model.generate(
             ids, past_key_values=cache, max_new_tokens=task.new_tokens, do_sample=False, pad_token_id=0
         )

@@ -192,6 +192,20 @@ LOOSE_LINKS = {
         "* it: {value}",
     ),
 }
+CHANGES = (
+    "now ",
+    "later ",
+    "no, ",
+    "in the end ",
+    "after * ",
+    "after * * ",
+    "from that * on ",
+    "* * * ",
+    "today ",
+    "but * ",
+    "next * ",
+    "once * ",
+)
 NOUN_FIRST = (
     "the {noun} on #: {value}",
     "the {noun} * #: {value}",
@@ -232,6 +246,7 @@ def with_loose_wordings(kind: Kind, rng: random.Random, words: Sequence[str]) ->
 
     subjects = LOOSE_OWNED if kind.name == "owner" else LOOSE_SUBJECTS
     statements, questions = list(rng.sample(kind.statements, 8)), list(rng.sample(kind.questions, 8))
+    corrections = list(kind.corrections)
     for _ in range(12):
         lead = rng.choice(LOOSE_LEADS).replace("{noun}", kind.name)
         subject = rng.choice(subjects)
@@ -240,7 +255,9 @@ def with_loose_wordings(kind: Kind, rng: random.Random, words: Sequence[str]) ->
         else:
             statements.append(fill(f"{lead}{subject} {rng.choice(LOOSE_LINKS[kind.name])}."))
         questions.append(fill(rng.choice(LOOSE_ASKS[kind.name]).replace("#", rng.choice(subjects))))
-    return replace(kind, statements=tuple(statements), questions=tuple(questions))
+        again = statements[-1].removesuffix(".")
+        corrections.append(fill(f"{rng.choice(CHANGES)}{again}{rng.choice(('', '', '', ' now', ' *', ' at last'))}."))
+    return replace(kind, statements=tuple(statements), corrections=tuple(corrections), questions=tuple(questions))
 
 
 SUBJECTS = (

@@ -119,7 +119,8 @@ def ask_everyone(screen: Console, writer: text.Writer, seed: int) -> None:
             held = console.show_bytes(answer.held_bytes)
             table.add_row(answer.policy, str(answer.budget), reply, verdict, held, share)
             live.update(table, refresh=screen.is_terminal)
-    screen.print("\n")
+    _end_line(screen)
+    screen.print()
 
 
 def show_next(screen: Console) -> None:
@@ -180,6 +181,12 @@ def _stated(asked: Question) -> str:
     return next(s for s in sentences if fact.value in s and fact.thing in s and fact.owner in s)
 
 
+def _end_line(screen: Console) -> None:
+    """End the last line of a live picture, which only a terminal does by itself."""
+    if not screen.is_terminal:
+        screen.print()
+
+
 def _title(screen: Console, title: str) -> None:
     screen.print(Text(title, "bold cyan"))
 
@@ -199,6 +206,7 @@ class Page:
     def __exit__(self, *_: object) -> None:
         self._live.update(self._render(), refresh=True)
         self._live.stop()
+        _end_line(self._screen)
 
     def write(self, piece: str) -> None:
         """Add a piece of text; the picture is drawn ten times a second at most."""

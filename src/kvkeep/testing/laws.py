@@ -132,8 +132,11 @@ def rows_permute(policy: Policy, case: Case) -> None:
 
 @_law
 def heads_permute(policy: Policy, case: Case) -> None:
-    """Reordering the KV heads (with their query heads) reorders the result, unless randomness is keyed by head."""
-    if policy.stochastic:
+    """Reordering the KV heads (with their query heads) reorders the result.
+
+    Not where randomness is keyed by head, nor where heads share a budget: a remainder goes to the first of equals.
+    """
+    if policy.stochastic or policy.spreads:
         return
     tape = Tape.random(case)
     order = torch.arange(case.heads).flip(0)
