@@ -17,9 +17,9 @@ from lib import report
 CODE = """
 import time, torch, transformers, transformers.models.llama.modeling_llama
 start = time.perf_counter()
-import kvkeep
+from kvkeep.models.load import load
 from kvkeep.models import tiny
-model, tokenizer = kvkeep.load(tiny.path())
+model, tokenizer = load(tiny.path())
 print(time.perf_counter() - start)
 """
 

@@ -25,6 +25,7 @@ from lib import report
 
 import kvkeep
 from kvkeep.models import tiny
+from kvkeep.models.load import load
 
 WINDOW = 10_000
 SAVE_EVERY = 20
@@ -229,7 +230,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.output.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = kvkeep.load(tiny.path(), dtype="float32", device="cpu")
+    model, tokenizer = load(tiny.path(), dtype="float32", device="cpu")
     ids = read(options.text, tokenizer) if options.text else own_text(tokenizer)
     for run in runs(options.tokens, options.chunk):
         if not options.only or run.name.startswith(options.only):
