@@ -68,6 +68,25 @@ def per_row(numbers: Sequence[int], rows: int, device: torch.device) -> Budget:
     return column
 
 
+def column(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """A budget as one number for each row that `seen` counts the tokens of."""
+    return torch.as_tensor(budget, device=seen.device).view(-1).expand(len(seen))
+
+
+def between(low: int, budget: Budget, high: int | None) -> Budget:
+    """A budget, which may differ by row, but not below and not above two numbers."""
+    if isinstance(budget, Tensor):
+        return budget.clamp(min=low, max=high)
+    return max(low, budget if high is None else min(high, budget))
+
+
+def smaller(one: Budget, other: Budget) -> Budget:
+    """The smaller of two budgets, row by row."""
+    if isinstance(one, int) and isinstance(other, int):
+        return min(one, other)
+    return torch.minimum(torch.as_tensor(one), torch.as_tensor(other))
+
+
 def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: int = 1) -> list[int]:
     """Spread a budget over the layers, so that they add up to ``layers * budget`` exactly.
 

@@ -152,7 +152,7 @@ class NACL(PromptRule):
         self,
         *row: int,
         proxies: float = 0.1,
-        random: float = 0.3684,
+        random: float = 7 / 19,
         recent: int | None = None,
         temperature: float = 1.0,
         seed: int = 0,

@@ -95,11 +95,11 @@ class ScissorhandsRelease(Rule):
     ``budget`` would stay, those that are not recent go, the one whose last hit is the oldest first, then by position.
     """
 
-    def __init__(self, *row: int, quantile: float = 0.9, window: int = 100, recent: int = 10, **identity: int):
+    def __init__(self, *row: int, quantile: float = 0.9, window: int = 100, recent: int | None = None, **identity: int):
         super().__init__(*row, **identity)
         self.quantile = quantile
         self.window = window
-        self.recent = recent
+        self.recent = min(10, self.budget // 4) if recent is None else recent
         self.last_hit: list[dict[int, int]] = [{} for _ in range(self.heads)]
 
     def look(self, head: int, step: Step) -> None:

@@ -1,20 +1,12 @@
 """``kvkeep demo``: what it shows; the scenes are cut short here."""
 
-from pathlib import Path
-
-import pytest
 from typer.testing import CliRunner
 
 from kvkeep.cli import showcase
 from kvkeep.cli.main import app
 from kvkeep.models import tiny
 
-needs_weights = pytest.mark.skipif(
-    not (Path(tiny.__file__).parent / tiny.WEIGHTS).is_file(), reason="the model is still in training"
-)
 
-
-@needs_weights
 def test_shows_a_story_a_table_and_what_to_try_next(monkeypatch):
     monkeypatch.setattr(showcase, "STORY_TOKENS", 140)
     monkeypatch.setattr(showcase, "POLICIES", ("full", "snapkv", "local"))

@@ -12,7 +12,6 @@ from kvkeep.models.tiny.recall import Question, draw_facts, own_filler, question
 from kvkeep.models.tiny.wordings import HELD_OUT
 
 FOLDER = Path(tiny.__file__).parent
-needs_weights = pytest.mark.skipif(not (FOLDER / tiny.WEIGHTS).is_file(), reason="the model is still in training")
 
 KINDS = [kind.name for kind in HELD_OUT.kinds]
 
@@ -27,14 +26,12 @@ def model():
     return AutoModelForCausalLM.from_pretrained(tiny.path()).eval()
 
 
-@needs_weights
 def test_folder_is_small_and_complete():
     files = {f.name: f.stat().st_size for f in tiny.path().iterdir() if f.is_file()}
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md"} <= set(files)
     assert sum(files.values()) < 25e6
 
 
-@needs_weights
 def test_corrupted_weights_are_refused(tmp_path):
     weights = tmp_path / tiny.WEIGHTS
     good = (tiny.path() / tiny.WEIGHTS).read_bytes()
@@ -58,7 +55,6 @@ def test_architecture():
     assert config["tie_word_embeddings"]
 
 
-@needs_weights
 def test_parameters(model):
     assert 5e6 <= sum(p.numel() for p in model.parameters()) <= 12e6
 
@@ -79,7 +75,6 @@ def test_text_survives_the_tokenizer(tokenizer):
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-@needs_weights
 def test_answers_briefly_and_stops(model, tokenizer):
     stopped = 0
     for seed in range(12):
@@ -92,7 +87,6 @@ def test_answers_briefly_and_stops(model, tokenizer):
     assert stopped >= 10
 
 
-@needs_weights
 def test_finds_facts_far_back(model, tokenizer):
     """Colours, places and numbers, as far back as 900 tokens; the card has the figures of all kinds."""
     right = 0

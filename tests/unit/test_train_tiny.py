@@ -152,7 +152,6 @@ def test_questions_fit_the_context_and_are_spread(tokenizer):
     assert np.nansum(tenths) >= 9
 
 
-@pytest.mark.skipif(not (Path(tiny.__file__).parent / tiny.WEIGHTS).is_file(), reason="the model is still in training")
 def test_one_pass_gives_the_verdict_of_decoding(tokenizer):
     from transformers import AutoModelForCausalLM
 

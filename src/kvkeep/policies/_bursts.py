@@ -1,4 +1,4 @@
-"""Scissorhands' bursts: when the slots are full, many tokens go at once; and the sizes of what goes and stays."""
+"""What the policies have in common that drop many tokens at once, and the sizes of Scissorhands' bursts."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kvkeep.budget import between, column, smaller
 from kvkeep.errors import BudgetError
 from kvkeep.policies.base import Policy, option
 from kvkeep.types import Budget, State, View
@@ -30,7 +31,7 @@ class Bursts(Policy):
         """``(window, recent, drop)`` under a budget."""
         half = between(1, budget // 2, None)
         drop = half if self.drop is None else self.drop
-        window = between(1, _smaller(half, drop), 100) if self.window is None else self.window
+        window = between(1, smaller(half, drop), 100) if self.window is None else self.window
         recent = between(0, budget // 4, 10) if self.recent is None else self.recent
         return window, recent, drop
 
@@ -58,8 +59,8 @@ class Bursts(Policy):
 
     def stays(self, view: View, state: State) -> Budget:
         """After a burst, a multiple of ``drop`` fewer; never less than the recent window."""
-        n, limit = held(view), column(view.budget, view)
-        _, recent, drop = (column(size, view) for size in self.sizes(view.budget))
+        n, limit = held(view), column(view.budget, view.seen)
+        _, recent, drop = (column(size, view.seen) for size in self.sizes(view.budget))
         goes = torch.minimum(drop * -(-(n - limit) // drop), n - recent.clamp(min=1))
         return torch.where(n > limit, n - goes, limit)[:, None]
 
@@ -69,31 +70,12 @@ def held(view: View) -> Int[Tensor, " B"]:
     return (view.positions[:, 0] >= 0).sum(dim=-1)
 
 
-def column(budget: Budget, view: View) -> Int[Tensor, " B"]:
-    """A budget as one number per row."""
-    return torch.as_tensor(budget, device=view.seen.device).view(-1).expand(len(view.seen))
-
-
 def is_over(view: View) -> Bool[Tensor, " B"]:
     """Which rows hold more than their budget, so that something has to go in this step."""
-    return held(view) > column(view.budget, view)
+    return held(view) > column(view.budget, view.seen)
 
 
 def when_outgrown(view: View, stay: Int[Tensor, "B Hk"]) -> Int[Tensor, "B Hk"]:
     """A number per head, at most the budget; all of the budget while a row has not seen more tokens than that."""
-    limit = column(view.budget, view)[:, None]
+    limit = column(view.budget, view.seen)[:, None]
     return torch.where(view.seen[:, None] > limit, torch.minimum(stay, limit), limit)
-
-
-def _smaller(one: Budget, other: Budget) -> Budget:
-    """The smaller of two, row by row."""
-    if isinstance(one, int) and isinstance(other, int):
-        return min(one, other)
-    return torch.minimum(torch.as_tensor(one), torch.as_tensor(other))
-
-
-def between(low: int, budget: Budget, high: int | None) -> Budget:
-    """Clamp a budget that may differ by row."""
-    if isinstance(budget, Tensor):
-        return budget.clamp(min=low, max=high)
-    return max(low, budget if high is None else min(high, budget))

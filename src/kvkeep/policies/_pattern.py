@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.budget import column
 from kvkeep.policies._bursts import when_outgrown
 from kvkeep.policies.base import Policy, option
 from kvkeep.statistic import Mass, Nothing, Statistic
@@ -50,7 +51,7 @@ class Pattern(Policy):
         return self._members(view, state).float()
 
     def _members(self, view: View, state: State) -> Bool[Tensor, "B Hk S"]:
-        budget = torch.as_tensor(view.budget, device=view.seen.device).view(-1, 1, 1).expand(len(view.seen), 1, 1)
+        budget = column(view.budget, view.seen)[:, None, None]
         heavy = torch.minimum((self.h2 * budget.double() + 1e-9).long(), budget - 1)
         share = budget - heavy
         local = self.local(view, share) & (view.positions >= 0)

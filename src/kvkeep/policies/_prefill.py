@@ -71,13 +71,21 @@ class PrefillOnly(Policy):
         return {"score": added if view.is_decode else torch.where(_prompts(view), self.rate(view, report.mass), added)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """What `choose` says in a prompt, and `later` afterwards."""
+        later = self._later(view, state)
+        return later if view.is_decode else torch.where(_prompts(view), self.choose(view, state), later)
+
+    def choose(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """How much a prompt's tokens are worth at its end: by default their rating."""
+        return state["score"]
+
+    def _later(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The rating; under ``local`` what a prompt chose stays and the rest is first in, first out."""
         if self.decode != "local":
             return state["score"]
         _, window = self.protected(view.budget)
         chosen = view.positions < (view.prompt[:, None] - window)[:, :, None]
-        queue = view.positions.float().masked_fill(chosen, torch.finfo(torch.float32).max)
-        return torch.where(_prompts(view), state["score"], queue)
+        return view.positions.float().masked_fill(chosen, torch.finfo(torch.float32).max)
 
 
 def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:

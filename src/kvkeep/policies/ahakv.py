@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, where
 
 from kvkeep import scores
-from kvkeep.policies._bursts import column
+from kvkeep.budget import column
 from kvkeep.policies.base import Policy, option
 from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Budget, Report, State, View
@@ -43,7 +43,7 @@ class AhaKV(Policy):
 
     def wants(self, view: View) -> Statistic:
         """Mass of the recent rows of a prompt, or of a generated token's row, under the gain of the prompt."""
-        ratio = (view.prompt / column(view.budget, view)).clamp(min=1.0).float()
+        ratio = (view.prompt / column(view.budget, view.seen)).clamp(min=1.0).float()
         gain = (2.0 * ratio.log()).sqrt().clamp(min=float(self.clamp)) if self.sg_softmax else 1.0
         return Mass(rows=max(1, self.recent) if self.recent_accumulation else -1, gain=gain)
 

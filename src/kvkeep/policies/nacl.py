@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.budget import column
 from kvkeep.noise import gumbel
 from kvkeep.policies._prefill import PrefillOnly
 from kvkeep.policies.base import option
@@ -46,15 +47,14 @@ class NACL(PrefillOnly):
         """The proxies' mass."""
         return mass
 
-    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """In a prompt the best come first, then the lucky: largest score plus Gumbel noise is sampling by softmax."""
+    def choose(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """The best come first, then the lucky: the largest sums of score and Gumbel noise are a sample by softmax."""
         sinks, recent = self.protected(view.budget)
-        free = torch.as_tensor(self.stays(view, state) - sinks - recent, device=view.seen.device).view(-1, 1)
+        free = column(self.stays(view, state) - sinks - recent, view.seen)[:, None]
         best = free - (self.random * free.double() + 1e-9).long()
         fixed = (view.positions < sinks) | (view.positions >= (view.seen[:, None] - recent)[:, :, None])
-        top = scores.keep(state["score"], view.positions.masked_fill(fixed, EMPTY), best.expand(len(view.seen), 1))
+        top = scores.keep(state["score"], view.positions.masked_fill(fixed, EMPTY), best)
         heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]
         keys = (view.sequences[:, None, None], torch.tensor(view.layer), heads, view.positions)
         drawn = state["score"] / self.temperature + gumbel(self.seed, *keys).float()
-        chosen = drawn.masked_fill(top, torch.finfo(torch.float32).max)
-        return torch.where((view.new > 1)[:, None, None], chosen, super().score(view, state))
+        return drawn.masked_fill(top, torch.finfo(torch.float32).max)

@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
-from kvkeep.policies._bursts import Bursts, column, held, is_over
+from kvkeep.budget import column
+from kvkeep.policies._bursts import Bursts, held, is_over
 from kvkeep.policies.base import option
 from kvkeep.statistic import Low, Statistic
 from kvkeep.types import Report, State, View
@@ -41,20 +42,19 @@ class Scissorhands(Bursts):
 
     def wants(self, view: View) -> Statistic:
         """The rows of the window: the last ones before a burst, known in advance."""
-        window, ahead = column(self.sizes(view.budget)[0], view), held(view) - column(view.budget, view) - 1
+        window = column(self.sizes(view.budget)[0], view.seen)
+        ahead = held(view) - column(view.budget, view.seen) - 1
         rows = torch.where(is_over(view), window, (ahead + window).clamp(min=0))
-        return Low(rows=rows, theta=self.theta, live=self.threshold == "live")
+        return Low(rows, self.theta, self.threshold == "live")
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Add to the window's sums; those of a burst become negative: they are spent and start again from zero."""
         over = is_over(view)
-        whole = over & (view.new >= column(self.sizes(view.budget)[0], view))  # the window lies within this step
+        whole = over & (view.new >= column(self.sizes(view.budget)[0], view.seen))  # the window lies within this step
         past, sign = (~whole).float()[:, None, None], torch.where(over, -1.0, 1.0)[:, None, None]
         return {name: sign * (past * state[name].clamp(min=0.0) + report.sums[name]) for name in self.slots}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Few insignificant rows first; then the larger mass of the window, or the older token."""
-        low, second = state["low"].abs(), state["mass"].abs()
-        if self.literal_ties:
-            second = -view.positions.float()
-        return scores.ranks(second, view.positions).float() - low * view.positions.shape[-1]
+        second = -view.positions.float() if self.literal_ties else state["mass"].abs()
+        return scores.ranks(second, view.positions).float() - state["low"].abs() * view.positions.shape[-1]

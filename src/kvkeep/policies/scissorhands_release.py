@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.policies._bursts import between, when_outgrown
+from kvkeep.budget import between
+from kvkeep.policies._bursts import when_outgrown
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.scissorhands import Scissorhands
 from kvkeep.statistic import LastHit, Statistic

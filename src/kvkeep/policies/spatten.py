@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.budget import column
 from kvkeep.policies.base import Policy, option
 from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Budget, Report, State, View
@@ -51,8 +52,7 @@ class SpAtten(Policy):
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B 1"]:
         """At most what the layer before still holds."""
-        limit = torch.as_tensor(view.budget, device=view.seen.device).view(-1, 1)
-        return torch.minimum(view.alive.sum(dim=1, keepdim=True), limit)
+        return torch.minimum(view.alive.sum(dim=1), column(view.budget, view.seen))[:, None]
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The importance; tokens that the layer before has dropped come last."""

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.budget import column
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.h2o import H2O
 from kvkeep.statistic import MassAndLast, Statistic
@@ -44,7 +44,7 @@ class TopK(Policy):
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The order of the newest row; the best of either half come before all others."""
-        budget = torch.as_tensor(view.budget, device=view.seen.device).view(-1, 1).expand(len(view.seen), 1)
+        budget = column(view.budget, view.seen)[:, None]
         heavy = (self.h2 * budget.double() + 1e-9).long()
         best = scores.keep(state["last"], view.positions, budget - heavy)
         best |= scores.keep(state["mass"], view.positions, heavy)
