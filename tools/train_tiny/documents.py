@@ -208,7 +208,7 @@ def _kinds(rng: random.Random, shape: Shape) -> list[str]:
     """The kinds of facts of one document: a few, or one alone, which makes every fact a distractor."""
     words = ["colour", "place", "word", "owner"]
     kinds = rng.sample(words, rng.choice((1, 2, 3, 4, 4, 4)))
-    if "owner" in kinds and rng.random() < 0.4:
+    if "owner" in kinds and rng.random() < 0.7:
         kinds.append("owner")  # the hardest kind: its value is a name among the names of other facts
     if rng.random() < shape.numbers:
         kinds += ["number"] * rng.choice((1, 1, 2))

@@ -152,7 +152,11 @@ def with_values(kind: Kind, values: Sequence[str]) -> Kind:
     return replace(kind, values=tuple(values)) if kind.name == "word" else kind
 
 
-LOOSE_LEADS = ("", "", "", "* * that ", "* could * that ", "* has * ", "* * * ", "* can * the {noun} on ", "at * ")
+GLUE = pool("that you we they it he she i could can would must may has had was be to of in at so now then there all if")
+LOOSE_LEADS = (
+    *("", "", "", "* * that ", "* could * that ", "* has * ", "* * * ", "* can * the {noun} on ", "at * "),
+    *("~ that ", "~ that ", "~ ", "~, "),
+)
 LOOSE_SUBJECTS = (
     "{owner}'s {thing}",
     "the {thing} * {owner}",
@@ -163,8 +167,14 @@ LOOSE_SUBJECTS = (
 )
 LOOSE_OWNED = ("the {owner} {thing}", "the {owner} {thing}", "a {owner} {thing}", "* {owner} {thing}")
 LOOSE_LINKS = {
-    "colour": ("is {value}", "was {value}", "* {value}", "* * {value}", "has * * {value}", "*, and is {value}"),
-    "place": ("is in the {value}", "* in the {value}", "* to the {value}", "* * the {value}", "in the {value}"),
+    "colour": (
+        *("is {value}", "was {value}", "* {value}", "* * {value}", "has * * {value}", "*, and is {value}"),
+        *("~ {value}", "~ is {value}", "~, {value}"),
+    ),
+    "place": (
+        *("is in the {value}", "* in the {value}", "* to the {value}", "* * the {value}", "in the {value}"),
+        *("~ in the {value}", "~ to the {value}", "~ the {value}"),
+    ),
     "owner": (
         "* to {value}",
         "* by {value}",
@@ -176,6 +186,7 @@ LOOSE_LINKS = {
         "* * * {value}",
         "* {value}",
         "has {value} for its *",
+        *("~ to {value}", "~ of {value}", "~ by {value}", "~ {value}", "is ~ of {value}", "~, {value}"),
     ),
     "word": (
         "* the word {value}",
@@ -183,6 +194,7 @@ LOOSE_LINKS = {
         "* * word {value}",
         "word * {value}",
         "has a word, {value}",
+        *("~ the word {value}", "~ word ~: {value}"),
     ),
     "number": (
         "* the number {value}",
@@ -190,6 +202,7 @@ LOOSE_LINKS = {
         "* * number {value}",
         "* {value}",
         "* it: {value}",
+        *("~ the number {value}", "~ number ~: {value}"),
     ),
 }
 CHANGES = (
@@ -235,19 +248,23 @@ LOOSE_ASKS = {
 
 
 def with_loose_wordings(kind: Kind, rng: random.Random, words: Sequence[str]) -> Kind:
-    """The kind with a dozen wordings made up for one document: ``*`` stands for any word.
+    """The kind with wordings made up for one document: ``*`` stands for any word, ``~`` for up to five.
 
     What such a sentence says can only be found from its keys, its kind and where its value stands, which is what
     a wording that was never seen asks for.
     """
 
+    def some() -> str:
+        return " ".join(rng.choice(words if rng.random() < 0.6 else GLUE) for _ in range(rng.randint(0, 5)))
+
     def fill(text: str) -> str:
-        return "".join(rng.choice(words) if c == "*" else c for c in text)
+        filled = "".join(rng.choice(words) if c == "*" else some() if c == "~" else c for c in text)
+        return " ".join(filled.replace(" ,", ",").split())
 
     subjects = LOOSE_OWNED if kind.name == "owner" else LOOSE_SUBJECTS
-    statements, questions = list(rng.sample(kind.statements, 8)), list(rng.sample(kind.questions, 8))
-    corrections = list(kind.corrections)
-    for _ in range(12):
+    statements, questions = list(rng.sample(kind.statements, 6)), list(rng.sample(kind.questions, 6))
+    corrections = [*kind.corrections, *statements]
+    for _ in range(14):
         lead = rng.choice(LOOSE_LEADS).replace("{noun}", kind.name)
         subject = rng.choice(subjects)
         if kind.name in ("word", "number", "colour") and rng.random() < 0.5:
@@ -257,6 +274,7 @@ def with_loose_wordings(kind: Kind, rng: random.Random, words: Sequence[str]) ->
         questions.append(fill(rng.choice(LOOSE_ASKS[kind.name]).replace("#", rng.choice(subjects))))
         again = statements[-1].removesuffix(".")
         corrections.append(fill(f"{rng.choice(CHANGES)}{again}{rng.choice(('', '', '', ' now', ' *', ' at last'))}."))
+        corrections.append(statements[-1])  # no word says that something changed: the last one counts
     return replace(kind, statements=tuple(statements), corrections=tuple(corrections), questions=tuple(questions))
 
 
