@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import re
 from importlib import resources
 
 import model_folders
@@ -25,6 +26,8 @@ from kvkeep.models import load as loading
 from kvkeep.models import tiny
 from kvkeep.models.quiet import quiet
 from kvkeep.models.text import Writer
+from kvkeep.models.tiny.recall import question
+from kvkeep.models.tiny.wordings import HELD_OUT
 
 OPTIONS = Options(limit=3, window=50, contexts=(300,), facts=2)
 EVERYTHING = 10_000
@@ -344,6 +347,18 @@ def test_wording_follows_the_chat_template(tmp_path, own, wording):
     assert (asked.question.prompt in text) is own
     assert text.startswith("<s><|user|> " if own else "<s>user: Read the text")
     assert len(asked.ids) <= 402
+
+
+def test_as_many_facts_as_there_are_names_for_and_no_more():
+    with pytest.raises(InputError, match=r"--facts 900: .* for (\d+) facts") as caught:
+        Options(facts=900)
+    most = int(re.search(r"for (\d+) facts", str(caught.value))[1])
+    for seed, kind in enumerate(kind.name for kind in HELD_OUT.kinds):
+        assert len(question(seed, kind=kind, n_facts=Options(facts=most).facts, tokens=100).facts) == most
+    with pytest.raises(InputError, match=f"--facts {most + 1}"):
+        Options(facts=most + 1)
+    with pytest.raises(ValueError, match="larger than population"):  # so the limit is not too low
+        question(0, n_facts=most + 1, tokens=100)
 
 
 # all

@@ -11,6 +11,8 @@ from kvkeep.errors import InputError
 from kvkeep.memory import Memory
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
+from kvkeep.models.tiny.recall import most_facts
+from kvkeep.models.tiny.wordings import HELD_OUT
 from kvkeep.policies.base import Policy
 
 SHORTEST_WINDOW = 16
@@ -53,6 +55,8 @@ class Options:
                 raise InputError(f"{name} {value} leaves nothing to measure; give 1 or more.")
         if self.window is not None and self.window < SHORTEST_WINDOW:
             raise InputError(f"--window {self.window} is too short to say anything; give {SHORTEST_WINDOW} or more.")
+        if self.facts > (most := most_facts(HELD_OUT)):
+            raise InputError(f"--facts {self.facts}: there are names and things for {most} facts in a text, no more.")
         if any(not 0 <= depth <= 1 for depth in self.depths):
             raise InputError(f"--depths {self.depths}: a depth is a share of the text, from 0 (start) to 1 (end).")
         if not 0 <= self.seed < 2**31:

@@ -72,7 +72,7 @@ def draw_facts(lexicon: Lexicon, rng: random.Random, n: int, kinds: Sequence[str
     Owners and things come from a small grid (about 1.5 times the square root of ``n`` each), so distractors
     with the same owner and distractors with the same thing are there by construction.
     """
-    side = min(n, 2 + int(1.5 * n**0.5))
+    side = _side(n)
     owners = rng.sample(lexicon.names, side)
     materials = rng.sample(lexicon.materials, min(side, len(lexicon.materials)))
     things = rng.sample(lexicon.things, side)
@@ -85,6 +85,17 @@ def draw_facts(lexicon: Lexicon, rng: random.Random, n: int, kinds: Sequence[str
             taken.add(key)
             facts.append(Fact(kind, key[1], key[2], draw_value(kind, lexicon, rng)))
     return facts
+
+
+def most_facts(lexicon: Lexicon) -> int:
+    """How many facts one text of `question` can hold: names and things give keys for no more."""
+    longest = min(len(lexicon.names), len(lexicon.things))
+    return 1 + max(n for n in range(longest**2) if _side(n) <= longest)
+
+
+def _side(n: int) -> int:
+    """How many owners, and how many things, ``n`` facts share."""
+    return min(n, 2 + int(1.5 * n**0.5))
 
 
 def question(
