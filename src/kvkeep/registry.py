@@ -99,23 +99,14 @@ def parse(text: str) -> Policy:
 
 def spec(policy: Policy) -> str:
     """The shortest string that `parse` turns into an equal policy: options at their default are left out."""
-    changed = [
-        f"{field.name}={_show(getattr(policy, field.name))}"
-        for field in dataclasses.fields(policy)
-        if getattr(policy, field.name) != field.default
-    ]
     name = name_of(policy)
-    return f"{name}:{','.join(changed)}" if changed else name
+    return f"{name}:{policy.changed}" if policy.changed else name
 
 
 def describe(name: str) -> str:
     """The one line that says what a policy keeps: the first line of its module's docstring."""
     doc = inspect.getdoc(importlib.import_module(available()[name].__module__)) or ""
     return doc.splitlines()[0] if doc else ""
-
-
-def _show(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def _did_you_mean(wrong: str, known: Iterable[str]) -> str:

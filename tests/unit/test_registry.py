@@ -1,3 +1,4 @@
+import dataclasses
 import importlib
 import subprocess
 import sys
@@ -6,6 +7,7 @@ import pytest
 
 import kvkeep
 from kvkeep import registry
+from kvkeep.policies.base import Policy, option
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.random import Random
 
@@ -35,6 +37,28 @@ def test_parse(text, policy):
 def test_spec_leaves_defaults_out_and_keeps_the_order_of_declaration():
     assert kvkeep.spec(H2O()) == "h2o"
     assert kvkeep.spec(H2O(graduate="replace", sinks=4, recent=8)) == "h2o:recent=8,sinks=4,graduate=replace"
+
+
+@pytest.mark.parametrize("name", kvkeep.available_policies())
+def test_a_policy_in_a_message_is_its_string(name):
+    cls = kvkeep.available_policies()[name]
+    changed = {f.name: not f.default for f in dataclasses.fields(cls) if isinstance(f.default, bool)}
+    policy = cls(**changed)
+    assert str(policy) == f"{policy}" == kvkeep.spec(policy)
+    assert str(cls()) == name
+
+
+def test_a_policy_of_ones_own_in_a_message_is_named_by_its_class():
+    assert str(Newest(sinks=2)) == "Newest:sinks=2"
+    assert str(Newest()) == "Newest"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Newest(Policy):
+    sinks: int = option(0, "first tokens")
+
+    def score(self, view, state):
+        return view.positions.float()
 
 
 @pytest.mark.parametrize(

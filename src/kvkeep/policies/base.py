@@ -68,6 +68,18 @@ class Policy(abc.ABC):
             if field.metadata.get("odd") and isinstance(value, int) and value % 2 == 0:
                 raise PolicyError(f"{type(self).__name__}: {field.name}={value} has no middle; use an odd number.")
 
+    def __str__(self) -> str:
+        module = type(self).__module__
+        name = module.rpartition(".")[2] if module.startswith(f"{__package__}.") else type(self).__name__
+        return f"{name}:{self.changed}" if self.changed else name
+
+    @property
+    def changed(self) -> str:
+        """The options that are not at their default, as a user writes them: ``recent=32,sinks=4``."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return ",".join(f"{name}={_show(value)}" for name, value in values.items() if value != defaults[name])
+
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """How many first and how many newest tokens are never evicted: ``(sinks, recent)``."""
         return 0, 0
@@ -144,6 +156,10 @@ class Policy(abc.ABC):
 
         Empty and protected slots may get any value; the cache overrides them.
         """
+
+
+def _show(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def _is_a(value: object, kind: object) -> bool:
