@@ -12,6 +12,9 @@ from torch import Tensor
 from kvkeep.errors import BudgetError
 from kvkeep.types import Budget
 
+RULES = {"uniform": "0", "ramp": "0.2", "pyramid": "20"}
+"""How a budget can be spread over layers, each with its parameter unless another is given; see `per_layer`."""
+
 
 def from_ratio(keep_ratio: float, tokens: int) -> int:
     """Turn a fraction of ``tokens`` into a budget: ``floor(keep_ratio * tokens)``, at least 1.
@@ -129,13 +132,12 @@ def _weights(how: str | Sequence[float], layers: int) -> list[float]:
             raise BudgetError(f"{len(how)} layer weights were given for {layers} layers; give one above 0 for each.")
         return [float(weight) for weight in how]
     name, _, text = how.partition(":")
-    known = {"uniform": "0", "ramp": "0.2", "pyramid": "20"}
-    if name not in known:
+    if name not in RULES:
         raise BudgetError(f"Unknown layer budget {how!r}; use uniform, ramp:0.2, pyramid:20 or weights.")
     try:
-        number = float(text or known[name])
+        number = float(text or RULES[name])
     except ValueError:
-        raise BudgetError(f"{how!r}: {text!r} is not a number; write for example {name}:{known[name]}.") from None
+        raise BudgetError(f"{how!r}: {text!r} is not a number; write for example {name}:{RULES[name]}.") from None
     if (name == "ramp" and not -1.0 < number < 1.0) or (name == "pyramid" and not number >= 1.0):
         raise BudgetError(f"{how!r} is out of range: a ramp takes a number between -1 and 1, a pyramid 1 or more.")
     slope = {"uniform": 0.0, "ramp": number, "pyramid": 1.0 / max(number, 1.0) - 1.0}[name]

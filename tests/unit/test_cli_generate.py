@@ -19,7 +19,7 @@ from kvkeep.models import load as loading
 from kvkeep.models.load import find, load
 from kvkeep.models.quiet import quiet
 from kvkeep.models.stream import TextPieces
-from kvkeep.models.text import Sampling, encode
+from kvkeep.models.text import Sampling, Writer, encode
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the cat"
 
@@ -144,6 +144,17 @@ def test_prefill_chunk_reaches_the_cache_and_the_model(monkeypatch: pytest.Monke
     chunked = as_json("-p", PROMPT, "-n", 4, "--prefill-chunk", 3)
     assert max(widths) == 3
     assert chunked["token_ids"] == whole["token_ids"]
+
+
+@pytest.mark.parametrize("content", ["[0.0, 1.0]", '{"persistence": [0.0, 1.0]}'])
+def test_a_budget_by_layer_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str):
+    file = tmp_path / "persistence.json"
+    file.write_text(content)
+    caches = []
+    complete = Writer.complete
+    monkeypatch.setattr(Writer, "complete", lambda *a, **k: caches.append(a[2]) or complete(*a, **k))
+    generate("-p", PROMPT, "-b", 12, "-n", 2, "--layer-budget", f"calibrated:{file}")
+    assert [layer.budgets for layer in caches[0].bounded_layers().values()] == [(21,), (3,)]
 
 
 def test_dtype():
@@ -331,13 +342,20 @@ def test_an_error_after_some_text_stands_on_its_own_line():
         (["--budget", "many"], ["--budget 'many'", "1024, 4K"]),
         (["--budget", "1.0001k"], ["whole number"]),
         (["--budget", "99999999999999999999"], ["larger than"]),
-        (["--budget", 8, "--policy", "h2o:sinks=4,recent=5"], ["4 first and 5 recent", "at least 9"]),
+        (
+            ["--budget", 8, "--policy", "h2o:sinks=4,recent=5"],
+            ["error: h2o:recent=5,sinks=4 protects 4 first and 5 recent", "at least 9"],
+        ),
         (["--budget", 4, "--policy", "full"], ["never evicts", "budget is 4"]),
         (["--keep-ratio", 0], ["keep_ratio=0", "(0, 1]"]),
         (["--keep-ratio", 1.5], ["keep_ratio=1.5", "(0, 1]"]),
         (["--keep-ratio", "nan"], ["keep_ratio=nan"]),
         (["--keep-ratio", 0.5, "--budget", 8], ["--budget and --keep-ratio"]),
         (["--prefill-chunk", 0], ["The prefill chunk 0"]),
+        (["--layer-budget", "slope"], ["'slope' is no rule", "uniform, ramp:0.2, pyramid:20 or calibrated:FILE"]),
+        (["--layer-budget", "ramp:2"], ["'ramp:2' is out of range"]),
+        (["--layer-budget", "calibrated:nothing"], ["nothing is no JSON list of persistence ratios"]),
+        (["--positions", "slots"], ["--positions 'slots' is not a mode"]),
         (["--max-new-tokens", 0], ["max_new_tokens=0"]),
         (["--temperature", -1], ["temperature=-1"]),
         (["--temperature", "nan"], ["temperature=nan"]),
@@ -370,6 +388,7 @@ def test_empty_prompt(tmp_path: Path, prompt: str):
 
 
 def test_prompt_file_that_is_missing_or_a_directory(tmp_path: Path):
+    assert "The prompt file" in refused("-f", tmp_path / "nothing")
     assert "No such file" in refused("-f", tmp_path / "nothing")
     assert "directory" in refused("-f", tmp_path)
 

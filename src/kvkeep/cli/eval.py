@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.console import Debug, Json, one_line_errors, parse_tokens
+from kvkeep.cli.model_options import AllowPickle, Device, Dtype, Model
 from kvkeep.errors import BudgetError, InputError
 
-_GRID, _TASKS, _MODEL, _OUTPUT = "Grid", "Tasks", "Model", "Output"
+_GRID, _TASKS, _OUTPUT = "Grid", "Tasks", "Output"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +45,7 @@ class Request:
 
 @one_line_errors
 def evaluate(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A hub name or a local folder. The embedded model if not given.", show_default=False, metavar="MODEL"
-        ),
-    ] = None,
+    model: Model = None,
     policies: Annotated[
         str,
         typer.Option(
@@ -119,26 +115,9 @@ def evaluate(
             rich_help_panel=_TASKS,
         ),
     ] = "16",
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="float32, bfloat16, float16, or auto: the checkpoint's.", rich_help_panel=_MODEL
-        ),
-    ] = "auto",
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="cpu, cuda, cuda:1, or auto: CUDA where there is one.", rich_help_panel=_MODEL
-        ),
-    ] = "auto",
-    allow_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--allow-pickle",
-            help="Accept weights that are not safetensors, if you trust their source.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    allow_pickle: AllowPickle = False,
     output: Annotated[
         Path | None,
         typer.Option(

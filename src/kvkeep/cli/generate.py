@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from kvkeep.cli.console import Debug, Json, one_line_errors, parse_tokens
-from kvkeep.cli.memory_options import LayerBudget, Positions, parse_layer_budget, parse_positions
+from kvkeep.cli.files import not_empty, read_text
+from kvkeep.cli.memory_options import (
+    LayerBudget,
+    Positions,
+    PrefillChunk,
+    parse_layer_budget,
+    parse_positions,
+    parse_prefill_chunk,
+)
+from kvkeep.cli.model_options import AllowPickle, Device, Dtype, Model
 from kvkeep.errors import InputError
 
 DEFAULT_BUDGET = 1024
 
-_PROMPT, _MEMORY, _SAMPLING, _MODEL, _OUTPUT = "Prompt", "KV memory", "Sampling", "Model", "Output"
+_PROMPT, _MEMORY, _SAMPLING = "Prompt", "KV memory", "Sampling"
+_PURPOSE = "Give the model some text to continue."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +53,7 @@ class Request:
 
 @one_line_errors
 def generate(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A hub name or a local folder. The embedded model if not given.", show_default=False, metavar="MODEL"
-        ),
-    ] = None,
+    model: Model = None,
     source: Annotated[
         str | None,
         typer.Argument(help="- reads the prompt from standard input.", show_default=False, metavar="-"),
@@ -98,15 +101,7 @@ def generate(
             rich_help_panel=_MEMORY,
         ),
     ] = None,
-    prefill_chunk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS",
-            help="Take the prompt in pieces of so many tokens, so that memory is bounded there too. "
-            "Default: all at once.",
-            rich_help_panel=_MEMORY,
-        ),
-    ] = None,
+    prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
     positions: Positions = None,
     compare: Annotated[
@@ -135,28 +130,9 @@ def generate(
     seed: Annotated[
         int, typer.Option(metavar="N", help="The same seed draws the same text.", rich_help_panel=_SAMPLING)
     ] = 0,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="float32, bfloat16, float16, or auto: the checkpoint's.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "auto",
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="cpu, cuda, cuda:1, or auto: CUDA where there is one.", rich_help_panel=_MODEL
-        ),
-    ] = "auto",
-    allow_pickle: Annotated[
-        bool,
-        typer.Option(
-            "--allow-pickle",
-            help="Accept weights that are not safetensors, if you trust their source.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    allow_pickle: AllowPickle = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -170,9 +146,9 @@ def generate(
         prompt=read_prompt(prompt, prompt_file),
         raw=raw,
         policy=policy,
-        budget=_tokens(budget, "--budget"),
+        budget=None if budget is None else parse_tokens(budget, "--budget"),
         keep_ratio=keep_ratio,
-        prefill_chunk=_tokens(prefill_chunk, "--prefill-chunk"),
+        prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
         positions=parse_positions(positions),
         compare=compare,
@@ -215,27 +191,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None and file is not None:
         raise InputError("--prompt and --prompt-file were both given; one prompt is enough.")
     if prompt is not None:
-        return _not_empty(prompt, "The prompt")
+        return not_empty(prompt, "The prompt", _PURPOSE)
     if file is None:
         raise InputError("There is no prompt. Give --prompt TEXT, --prompt-file FILE, or - for standard input.")
-    source = "Standard input" if file == "-" else f"The prompt file {file}"
-    try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{source} is not UTF-8 text: byte {error.start} is 0x{data[error.start]:02x}. Convert it, e.g. with iconv."
-        ) from error
-    except OSError as error:
-        raise InputError(f"{source} cannot be read: {error.strerror}.") from error
-    return _not_empty(text.removesuffix("\n").removesuffix("\r"), source)
-
-
-def _not_empty(text: str, source: str) -> str:
-    if not text.strip():
-        raise InputError(f"{source} is empty. Give the model some text to continue.")
-    return text
-
-
-def _tokens(text: str | None, option: str) -> int | None:
-    return None if text is None else parse_tokens(text, option)
+    return read_text(file, kind="prompt file", purpose=_PURPOSE)

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvkeep import plots
 from kvkeep.cli import console
 from kvkeep.cli.eval import Request
-from kvkeep.cli.generate import read_prompt
+from kvkeep.cli.files import read_text
 from kvkeep.errors import InputError
 from kvkeep.evals import report as reports
 from kvkeep.evals import tasks
@@ -29,6 +29,8 @@ from kvkeep.models.text import Writer
 
 EMBEDDED = "embedded"
 """How results name the model of the package."""
+
+_PURPOSE = "Give some text to measure on, or leave --text out for the package's own."
 
 
 def serve(request: Request) -> None:
@@ -76,7 +78,7 @@ def prepare(request: Request) -> Grid:
     options = Options(
         seed=request.seed,
         limit=request.limit,
-        text=None if request.text is None else read_prompt(None, request.text),
+        text=None if request.text is None else read_text(request.text, kind="text file", purpose=_PURPOSE),
         contexts=request.contexts,
         facts=request.facts,
         depths=request.depths,

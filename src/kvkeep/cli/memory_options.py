@@ -1,4 +1,4 @@
-"""Options about KV memory that several subcommands have: how a budget is spread, and which positions attention sees."""
+"""Options about KV memory that several subcommands have: how a budget is spread, positions, chunks of a prompt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Literal, cast
 
 import typer
 
+from kvkeep.cli.console import parse_tokens
 from kvkeep.errors import InputError
 
 PANEL = "KV memory"
@@ -30,19 +31,33 @@ Positions = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+PrefillChunk = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Take the prompt in pieces of so many tokens, so that memory is bounded there too. Default: all at once.",
+        rich_help_panel=PANEL,
+    ),
+]
 
 
 def parse_layer_budget(text: str | None) -> str | list[float] | None:
     """A rule as it is, or the weights from a file of persistence ratios, one per layer.
 
     Raises:
-        InputError: the file cannot be read or holds something else.
+        InputError: there is no such rule, or the file cannot be read or holds something else.
+        BudgetError: the rule's parameter is out of range.
     """
-    name, _, file = (text or "").partition(":")
-    if name != "calibrated":
-        return text
-    from kvkeep.budget import calibrated
+    if text is None:
+        return None
+    from kvkeep.budget import RULES, calibrated, per_layer  # torch comes with it
 
+    name, _, file = text.partition(":")
+    if name in RULES:
+        per_layer(text, budget=1, layers=1)  # checks the parameter
+        return text
+    if name != "calibrated":
+        raise InputError(f"--layer-budget {text!r} is no rule; use uniform, ramp:0.2, pyramid:20 or calibrated:FILE.")
     try:
         content = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
         ratios = content["persistence"] if isinstance(content, dict) else content
@@ -65,3 +80,12 @@ def parse_positions(text: str | None) -> Literal["true", "slot"] | None:
     if text not in (None, "true", "slot"):
         raise InputError(f"--positions {text!r} is not a mode; use true or slot.")
     return cast(Literal["true", "slot"] | None, text)
+
+
+def parse_prefill_chunk(text: str | None) -> int | None:
+    """The number of tokens.
+
+    Raises:
+        InputError: it is no whole number.
+    """
+    return None if text is None else parse_tokens(text, "--prefill-chunk")
