@@ -23,8 +23,7 @@ from kvkeep.layer import Layer
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
-from kvkeep.rope import rotation_of
-from kvkeep.rotation import Rotation
+from kvkeep.rope import rotation_for
 from kvkeep.store import Cascade
 
 ATTENTION = "kvkeep"
@@ -194,23 +193,14 @@ class BoundedCache(Cache):
             raise PolicyError(f"{policy!r} is neither a policy nor the name of one.")
         self.budget = budget
         _check_layer_types(config.get_text_config(decoder=True))
-        if positions not in (None, "true", "slot"):
-            raise InputError(f"positions={positions!r} is not a mode; use 'true', 'slot' or None for the policy's own.")
         layers = DynamicCache(config=config).layers
-        with_slots = [i for i, layer in enumerate(layers) if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)]
+        windows = _windows(layers)
         how = self.policy.layer_budget if layer_budget is None else layer_budget
-        spread = _spread(how, budget, len(with_slots), self.policy.least)
-        rotation = self._rotation(config, positions)
-        cascade = Cascade(min(with_slots, default=0)) if self.policy.cascades else None
-        if cascade and (prefill_chunk or any(type(layer) is DynamicSlidingWindowLayer for layer in layers)):
-            raise UnsupportedOperationError(
-                f"{spec(self.policy)} prunes through the layers of a model, which works neither with sliding windows "
-                "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
-            )
+        spread = _spread(how, budget, len(windows), self.policy.least)
+        rotation = rotation_for(config, positions, own=self.policy.position_mode)
         self.position_mode: Literal["true", "slot"] = "true" if rotation is None else "slot"
-        for index, numbers in zip(with_slots, spread, strict=True):
-            layer = layers[index]
-            window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        cascade = _cascade(self.policy, windows, prefill_chunk) if self.policy.cascades else None
+        for (index, window), numbers in zip(windows.items(), spread, strict=True):
             bounded = Layer(
                 self.policy,
                 numbers,
@@ -223,17 +213,6 @@ class BoundedCache(Cache):
             )
             layers[index] = BoundedLayer(bounded)
         super().__init__(layers=layers)
-
-    def _rotation(self, config: PreTrainedConfig, positions: str | None) -> Rotation | None:
-        """The model's rotation under slot positions. A policy's wish gives way to the model, the user's does not."""
-        if (positions or self.policy.position_mode) != "slot":
-            return None
-        try:
-            return rotation_of(config)
-        except UnsupportedModelError:
-            if positions is None:
-                return None
-            raise
 
     def bounded_layers(self) -> dict[int, Layer]:
         """The layers with slots, by their number in the model; state-space and linear layers are left out."""
@@ -283,6 +262,25 @@ def _spread(how: str | Sequence[float], budget: int | Sequence[int], layers: int
     if how == "uniform":
         return [numbers] * layers
     return list(zip(*(budgets.per_layer(how, number, layers, least=least) for number in numbers), strict=True))
+
+
+def _windows(layers: Sequence[object]) -> dict[int, int | None]:
+    """The layers with keys and values, each with its sliding window; not those with a state of fixed size."""
+    return {
+        i: layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        for i, layer in enumerate(layers)
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+    }
+
+
+def _cascade(policy: Policy, windows: dict[int, int | None], prefill_chunk: int | None) -> Cascade:
+    """What layers share under a policy that prunes through them."""
+    if prefill_chunk or any(windows.values()):
+        raise UnsupportedOperationError(
+            f"{spec(policy)} prunes through the layers of a model, which works neither with sliding windows "
+            "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
+        )
+    return Cascade(min(windows, default=0))
 
 
 def _refuse_rollback() -> NoReturn:

@@ -1,4 +1,4 @@
-"""The rotary embedding that a model's configuration describes."""
+"""The rotary embedding that a model's configuration describes, and whether a cache needs it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kvkeep.errors import UnsupportedModelError
+from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.rotation import Rotation
 
 HALVES = {
@@ -17,6 +17,30 @@ HALVES = {
 
 FIXED = {"default", "linear", "llama3", "yarn"}
 """Kinds of rotary embedding whose frequencies do not depend on the length of the text."""
+
+
+def rotation_for(config: PreTrainedConfig, asked: str | None, *, own: str) -> Rotation | None:
+    """The model's rotation if attention sees slot positions; ``None`` under true positions.
+
+    Args:
+        config: the model's configuration.
+        asked: the mode that the user asked for, if any. A model that cannot have it is then an error.
+        own: the mode of the policy otherwise. It gives way to a model that cannot have it.
+
+    Raises:
+        InputError: there is no such mode.
+        UnsupportedModelError: slot positions were asked for, see `rotation_of`.
+    """
+    if asked not in (None, "true", "slot"):
+        raise InputError(f"positions={asked!r} is not a mode; use 'true', 'slot' or None for the policy's own.")
+    if (asked or own) != "slot":
+        return None
+    try:
+        return rotation_of(config)
+    except UnsupportedModelError:
+        if asked is None:
+            return None
+        raise
 
 
 def rotation_of(config: PreTrainedConfig) -> Rotation:
