@@ -211,7 +211,8 @@ def draw(output: Path, by_run: dict[str, list[dict]]) -> None:
         strict=True,
     ):
         axis.set(title=title, xlabel=xlabel)
-        axis.legend(fontsize=7)
+        if axis.get_legend_handles_labels()[1]:  # a run of one question leaves panels without lines
+            axis.legend(fontsize=7)
         axis.grid(alpha=0.3)
     axes[0].set(xscale="log", yscale="log")
     axes[1].set(ylim=(0, None))

@@ -17,12 +17,24 @@ def test_shows_a_story_a_table_and_what_to_try_next(monkeypatch):
     assert "Once upon a time" in text
     assert "128 of 1" in text
     lines = {line.split()[0]: line for line in text.splitlines() if line.startswith(("full  ", "snapkv  ", "local  "))}
+    assert "chosen because the full cache answers it" in text
     assert "right" in lines["full"]
     assert "100%" in lines["full"]
     assert "wrong" in lines["local"]
     assert "20%" in lines["local"]
     assert text.count("kvkeep ") >= 3
     assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_another_question_was_not_chosen(monkeypatch):
+    monkeypatch.setattr(showcase, "PROMPT_TOKENS", 200)
+    monkeypatch.setattr(showcase, "DISTANCE_TOKENS", 100)
+    monkeypatch.setattr(showcase, "STORY_TOKENS", 2)
+    monkeypatch.setattr(showcase, "POLICIES", ("full",))
+    done = CliRunner().invoke(app, ["demo", "--seed", "1"], env={"COLUMNS": "100"})
+    assert done.exit_code == 0, done.output
+    assert "Asked at the end" in done.stdout
+    assert "was chosen" not in done.stdout
 
 
 def test_the_commands_to_try_next_exist():

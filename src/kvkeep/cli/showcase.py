@@ -20,7 +20,7 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep.cache import BoundedCache
 from kvkeep.cli import console
-from kvkeep.cli.demo import STORY_BUDGET
+from kvkeep.cli.demo import SEED, STORY_BUDGET
 from kvkeep.models import text
 from kvkeep.models.load import embedded, find, read_weights
 from kvkeep.models.quiet import quiet
@@ -104,7 +104,10 @@ def ask_everyone(screen: Console, writer: text.Writer, seed: int) -> None:
     _title(screen, f"2  A question about a fact {DISTANCE_TOKENS} tokens ago, with {KEEP_RATIO:.0%} of the cache")
     fact = asked.facts[-1]
     screen.print(f"A text of {tokens} tokens with {len(asked.facts)} facts. One of them: {_stated(asked)!r}")
-    screen.print(f"Asked at the end: {asked.prompt.rsplit('. ', 1)[-1]!r} The answer is {fact.value!r}.\n")
+    screen.print(f"Asked at the end: {asked.prompt.rsplit('. ', 1)[-1]!r} The answer is {fact.value!r}.")
+    if seed == SEED:
+        screen.print("This question was chosen because the full cache answers it; another --seed may ask one it cannot.")
+    screen.print()
     table = console.table("policy", "budget", "answer", "", "KV memory", "of full")
     table.columns[2].no_wrap, table.columns[2].max_width = True, 24
     for column in (1, 4, 5):
