@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from kvkeep import plots
 from kvkeep.cli import grid
-from kvkeep.cli.eval import parse_budget
+from kvkeep.cli.console import parse_budget
 from kvkeep.cli.main import app
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models import load as loading
@@ -198,7 +198,7 @@ def test_a_folder_of_another_run_is_refused_before_weights_are_read(tmp_path, mo
 
 @pytest.mark.parametrize(("text", "budget"), [("20%", 0.2), ("12.5%", 0.125), ("512", 512), ("4K", 4096), ("4k", 4000)])
 def test_budgets(text, budget):
-    found = parse_budget(text)
+    found = parse_budget(text, "--budgets")
     assert found == budget
     assert type(found) is type(budget)
 
@@ -206,4 +206,4 @@ def test_budgets(text, budget):
 @pytest.mark.parametrize(("text", "error"), [("nan%", BudgetError), ("-1%", BudgetError), ("%", InputError)])
 def test_wrong_budgets(text, error):
     with pytest.raises(error):
-        parse_budget(text)
+        parse_budget(text, "--budgets")

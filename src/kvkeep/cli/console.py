@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvkeep.errors import InputError, KVKeepError
+from kvkeep.errors import BudgetError, InputError, KVKeepError
 
 P = ParamSpec("P")
 
@@ -27,6 +28,11 @@ BAD_INPUT = 2
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _MAX_TOKENS = 2**31 - 1
+_BYTES = {
+    "B": 1,
+    **{f"{prefix}B": 1000**power for prefix, power in (("k", 1), ("K", 1), ("M", 2), ("G", 3), ("T", 4))},
+    **{f"{prefix}iB": 1024**power for prefix, power in (("K", 1), ("M", 2), ("G", 3), ("T", 4))},
+}
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))  # all but tab and line break
 
 
@@ -149,6 +155,48 @@ def parse_tokens(text: str, option: str) -> int:
     if tokens > _MAX_TOKENS:
         raise InputError(f"{option} {text} is larger than {_MAX_TOKENS}, the last position there is.")
     return tokens
+
+
+def parse_number(text: str, option: str) -> float:
+    """Read a number.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{option}: {text!r} is not a number.") from None
+
+
+def parse_budget(text: str, option: str) -> float | int:
+    """Read a budget: ``20%`` becomes 0.2, a number of tokens an int.
+
+    Raises:
+        InputError: it is neither.
+        BudgetError: the share is outside 0 … 100 %.
+    """
+    if not text.endswith("%"):
+        return parse_tokens(text, option)
+    percent = parse_number(text[:-1], option)
+    if not 0 < percent <= 100:
+        raise BudgetError(f"{option} {text} is outside 0 … 100%. It is the share of the text's tokens that stay.")
+    return percent / 100
+
+
+def parse_bytes(text: str, option: str, *, example: str = "24GiB (2^30 each) or 24GB (10^9 each)") -> int:
+    """Read a size: ``24GiB``, ``24 GB``, ``512MiB``.
+
+    Raises:
+        InputError: it is no number with a unit, or not above 0.
+    """
+    found = re.fullmatch(r"\s*([+-]?[0-9]*\.?[0-9]+)\s*([kKMGT]?i?B)\s*", text)
+    if found is None or found[2] not in _BYTES:
+        raise InputError(f"{option} {text!r} is not a size with a unit; write e.g. {example}.")
+    size = round(float(found[1]) * _BYTES[found[2]])
+    if size < 1:
+        raise InputError(f"{option} {text} is not above 0; write e.g. {example}.")
+    return size
 
 
 def show_bytes(count: int) -> str:

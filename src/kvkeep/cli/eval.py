@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli.console import Debug, Json, one_line_errors, parse_tokens
+from kvkeep.cli.console import Debug, Json, one_line_errors, parse_budget, parse_number, parse_tokens
 from kvkeep.cli.model_options import AllowPickle, Device, Dtype, Model
-from kvkeep.errors import BudgetError, InputError
+from kvkeep.errors import InputError
 
 _GRID, _TASKS, _OUTPUT = "Grid", "Tasks", "Output"
 
@@ -151,14 +151,14 @@ def evaluate(
         model=model,
         output=folder,
         policies=policies,
-        budgets=tuple(map(parse_budget, _items(budgets, "--budgets"))),
+        budgets=tuple(parse_budget(item, "--budgets") for item in _items(budgets, "--budgets")),
         tasks=tasks,
         limit=None if limit is None else parse_tokens(limit, "--limit"),
         seed=seed,
         text=text,
         contexts=tuple(parse_tokens(item, "--context") for item in _items(context, "--context")),
         facts=facts,
-        depths=() if depths is None else tuple(_number(item, "--depths") for item in _items(depths, "--depths")),
+        depths=() if depths is None else tuple(parse_number(item, "--depths") for item in _items(depths, "--depths")),
         window=None if window is None else parse_tokens(window, "--window"),
         stride=parse_tokens(stride, "--stride"),
         plots=plots,
@@ -175,21 +175,6 @@ def evaluate(
         grid.report(request)
 
 
-def parse_budget(text: str) -> float | int:
-    """Read a budget: ``20%`` becomes 0.2, a number of tokens an int.
-
-    Raises:
-        InputError: it is neither.
-        BudgetError: the share is outside 0 … 100 %.
-    """
-    if not text.endswith("%"):
-        return parse_tokens(text, "--budgets")
-    percent = _number(text[:-1], "--budgets")
-    if not 0 < percent <= 100:
-        raise BudgetError(f"--budgets {text} is outside 0 … 100%. It is the share of the text's tokens that stay.")
-    return percent / 100
-
-
 def _folder(output: Path | None, report: Path | None) -> Path:
     if output is not None and report is not None:
         raise InputError("--output and --report were both given; --report only shows what a folder already holds.")
@@ -203,10 +188,3 @@ def _items(text: str, option: str) -> list[str]:
     if not items:
         raise InputError(f"{option} is an empty list; leave it out for the default.")
     return items
-
-
-def _number(text: str, option: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(f"{option}: {text!r} is not a number.") from None

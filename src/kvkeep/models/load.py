@@ -58,7 +58,7 @@ class Checkpoint:
     @property
     def trained_length(self) -> int | None:
         """Positions that the model was made for, where its configuration says so; rotary positions go on, badly."""
-        return _trained_length(self.config)
+        return trained_length(self.config)
 
 
 def load(
@@ -90,22 +90,31 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) ->
         ModelFileError: see `load`.
         UnsupportedModelError: see `load`.
     """
+    name = locate(name_or_path)
+    if Path(name).is_file():
+        raise ModelFileError(f"{name} is a file; give the folder that holds config.json, weights and tokenizer.")
+    if Path(name).is_dir():
+        _check_folder(Path(name), allow_pickle)
+    config = read_config(name)
+    skeleton = build_empty(name, config)
+    return Checkpoint(name, config, _read_tokenizer(name, config), position_limit(skeleton), allow_pickle)
+
+
+def locate(name_or_path: str | os.PathLike[str]) -> str:
+    """A file or folder that exists, written out in full; otherwise what may be a hub name, as it is.
+
+    Raises:
+        ModelFileError: it can only be a folder, and there is none.
+    """
     name = os.fspath(name_or_path)
-    folder = Path(name).expanduser()
+    path = Path(name).expanduser()
     try:
-        is_folder, exists = folder.is_dir(), folder.exists()
+        exists = path.exists()
     except OSError as error:  # e.g. a name that is too long for the file system
         raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
-    if is_folder:
-        name = str(folder)
-        _check_folder(folder, allow_pickle)
-    elif exists:
-        raise ModelFileError(f"{name} is a file; give the folder that holds config.json, weights and tokenizer.")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if not exists and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelFileError(f"The model folder {name} does not exist.")
-    config = _read_config(name)
-    skeleton = _build_empty(name, config)
-    return Checkpoint(name, config, _read_tokenizer(name, config), _position_limit(skeleton), allow_pickle)
+    return str(path) if exists else name
 
 
 def read_weights(checkpoint: Checkpoint, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
@@ -183,8 +192,16 @@ def _refusal(subject: str) -> str:
     )
 
 
-def _read_config(name: str) -> PreTrainedConfig:
-    """The configuration, if it is one of a decoder that transformers itself knows."""
+def read_config(name: str) -> PreTrainedConfig:
+    """The configuration, if it is one of a decoder that transformers itself knows.
+
+    Args:
+        name: a hub name, a folder, or a configuration file.
+
+    Raises:
+        ModelFileError: it cannot be read.
+        UnsupportedModelError: transformers has no such decoder.
+    """
     with _explained(name, "Its config.json cannot be read"):
         fields, _ = PreTrainedConfig.get_config_dict(name)
         kind = fields.get("model_type")
@@ -204,22 +221,28 @@ def _read_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def _build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model without memory for its weights: enough to see whether kvkeep reaches its attention and cache."""
+def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without memory for its weights: enough to see whether kvkeep reaches its attention and cache.
+
+    Raises:
+        ModelFileError: the configuration's values cannot be used.
+        UnsupportedModelError: kvkeep cannot run this architecture.
+    """
     with _explained(name, "Its config.json holds values that cannot be used"), torch.device("meta"):
         skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
         BoundedCache(config, "full", budget=1)
         return attach(skeleton)
 
 
-def _trained_length(config: PreTrainedConfig) -> int | None:
+def trained_length(config: PreTrainedConfig) -> int | None:
+    """Positions that the model was made for, where its configuration says so."""
     length: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return length
 
 
-def _position_limit(model: PreTrainedModel) -> int | None:
+def position_limit(model: PreTrainedModel) -> int | None:
     """How many positions a learned table has room for: an embedding beside the tokens' with that many rows."""
-    limit = _trained_length(model.config)
+    limit = trained_length(model.config)
     tokens = model.get_input_embeddings()
     tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not tokens)
     if limit and any(0 <= table.num_embeddings - limit <= 2 for table in tables):  # OPT has two rows more
