@@ -6,6 +6,7 @@ nothing of transformers; `kvkeep.cache` and later the engine drive it. Layouts a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -140,6 +141,14 @@ class Layer:
             self.block.select_rows(index)
             if self._cascade is not None and self._cascade.first == self._index:
                 self._cascade.select_rows(index)
+
+    def part(self, start: int, stop: int, *, cascade: Cascade | None = None) -> Layer:
+        """A range of rows as a layer of its own, at its beginning, that shares this one's slots."""
+        part = copy.copy(self)
+        part.block = self.block.part(start, stop)
+        part.columns = 0
+        part._cascade = cascade
+        return part
 
     def memory(self) -> Memory:
         """Bytes of this layer; zeros before the first step."""

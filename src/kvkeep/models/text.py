@@ -29,6 +29,8 @@ class Sampling:
         temperature: 0 takes the most probable token; above 0 one is drawn.
         top_p: draw among the most probable tokens that together have this probability, in (0, 1].
         top_k: draw among this many most probable tokens.
+        min_p: draw among tokens with at least this share of the most probable one's probability, in (0, 1].
+        repetition_penalty: divides positive and multiplies negative logits of tokens that occurred before; 1 is off.
         seed: the same seed draws the same tokens.
 
     Raises:
@@ -39,6 +41,8 @@ class Sampling:
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,10 +54,14 @@ class Sampling:
             raise InputError(f"top_p={self.top_p} is outside (0, 1].")
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"top_k={self.top_k} leaves no token to draw; give 1 or more.")
+        if self.min_p is not None and not 0 < self.min_p <= 1:
+            raise InputError(f"min_p={self.min_p} is outside (0, 1].")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise InputError(f"repetition_penalty={self.repetition_penalty} is not a number above 0.")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed={self.seed} is outside 0 … 2^63 - 1.")
-        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
-            raise InputError("top_p and top_k have no effect without a temperature above 0.")
+        if self.temperature == 0 and (self.top_p, self.top_k, self.min_p) != (None, None, None):
+            raise InputError("top_p, top_k and min_p have no effect without a temperature above 0.")
 
     def arguments(self) -> dict[str, Any]:
         """The same in the words of transformers' ``generate``."""
@@ -61,9 +69,11 @@ class Sampling:
             "temperature": self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "top_k": 0 if self.top_k is None else self.top_k,
+            "min_p": self.min_p,
         }
         sampled = self.temperature > 0
-        return {"max_new_tokens": self.max_new_tokens, "do_sample": sampled, **(drawn if sampled else {})}
+        always = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": self.repetition_penalty}
+        return {**always, "do_sample": sampled, **(drawn if sampled else {})}
 
 
 @dataclass(frozen=True)

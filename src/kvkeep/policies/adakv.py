@@ -5,6 +5,7 @@ Differs: head budgets add up exactly (official: each is rounded); one layer take
 Fails when: one head takes nearly all, so that the layer's block is large though most of it is empty; see also SnapKV.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -32,6 +33,11 @@ class AdaKV(ObservationWindow):
   journal = {arXiv preprint arXiv:2407.11550},
   year    = {2024},
 }"""
+
+    def most(self, budget: int, heads: int) -> int:
+        """All that is shared out goes to one head, beside its own part; two more for rounding."""
+        base = max(0, budget - self.window - self.room)
+        return budget + math.ceil(base * (heads - 1) * (1.0 - self.alpha)) + 2
 
     def heads(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
         """Count each head's tokens among the best of all heads together; nothing to choose leaves them equal."""

@@ -107,6 +107,10 @@ class Policy(abc.ABC):
         """Slots that a layer needs, whatever its share of the budget."""
         return max(1, sum(map(int, self.protected(0))) + self.spare)
 
+    def most(self, budget: int, heads: int) -> int:
+        """The largest budget that one of a layer's heads can get; more than the budget only where it `spreads`."""
+        return budget
+
     @property
     def spare(self) -> int:
         """Slots that a prompt leaves free."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -87,7 +88,10 @@ class Block:
 
         The content of the slots is lost if their number grows: it must be on its way back.
         """
-        self.budget = budget
+        if isinstance(self.budget, Tensor) and self.budget.shape == budget.shape:
+            self.budget.copy_(budget)  # what shares the memory shares the numbers
+        else:
+            self.budget = budget
         missing = int(budget.max()) + 1 - self.store.capacity
         if missing > 0:
             self.store = DenseStore(self.store.keys, self.store.values, capacity=self.store.capacity + missing)
@@ -116,6 +120,16 @@ class Block:
                 "never evicts here. Give a budget of at least the prompt plus its new tokens (under decode=grow: more "
                 "room), or another policy."
             )
+
+    def part(self, start: int, stop: int) -> Block:
+        """A range of rows as a block of its own that shares this one's memory, and its budgets if rows differ."""
+        part = copy.copy(self)
+        part.store = self.store.part(start, stop)
+        part.state = {name: tensor[start:stop] for name, tensor in self.state.items()}
+        part.seen, part.prompt = self.seen[start:stop], self.prompt[start:stop]
+        part.sequences = self.sequences[start:stop]
+        part.budget = self.budget[start:stop] if isinstance(self.budget, Tensor) else self.budget
+        return part
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -36,7 +38,7 @@ class DenseStore:
         """Slots per row and head."""
         return self.positions.shape[-1]
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Every tensor that takes memory."""
         return (self.keys, self.values, self.positions)
 
@@ -84,6 +86,12 @@ class DenseStore:
             == (held.shape[:2], held.shape[3], held.dtype, held.device)
             for new, held in ((keys, self.keys), (values, self.values))
         )
+
+    def part(self, start: int, stop: int) -> DenseStore:
+        """A range of rows as a store of its own that shares this one's memory."""
+        part = copy.copy(self)
+        part.keys, part.values, part.positions = (tensor[start:stop] for tensor in self.tensors())
+        return part
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes what row ``index[i]`` was; in place while the number of rows stays the same."""

@@ -1,0 +1,60 @@
+"""One run of the model over some rows, through the same cache and attention as ``generate``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvkeep.engine.rows import Rows
+from kvkeep.engine.scheduler import Batch
+from kvkeep.errors import UnsupportedModelError
+
+
+class Runner:
+    """Feeds batches to a model.
+
+    Args:
+        model: the model, attached.
+
+    Raises:
+        UnsupportedModelError: the model cannot be told where its tokens stand.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        known = inspect.signature(model.forward).parameters
+        if "position_ids" not in known:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} takes no position_ids, so rows of different lengths cannot share a batch. Use "
+                "model.generate with a BoundedCache."
+            )
+        self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, rows: Rows) -> Float[Tensor, "n V"]:
+        """Feed a batch, and return the logits after each row's last token."""
+        device = self._model.device
+        T = max(map(len, batch.tokens))
+        ids, positions, real = [], [], []
+        for one, tokens in zip(batch.rows, batch.tokens, strict=True):
+            pad = T - len(tokens)  # in front, so that the last column is everybody's last token
+            seen = 0 if one is None else one.length - len(tokens)
+            ids.append([0] * pad + list(tokens))
+            positions.append([0] * pad + list(range(seen, seen + len(tokens))))
+            real.append([False] * pad + [True] * len(tokens))
+        mask = None if all(map(all, real)) else torch.tensor(real, device=device)
+        out = self._model(
+            input_ids=torch.tensor(ids, device=device),
+            position_ids=torch.tensor(positions, device=device),
+            attention_mask=mask,
+            past_key_values=rows.part(batch.start, batch.stop, fresh=batch.fresh),
+            use_cache=True,
+            **self._options,
+        )
+        logits: Tensor = out.logits[:, -1]
+        return logits

@@ -1,0 +1,104 @@
+"""From logits to tokens, all rows at once; each row draws as it would alone.
+
+Randomness is counter-based: the number that decides the n-th token of a request depends on the request's seed and on
+n, not on the batch. The order of the steps is that of transformers: penalty, temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.engine.request import Generation, Logprob
+from kvkeep.models.text import Sampling
+from kvkeep.noise import uniform
+
+
+def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> list[int]:
+    """The next token of every row.
+
+    Args:
+        logits: the model's, one row per generation.
+        generations: what is being written, with the wishes of its request. Log-probabilities are noted in them.
+    """
+    logits = logits.float()
+    penalised = _penalised(logits, generations)
+    tokens = penalised.argmax(dim=-1)
+    drawn = [i for i, one in enumerate(generations) if one.request.sampling.temperature > 0]
+    if drawn:
+        index = torch.tensor(drawn, device=logits.device)
+        chosen = [generations[i] for i in drawn]
+        steps = torch.tensor([len(one.token_ids) for one in chosen], device=logits.device)
+        tokens[index] = choose(penalised[index], [one.request.sampling for one in chosen], steps)
+    found: list[int] = tokens.tolist()
+    _note(logits, found, generations)
+    return found
+
+
+def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Draw one token per row from what temperature, top-k, top-p and min-p leave of the distribution.
+
+    Args:
+        logits: float32, a repetition penalty already applied.
+        samplings: how each row draws; temperatures above 0.
+        steps: how many tokens each row has drawn before.
+    """
+
+    def column(values: list[float]) -> Float[Tensor, "n 1"]:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
+
+    logits = logits / column([s.temperature for s in samplings])
+    if any(s.top_k or s.top_p is not None or s.min_p is not None for s in samplings):
+        V = logits.shape[-1]
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        top_k = column([s.top_k or V for s in samplings])
+        out = torch.arange(V, device=logits.device) >= top_k
+        p = ordered.masked_fill(out, -torch.inf).softmax(dim=-1)
+        top_p = column([1.0 if s.top_p is None else s.top_p for s in samplings])
+        out |= ((p.cumsum(dim=-1) - p) >= top_p) & (top_p < 1.0)
+        p = ordered.masked_fill(out, -torch.inf).softmax(dim=-1)
+        out |= p < column([s.min_p or 0.0 for s in samplings]) * p[:, :1]
+        logits = torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(out, -torch.inf))
+    seeds = torch.tensor([s.seed for s in samplings], dtype=torch.int64, device=logits.device)
+    u = uniform(0, seeds, steps).double()[:, None]
+    total = logits.softmax(dim=-1).double().cumsum(dim=-1)
+    return (total > u * total[:, -1:]).int().argmax(dim=-1)
+
+
+def _penalised(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+    """Tokens that occur in the prompt or the new text become less likely in rows that ask for it."""
+    asked = [i for i, one in enumerate(generations) if one.request.sampling.repetition_penalty != 1.0]
+    if not asked:
+        return logits
+    index = torch.tensor(asked, device=logits.device)
+    rows = [generations[i] for i in asked]
+    used = torch.stack([_used(one, logits) for one in rows])
+    factors = logits.new_tensor([one.request.sampling.repetition_penalty for one in rows])[:, None]
+    part = logits[index]
+    lowered = torch.where(part < 0, part * factors, part / factors)
+    return logits.index_copy(0, index, torch.where(used, lowered, part))
+
+
+def _used(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
+    """Which tokens of the vocabulary occur in a row so far; kept from step to step."""
+    if one.used is None:
+        one.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        one.used[torch.tensor(one.request.prompt, device=logits.device)] = True
+    if one.token_ids:
+        one.used[one.token_ids[-1]] = True
+    return one.used
+
+
+def _note(logits: Float[Tensor, "n V"], tokens: Sequence[int], generations: Sequence[Generation]) -> None:
+    """Write down the log-probabilities of rows that ask for them."""
+    for i, (token, one) in enumerate(zip(tokens, generations, strict=True)):
+        n = one.request.logprobs
+        if n is None:
+            continue
+        logp = logits[i].log_softmax(dim=-1)
+        best = logp.topk(min(n, len(logp)))
+        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        one.logprobs.append(Logprob(token, float(logp[token]), top))

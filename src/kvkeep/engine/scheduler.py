@@ -1,0 +1,141 @@
+"""Who runs next: rows are given to waiting requests, prompts are fed in chunks, everyone else gets one token.
+
+Every step feeds at most one chunk of prompts, so a running row never waits longer than that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvkeep.engine.request import Generation
+from kvkeep.policies.base import Policy
+
+PATIENCE = 4
+"""How many times the number of rows a request of another policy may be passed over before the engine turns to it."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One run of the model over neighbouring rows.
+
+    Attributes:
+        start: the first row.
+        rows: who is fed in each row from ``start`` on; ``None``: nobody, the row only stands between others.
+        tokens: what each is fed; the same number of lists as rows, empty for ``None``.
+        fresh: whether all of them begin their prompt.
+    """
+
+    start: int
+    rows: Sequence[Generation | None]
+    tokens: Sequence[Sequence[int]]
+    fresh: bool
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.start + len(self.rows)
+
+    def ready(self) -> list[tuple[int, Generation]]:
+        """Those whose next token follows from this run, each with its place in the batch."""
+        return [(i, one) for i, one in enumerate(self.rows) if one is not None and one.prompt_left == 0]
+
+
+class Scheduler:
+    """Gives rows to requests of one policy at a time.
+
+    Args:
+        rows: how many rows there are.
+        chunk: prompt tokens that are fed in one step; ``None``: a whole prompt.
+        alone: whether every run of the model may have one row only.
+    """
+
+    def __init__(self, rows: int, chunk: int | None, *, alone: bool) -> None:
+        self.waiting: deque[Generation] = deque()
+        self._rows: list[Generation | None] = [None] * rows
+        self._chunk = chunk
+        self._alone = alone
+        self._passed_over = 0
+
+    @property
+    def running(self) -> list[Generation]:
+        """Those that have a row."""
+        return [one for one in self._rows if one is not None]
+
+    def admit(self, policy: Policy) -> list[Generation]:
+        """Give free rows to waiting requests of this policy, the longest waiting first."""
+        admitted: list[Generation] = []
+        for row in [i for i, one in enumerate(self._rows) if one is None]:
+            if not self.waiting or self._passed_over > PATIENCE * len(self._rows):
+                break
+            one = next((w for w in self.waiting if w.policy == policy), None)
+            if one is None:
+                break
+            self._passed_over = 0 if one is self.waiting[0] else self._passed_over + 1
+            self.waiting.remove(one)
+            one.row, self._rows[row] = row, one
+            admitted.append(one)
+        return admitted
+
+    def next_policy(self) -> Policy | None:
+        """The policy to turn to: that of the longest waiting request, once no row is taken."""
+        if self.running or not self.waiting:
+            return None
+        self._passed_over = 0
+        return self.waiting[0].policy
+
+    def leave(self, one: Generation) -> None:
+        """Free the row of a sequence, or its place in the queue."""
+        if one.row is not None:
+            self._rows[one.row] = None
+            one.row = None
+        elif one in self.waiting:
+            self.waiting.remove(one)
+
+    def close_gap(self) -> tuple[int, int] | None:
+        """Let the last row go on in the first free one, if nobody waits for it: from where to where."""
+        taken = [i for i, one in enumerate(self._rows) if one is not None]
+        if self.waiting or self._alone or not taken or taken[-1] < len(taken):
+            return None
+        source, target = taken[-1], self._rows.index(None)
+        one = self._rows[source]
+        assert one is not None
+        if one.prompt_left:
+            return None
+        self._rows[source], self._rows[target], one.row = None, one, target
+        return source, target
+
+    def plan(self) -> list[Batch]:
+        """What the model runs in this step: at most a chunk of prompts, and one token for every other row."""
+        decoding = [one if one is not None and one.token_ids else None for one in self._rows]
+        while decoding and decoding[-1] is None:
+            decoding.pop()
+        groups = [(i, [one]) for i, one in enumerate(decoding) if one] if self._alone else [(0, decoding)]
+        steps = [
+            Batch(start, group, [one.token_ids[-1:] if one else [] for one in group], fresh=False)
+            for start, group in groups
+            if group
+        ]
+        return [*self._feed(), *steps]
+
+    def _feed(self) -> list[Batch]:
+        """The next chunk of the prompt that was admitted first, or several short prompts in neighbouring rows."""
+        first = min((one for one in self.running if one.prompt_left), key=lambda one: one.id, default=None)
+        if first is None or first.row is None:
+            return []
+        chunk = first.prompt_left if self._chunk is None else self._chunk
+        fresh = first.fed == 0
+        group = [first]
+        while fresh and not self._alone and first.prompt_left <= chunk:
+            row = first.row + len(group)
+            other = self._rows[row] if row < len(self._rows) else None
+            if other is None or other.token_ids or other.fed:
+                break
+            if (len(group) + 1) * max(len(one.request.prompt) for one in [*group, other]) > chunk:
+                break
+            group.append(other)
+        tokens = [one.request.prompt[one.fed : one.fed + chunk] for one in group]
+        for one, fed in zip(group, tokens, strict=True):
+            one.fed += len(fed)
+        return [Batch(first.row, group, tokens, fresh)]

@@ -1,0 +1,144 @@
+"""A thousand requests through eight rows: nothing leaks, nothing is lost, the memory stays what it was."""
+
+import random
+
+import pytest
+
+from kvkeep import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
+from kvkeep.engine import Engine, Request
+from kvkeep.models.text import Sampling
+
+from .models import VOCABULARY, alone, model
+
+
+def storage(engine):
+    layers = engine._rows._layers.values()
+    return [tensor.data_ptr() for layer in layers for tensor in layer.block.store.tensors()]
+
+
+def test_a_thousand_requests_with_random_cancels():
+    rng = random.Random(7)
+    engine = Engine(model("qwen3"), policy="h2o", budget=8, rows=8, prefill_chunk=6)
+    before, places = engine.memory().allocated_bytes, storage(engine)
+    results, cancelled, added = {}, set(), {}
+    while len(results) < 1000:
+        while len(added) < 1000 and len(added) - len(results) < 12:
+            prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9)))
+            new = rng.randint(1, 6)
+            added[engine.add(Request(prompt=prompt, sampling=Sampling(max_new_tokens=new)))] = (prompt, new)
+        for event in engine.step():
+            if event.result:
+                assert event.id not in results
+                results[event.id] = event.result
+        for number in [n for n in added if n not in results and rng.random() < 0.02]:
+            results[number] = engine.cancel(number)
+            cancelled.add(number)
+            assert engine.cancel(number) is None
+        assert engine.memory().allocated_bytes == before
+    assert not engine.busy
+    assert results.keys() == added.keys()
+    assert len(cancelled) > 20
+    assert storage(engine) == places
+    for number, result in results.items():
+        if number in cancelled:
+            assert result.finish_reason == "cancelled"
+        else:
+            assert len(result.token_ids) == added[number][1]
+    for number in rng.sample(sorted(results.keys() - cancelled), 20):
+        assert results[number].token_ids == alone("qwen3", *added[number], "h2o", 8, 6)
+
+
+def test_memory_follows_from_the_rows():
+    one = Engine(model("llama"), policy="h2o", budget=20, rows=1)
+    many = Engine(model("llama"), policy="h2o", budget=20, rows=9)
+    assert many.memory().allocated_bytes == 9 * one.memory().allocated_bytes == 9 * many.row_bytes
+    fitted = Engine(model("llama"), policy="h2o", budget=20, kv_memory=5 * one.row_bytes + 7)
+    assert fitted.rows == 5
+    assert fitted.memory().allocated_bytes <= 5 * one.row_bytes + 7
+    with pytest.raises(BudgetError, match="Not one row fits"):
+        Engine(model("llama"), budget=20, kv_memory=one.row_bytes - 1)
+
+
+def test_a_finished_row_is_free_at_the_next_step():
+    engine = Engine(model("llama"), budget=8, rows=1, prefill_chunk=None)
+    first = engine.add(Request(prompt=(1, 2, 3), sampling=Sampling(max_new_tokens=1)))
+    second = engine.add(Request(prompt=(4, 5), sampling=Sampling(max_new_tokens=2)))
+    assert [(e.id, e.result is not None) for e in engine.step()] == [(first, True)]
+    assert [e.id for e in engine.step()] == [second, second]  # its prompt, and at once its first step
+
+
+def test_running_rows_wait_for_one_chunk_only():
+    engine = Engine(model("llama"), budget=8, rows=2, prefill_chunk=4)
+    short = engine.add(Request(prompt=(1,), sampling=Sampling(max_new_tokens=30)))
+    engine.step()
+    engine.add(Request(prompt=tuple(range(20)), sampling=Sampling(max_new_tokens=2)))
+    for _ in range(4):  # four of five chunks of the long prompt
+        assert [e.id for e in engine.step()] == [short]
+
+
+def test_rows_close_up_when_nobody_waits():
+    engine = Engine(model("llama"), budget=8, rows=4)
+    numbers = [
+        engine.add(Request(prompt=(i + 1, 2), sampling=Sampling(max_new_tokens=n))) for i, n in enumerate((2, 3, 2, 20))
+    ]
+    results, widths = {}, []
+    while engine.busy:
+        widths.append(max((one.row for one in engine._scheduler.running), default=-1) + 1)
+        results |= {e.id: e.result for e in engine.step() if e.result}
+    assert 4 in widths
+    assert widths[-1] == 1  # the longest sequence, which began in the last row, ends in the first
+    assert results[numbers[3]].token_ids == alone("llama", (4, 2), 20, "h2o", 8, 512)
+
+
+def test_bad_requests_are_refused_and_do_no_harm():
+    engine = Engine(model("gpt2"), budget=8, rows=2)
+    for error, request in [
+        (BudgetError, Request(prompt=(1,), budget=9)),
+        (BudgetError, Request(prompt=(1,), policy="h2o:recent=9")),
+        (PolicyError, Request(prompt=(1,), policy="h20")),
+        (CapacityError, Request(prompt=(1, 2, 3), policy="full", sampling=Sampling(max_new_tokens=7))),
+        (CapacityError, Request(prompt=(1,) * 9, policy="snapkv:window=2,decode=grow")),
+        (InputError, Request(prompt=(VOCABULARY,))),
+        (InputError, Request(prompt=(-1,))),
+        (InputError, Request(prompt=(1,) * 100, sampling=Sampling(max_new_tokens=30))),
+        (InputError, Request(prompt=(1,), stop=("end",))),
+    ]:
+        with pytest.raises(error):
+            engine.add(request)
+    with pytest.raises(InputError):
+        Request(prompt=())
+    with pytest.raises(InputError):
+        Request(prompt=(1,), stop=("",))
+    with pytest.raises(InputError):
+        Request(prompt=(1,), logprobs=-1)
+    with pytest.raises(BudgetError):
+        Engine(model("gpt2"), rows=0)
+    assert not engine.busy
+    longest = Request(prompt=(1, 2, 3), policy="full", sampling=Sampling(max_new_tokens=6))
+    assert engine.generate([longest])[0].token_ids == alone("gpt2", (1, 2, 3), 6, "full", 8, 512)
+
+
+def test_one_job_at_a_time():
+    engine = Engine(model("llama"), budget=8, rows=2)
+    stream = engine.stream(Request(prompt=(1, 2), sampling=Sampling(max_new_tokens=9)))
+    next(stream)
+    with pytest.raises(InputError, match="busy"):
+        engine.generate([Request(prompt=(3,))])
+    stream.close()  # whoever stops listening frees the row
+    assert not engine.busy
+
+
+def test_models_with_a_state_are_refused():
+    from transformers import AutoModelForCausalLM, Lfm2Config
+
+    config = Lfm2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["conv", "full_attention"],
+    )
+    with pytest.raises(UnsupportedModelError, match="state"):
+        Engine(AutoModelForCausalLM.from_config(config).eval(), budget=8)

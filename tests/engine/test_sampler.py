@@ -1,0 +1,100 @@
+"""Sampling: the right distribution, the right tokens left out, the same as transformers where it can be compared."""
+
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvkeep.engine import Engine, Request
+from kvkeep.engine.request import Generation
+from kvkeep.engine.sampler import choose, draw
+from kvkeep.models.text import Sampling
+
+from .models import VOCABULARY, model
+
+LOGITS = torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 2
+
+
+def frequencies(sampling, n=20000):
+    steps = torch.arange(n)
+    tokens = choose(LOGITS.expand(n, -1), [sampling] * n, steps)
+    return torch.bincount(tokens, minlength=40) / n
+
+
+def expected(*warpers):
+    return LogitsProcessorList(warpers)(torch.zeros(1, 1, dtype=torch.long), LOGITS.clone()).softmax(dim=-1)[0]
+
+
+def check(sampling, p, n=20000):
+    found = frequencies(sampling, n)
+    assert (found[p == 0] == 0).all()
+    limit = 5 * (p * (1 - p) / n).sqrt() + 1 / n
+    assert ((found - p).abs() <= limit).all()
+
+
+def test_frequencies_are_those_of_the_distribution():
+    check(Sampling(temperature=1.0, seed=5), LOGITS.softmax(dim=-1)[0])
+    check(Sampling(temperature=0.6, seed=6), expected(TemperatureLogitsWarper(0.6)))
+
+
+def test_top_k_top_p_and_min_p_leave_what_transformers_leaves():
+    check(Sampling(temperature=1.0, top_k=7), expected(TopKLogitsWarper(7)))
+    check(Sampling(temperature=1.0, top_p=0.7), expected(TopPLogitsWarper(0.7)))
+    check(Sampling(temperature=1.0, min_p=0.1), expected(MinPLogitsWarper(0.1)))
+    together = expected(
+        TemperatureLogitsWarper(1.4), TopKLogitsWarper(20), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)
+    )
+    check(Sampling(temperature=1.4, top_k=20, top_p=0.8, min_p=0.1), together)
+
+
+def test_rows_with_different_wishes_do_not_meet():
+    samplings = [
+        Sampling(temperature=1.0, top_k=1),
+        Sampling(temperature=1.0, seed=3),
+        Sampling(temperature=2.0, top_p=0.5),
+    ]
+    together = choose(LOGITS.expand(3, -1), samplings, torch.tensor([4, 5, 6]))
+    single = [int(choose(LOGITS, [s], torch.tensor([n]))) for s, n in zip(samplings, (4, 5, 6), strict=True)]
+    assert together.tolist() == single
+    assert single[0] == int(LOGITS.argmax())
+
+
+def test_repetition_penalty_is_that_of_transformers():
+    prompt = (3, 17, 3)
+    one = Generation(
+        0, Request(prompt=prompt, sampling=Sampling(repetition_penalty=1.7)), None, 8, frozenset(), token_ids=[9]
+    )
+    for token in ((3, 17, 9), (3, 17, 9, 22)):
+        ids = torch.tensor([[*prompt, *one.token_ids]])
+        wanted = RepetitionPenaltyLogitsProcessor(1.7)(ids, LOGITS.clone()).argmax()
+        assert draw(LOGITS, [one]) == [int(wanted)]
+        one.token_ids.append(token[-1])
+
+
+def test_logprobs_are_those_of_the_model():
+    engine = Engine(model("llama"), budget=64, rows=2)
+    prompt = (5, 6, 7, 8)
+    result = engine.generate(
+        [Request(prompt=prompt, sampling=Sampling(max_new_tokens=4, temperature=2.0), logprobs=3)]
+    )[0]
+    with torch.no_grad():
+        logits = (
+            model("llama")(input_ids=torch.tensor([[*prompt, *result.token_ids]]), use_cache=False).logits[0].double()
+        )
+    logp = logits.log_softmax(dim=-1)[len(prompt) - 1 : -1]
+    for row, token, entry in zip(logp, result.token_ids, result.logprobs, strict=True):
+        assert entry.token_id == token
+        assert abs(entry.value - float(row[token])) < 1e-4
+        assert [t for t, _ in entry.top] == row.topk(3).indices.tolist()
+        assert all(abs(value - float(row[t])) < 1e-4 for t, value in entry.top)
+
+
+def test_greedy_is_the_first_of_equal_logits():
+    flat = torch.zeros(1, VOCABULARY)
+    one = Generation(0, Request(prompt=(1,)), None, 8, frozenset())
+    assert draw(flat, [one]) == [int(flat.argmax())]

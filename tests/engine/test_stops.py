@@ -1,0 +1,75 @@
+"""Texts that end a generation, and texts that only look like the beginning of one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvkeep.engine import Engine, Request
+from kvkeep.engine.stops import StopText
+from kvkeep.models import tiny
+from kvkeep.models.load import load
+from kvkeep.models.text import Sampling
+
+
+def letters(ids):
+    return "".join("ab\n."[i] for i in ids)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=30),
+    stops=st.lists(st.text("ab\n.", min_size=1, max_size=3), max_size=3),
+)
+def test_equals_a_search_in_the_whole_text(tokens, stops):
+    tail = StopText(letters, stops)
+    pieces, stopped = [], False
+    for n, token in enumerate(tokens, start=1):
+        piece, stopped = tail.add(token)
+        pieces.append(piece)
+        whole = letters(tokens[:n])
+        found = [whole.find(stop) for stop in stops if stop in whole]
+        assert stopped == bool(found)
+        if stopped:
+            assert "".join(pieces) == tail.text == whole[: min(found)]
+            break
+        assert whole.startswith("".join(pieces))
+    pieces.append(tail.end())
+    if not stopped:
+        assert "".join(pieces) == tail.text == letters(tokens)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load(tiny.path(), dtype="float32")
+
+
+def test_the_engine_stops_there(loaded):
+    network, tokenizer = loaded
+    prompt = tokenizer("Once upon a time there was a little", return_tensors="pt")["input_ids"][0].tolist()
+    free = Request(prompt=prompt, sampling=Sampling(max_new_tokens=40), ignore_end=True)
+    engine = Engine(network, tokenizer, policy="local", budget=64, rows=2)
+    whole = engine.generate([free])[0]
+    stop = whole.text[12:17]
+    bound = Request(prompt=prompt, sampling=Sampling(max_new_tokens=40), stop=("never said", stop), ignore_end=True)
+    events = list(engine.stream(bound))
+    result = events[-1].result
+    assert result.finish_reason == "stop"
+    assert result.text == whole.text[: whole.text.index(stop)] == "".join(e.text for e in events)
+    assert len(result.token_ids) < 40
+    assert whole.finish_reason == "length"
+
+
+def test_the_models_own_end(loaded):
+    network, tokenizer = loaded
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Tamsin's trowel is red. What colour is Tamsin's trowel?"}],
+        add_generation_prompt=True,
+        return_dict=True,
+    )["input_ids"]
+    engine = Engine(network, tokenizer, policy="full", budget=128, rows=1)
+    stopped, ignored = engine.generate(
+        [Request(prompt=chat, sampling=Sampling(max_new_tokens=30), ignore_end=flag) for flag in (False, True)]
+    )
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids[-1] == network.generation_config.eos_token_id
+    assert ignored.token_ids[: len(stopped.token_ids)] == stopped.token_ids
+    assert len(ignored.token_ids) == 30
