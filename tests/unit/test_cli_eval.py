@@ -134,6 +134,31 @@ def test_a_text_shorter_than_the_budget_is_noted(tmp_path):
     assert "nothing is evicted at 40" in " ".join(result.stderr.split())
 
 
+def test_seeds_and_setups_stand_beside_each_other_in_one_folder(tmp_path):
+    evaluate(*QUICK, "-o", tmp_path, "--no-plots", "--seed", "0,1")
+    result = evaluate(*QUICK, "-o", tmp_path, "--positions", "slot", "--prefill-chunk", 4, "--layer-budget", "ramp")
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    other = "positions=slot,layer-budget=ramp:0.2,prefill-chunk=4"
+    assert [(row["policy"], row["seed"], row["setup"]) for row in rows] == [
+        *(key for seed in (0, 1) for key in (("full", seed, ""), ("local", seed, ""), ("local", seed, ""))),
+        ("local", 0, other),
+        ("local", 0, other),
+    ]
+    assert "mean ± half of the range over 1 to 2 seeds" in result.stdout
+    assert f"local ({other})" in result.stdout
+    assert "±" in next(line for line in result.stdout.splitlines() if line.startswith("full"))
+
+
+def test_weights_of_layers_from_a_file(tmp_path):
+    file = tmp_path / "persistence.json"
+    file.write_text("[0.0, 1.0]")
+    found = evaluate(*QUICK, "-o", tmp_path / "out", "--layer-budget", f"calibrated:{file}", "--json", "--no-plots")
+    setups = [row["setup"] for row in json.loads(found.stdout)["rows"]]
+    assert setups[0] == ""
+    assert setups[1] == setups[2] != ""
+    assert setups[1].startswith("layer-budget=calibrated:")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -154,6 +179,12 @@ def test_a_text_shorter_than_the_budget_is_noted(tmp_path):
         (["-o", "OUT", "--depths", "2"], "from 0 (start) to 1 (end)"),
         (["-o", "OUT", "--depths", "a"], "--depths: 'a' is not a number"),
         (["-o", "OUT", "--seed", "-1"], "--seed -1 is outside"),
+        (["-o", "OUT", "--seed", "0,1,-1"], "--seed -1 is outside"),
+        (["-o", "OUT", "--seed", "one"], "--seed: 'one' is not a whole number"),
+        (["-o", "OUT", "--seed", ","], "--seed is an empty list"),
+        (["-o", "OUT", "--positions", "slots"], "--positions 'slots' is not a mode"),
+        (["-o", "OUT", "--layer-budget", "slope"], "calibrated:FILE"),
+        (["-o", "OUT", "--prefill-chunk", "0"], "The prefill chunk 0"),
         (["-o", "OUT", "--facts", "900"], "--facts 900: there are names and things for"),
         (["-o", "OUT", "--text", "missing.txt"], "The text file missing.txt cannot be read: No such file"),
         (["-o", "OUT", "--dtype", "float"], "Unknown dtype"),
@@ -189,8 +220,8 @@ def test_a_folder_of_another_run_is_refused_before_weights_are_read(tmp_path, mo
     evaluate(*QUICK, "-o", tmp_path, "--no-plots")
     before = (tmp_path / "results.jsonl").read_bytes()
     monkeypatch.setattr(grid, "read_weights", None)
-    line = refused(*QUICK, "-o", tmp_path, "--seed", 3, model=model_folders.folder())
-    assert "results of another run: the seed was 0 and is 3 now" in line
+    line = refused(*QUICK, "-o", tmp_path, "--limit", 3, model=model_folders.folder())
+    assert "results of another run: 'windows' of perplexity was 2 and is 3 now" in line
     other = model_folders.copy(tmp_path / "other")
     assert f"the model was {model_folders.folder()} and is {other} now" in refused(*QUICK, "-o", tmp_path, model=other)
     assert (tmp_path / "results.jsonl").read_bytes() == before

@@ -6,12 +6,12 @@ import pytest
 
 from kvkeep import plots
 from kvkeep.errors import InputError
-from kvkeep.evals import report
+from kvkeep.evals import curves, report
 
 POLICIES = ("local", "h2o", "tova")
 
 
-def row(task, policy, budget, score, tokens=1000):
+def row(task, policy, budget, score, tokens=1000, seed=0, **more):
     share = {"5%": 0.05, "20%": 0.2, "300": 0.3, "100%": 1.01}[budget]
     held = int(1e6 * share)
     return {
@@ -19,7 +19,8 @@ def row(task, policy, budget, score, tokens=1000):
         "case": "c=1",
         "policy": policy,
         "budget": budget,
-        "seed": 0,
+        "seed": seed,
+        **more,
         "budget_tokens": share * tokens,
         "text_tokens": tokens,
         "score": score,
@@ -27,9 +28,10 @@ def row(task, policy, budget, score, tokens=1000):
     }
 
 
-def recall(policy, budget, accuracy):
+def recall(policy, budget, accuracy, **more):
     by_depth = [[int(tenth >= 8), 2] for tenth in range(10)]
-    return row("recall", policy, budget, {"accuracy": accuracy, "by_depth": by_depth, "kept": [0.05] * 8 + [0.2, 0.4]})
+    score = {"accuracy": accuracy, "by_depth": by_depth, "kept": [0.05] * 8 + [0.2, 0.4]}
+    return row("recall", policy, budget, score, **more)
 
 
 def rows():
@@ -68,8 +70,79 @@ def test_a_grid_that_is_not_finished_has_empty_cells():
     assert report.tables([]) == []
 
 
+def test_another_setup_is_a_line_of_its_own():
+    found = [recall("h2o", "5%", 0.5), recall("h2o", "5%", 0.75, setup="positions=slot"), recall("h2o", "20%", 1.0)]
+    (table, *_) = report.tables(found)
+    assert table.rows == {"h2o": ["50%", "100%"], "h2o (positions=slot)": ["75%", ""]}
+    assert [series.name for series in curves.quality(found)[0].series] == ["h2o", "h2o (positions=slot)"]
+
+
+def several_seeds():
+    return [
+        *(recall("full", "100%", accuracy, seed=seed) for seed, accuracy in enumerate((0.8, 0.9, 1.0))),
+        *(recall("h2o", "5%", accuracy, seed=seed) for seed, accuracy in enumerate((0.1, 0.2, 0.6))),
+        *(row("perplexity", "h2o", "5%", {"perplexity": p}, seed=s) for s, p in enumerate((100.0, 104.0, 105.0))),
+        row("agreement", "h2o", "5%", {"agreement": 0.5, "kl": 0.1}, seed=None),
+    ]
+
+
+def test_tables_over_seeds_say_mean_and_half_of_the_range():
+    found = {table.title: table for table in report.tables(several_seeds())}
+    recalls = found["recall, % right (c=1), mean ± half of the range over 3 seeds"]
+    assert recalls.rows == {"full": ["", "90±10%"], "h2o": ["30±25%", ""]}
+    assert found["perplexity (c=1), mean ± half of the range over 3 seeds"].rows == {"h2o": ["103±2.5"]}
+    assert found["agreement with the full cache, % (c=1)"].rows == {"h2o": ["50%"]}
+    assert found["KV memory held, % of a full cache (recall, c=1)"].rows["h2o"] == ["5%", ""]
+
+
+def test_a_run_that_is_not_finished_says_how_many_seeds_there_are():
+    (table, *_) = report.tables(several_seeds()[:-4])
+    assert table.title.endswith("over 3 seeds")
+    (table, *_) = report.tables([*several_seeds()[:4], recall("tova", "5%", None, seed=0)])
+    assert table.title.endswith("over 1 to 3 seeds")
+    assert table.rows["h2o"] == ["10%", ""]
+    assert table.rows["tova"] == ["–", ""]
+
+
+def test_plots_over_seeds_have_a_band_from_the_lowest_to_the_highest():
+    (panel, perplexity, agreement) = curves.quality(several_seeds())
+    assert panel.title == "recall, % right\nc=1\nmean, lowest and highest of 3 seeds"
+    full, h2o = panel.series
+    assert (h2o.x, h2o.y) == ([5.0], [pytest.approx(30.0)])
+    assert h2o.band == [(10.0, 60.0)]
+    assert full.band == [(80.0, 100.0)]
+    assert perplexity.series[0].band == [(100.0, 105.0)]
+    assert agreement.title == "agreement with the full cache, %\nc=1"
+    assert agreement.series[0].band == ()
+
+
+def test_depth_and_kept_over_seeds():
+    found = several_seeds()[:6]
+    found[3]["score"]["by_depth"] = [[2, 2]] * 10
+    found[3]["score"]["kept"] = [0.1] * 10
+    (depth,) = curves.depth(found)
+    assert depth.series[1].y == pytest.approx([100 / 3] * 4 + [200 / 3])
+    assert depth.series[1].band == [(0, 100)] * 4 + [(50, 100)]
+    (kept,) = curves.kept(found)
+    assert kept.series[1].y == pytest.approx([20 / 3] * 8 + [50 / 3, 30])
+    assert kept.series[1].band == [pytest.approx((5, 10))] * 8 + [pytest.approx((10, 20)), pytest.approx((10, 40))]
+
+
+def test_contexts_are_no_seeds():
+    found = [*several_seeds()[3:6], *({**r, "case": "c=2"} for r in several_seeds()[3:6])]
+    assert "3 seeds" in curves.depth(found)[0].title
+    assert "seeds" not in curves.depth([r for r in found if r["seed"] == 1])[0].title
+
+
+def test_bands_are_drawn(tmp_path):
+    plain = [r for r in several_seeds() if r["seed"] in (0, None)]
+    (tmp_path / "plain").mkdir()
+    for one, many in zip(curves.plots(plain, tmp_path / "plain"), curves.plots(several_seeds(), tmp_path), strict=True):
+        assert many.read_bytes() != one.read_bytes()
+
+
 def test_plots_are_pngs_of_a_sensible_size(tmp_path):
-    paths = report.plots(rows(), tmp_path)
+    paths = curves.plots(rows(), tmp_path)
     assert [path.name for path in paths] == ["quality.png", "depth.png", "kept.png"]
     for path in paths:
         width, height = size(path)
@@ -80,11 +153,11 @@ def test_plots_are_pngs_of_a_sensible_size(tmp_path):
 
 def test_only_what_was_measured_is_drawn(tmp_path):
     only = [r for r in rows() if r["task"] == "mass"]
-    assert [path.name for path in report.plots(only, tmp_path)] == ["quality.png"]
+    assert [path.name for path in curves.plots(only, tmp_path)] == ["quality.png"]
 
 
 def test_curves_hold_the_rows_numbers():
-    quality = report._quality(rows())
+    quality = curves.quality(rows())
     assert [panel.title.split("\n")[0] for panel in quality] == [
         "recall, % right",
         "perplexity",
@@ -95,27 +168,27 @@ def test_curves_hold_the_rows_numbers():
     assert full.reference
     assert (full.x, full.y) == ([100.0], [90.0])
     assert (local.x, local.y) == ([5.0, 20.0, 30.0], [25.0, 25.0, 25.0])
-    depth = report._depth(rows())
+    depth = curves.depth(rows())
     assert [panel.title for panel in depth] == [f"recall at {budget}, % right" for budget in ("5%", "20%", "300")]
     assert depth[0].series[1].y == [0, 0, 0, 0, 50]
     assert depth[0].series[1].x == [10, 30, 50, 70, 90]
-    kept = report._kept(rows())
+    kept = curves.kept(rows())
     assert kept[0].series[1].y == pytest.approx([5] * 8 + [20, 40])
 
 
 def test_depths_without_questions_are_left_out():
     lonely = recall("local", "5%", 1.0)
     lonely["score"]["by_depth"] = [[0, 0]] * 9 + [[1, 1]]
-    (panel,) = report._depth([lonely])
+    (panel,) = curves.depth([lonely])
     assert (panel.series[0].x, panel.series[0].y) == ([90], [100])
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'kvkeep\[plots\]'"):
-        report.plots(rows(), tmp_path)
+        curves.plots(rows(), tmp_path)
 
 
 def test_a_picture_that_cannot_be_written(tmp_path):
     with pytest.raises(InputError, match="cannot be written: No such file"):
-        report.plots(rows(), tmp_path / "missing")
+        curves.plots(rows(), tmp_path / "missing")

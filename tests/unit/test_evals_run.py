@@ -1,5 +1,6 @@
 """Grid, folder and resuming: what is run, what is written, and that nothing is lost or mixed."""
 
+import dataclasses
 import errno
 import functools
 import json
@@ -9,11 +10,12 @@ import model_folders
 import pytest
 
 from kvkeep import parse, spec
-from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError
+from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
 from kvkeep.evals import plan
-from kvkeep.evals.plan import Asked, split_policies
+from kvkeep.evals.plan import Asked, Wanted, split_policies
 from kvkeep.evals.records import MANIFEST, ROWS, Records, key_of
-from kvkeep.evals.run import lay_out, run
+from kvkeep.evals.run import Part, lay_out, run
+from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import find
 from kvkeep.models import load as loading
@@ -37,8 +39,11 @@ def writer():
         return Writer(checkpoint, loading.read_weights(checkpoint))
 
 
-def laid_out(policies="full,local", budgets=BUDGETS, tasks="perplexity", options=OPTIONS):
-    return lay_out(writer().checkpoint, "m", find(tasks), split_policies(policies), budgets, options)
+def laid_out(policies="full,local", budgets=BUDGETS, tasks="perplexity", options=OPTIONS, seeds=(0,), **setup):
+    wanted = Wanted(policies=split_policies(policies), budgets=budgets, setup=Setup(**setup))
+    return lay_out(
+        writer().checkpoint, "m", find(tasks), wanted, [dataclasses.replace(options, seed=seed) for seed in seeds]
+    )
 
 
 def timeless(rows):
@@ -105,6 +110,131 @@ def test_longer_than_trained_is_noted():
     assert any(f"more than the {model_folders.TRAINED_LENGTH} that the model was trained for" in note for note in notes)
 
 
+def test_a_layer_may_evict_where_the_budget_alone_would_not():
+    grid = laid_out("local", budgets=(Asked(tokens=40),), layer_budget="ramp:0.5")
+    assert plan.notes(grid.planned) == []
+
+
+# setups
+
+
+@pytest.mark.parametrize(
+    ("policy", "setup", "differences"),
+    [
+        ("h2o", {}, ""),
+        ("h2o", {"positions": "true"}, ""),
+        ("h2o", {"positions": "slot"}, "positions=slot"),
+        ("streaming_llm", {"positions": "slot"}, ""),
+        ("streaming_llm", {"positions": "true"}, "positions=true"),
+        ("h2o", {"layer_budget": "uniform"}, ""),
+        ("h2o", {"layer_budget": "ramp"}, "layer-budget=ramp:0.2"),
+        ("h2o", {"layer_budget": "ramp:.20"}, "layer-budget=ramp:0.2"),
+        ("pyramidkv", {"layer_budget": "pyramid:20"}, ""),
+        ("pyramidkv", {"layer_budget": "uniform"}, "layer-budget=uniform"),
+        ("h2o", {"prefill_chunk": 8}, "prefill-chunk=8"),
+        (
+            "h2o",
+            {"prefill_chunk": 8, "layer_budget": "ramp:-0.5", "positions": "slot"},
+            "positions=slot,layer-budget=ramp:-0.5,prefill-chunk=8",
+        ),
+    ],
+)
+def test_a_setup_is_named_by_what_differs_from_the_policys_own(policy, setup, differences):
+    assert Setup(**setup).differences(writer().checkpoint, parse(policy)) == differences
+
+
+def test_weights_of_layers_have_a_name_of_their_own():
+    names = {
+        Setup(layer_budget=weights).differences(writer().checkpoint, parse("h2o"))
+        for weights in ((1.0, 2.0), (1.0, 2.5), (1.0, 2.0))
+    }
+    assert len(names) == 2
+    assert all(name.startswith("layer-budget=calibrated:") for name in names)
+
+
+def test_a_cache_is_made_as_the_setup_says():
+    setup = Setup(positions="slot", layer_budget=(1.0, 2.0), prefill_chunk=8)
+    cache = setup.cache(writer().checkpoint, parse("h2o"), [12, 12], first=5)
+    assert cache.position_mode == "slot"
+    layers = cache.bounded_layers().values()
+    assert [layer.budgets for layer in layers] == [(8, 8), (16, 16)]
+    assert {layer._prefill_chunk for layer in layers} == {8}
+    assert {tuple(layer._sequences) for layer in layers} == {(5, 6)}
+
+
+@pytest.mark.parametrize(
+    ("setup", "error"),
+    [
+        ({"layer_budget": "slope"}, "Unknown layer budget 'slope'"),
+        ({"layer_budget": (1.0, 2.0, 3.0)}, "3 layer weights were given for 2 layers"),
+        ({"prefill_chunk": 0}, "The prefill chunk 0"),
+    ],
+)
+def test_a_wrong_setup_is_refused_before_anything_runs(setup, error):
+    with pytest.raises(BudgetError, match=error):
+        laid_out(**setup)
+
+
+def test_slot_positions_on_a_model_without_rotary_ones():
+    checkpoint = loading.find(model_folders.folder("gpt2"))
+    wanted = Wanted(policies=split_policies("local"), budgets=BUDGETS, setup=Setup(positions="slot"))
+    with pytest.raises(UnsupportedModelError, match="'gpt2' has none"):
+        lay_out(checkpoint, "m", find("agreement"), wanted, [OPTIONS])
+
+
+def test_other_setups_are_rows_of_their_own_and_full_is_run_once(tmp_path):
+    run(laid_out(), writer(), Records(tmp_path))
+    run(laid_out(layer_budget="ramp:0.5"), writer(), Records(tmp_path))
+    run(laid_out(layer_budget="ramp:0.5"), writer(), Records(tmp_path))
+    run(laid_out(layer_budget="uniform"), writer(), Records(tmp_path))  # the default, by its name
+    rows = Records(tmp_path).rows
+    assert [(row["policy"], row["budget"], row["setup"]) for row in rows] == [
+        ("full", "100%", ""),
+        ("local", "20%", ""),
+        ("local", "12", ""),
+        ("local", "20%", "layer-budget=ramp:0.5"),
+        ("local", "12", "layer-budget=ramp:0.5"),
+    ]
+    assert rows[1]["score"]["perplexity"] != rows[3]["score"]["perplexity"]
+    assert rows[3]["options"] == {"positions": None, "layer_budget": "ramp:0.5", "prefill_chunk": None}
+
+
+def test_rows_written_before_there_were_setups_count_as_the_default(tmp_path):
+    run(laid_out(), writer(), Records(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()]
+    for row in rows:
+        del row["setup"]
+    (tmp_path / ROWS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert {planned.cell for planned in laid_out().planned} == Records(tmp_path).done
+
+
+# seeds
+
+
+def test_every_seed_has_rows_of_its_own(tmp_path):
+    run(laid_out("local", seeds=(0, 3)), writer(), Records(tmp_path))
+    run(laid_out("local", seeds=(3, 1)), writer(), Records(tmp_path))
+    rows = Records(tmp_path).rows
+    assert [(row["seed"], row["budget"]) for row in rows] == [(s, b) for s in (0, 3, 1) for b in ("20%", "12")]
+    assert len({row["score"]["perplexity"] for row in rows}) == 6
+    alone = Records(tmp_path / "alone")
+    run(laid_out("local", seeds=(3,)), writer(), alone)
+    assert timeless(alone.rows) == timeless(rows[2:4])
+
+
+def test_what_no_seed_changes_is_run_once(tmp_path):
+    text = dataclasses.replace(OPTIONS, text="some words of another text " * 20)
+    grid = laid_out("local", BUDGETS[:1], "perplexity,recall", text, seeds=(0, 1))
+    assert [(p.cell.task, p.cell.seed) for p in grid.planned] == [("perplexity", None), ("recall", 0), ("recall", 1)]
+    run(laid_out("local", options=text, seeds=(4,)), writer(), Records(tmp_path))
+    assert {p.cell for p in laid_out("local", options=text, seeds=(5,)).planned} == Records(tmp_path).done
+
+
+def test_notes_are_said_once_however_many_seeds():
+    notes = laid_out(tasks="recall,perplexity", seeds=(0, 1, 2)).notes
+    assert len(notes) == len(set(notes)) == len(laid_out(tasks="recall,perplexity").notes)
+
+
 # rows
 
 
@@ -113,7 +243,7 @@ def test_a_row_says_all_about_itself(tmp_path):
     run(laid_out("h2o:recent=2"), writer(), records)
     row = json.loads((tmp_path / "deep" / "er" / ROWS).read_text().splitlines()[0])
     assert row.keys() >= {"task", "case", "policy", "budget", "seed", "version", "score", "memory", "wall_s", "model"}
-    assert row.keys() >= {"device", "dtype", "kvkeep", "torch", "transformers", "python", "rows"}
+    assert row.keys() >= {"setup", "options", "device", "dtype", "kvkeep", "torch", "transformers", "python", "rows"}
     assert (row["policy"], row["budget"], row["budget_tokens"], row["text_tokens"]) == ("h2o:recent=2", "20%", 8, 40)
     memory = row["memory"]
     assert memory["full_bytes"] == 2 * 39 * 2 * 2 * 2 * 8 * 4  # rows, tokens, layers, heads, K and V, dim, float32
@@ -172,7 +302,6 @@ def test_a_damaged_line_in_the_middle_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (Options(limit=2, window=40, seed=1), "the seed was 0 and is 1 now"),
         (Options(limit=3, window=40), "'windows' of perplexity was 2 and is 3 now"),
         (Options(limit=2, window=40, text="some words of another text " * 20), "'text' of perplexity was own"),
     ],
@@ -245,7 +374,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_a_policy_that_runs_out_of_room_names_its_cell(tmp_path):
     task = find("agreement")[0].load(writer().checkpoint, OPTIONS)
     grid = laid_out("full", tasks="agreement")
-    short = plan.Planned(grid.planned[0].cell, parse("full"), (10, 10), (35, 35))
-    grid = type(grid)(grid.name, grid.checkpoint, grid.options, {"agreement": task}, [short])
-    with pytest.raises(CapacityError, match="agreement prompt=35,new=5, full at 100%: Row 0"):
+    short = plan.Planned(grid.planned[0].cell, parse("full"), PLAIN, (10, 10), (35, 35))
+    grid = dataclasses.replace(grid, parts=[Part(task, [short])])
+    with pytest.raises(CapacityError, match="agreement prompt=35,new=5: full at 100%: Row 0"):
         run(grid, writer(), Records(tmp_path))

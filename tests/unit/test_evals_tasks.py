@@ -272,7 +272,7 @@ def test_replies_are_those_of_generate_row_by_row():
     task = load(Recall)
     asked, model = task.questions["context=300"], writer().model
     budgets = [40, 45, 50]
-    found = task._answer(writer(), parse("h2o"), asked, budgets, 0).replies
+    found = task._answer(writer(), Drive(writer(), parse("h2o"), budgets), asked).replies
     for item, budget, reply in zip(asked, budgets, found, strict=True):
         cache = BoundedCache(model.config, "h2o", budget)
         ids = item.ids[None]

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from kvkeep.cli.console import Debug, Json, one_line_errors, parse_budget, parse_number, parse_tokens
+from kvkeep.cli.memory_options import (
+    LayerBudget,
+    Positions,
+    PrefillChunk,
+    parse_layer_budget,
+    parse_positions,
+    parse_prefill_chunk,
+)
 from kvkeep.cli.model_options import AllowPickle, Device, Dtype, Model
 from kvkeep.errors import InputError
 
@@ -29,13 +37,16 @@ class Request:
     budgets: tuple[float | int, ...]
     tasks: str
     limit: int | None
-    seed: int
+    seeds: tuple[int, ...]
     text: str | None
     contexts: tuple[int, ...]
     facts: int
     depths: tuple[float, ...]
     window: int | None
     stride: int
+    positions: Literal["true", "slot"] | None
+    layer_budget: str | tuple[float, ...] | None
+    prefill_chunk: int | None
     plots: bool
     dtype: str
     device: str
@@ -75,8 +86,13 @@ def evaluate(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(metavar="N", help="Chooses questions and the package's own text.", rich_help_panel=_TASKS)
-    ] = 0,
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Chooses questions and the package's own text. Several seeds, as 0,1,2, give a mean and a range.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = "0",
     text: Annotated[
         str | None,
         typer.Option(
@@ -115,6 +131,9 @@ def evaluate(
             rich_help_panel=_TASKS,
         ),
     ] = "16",
+    prefill_chunk: PrefillChunk = None,
+    layer_budget: LayerBudget = None,
+    positions: Positions = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     allow_pickle: AllowPickle = False,
@@ -147,6 +166,7 @@ def evaluate(
     Every result is written to DIR at once; the same command again goes on where it was stopped.
     """
     folder = _folder(output, report)
+    spread = parse_layer_budget(layer_budget)
     request = Request(
         model=model,
         output=folder,
@@ -154,13 +174,16 @@ def evaluate(
         budgets=tuple(parse_budget(item, "--budgets") for item in _items(budgets, "--budgets")),
         tasks=tasks,
         limit=None if limit is None else parse_tokens(limit, "--limit"),
-        seed=seed,
+        seeds=tuple(dict.fromkeys(_whole(item, "--seed") for item in _items(seed, "--seed"))),
         text=text,
         contexts=tuple(parse_tokens(item, "--context") for item in _items(context, "--context")),
         facts=facts,
         depths=() if depths is None else tuple(parse_number(item, "--depths") for item in _items(depths, "--depths")),
         window=None if window is None else parse_tokens(window, "--window"),
         stride=parse_tokens(stride, "--stride"),
+        positions=parse_positions(positions),
+        layer_budget=tuple(spread) if isinstance(spread, list) else spread,
+        prefill_chunk=parse_prefill_chunk(prefill_chunk),
         plots=plots,
         dtype=dtype,
         device=device,
@@ -188,3 +211,10 @@ def _items(text: str, option: str) -> list[str]:
     if not items:
         raise InputError(f"{option} is an empty list; leave it out for the default.")
     return items
+
+
+def _whole(text: str, option: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"{option}: {text!r} is not a whole number.") from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -16,11 +17,12 @@ from kvkeep.cli import console
 from kvkeep.cli.eval import Request
 from kvkeep.cli.files import read_text
 from kvkeep.errors import InputError
+from kvkeep.evals import curves, tasks
 from kvkeep.evals import report as reports
-from kvkeep.evals import tasks
-from kvkeep.evals.plan import Asked, Cell, Planned, split_policies
+from kvkeep.evals.plan import Asked, Cell, Planned, Wanted, split_policies
 from kvkeep.evals.records import Records
 from kvkeep.evals.run import Grid, lay_out, manifest, run
+from kvkeep.evals.setup import Setup
 from kvkeep.evals.task import Options
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import embedded, find, read_weights
@@ -73,10 +75,23 @@ def prepare(request: Request) -> Grid:
         KVKeepError: something in the request or the model cannot be used.
     """
     policies = split_policies(request.policies)
-    wanted = tasks.find(request.tasks)
+    kinds = tasks.find(request.tasks)
     budgets = [Asked(ratio=b) if isinstance(b, float) else Asked(tokens=b) for b in request.budgets]
+    setup = Setup(positions=request.positions, layer_budget=request.layer_budget, prefill_chunk=request.prefill_chunk)
+    options = _options(request)
+    parse_dtype(request.dtype)
+    parse_device(request.device)
+    name = request.model or embedded()
+    console.progress(f"loading {name} …")
+    checkpoint = find(name, allow_pickle=request.allow_pickle)
+    wanted = Wanted(policies=policies, budgets=budgets, setup=setup)
+    return lay_out(checkpoint, request.model or EMBEDDED, kinds, wanted, options)
+
+
+def _options(request: Request) -> list[Options]:
+    """The choices about tasks, once for each seed."""
     options = Options(
-        seed=request.seed,
+        seed=request.seeds[0],
         limit=request.limit,
         text=None if request.text is None else read_text(request.text, kind="text file", purpose=_PURPOSE),
         contexts=request.contexts,
@@ -85,12 +100,7 @@ def prepare(request: Request) -> Grid:
         window=request.window,
         stride=request.stride,
     )
-    parse_dtype(request.dtype)
-    parse_device(request.device)
-    name = request.model or embedded()
-    console.progress(f"loading {name} …")
-    checkpoint = find(name, allow_pickle=request.allow_pickle)
-    return lay_out(checkpoint, request.model or EMBEDDED, wanted, policies, budgets, options)
+    return [options, *(replace(options, seed=seed) for seed in request.seeds[1:])]
 
 
 @contextmanager
@@ -149,7 +159,7 @@ def _draw(request: Request, records: Records) -> Sequence[Path]:
     if not plots.available():
         console.note(f"no plots: {plots.MISSING}, then kvkeep eval --report {request.output}.")
         return []
-    return reports.plots(records.rows, request.output)
+    return curves.plots(records.rows, request.output)
 
 
 def _places(request: Request, pictures: Sequence[Path]) -> dict[str, str]:

@@ -106,7 +106,9 @@ def ask_everyone(screen: Console, writer: text.Writer, seed: int) -> None:
     screen.print(f"A text of {tokens} tokens with {len(asked.facts)} facts. One of them: {_stated(asked)!r}")
     screen.print(f"Asked at the end: {asked.prompt.rsplit('. ', 1)[-1]!r} The answer is {fact.value!r}.")
     if seed == SEED:
-        screen.print("This question was chosen because the full cache answers it; another --seed may ask one it cannot.")
+        screen.print(
+            "This question was chosen because the full cache answers it; another --seed may ask one it cannot."
+        )
     screen.print()
     table = console.table("policy", "budget", "answer", "", "KV memory", "of full")
     table.columns[2].no_wrap, table.columns[2].max_width = True, 24

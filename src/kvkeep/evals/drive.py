@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.cache import BoundedCache
+from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
 
@@ -24,13 +24,12 @@ class Drive:
         policy: the eviction policy.
         budgets: tokens kept per layer and head, one per row.
         first: identity of the first row for policies with randomness; the others count up from it.
+        setup: how the cache is made, beside policy and budgets.
     """
 
-    def __init__(self, writer: Writer, policy: Policy, budgets: Sequence[int], *, first: int = 0):
+    def __init__(self, writer: Writer, policy: Policy, budgets: Sequence[int], *, first: int = 0, setup: Setup = PLAIN):
         self.model = writer.model
-        self.cache = BoundedCache(
-            self.model.config, policy, list(budgets), sequences=list(range(first, first + len(budgets)))
-        )
+        self.cache = setup.cache(writer.checkpoint, policy, budgets, first=first)
         self._real: Tensor | None = None
 
     @torch.inference_mode()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvkeep import budget as ratios
-from kvkeep.cache import BoundedCache
 from kvkeep.errors import BudgetError, PolicyError
+from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.evals.task import Task
 from kvkeep.models.load import Checkpoint
 from kvkeep.policies.base import Policy
@@ -52,15 +52,52 @@ EVERYTHING = Asked(ratio=1.0)
 """The budget under which a policy that never evicts is listed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be measured: every policy at every budget.
+
+    Attributes:
+        policies: the policies.
+        budgets: the budgets.
+        setup: how caches are made beside that; a policy that never evicts is run without.
+    """
+
+    policies: Sequence[Policy]
+    budgets: Sequence[Asked]
+    setup: Setup = PLAIN
+
+    def pairs(self) -> list[tuple[Policy, Asked, Setup]]:
+        """What is run. A policy that never evicts is run once: it keeps all, however its cache is made."""
+        return [
+            (policy, asked, self.setup if policy.evicts else PLAIN)
+            for policy in self.policies
+            for asked in (dict.fromkeys(self.budgets) if policy.evicts else (EVERYTHING,))
+        ]
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One row of results: what is measured, and under which budget. Equal cells are the same measurement."""
+    """One row of results: what is measured, and how. Equal cells are the same measurement.
+
+    Attributes:
+        task: the task.
+        case: which part of it.
+        policy: the policy.
+        budget: the budget, as the user asked for it.
+        seed: the seed of its data; ``None`` if they are the same under every seed.
+        setup: what else of the cache is not as the policy has it by itself.
+    """
 
     task: str
     case: str
     policy: str
     budget: str
-    seed: int
+    seed: int | None
+    setup: str = ""
+
+    def __str__(self) -> str:
+        setup = f" ({self.setup})" if self.setup else ""
+        return f"{self.task} {self.case}: {self.policy}{setup} at {self.budget}"
 
 
 @dataclass(frozen=True)
@@ -70,19 +107,22 @@ class Planned:
     Attributes:
         cell: its key.
         policy: the policy.
+        setup: how its caches are made, beside policy and budgets.
         budgets: tokens per layer and head, one per row.
         lengths: tokens of the rows, which shares refer to.
     """
 
     cell: Cell
     policy: Policy
+    setup: Setup
     budgets: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @property
     def evicts(self) -> bool:
-        """Whether any row has more tokens than its budget."""
-        return self.policy.evicts and any(b < n for b, n in zip(self.budgets, self.lengths, strict=True))
+        """Whether any row has more tokens than its budget, or a layer may have less than the budget."""
+        uneven = (self.setup.layer_budget or self.policy.layer_budget) != "uniform"
+        return self.policy.evicts and (uneven or any(b < n for b, n in zip(self.budgets, self.lengths, strict=True)))
 
 
 def split_policies(text: str) -> list[Policy]:
@@ -102,32 +142,26 @@ def split_policies(text: str) -> list[Policy]:
     return list(dict.fromkeys(map(parse, pieces)))
 
 
-def grid(
-    checkpoint: Checkpoint, tasks: Mapping[str, Task], policies: Sequence[Policy], budgets: Sequence[Asked], seed: int
-) -> list[Planned]:
-    """All cells, task by task. A policy that never evicts is run once, with room for everything.
+def grid(checkpoint: Checkpoint, task: Task, wanted: Wanted, seed: int | None) -> list[Planned]:
+    """All cells of a task whose data come from this seed.
 
     Raises:
         BudgetError: a budget is smaller than what a policy protects.
+        UnsupportedModelError: slot positions were asked for, and the model cannot have them.
     """
-    planned = [
-        _plan(Cell(task.name, case, spec(policy), str(asked), seed), task, lengths, policy, asked)
-        for task in tasks.values()
-        for case, lengths in task.cases().items()
-        for policy in policies
-        for asked in (dict.fromkeys(budgets) if policy.evicts else (EVERYTHING,))
-    ]
-    for plan in planned:
-        _check(checkpoint, plan, tasks[plan.cell.task].new_tokens)
+    planned = []
+    for case, lengths in task.cases().items():
+        for policy, asked, setup in wanted.pairs():
+            others = setup.differences(checkpoint, policy)
+            cell = Cell(task.name, case, spec(policy), str(asked), seed, others)
+            planned.append(Planned(cell, policy, setup, _numbers(task, policy, asked, lengths), tuple(lengths)))
+            _check(checkpoint, planned[-1], task.new_tokens)
     return planned
 
 
-def _plan(cell: Cell, task: Task, lengths: Sequence[int], policy: Policy, asked: Asked) -> Planned:
-    if policy.evicts:
-        numbers = tuple(asked.of(length) for length in lengths)
-    else:
-        numbers = tuple(length + task.new_tokens for length in lengths)
-    return Planned(cell, policy, numbers, tuple(lengths))
+def _numbers(task: Task, policy: Policy, asked: Asked, lengths: Sequence[int]) -> tuple[int, ...]:
+    """The budget of each row in tokens; room for everything if nothing is evicted."""
+    return tuple(asked.of(length) if policy.evicts else length + task.new_tokens for length in lengths)
 
 
 def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
@@ -139,7 +173,7 @@ def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
             f"Give it room={new_tokens} or more, or another decode mode."
         )
     try:
-        BoundedCache(checkpoint.config, plan.policy, list(plan.budgets))
+        plan.setup.cache(checkpoint, plan.policy, plan.budgets)
     except BudgetError as error:
         raise BudgetError(
             f"{cell.task} {cell.case}: {cell.policy} cannot run at {cell.budget} of {min(plan.lengths)} tokens. {error}"

@@ -20,7 +20,7 @@ from kvkeep.evals.plan import Cell
 ROWS = "results.jsonl"
 MANIFEST = "run.json"
 
-_SAME = {"model": "the model", "weights": "the model's weights", "dtype": "the dtype", "seed": "the seed"}
+_SAME = {"model": "the model", "weights": "the model's weights", "dtype": "the dtype"}
 
 
 class Records:
@@ -89,7 +89,7 @@ class Records:
         """Prepare the folder for more rows of a run.
 
         Args:
-            manifest: ``model``, ``weights``, ``dtype``, ``seed``, and ``tasks``: name → version and settings.
+            manifest: ``model``, ``weights``, ``dtype``, and ``tasks``: name → version and settings.
 
         Raises:
             InputError: the folder holds results of another run, or cannot be written.
@@ -128,7 +128,7 @@ def _finite(value: Any) -> Any:
 
 def key_of(row: dict[str, Any]) -> Cell:
     """The cell that a row belongs to."""
-    return Cell(row["task"], row["case"], row["policy"], row["budget"], row["seed"])
+    return Cell(row["task"], row["case"], row["policy"], row["budget"], row["seed"], row.get("setup", ""))
 
 
 def _read(path: Path) -> tuple[int, list[dict[str, Any]]]:

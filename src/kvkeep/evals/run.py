@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import platform
 import time
@@ -14,16 +15,28 @@ import torch
 
 from kvkeep.errors import CapacityError
 from kvkeep.evals import plan, texts
-from kvkeep.evals.plan import Asked, Planned
+from kvkeep.evals.plan import Planned, Wanted
 from kvkeep.evals.records import Records
 from kvkeep.evals.task import Options, Task
 from kvkeep.models.device import enough_memory
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
-from kvkeep.policies.base import Policy
 from kvkeep.version import __version__
 
 TEXT_TASKS = {"perplexity", "agreement", "mass"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A task with its data of one seed.
+
+    Attributes:
+        task: the task.
+        planned: its cells.
+    """
+
+    task: Task
+    planned: list[Planned]
 
 
 @dataclass(frozen=True)
@@ -33,40 +46,52 @@ class Grid:
     Attributes:
         name: the model's name in results.
         checkpoint: configuration and tokenizer.
-        options: the user's choices about tasks.
-        tasks: the tasks with their data.
-        planned: all cells.
+        parts: the tasks with their data and cells; seed by seed.
+        about_text: what a reader should know about the text.
     """
 
     name: str
     checkpoint: Checkpoint
-    options: Options
-    tasks: dict[str, Task]
-    planned: list[Planned]
+    parts: list[Part]
+    about_text: list[str]
+
+    @property
+    def planned(self) -> list[Planned]:
+        """All cells."""
+        return [planned for part in self.parts for planned in part.planned]
 
     @property
     def notes(self) -> list[str]:
         """What the user should know about the results."""
-        own = texts.notes(self.options) if self.tasks.keys() & TEXT_TASKS else []
-        return [*own, *(note for task in self.tasks.values() for note in task.notes), *plan.notes(self.planned)]
+        about_tasks = [note for part in self.parts for note in part.task.notes]
+        return list(dict.fromkeys([*self.about_text, *about_tasks, *plan.notes(self.planned)]))
 
 
 def lay_out(
-    checkpoint: Checkpoint,
-    name: str,
-    tasks: Sequence[type[Task]],
-    policies: Sequence[Policy],
-    budgets: Sequence[Asked],
-    options: Options,
+    checkpoint: Checkpoint, name: str, tasks: Sequence[type[Task]], wanted: Wanted, options: Sequence[Options]
 ) -> Grid:
     """Make the tasks' data and plan all cells; needs no weights.
+
+    Args:
+        checkpoint: configuration and tokenizer.
+        name: the model's name in results.
+        tasks: the tasks.
+        wanted: policies and budgets.
+        options: the user's choices about tasks, once for each seed. What no seed changes is measured once.
 
     Raises:
         InputError: a task cannot be made with these options.
         BudgetError: a budget is smaller than what a policy protects.
+        UnsupportedModelError: slot positions were asked for, and the model cannot have them.
     """
-    loaded = {task.name: task.load(checkpoint, options) for task in tasks}
-    return Grid(name, checkpoint, options, loaded, plan.grid(checkpoint, loaded, policies, budgets, options.seed))
+    parts = []
+    for own in options:
+        for kind in tasks:
+            if (seeded := kind.seeded(own)) or own is options[0]:
+                task = kind.load(checkpoint, own)
+                parts.append(Part(task, plan.grid(checkpoint, task, wanted, own.seed if seeded else None)))
+    reads_text = any(kind.name in TEXT_TASKS for kind in tasks)
+    return Grid(name, checkpoint, parts, texts.notes(options[0]) if reads_text else [])
 
 
 def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned], object] = lambda cell: None) -> None:
@@ -83,12 +108,12 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
     """
     records.open({**manifest(grid), "weights": fingerprint(writer), "dtype": writer.dtype})
     common = {"model": grid.name, "dtype": writer.dtype, "device": writer.device, **versions()}
-    for task in grid.tasks.values():
-        todo = [planned for planned in grid.planned if planned.cell.task == task.name]
-        todo = [planned for planned in todo if planned.cell not in records.done]
+    for part in grid.parts:
+        todo = [planned for planned in part.planned if planned.cell not in records.done]
         if not todo:
             continue
         on_cell(todo[0])
+        task = copy.copy(part.task)  # what it prepares is large and goes with it
         with enough_memory(writer.model.device):
             task.prepare(writer)
             for planned in todo:
@@ -101,11 +126,12 @@ def _measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
     start = time.perf_counter()
     cell = planned.cell
     try:
-        outcome = task.run(writer, cell.case, planned.policy, planned.budgets)
+        outcome = task.run(writer, cell.case, planned.policy, planned.budgets, setup=planned.setup)
     except CapacityError as error:
-        raise CapacityError(f"{cell.task} {cell.case}, {cell.policy} at {cell.budget}: {error}") from error
+        raise CapacityError(f"{cell}: {error}") from error
     return {
         **asdict(cell),
+        "options": asdict(planned.setup),
         "version": task.VERSION,
         "score": outcome.score,
         "budget_tokens": sum(planned.budgets) / len(planned.budgets),
@@ -120,8 +146,7 @@ def manifest(grid: Grid) -> dict[str, Any]:
     """What results must share to stand in one folder, as far as it is known without weights."""
     return {
         "model": grid.name,
-        "seed": grid.options.seed,
-        "tasks": {task.name: {"version": task.VERSION, **task.settings()} for task in grid.tasks.values()},
+        "tasks": {part.task.name: {"version": part.task.VERSION, **part.task.settings()} for part in grid.parts},
     }
 
 

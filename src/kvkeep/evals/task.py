@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.errors import InputError
+from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.memory import Memory
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
@@ -98,6 +99,11 @@ class Task(abc.ABC):
             InputError: the data or the options cannot be used with this model.
         """
 
+    @classmethod
+    def seeded(cls, options: Options) -> bool:
+        """Whether another seed gives other data; a text of the user's is the same under all."""
+        return options.text is None
+
     @abc.abstractmethod
     def settings(self) -> dict[str, Any]:
         """Everything that results depend on, besides the model and what a case's name says."""
@@ -120,8 +126,10 @@ class Task(abc.ABC):
         """Run the full cache for what all policies are compared with; called once, before the first run."""
 
     @abc.abstractmethod
-    def run(self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int]) -> Outcome:
-        """Measure one policy with these budgets, one per row of the case."""
+    def run(
+        self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
+    ) -> Outcome:
+        """Measure one policy with these budgets, one per row of the case, in caches that are made like this."""
 
 
 def check_positions(checkpoint: Checkpoint, tokens: int, task: str, option: str) -> None:

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from kvkeep.plots.panel import Panel
+from kvkeep.plots.panel import Panel, Series
 
 COLUMNS = 3
 DPI = 120
@@ -53,15 +53,27 @@ def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
         style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "label": series.name, "linewidth": 1.5}
         if series.reference:
             style |= {"linestyle": "--", "zorder": 3}
-        if series.reference and len(series.y) == 1:
+        if across := series.reference and len(series.y) == 1:
             axes.axhline(series.y[0], **style)
         else:
             axes.plot(series.x, series.y, marker=_MARKS[number // len(_COLOURS) % len(_MARKS)], markersize=4, **style)
+        if series.band:
+            _shade(axes, series, style["color"], across=across)
     axes.set_title(panel.title, fontsize=10)
     axes.set_xlabel(panel.x_label, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(visible=True, alpha=0.25)
     _scale(axes, panel)
+
+
+def _shade(axes: Axes, series: Series, colour: str, *, across: bool) -> None:
+    """The band of a line, behind all lines."""
+    low, high = zip(*series.band, strict=True)
+    look: dict[str, Any] = {"color": colour, "alpha": 0.15, "linewidth": 0, "zorder": 1}
+    if across:
+        axes.axhspan(low[0], high[0], **look)
+    else:
+        axes.fill_between(series.x, low, high, **look)
 
 
 def _scale(axes: Axes, panel: Panel) -> None:

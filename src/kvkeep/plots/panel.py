@@ -15,12 +15,14 @@ class Series:
         x: places.
         y: values.
         reference: what the others are compared with: dashed, and across the whole panel if it is one point.
+        band: lowest and highest value at each place, drawn as a shade; nothing for a line without.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     reference: bool = False
+    band: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

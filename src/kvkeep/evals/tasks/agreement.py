@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvkeep.evals import metrics, texts
 from kvkeep.evals.drive import Drive, batches, ends_of
+from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.evals.task import Options, Outcome, Task
 from kvkeep.memory import Memory
 from kvkeep.models.load import Checkpoint
@@ -88,11 +89,13 @@ class Agreement(Task):
         """Let the full cache write its continuation."""
         self.references = [self._continue(writer, self.ids[at]) for at in self._batches()]
 
-    def run(self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int]) -> Outcome:
+    def run(
+        self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
+    ) -> Outcome:
         """Feed the continuation and compare each next-token distribution with the full cache's."""
         equal, kl, memory = [], [], Memory()
         for at, reference in zip(self._batches(), self.references, strict=True):
-            drive = Drive(writer, policy, budgets[at], first=at.start)
+            drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
             drive.feed(self.ids[at], last_only=True)
             for step, full in enumerate(reference.logits):
                 bounded = drive.feed(reference.tokens[:, step : step + 1])[:, -1]

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvkeep.cache import BoundedLayer
 from kvkeep.evals import metrics, texts
 from kvkeep.evals.drive import Drive
+from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.evals.task import Options, Outcome, Task
 from kvkeep.layer import Layer
 from kvkeep.models.load import Checkpoint
@@ -132,9 +133,11 @@ class Mass(Task):
         drive.feed(self.ids, last_only=True)
         self.tapes = {index: recorder.tape(self.rows) for index, recorder in recorders.items()}
 
-    def run(self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int]) -> Outcome:
+    def run(
+        self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
+    ) -> Outcome:
         """Replay the policy on the record, layer by layer within each token."""
-        cache = Drive(writer, policy, budgets).cache
+        cache = Drive(writer, policy, budgets, setup=setup).cache
         layers = cache.bounded_layers()
         for index, tape in self.tapes.items():
             _step(layers[index], tape, 0, self._prompt)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvkeep.evals import metrics, texts
 from kvkeep.evals.drive import Drive, batches
+from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
 from kvkeep.memory import Memory
 from kvkeep.models.load import Checkpoint
@@ -76,11 +77,13 @@ class Perplexity(Task):
         """A window longer than the model was trained for."""
         return list(self.notes_)
 
-    def run(self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int]) -> Outcome:
+    def run(
+        self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
+    ) -> Outcome:
         """Feed all windows in pieces."""
         losses, memory = [], Memory()
         for at in batches([self.ids.shape[1]] * len(self.ids)):
-            drive = Drive(writer, policy, budgets[at], first=at.start)
+            drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
             losses.append(feed_in_pieces(drive, self.ids[at], self.stride))
             memory += drive.cache.memory()
         return Outcome(_score(torch.cat(losses)), memory)

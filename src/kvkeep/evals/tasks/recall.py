@@ -18,6 +18,7 @@ from torch import Tensor
 from kvkeep.evals import metrics
 from kvkeep.evals.drive import Drive, batches, ends_of, left_padded
 from kvkeep.evals.questions import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
+from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
 from kvkeep.memory import Memory
 from kvkeep.models.load import Checkpoint
@@ -69,6 +70,11 @@ class Recall(Task):
         }
         return cls(options, wording, questions, tuple(notes))
 
+    @classmethod
+    def seeded(cls, options: Options) -> bool:
+        """Always: the seed chooses the questions."""
+        return True
+
     def settings(self) -> dict[str, Any]:
         """Questions, facts, depths and wording."""
         return {
@@ -92,11 +98,16 @@ class Recall(Task):
         """Contexts longer than the model was trained for."""
         return list(self.notes_)
 
-    def run(self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int]) -> Outcome:
+    def run(
+        self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
+    ) -> Outcome:
         """Ask all questions of a context."""
         questions = self.questions[case]
         parts = batches([len(asked.ids) for asked in questions])
-        done = [self._answer(writer, policy, questions[at], budgets[at], at.start) for at in parts]
+        done = [
+            self._answer(writer, Drive(writer, policy, budgets[at], first=at.start, setup=setup), questions[at])
+            for at in parts
+        ]
         replies = [reply for batch in done for reply in batch.replies]
         rights = [right(self.wording, q.question, reply) for q, reply in zip(questions, replies, strict=True)]
         sizes = torch.tensor([len(batch.replies) for batch in done])
@@ -104,12 +115,9 @@ class Recall(Task):
         score = {**_score(questions, rights), "kept": [round(share, 6) for share in kept.tolist()]}
         return Outcome(score, sum((batch.memory for batch in done), Memory()))
 
-    def _answer(
-        self, writer: Writer, policy: Policy, questions: Sequence[Prompted], budgets: Sequence[int], first: int
-    ) -> _Batch:
+    def _answer(self, writer: Writer, drive: Drive, questions: Sequence[Prompted]) -> _Batch:
         """Run one batch of prompts, cut them, and decode the replies."""
         ids, real = left_padded([asked.ids for asked in questions])
-        drive = Drive(writer, policy, budgets, first=first)
         drive.feed(ids[:, :-1], real[:, :-1], last_only=True)
         lengths = [len(asked.ids) - 1 for asked in questions]
         layers = drive.cache.bounded_layers()

@@ -1,0 +1,139 @@
+"""From rows to plots; needs nothing but the JSONL file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvkeep.evals.measures import (
+    FULL,
+    MEASURES,
+    Measure,
+    Row,
+    Spread,
+    by_budget,
+    by_case,
+    by_name,
+    by_seed,
+    is_full,
+    of_task,
+    over,
+    percent,
+    seeds,
+)
+from kvkeep.evals.metrics import TENTHS
+from kvkeep.plots import Panel, Series, draw
+
+_DEPTHS = 5
+_SHARES = (-3.0, 103.0)
+
+
+def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw everything that the rows have numbers for.
+
+    Returns:
+        The pictures: ``quality.png``, ``depth.png`` and ``kept.png``, or fewer.
+
+    Raises:
+        InputError: matplotlib is missing, or a picture cannot be written.
+    """
+    pictures = {"quality.png": quality(rows), "depth.png": depth(rows), "kept.png": kept(rows)}
+    return [draw(folder / name, panels) for name, panels in pictures.items() if panels]
+
+
+def quality(rows: Sequence[Row]) -> list[Panel]:
+    """Each measure over the budget; a policy that never evicts is a line across."""
+    return [
+        Panel(
+            title=f"{measure.title}\n{case}{_spread_of(cases)}",
+            x_label="budget, % of the text",
+            series=[_curve(name, group, measure) for name, group in by_name(cases).items()],
+            log_x=True,
+            log_y=measure.key == "perplexity",
+            y_range=_SHARES if measure.key == "accuracy" else (None, None),
+        )
+        for measure in MEASURES
+        if measure.key not in ("kl", "regret")
+        for case, cases in by_case(of_task(rows, measure.task)).items()
+    ]
+
+
+def _curve(name: str, group: Sequence[Row], measure: Measure) -> Series:
+    points = [(percent(part[0]), measure.of(part)) for part in by_budget(group).values()]
+    return _series(name, sorted(points, key=lambda point: point[0]), reference=is_full(group))
+
+
+def depth(rows: Sequence[Row]) -> list[Panel]:
+    """Recall over the depth of the asked fact, all contexts together; a panel for each budget."""
+    return [
+        Panel(
+            title=f"recall at {budget}, % right{_spread_of(group)}",
+            x_label="depth of the asked fact, % of the text",
+            series=[_depth_curve(name, part) for name, part in by_name(group).items()],
+            y_range=_SHARES,
+        )
+        for budget, group in _recall_by_budget(rows).items()
+    ]
+
+
+def _depth_curve(name: str, group: Sequence[Row]) -> Series:
+    width = TENTHS // _DEPTHS
+    points = []
+    for part in range(_DEPTHS):
+        shares = []
+        for same in by_seed(group):
+            counts = [count for row in same for count in row["score"]["by_depth"][part * width : (part + 1) * width]]
+            if n := sum(count[1] for count in counts):
+                shares.append(100 * sum(count[0] for count in counts) / n)
+        if shares:
+            points.append((100 * (part + 0.5) / _DEPTHS, over(shares)))
+    return _series(name, points, reference=is_full(group))
+
+
+def kept(rows: Sequence[Row]) -> list[Panel]:
+    """Where the kept tokens stand in the prompt; a panel for each budget."""
+    return [
+        Panel(
+            title=f"kept tokens at {budget}, %{_spread_of(group)}",
+            x_label="position in the prompt, %",
+            series=[_kept_curve(name, part) for name, part in by_name(group).items()],
+            y_range=(0.0, None),
+        )
+        for budget, group in _recall_by_budget(rows).items()
+    ]
+
+
+def _kept_curve(name: str, group: Sequence[Row]) -> Series:
+    points = [
+        (
+            100 * (tenth + 0.5) / TENTHS,
+            over([over([100 * row["score"]["kept"][tenth] for row in same]).mean for same in by_seed(group)]),
+        )
+        for tenth in range(TENTHS)
+    ]
+    return _series(name, points, reference=is_full(group))
+
+
+def _series(name: str, points: Sequence[tuple[float, Spread]], *, reference: bool) -> Series:
+    """A line through the means, with a band from the lowest to the highest where there are several seeds."""
+    several = any(spread.n > 1 for _, spread in points)
+    return Series(
+        name,
+        x=[x for x, _ in points],
+        y=[spread.mean for _, spread in points],
+        band=[(spread.low, spread.high) for _, spread in points] if several else (),
+        reference=reference,
+    )
+
+
+def _spread_of(group: Sequence[Row]) -> str:
+    """What a panel of several seeds says in its title."""
+    several = seeds(group)
+    return f"\nmean, lowest and highest of {several}" if several else ""
+
+
+def _recall_by_budget(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Recall at each budget at which something is evicted, each with the policies that never evict."""
+    found = of_task(rows, "recall")
+    budgets = [budget for budget in by_budget(found) if budget != FULL]
+    return {budget: [row for row in found if row["budget"] in (budget, FULL)] for budget in budgets}
