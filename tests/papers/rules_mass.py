@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from .loops import Rule, Step, evict
+import math
+from collections.abc import Callable
+
+from .loops import Rule, Step, evict, require_margin
+
+H: dict[str, Callable[[float], float]] = {
+    "sum": lambda z: z,
+    "sqrt": lambda z: math.sqrt(z + 1),
+    "log": lambda z: math.log(z + 1),
+}
+"""The functions h of H2O's Remark D.14."""
 
 
 class Accumulating(Rule):
@@ -30,15 +40,23 @@ class H2O(Accumulating):
 
     ``recent`` newest and ``sinks`` first tokens are no candidates; half of the budget is recent by default. With
     ``graduate="replace"`` (§4.6) the token that leaves the recent window in a decode step is no candidate either.
+    With an ``objective`` (§4.2, Algorithm 2) the token goes whose absence leaves the largest F(T) = h(Σ mass).
     """
 
     def __init__(
-        self, *row: int, recent: int | None = None, sinks: int = 0, graduate: str = "compete", **options: float
+        self,
+        *row: int,
+        recent: int | None = None,
+        sinks: int = 0,
+        graduate: str = "compete",
+        objective: str | None = None,
+        **options: float,
     ):
         super().__init__(*row, **options)
         self.recent = self.budget // 2 if recent is None else recent
         self.sinks = sinks
         self.graduate = graduate
+        self.objective = objective
 
     def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
         protected = {j for j in kept if j < self.sinks or j >= seen - self.recent}
@@ -46,7 +64,24 @@ class H2O(Accumulating):
         graduate = seen - 1 - self.recent
         if decode and self.graduate == "replace" and others != {graduate}:
             protected.add(graduate)
+        if self.objective:
+            return self._by_objective(head, kept, protected)
         return evict(kept, self.budget, self.mass[head].__getitem__, protected)
+
+    def value(self, head: int, tokens: list[int]) -> float:
+        """F of a set of tokens."""
+        return H[self.objective or "sum"](math.fsum(self.mass[head][j] for j in tokens))
+
+    def _by_objective(self, head: int, kept: list[int], protected: set[int]) -> list[int]:
+        """Drop ``argmax_v F(G without v)`` until the rest fits; of equals the oldest, which ``max`` finds first."""
+        G, mass = list(kept), self.mass[head]
+        while len(G) > self.budget:
+            candidates = [j for j in G if j not in protected]
+            G.remove(max(candidates, key=lambda v, G=G: self.value(head, [j for j in G if j != v])))
+        gone, candidates = set(kept) - set(G), set(G) - protected
+        if gone and candidates:
+            require_margin(max(mass[j] for j in gone), min(mass[j] for j in candidates))
+        return G
 
 
 class H2OAvg(Rule):

@@ -76,6 +76,7 @@ def test_show_as_json():
         "integer",
         "compete or replace",
         "number",
+        "sum or sqrt or log",
     ]
 
 
