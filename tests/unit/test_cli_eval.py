@@ -149,6 +149,16 @@ def test_seeds_and_setups_stand_beside_each_other_in_one_folder(tmp_path):
     assert "±" in next(line for line in result.stdout.splitlines() if line.startswith("full"))
 
 
+def test_questions_in_the_prompt_and_later_stand_beside_each_other(tmp_path):
+    quick = ("--tasks", "recall", "--policies", "local", "--limit", 2, "--context", 300, "--facts", 2, "-o", tmp_path)
+    evaluate(*quick, "--budgets", "20%", "--no-plots")
+    result = evaluate(*quick, "--budgets", "20%", "--ask", "later")
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["case"] for row in rows] == ["context=300", "context=300,ask=later"]
+    assert "recall, % right (context=300)" in result.stdout
+    assert "recall, % right (context=300,ask=later)" in result.stdout
+
+
 def test_weights_of_layers_from_a_file(tmp_path):
     file = tmp_path / "persistence.json"
     file.write_text("[0.0, 1.0]")
@@ -182,6 +192,7 @@ def test_weights_of_layers_from_a_file(tmp_path):
         (["-o", "OUT", "--seed", "0,1,-1"], "--seed -1 is outside"),
         (["-o", "OUT", "--seed", "one"], "--seed: 'one' is not a whole number"),
         (["-o", "OUT", "--seed", ","], "--seed is an empty list"),
+        (["-o", "OUT", "--ask", "never"], "--ask 'never' is no way to ask; use prompt or later"),
         (["-o", "OUT", "--positions", "slots"], "--positions 'slots' is not a mode"),
         (["-o", "OUT", "--layer-budget", "slope"], "calibrated:FILE"),
         (["-o", "OUT", "--prefill-chunk", "0"], "The prefill chunk 0"),

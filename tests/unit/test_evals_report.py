@@ -16,7 +16,7 @@ def row(task, policy, budget, score, tokens=1000, seed=0, **more):
     held = int(1e6 * share)
     return {
         "task": task,
-        "case": "c=1",
+        "case": "context=1",
         "policy": policy,
         "budget": budget,
         "seed": seed,
@@ -54,13 +54,13 @@ def size(path):
 
 def test_tables_have_policies_down_and_budgets_across_in_order():
     found = {table.title: table for table in report.tables(rows())}
-    recalls = found["recall, % right (c=1)"]
+    recalls = found["recall, % right (context=1)"]
     assert recalls.columns == ["5%", "20%", "300", "100%"]
     assert recalls.rows["full"] == ["", "", "", "90%"]
     assert recalls.rows["tova"] == ["25%", "25%", "25%", ""]
-    assert found["perplexity (c=1)"].rows["h2o"] == ["123", "123", "123", ""]
-    assert found["KL(full ‖ bounded), nats (c=1)"].rows["h2o"] == ["0.012", "0.012", "0.012"]
-    assert found["KV memory held, % of a full cache (recall, c=1)"].rows["local"] == ["5%", "20%", "30%", ""]
+    assert found["perplexity (context=1)"].rows["h2o"] == ["123", "123", "123", ""]
+    assert found["KL(full ‖ bounded), nats (context=1)"].rows["h2o"] == ["0.012", "0.012", "0.012"]
+    assert found["KV memory held, % of a full cache (recall, context=1)"].rows["local"] == ["5%", "20%", "30%", ""]
     assert len(found) == 7
 
 
@@ -88,11 +88,11 @@ def several_seeds():
 
 def test_tables_over_seeds_say_mean_and_half_of_the_range():
     found = {table.title: table for table in report.tables(several_seeds())}
-    recalls = found["recall, % right (c=1), mean ± half of the range over 3 seeds"]
+    recalls = found["recall, % right (context=1), mean ± half of the range over 3 seeds"]
     assert recalls.rows == {"full": ["", "90±10%"], "h2o": ["30±25%", ""]}
-    assert found["perplexity (c=1), mean ± half of the range over 3 seeds"].rows == {"h2o": ["103±2.5"]}
-    assert found["agreement with the full cache, % (c=1)"].rows == {"h2o": ["50%"]}
-    assert found["KV memory held, % of a full cache (recall, c=1)"].rows["h2o"] == ["5%", ""]
+    assert found["perplexity (context=1), mean ± half of the range over 3 seeds"].rows == {"h2o": ["103±2.5"]}
+    assert found["agreement with the full cache, % (context=1)"].rows == {"h2o": ["50%"]}
+    assert found["KV memory held, % of a full cache (recall, context=1)"].rows["h2o"] == ["5%", ""]
 
 
 def test_a_run_that_is_not_finished_says_how_many_seeds_there_are():
@@ -106,13 +106,13 @@ def test_a_run_that_is_not_finished_says_how_many_seeds_there_are():
 
 def test_plots_over_seeds_have_a_band_from_the_lowest_to_the_highest():
     (panel, perplexity, agreement) = curves.quality(several_seeds())
-    assert panel.title == "recall, % right\nc=1\nmean, lowest and highest of 3 seeds"
+    assert panel.title == "recall, % right\ncontext=1\nmean, lowest and highest of 3 seeds"
     full, h2o = panel.series
     assert (h2o.x, h2o.y) == ([5.0], [pytest.approx(30.0)])
     assert h2o.band == [(10.0, 60.0)]
     assert full.band == [(80.0, 100.0)]
     assert perplexity.series[0].band == [(100.0, 105.0)]
-    assert agreement.title == "agreement with the full cache, %\nc=1"
+    assert agreement.title == "agreement with the full cache, %\ncontext=1"
     assert agreement.series[0].band == ()
 
 
@@ -129,9 +129,17 @@ def test_depth_and_kept_over_seeds():
 
 
 def test_contexts_are_no_seeds():
-    found = [*several_seeds()[3:6], *({**r, "case": "c=2"} for r in several_seeds()[3:6])]
+    found = [*several_seeds()[3:6], *({**r, "case": "context=2"} for r in several_seeds()[3:6])]
     assert "3 seeds" in curves.depth(found)[0].title
     assert "seeds" not in curves.depth([r for r in found if r["seed"] == 1])[0].title
+
+
+def test_questions_that_come_later_have_panels_of_their_own():
+    found = [*several_seeds()[3:6], *({**r, "case": "context=1,ask=later"} for r in several_seeds()[3:6])]
+    assert [panel.title.split("\n")[0] for panel in curves.depth(found)] == [
+        "recall at 5%, % right",
+        "recall at 5%, ask=later, % right",
+    ]
 
 
 def test_bands_are_drawn(tmp_path):

@@ -1,5 +1,6 @@
 """Each task on a tiny random model, against loops that are written out here."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -284,6 +285,79 @@ def test_replies_are_those_of_generate_row_by_row():
         assert reply == writer().text_of(out[0, ids.shape[1] :].tolist())
 
 
+LATER = dataclasses.replace(OPTIONS, ask="later")
+
+
+@pytest.mark.parametrize("template", [None, model_folders.TEMPLATE, "own"])
+def test_a_question_that_comes_later_is_cut_off_from_its_text(tmp_path, template):
+    folder = model_folders.copy(tmp_path / "m")
+    if template is not None:
+        own = (resources.files(tiny) / "chat_template.jinja").read_text()
+        model_folders.edit_json(folder / "tokenizer_config.json", chat_template=own if template == "own" else template)
+    checkpoint = loading.find(folder)
+    for asked in questions.ask(checkpoint, LATER, 400, 5):
+        text, ending = questions._parts(asked.question)
+        assert text[-30:-1] in checkpoint.tokenizer.decode(asked.ids[: asked.first])
+        assert ending.split()[0] not in checkpoint.tokenizer.decode(asked.ids[: asked.first])[-10:]
+        rest = checkpoint.tokenizer.decode(asked.ids[asked.first :])
+        assert ending in rest
+        assert len(rest) < len(ending) + 40
+    for asked in questions.ask(checkpoint, OPTIONS, 400, 5):
+        assert asked.first == len(asked.ids) - 1
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv:window=8", "adakv:window=8", "local"])
+def test_later_questions_are_the_second_turn_of_generate(policy):
+    task = load(Recall, LATER)
+    asked, model = task.questions["context=300,ask=later"], writer().model
+    budgets = [60, 65, 70]
+    found = task._answer(writer(), Drive(writer(), parse(policy), budgets), asked)
+    for item, budget, reply in zip(asked, budgets, found.replies, strict=True):
+        cache = BoundedCache(model.config, policy, budget)
+        ids = item.ids[None]
+        with torch.inference_mode():
+            model(ids[:, : item.first], past_key_values=cache)
+            model(ids[:, item.first : -1], past_key_values=cache)
+        out = model.generate(
+            ids, past_key_values=cache, max_new_tokens=task.new_tokens, do_sample=False, pad_token_id=0
+        )
+        reply_ids = out[0, ids.shape[1] :][: questions.NEW_TOKENS[task.wording]].tolist()
+        assert reply == writer().text_of(reply_ids)
+
+
+def test_what_is_kept_does_not_depend_on_a_question_that_comes_later():
+    task = load(Recall, LATER)
+    other = [dataclasses.replace(a, ids=torch.cat([a.ids[: a.first], a.ids[a.first :].flip(0)])) for a in _asked(task)]
+    answers = [task._answer(writer(), Drive(writer(), parse("tova"), [40] * 3), part) for part in (_asked(task), other)]
+    assert torch.equal(answers[0].kept, answers[1].kept)
+    assert answers[0].replies != answers[1].replies
+
+
+def _asked(task):
+    (asked,) = task.questions.values()
+    return asked
+
+
+def test_cases_and_lengths_of_later_questions():
+    task, before = load(Recall, LATER), load(Recall)
+    assert list(task.cases()) == ["context=300,ask=later"]
+    assert list(before.cases()) == ["context=300"]
+    for later, whole in zip(task.cases()["context=300,ask=later"], before.cases()["context=300"], strict=True):
+        assert later < whole <= later + task.new_tokens - 16
+    assert task.settings() == before.settings()  # so that both stand in one folder
+    score = run(task, "full", [length + task.new_tokens for length in task.cases()["context=300,ask=later"]]).score
+    assert score["kept"] == pytest.approx([0.1] * 10, abs=0.005)
+
+
+def test_room_for_everything_makes_no_difference_to_when_the_question_comes():
+    later, before = load(Recall, LATER), load(Recall)
+    drives = [Drive(writer(), parse("full"), [400] * 3) for _ in range(2)]
+    assert (
+        later._answer(writer(), drives[0], _asked(later)).replies
+        == before._answer(writer(), drives[1], _asked(before)).replies
+    )
+
+
 def test_scores_count_replies(monkeypatch):
     task = load(Recall, Options(limit=10, contexts=(300,), facts=2))
     answers = iter([asked.question.answer for asked in task.questions["context=300"]])
@@ -399,7 +473,16 @@ def test_tasks_by_name():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"limit": 0}, {"contexts": (0,)}, {"contexts": ()}, {"depths": (1.5,)}, {"stride": 0}, {"seed": -1}]
+    "wrong",
+    [
+        {"limit": 0},
+        {"contexts": (0,)},
+        {"contexts": ()},
+        {"depths": (1.5,)},
+        {"stride": 0},
+        {"seed": -1},
+        {"ask": "never"},
+    ],
 )
 def test_options_out_of_range(wrong):
     with pytest.raises(InputError):

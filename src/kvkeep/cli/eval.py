@@ -42,6 +42,7 @@ class Request:
     contexts: tuple[int, ...]
     facts: int
     depths: tuple[float, ...]
+    ask: str
     window: int | None
     stride: int
     positions: Literal["true", "slot"] | None
@@ -115,6 +116,15 @@ def evaluate(
             rich_help_panel=_TASKS,
         ),
     ] = None,
+    ask: Annotated[
+        str,
+        typer.Option(
+            metavar="WHEN",
+            help="prompt: a policy has read the recall question when it cuts the text to the budget. "
+            "later: the text is cut first, then the question comes.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = "prompt",
     window: Annotated[
         str | None,
         typer.Option(
@@ -179,6 +189,7 @@ def evaluate(
         contexts=tuple(parse_tokens(item, "--context") for item in _items(context, "--context")),
         facts=facts,
         depths=() if depths is None else tuple(parse_number(item, "--depths") for item in _items(depths, "--depths")),
+        ask=ask,
         window=None if window is None else parse_tokens(window, "--window"),
         stride=parse_tokens(stride, "--stride"),
         positions=parse_positions(positions),

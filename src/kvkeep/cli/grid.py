@@ -97,6 +97,7 @@ def _options(request: Request) -> list[Options]:
         contexts=request.contexts,
         facts=request.facts,
         depths=request.depths,
+        ask=request.ask,
         window=request.window,
         stride=request.stride,
     )

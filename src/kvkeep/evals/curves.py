@@ -15,6 +15,7 @@ from kvkeep.evals.measures import (
     by_case,
     by_name,
     by_seed,
+    grouped,
     is_full,
     of_task,
     over,
@@ -67,12 +68,12 @@ def depth(rows: Sequence[Row]) -> list[Panel]:
     """Recall over the depth of the asked fact, all contexts together; a panel for each budget."""
     return [
         Panel(
-            title=f"recall at {budget}, % right{_spread_of(group)}",
+            title=f"recall at {name}, % right{_spread_of(group)}",
             x_label="depth of the asked fact, % of the text",
-            series=[_depth_curve(name, part) for name, part in by_name(group).items()],
+            series=[_depth_curve(policy, part) for policy, part in by_name(group).items()],
             y_range=_SHARES,
         )
-        for budget, group in _recall_by_budget(rows).items()
+        for name, group in _recalls(rows).items()
     ]
 
 
@@ -94,12 +95,12 @@ def kept(rows: Sequence[Row]) -> list[Panel]:
     """Where the kept tokens stand in the prompt; a panel for each budget."""
     return [
         Panel(
-            title=f"kept tokens at {budget}, %{_spread_of(group)}",
+            title=f"kept tokens at {name}, %{_spread_of(group)}",
             x_label="position in the prompt, %",
-            series=[_kept_curve(name, part) for name, part in by_name(group).items()],
+            series=[_kept_curve(policy, part) for policy, part in by_name(group).items()],
             y_range=(0.0, None),
         )
-        for budget, group in _recall_by_budget(rows).items()
+        for name, group in _recalls(rows).items()
     ]
 
 
@@ -132,8 +133,16 @@ def _spread_of(group: Sequence[Row]) -> str:
     return f"\nmean, lowest and highest of {several}" if several else ""
 
 
-def _recall_by_budget(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Recall at each budget at which something is evicted, each with the policies that never evict."""
-    found = of_task(rows, "recall")
-    budgets = [budget for budget in by_budget(found) if budget != FULL]
-    return {budget: [row for row in found if row["budget"] in (budget, FULL)] for budget in budgets}
+def _recalls(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Recall at each budget at which something is evicted, with the policies that never evict; contexts together."""
+    return {
+        ", ".join(filter(None, (budget, way))): [row for row in group if row["budget"] in (budget, FULL)]
+        for way, group in grouped(of_task(rows, "recall"), _way).items()
+        for budget in by_budget(group)
+        if budget != FULL
+    }
+
+
+def _way(row: Row) -> str:
+    """What a case says besides the context."""
+    return ",".join(part for part in row["case"].split(",") if not part.startswith("context="))

@@ -169,7 +169,7 @@ def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
     cell = plan.cell
     if plan.policy.grows and plan.policy.spare < new_tokens:
         raise BudgetError(
-            f"{cell.task} {cell.case}: {cell.policy} keeps every generated token, and the task generates {new_tokens}. "
+            f"{cell.task} {cell.case}: {cell.policy} keeps every new token, and up to {new_tokens} follow the text. "
             f"Give it room={new_tokens} or more, or another decode mode."
         )
     try:

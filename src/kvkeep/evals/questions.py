@@ -30,10 +30,17 @@ _GOLDEN = 0.6180339887
 
 @dataclass(frozen=True)
 class Prompted:
-    """A question and its prompt as tokens."""
+    """A question and its prompt as tokens.
+
+    Attributes:
+        question: the question.
+        ids: the prompt.
+        first: tokens at its beginning that are fed at once and then cut to the budget; the others come after that.
+    """
 
     question: Question
     ids: Int[torch.Tensor, " n"]
+    first: int
 
 
 def wording_of(checkpoint: Checkpoint) -> Wording:
@@ -63,7 +70,9 @@ def ask(checkpoint: Checkpoint, options: Options, context: int, n: int) -> list[
             tokens=room,
             count=lambda text: _count(checkpoint, text),
         )
-        asked.append(Prompted(item, _encode(checkpoint, wording, *_parts(item))))
+        ids = _encode(checkpoint, wording, *_parts(item))
+        first = _text_tokens(checkpoint, wording, item, ids) if options.ask == "later" else len(ids) - 1
+        asked.append(Prompted(item, ids, first))
     longest = max(len(item.ids) for item in asked)
     if longest > context * 1.02 + 8:
         raise InputError(
@@ -100,6 +109,13 @@ def _parts(asked: Question) -> tuple[str, str]:
     fact = asked.facts[-1]
     ending = next(said for t in fact.kind.questions if asked.prompt.endswith(said := fact.say(t)))
     return asked.prompt.removesuffix(ending).rstrip(), ending
+
+
+def _text_tokens(checkpoint: Checkpoint, wording: Wording, asked: Question, ids: Int[torch.Tensor, " n"]) -> int:
+    """Tokens before the question: those that the prompt shares with one in which something else follows the text."""
+    text, ending = _parts(asked)
+    other = _encode(checkpoint, wording, f"{text} ;", ending)[: len(ids)]
+    return int((ids[: len(other)] != other).nonzero()[0])
 
 
 def _encode(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Int[torch.Tensor, " n"]:

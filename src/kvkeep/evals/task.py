@@ -19,6 +19,9 @@ from kvkeep.policies.base import Policy
 SHORTEST_WINDOW = 16
 """Tokens of a perplexity window, at least."""
 
+ASK = ("prompt", "later")
+"""When the question of a recall prompt comes: with the text, or after the text was cut to the budget."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -31,6 +34,7 @@ class Options:
         contexts: lengths of recall prompts in tokens.
         facts: facts in a recall prompt.
         depths: where asked facts stand, in [0, 1]; empty for evenly spread.
+        ask: ``prompt``: the policy has read the question when it cuts the text; ``later``: it has not.
         window: tokens of a perplexity window; ``None`` for 1024, or the trained length if that is less.
         stride: tokens that perplexity feeds at once.
     """
@@ -41,6 +45,7 @@ class Options:
     contexts: tuple[int, ...] = (512, 1024)
     facts: int = 16
     depths: tuple[float, ...] = ()
+    ask: str = "prompt"
     window: int | None = None
     stride: int = 16
 
@@ -60,6 +65,8 @@ class Options:
             raise InputError(f"--facts {self.facts}: there are names and things for {most} facts in a text, no more.")
         if any(not 0 <= depth <= 1 for depth in self.depths):
             raise InputError(f"--depths {self.depths}: a depth is a share of the text, from 0 (start) to 1 (end).")
+        if self.ask not in ASK:
+            raise InputError(f"--ask {self.ask!r} is no way to ask; use {' or '.join(ASK)}.")
         if not 0 <= self.seed < 2**31:
             raise InputError(f"--seed {self.seed} is outside 0 … 2^31 - 1.")
 

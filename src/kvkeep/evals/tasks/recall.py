@@ -1,8 +1,9 @@
 """Recall: questions over planted facts, by the depth at which the asked fact stands.
 
-The prompt but for its last token is one chunk (the papers' semantics) and is then cut to the budget. The last token and
-the reply are decoded greedily under that budget: the first token of a reply is chosen by the last token's attention, so
-with the whole prompt in one chunk a reply of one word would not depend on the policy at all.
+The prompt but for its last token is one chunk (the papers' semantics) and is then cut to the budget; with ``ask=later``
+it is the text alone, and the question comes after that as a chunk of its own. The last token and the reply are decoded
+greedily under the budget: the first token of a reply is chosen by the last token's attention, so with the whole prompt
+in one chunk a reply of one word would not depend on the policy at all.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class Recall(Task):
         for context in options.contexts:
             check_positions(checkpoint, context + NEW_TOKENS[wording], cls.name, "--context")
             notes += past_training(checkpoint, context + NEW_TOKENS[wording], f"recall context={context}")
+        way = "" if options.ask == "prompt" else f",ask={options.ask}"
         questions = {
-            f"context={context}": ask(checkpoint, options, context, options.limit or QUESTIONS)
+            f"context={context}{way}": ask(checkpoint, options, context, options.limit or QUESTIONS)
             for context in dict.fromkeys(options.contexts)
         }
         return cls(options, wording, questions, tuple(notes))
@@ -85,13 +87,14 @@ class Recall(Task):
         }
 
     def cases(self) -> dict[str, list[int]]:
-        """Each context, with the lengths of its prompts."""
-        return {case: [len(asked.ids) for asked in questions] for case, questions in self.questions.items()}
+        """Each context, with the lengths of its prompts; of its texts, if questions come later."""
+        return {case: [self._length(asked) for asked in questions] for case, questions in self.questions.items()}
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of the longest reply."""
-        return NEW_TOKENS[self.wording]
+        """Tokens of the longest reply, and of the longest question if it comes later."""
+        questions = [asked for part in self.questions.values() for asked in part]
+        return NEW_TOKENS[self.wording] + max(len(asked.ids) - self._length(asked) for asked in questions)
 
     @property
     def notes(self) -> list[str]:
@@ -115,15 +118,21 @@ class Recall(Task):
         score = {**_score(questions, rights), "kept": [round(share, 6) for share in kept.tolist()]}
         return Outcome(score, sum((batch.memory for batch in done), Memory()))
 
+    def _length(self, asked: Prompted) -> int:
+        """The tokens that a budget in percent refers to."""
+        return asked.first if self.options.ask == "later" else len(asked.ids)
+
     def _answer(self, writer: Writer, drive: Drive, questions: Sequence[Prompted]) -> _Batch:
-        """Run one batch of prompts, cut them, and decode the replies."""
-        ids, real = left_padded([asked.ids for asked in questions])
-        drive.feed(ids[:, :-1], real[:, :-1], last_only=True)
-        lengths = [len(asked.ids) - 1 for asked in questions]
+        """Run one batch of texts, cut them, then the rest of the prompts, and decode the replies."""
+        lengths = [asked.first for asked in questions]
+        drive.feed(*left_padded([asked.ids[: asked.first] for asked in questions]), last_only=True)
         layers = drive.cache.bounded_layers()
         kept = torch.stack([metrics.kept_by_tenth(drive.cache.positions(layer), lengths) for layer in layers])
-        logits = drive.feed(ids[:, -1:], real[:, -1:], last_only=True)
-        tokens = _decode(drive, logits, self.new_tokens, ends_of(writer))
+        between = [asked.ids[asked.first : -1] for asked in questions]
+        if any(map(len, between)):
+            drive.feed(*left_padded(between), last_only=True)
+        logits = drive.feed(*left_padded([asked.ids[-1:] for asked in questions]), last_only=True)
+        tokens = _decode(drive, logits, NEW_TOKENS[self.wording], ends_of(writer))
         replies = [writer.text_of(row) for row in tokens]
         return _Batch(replies, kept.mean(dim=0).cpu(), drive.cache.memory())
 
