@@ -2,20 +2,23 @@
 
     python bench/quality.py --full --text NOVEL --output DIR [--write docs/choose-a-policy.md]
 
-Runs `kvkeep eval` once for each seed (resumable: start the same command again), then puts the results together. Without
---full it is a short look: one seed, few questions. --write replaces the tables between the marks in a page.
+Runs `kvkeep eval` for all seeds (resumable: start the same command again) and puts the results together. Without --full
+it is a short look: one seed, few questions. --write replaces the tables between the marks in a page.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from lib import report
+
+from kvkeep.evals.measures import FULL, Row, by_budget, by_name, of_task, over
+from kvkeep.evals.records import ROWS
 
 POLICIES = (
     "full",
@@ -44,54 +47,61 @@ POLICIES = (
     "keydiff",
 )
 BUDGETS = "4%,10%,20%,60%"
+LOOK = 6
+SHOWN = {"recall": (100.0, 0), "perplexity": (1.0, 1), "early": (100.0, 0)}
 MARKS = ("<!-- quality: begin -->", "<!-- quality: end -->")
 
 
-def evaluate(seed: int, options: argparse.Namespace) -> list[dict]:
-    """The rows of one seed, run or read."""
-    folder = options.output / f"seed-{seed}"
+def evaluate(options: argparse.Namespace) -> list[Row]:
+    """The rows of all seeds, run or read; those of other setups and later questions are left aside."""
     command = [sys.executable, "-m", "kvkeep", "eval", "--policies", ",".join(POLICIES), "--budgets", BUDGETS]
-    command += ["--tasks", "recall,perplexity", "--context", str(options.context), "--seed", str(seed), "--no-plots"]
-    command += ["--output", str(folder), "--json"]
+    command += ["--tasks", "recall,perplexity", "--context", str(options.context), "--no-plots", "--json"]
+    command += ["--seed", ",".join(map(str, options.seeds)), "--output", str(options.output)]
     if options.text:
         command += ["--text", str(options.text)]
-    if not options.full:
-        command += ["--limit", "6"]
-    elif options.limit:
+    if options.limit:
         command += ["--limit", str(options.limit)]
     if not options.collect:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    rows = map(json.loads, (options.output / ROWS).read_text().splitlines())
+    return [row for row in rows if not row.get("setup") and "ask=" not in row["case"]]
 
 
-def collect(rows: list[dict], task: str, key: str) -> dict[str, dict[str, list[float]]]:
-    """Policy → budget → the measure of each seed; ``early`` is the share of kept tokens from the first half."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        if row["task"] == task:
-            found.setdefault(row["policy"], {}).setdefault(row["budget"], []).append(
-                sum(row["score"]["kept"][:5]) if key == "early" else row["score"][key]
-            )
-    return found
+def accuracy(row: Row) -> float:
+    return row["score"]["accuracy"]
+
+
+def early(row: Row) -> float:
+    """Share of the kept tokens from the first half of the prompt."""
+    return sum(row["score"]["kept"][:5])
+
+
+def perplexity(row: Row) -> float:
+    return row["score"]["perplexity"]
+
+
+def collect(rows: list[Row], number: Callable[[Row], float]) -> dict[str, dict[str, list[float]]]:
+    """Policy → budget → the number under each seed."""
+    return {
+        policy: {budget: [*map(number, part)] for budget, part in by_budget(group).items()}
+        for policy, group in by_name(rows).items()
+    }
 
 
 def cell(values: list[float] | None, scale: float, digits: int) -> str:
     """Mean over seeds, and half of the distance between the lowest and the highest."""
     if not values:
         return ""
-    mean, half = statistics.mean(values) * scale, (max(values) - min(values)) / 2 * scale
-    return f"{mean:.{digits}f} ± {half:.{digits}f}" if len(values) > 1 else f"{mean:.{digits}f}"
+    found = over(values)
+    return f"{found.mean * scale:.{digits}f}" + (f" ± {found.half * scale:.{digits}f}" if found.n > 1 else "")
 
 
-def table(rows: list[dict], task: str, key: str, scale: float, digits: int) -> list[list[str]]:
+def table(found: dict[str, dict[str, list[float]]], scale: float, digits: int) -> list[list[str]]:
     """One line per policy, one column per budget; the full cache is the same in all."""
-    found = collect(rows, task, key)
-    budgets = BUDGETS.split(",")
-    lines = []
-    for policy, by_budget in found.items():
-        full = by_budget.get("100%")
-        lines.append([f"`{policy}`", *(cell(full or by_budget.get(b), scale, digits) for b in budgets)])
-    return lines
+    return [
+        [f"`{policy}`", *(cell(line.get(FULL) or line.get(budget), scale, digits) for budget in BUDGETS.split(","))]
+        for policy, line in found.items()
+    ]
 
 
 def markdown(title: str, lines: list[list[str]]) -> str:
@@ -111,34 +121,32 @@ def main() -> None:
     parser.add_argument("--collect", action="store_true", help="run nothing, put together what is there")
     parser.add_argument("--write", type=Path, help="a page whose tables are replaced")
     options = parser.parse_args()
-    seeds = options.seeds or ([0, 1, 2] if options.full else [0])
-    rows = [row for seed in seeds for row in evaluate(seed, options)]
-    recall = table(rows, "recall", "accuracy", 100.0, 0)
-    perplexity = table(rows, "perplexity", "perplexity", 1.0, 1)
-    early = table(rows, "recall", "early", 100.0, 0)
+    options.seeds = options.seeds or ([0, 1, 2] if options.full else [0])
+    options.limit = options.limit if options.full else LOOK
+    rows = evaluate(options)
+    recalls, windows = of_task(rows, "recall"), of_task(rows, "perplexity")
     data = {
-        "bench": "quality",
-        "seeds": seeds,
-        "recall": collect(rows, "recall", "accuracy"),
-        "perplexity": collect(rows, "perplexity", "perplexity"),
-        "early": collect(rows, "recall", "early"),
+        "recall": collect(recalls, accuracy),
+        "perplexity": collect(windows, perplexity),
+        "early": collect(recalls, early),
     }
-    report("Recall, % right", ["policy", *BUDGETS.split(",")], recall, {})
-    report("Kept tokens from the first half of the prompt, %", ["policy", *BUDGETS.split(",")], early, {})
-    report("Perplexity", ["policy", *BUDGETS.split(",")], perplexity, data)
+    tables = {name: table(found, *SHOWN[name]) for name, found in data.items()}
+    columns = ["policy", *BUDGETS.split(",")]
+    report("Recall, % right", columns, tables["recall"], {})
+    report("Kept tokens from the first half of the prompt, %", columns, tables["early"], {})
+    report("Perplexity", columns, tables["perplexity"], {"bench": "quality", "seeds": options.seeds, **data})
     if options.write:
-        asked = next(row["rows"] for row in rows if row["task"] == "recall")
-        titles = (
-            f"Recall in percent, {asked} questions per seed, prompts of {options.context} tokens, mean ± half range "
-            f"over {len(seeds)} seeds",
-            "Share of the kept tokens that stand in the first half of the prompt, in percent",
-            f"Perplexity, windows of {round(next(r['text_tokens'] for r in rows if r['task'] == 'perplexity'))} tokens",
-        )
+        titles = {
+            "recall": f"Recall in percent, {recalls[0]['rows']} questions per seed, prompts of {options.context} "
+            f"tokens, mean ± half range over {len(options.seeds)} seeds",
+            "early": "Share of the kept tokens that stand in the first half of the prompt, in percent",
+            "perplexity": f"Perplexity, windows of {round(windows[0]['text_tokens'])} tokens",
+        }
         text = options.write.read_text(encoding="utf-8")
         before, _, rest = text.partition(MARKS[0])
         _, _, after = rest.partition(MARKS[1])
-        tables = "\n\n".join(markdown(t, lines) for t, lines in zip(titles, (recall, early, perplexity), strict=True))
-        options.write.write_text(f"{before}{MARKS[0]}\n\n{tables}\n\n{MARKS[1]}{after}", encoding="utf-8")
+        written = "\n\n".join(markdown(title, tables[name]) for name, title in titles.items())
+        options.write.write_text(f"{before}{MARKS[0]}\n\n{written}\n\n{MARKS[1]}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -128,6 +128,23 @@ def test_depth_and_kept_over_seeds():
     assert kept.series[1].band == [pytest.approx((5, 10))] * 8 + [pytest.approx((10, 20)), pytest.approx((10, 40))]
 
 
+def test_bands_of_many_lines_are_left_out():
+    policies = [f"h2o:recent={n}" for n in range(curves.MOST_BANDS + 1)]
+    found = [recall(policy, "5%", 0.1 * seed, seed=seed) for policy in policies for seed in (0, 1)]
+    (few,) = curves.quality(found[:-2])
+    assert all(series.band == [(0.0, 10.0)] for series in few.series)
+    (many,) = curves.quality(found)
+    assert many.title.endswith("\nmean of 2 seeds")
+    assert all(series.band == () and series.y == [5.0] for series in many.series)
+
+
+def test_a_long_legend_makes_the_picture_higher_not_the_panels_smaller(tmp_path):
+    few, many = ([recall(f"h2o:recent={n}", "5%", 0.5) for n in range(count)] for count in (2, 24))
+    (tmp_path / "few").mkdir()
+    heights = [size(curves.plots(found, folder)[0])[1] for found, folder in ((few, tmp_path / "few"), (many, tmp_path))]
+    assert heights[1] > heights[0] + 5 * 15
+
+
 def test_contexts_are_no_seeds():
     found = [*several_seeds()[3:6], *({**r, "case": "context=2"} for r in several_seeds()[3:6])]
     assert "3 seeds" in curves.depth(found)[0].title

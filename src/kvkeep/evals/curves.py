@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvkeep.evals.measures import (
@@ -25,6 +26,9 @@ from kvkeep.evals.measures import (
 from kvkeep.evals.metrics import TENTHS
 from kvkeep.plots import Panel, Series, draw
 
+MOST_BANDS = 6
+"""Lines in a panel, at most, whose ranges over seeds are drawn."""
+
 _DEPTHS = 5
 _SHARES = (-3.0, 103.0)
 
@@ -45,13 +49,16 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 def quality(rows: Sequence[Row]) -> list[Panel]:
     """Each measure over the budget; a policy that never evicts is a line across."""
     return [
-        Panel(
-            title=f"{measure.title}\n{case}{_spread_of(cases)}",
-            x_label="budget, % of the text",
-            series=[_curve(name, group, measure) for name, group in by_name(cases).items()],
-            log_x=True,
-            log_y=measure.key == "perplexity",
-            y_range=_SHARES if measure.key == "accuracy" else (None, None),
+        _over_seeds(
+            cases,
+            Panel(
+                title=f"{measure.title}\n{case}",
+                x_label="budget, % of the text",
+                series=[_curve(name, group, measure) for name, group in by_name(cases).items()],
+                log_x=True,
+                log_y=measure.key == "perplexity",
+                y_range=_SHARES if measure.key == "accuracy" else (None, None),
+            ),
         )
         for measure in MEASURES
         if measure.key not in ("kl", "regret")
@@ -67,11 +74,14 @@ def _curve(name: str, group: Sequence[Row], measure: Measure) -> Series:
 def depth(rows: Sequence[Row]) -> list[Panel]:
     """Recall over the depth of the asked fact, all contexts together; a panel for each budget."""
     return [
-        Panel(
-            title=f"recall at {name}, % right{_spread_of(group)}",
-            x_label="depth of the asked fact, % of the text",
-            series=[_depth_curve(policy, part) for policy, part in by_name(group).items()],
-            y_range=_SHARES,
+        _over_seeds(
+            group,
+            Panel(
+                title=f"recall at {name}, % right",
+                x_label="depth of the asked fact, % of the text",
+                series=[_depth_curve(policy, part) for policy, part in by_name(group).items()],
+                y_range=_SHARES,
+            ),
         )
         for name, group in _recalls(rows).items()
     ]
@@ -94,11 +104,14 @@ def _depth_curve(name: str, group: Sequence[Row]) -> Series:
 def kept(rows: Sequence[Row]) -> list[Panel]:
     """Where the kept tokens stand in the prompt; a panel for each budget."""
     return [
-        Panel(
-            title=f"kept tokens at {name}, %{_spread_of(group)}",
-            x_label="position in the prompt, %",
-            series=[_kept_curve(policy, part) for policy, part in by_name(group).items()],
-            y_range=(0.0, None),
+        _over_seeds(
+            group,
+            Panel(
+                title=f"kept tokens at {name}, %",
+                x_label="position in the prompt, %",
+                series=[_kept_curve(policy, part) for policy, part in by_name(group).items()],
+                y_range=(0.0, None),
+            ),
         )
         for name, group in _recalls(rows).items()
     ]
@@ -127,10 +140,14 @@ def _series(name: str, points: Sequence[tuple[float, Spread]], *, reference: boo
     )
 
 
-def _spread_of(group: Sequence[Row]) -> str:
-    """What a panel of several seeds says in its title."""
-    several = seeds(group)
-    return f"\nmean, lowest and highest of {several}" if several else ""
+def _over_seeds(group: Sequence[Row], panel: Panel) -> Panel:
+    """Say in the title what is shown of several seeds; bands of many lines would hide each other."""
+    if not (several := seeds(group)):
+        return panel
+    if len(panel.series) <= MOST_BANDS:
+        return replace(panel, title=f"{panel.title}\nmean, lowest and highest of {several}")
+    plain = [replace(series, band=()) for series in panel.series]
+    return replace(panel, title=f"{panel.title}\nmean of {several}", series=plain)
 
 
 def _recalls(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -35,6 +35,10 @@ class Spread:
         """Half of the range: half of the distance between the lowest and the highest."""
         return (self.high - self.low) / 2
 
+    def times(self, factor: float) -> Spread:
+        """The same in another unit."""
+        return Spread(factor * self.mean, factor * self.low, factor * self.high, self.n)
+
 
 def over(values: Sequence[float]) -> Spread:
     """The spread of some numbers."""
@@ -60,9 +64,9 @@ class Measure:
 
     def of(self, rows: Sequence[Row]) -> Spread:
         """The number in rows that differ by the seed alone, in percent if it is a share; NaN if it is missing."""
-        factor = 1.0 if self.decimals is None else 100.0
         values = [row["score"][self.key] for row in rows]
-        return over([math.nan if value is None else factor * value for value in values])
+        found = over([math.nan if value is None else value for value in values])
+        return found if self.decimals is None else found.times(100.0)
 
     def show(self, rows: Sequence[Row]) -> str:
         """The same as a table shows it: ``62%``, or ``62±3%`` with half of the range over several seeds."""

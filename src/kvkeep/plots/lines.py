@@ -16,7 +16,9 @@ from kvkeep.plots.panel import Panel, Series
 
 COLUMNS = 3
 DPI = 120
-LEGEND_INCHES = 0.5
+LEGEND_COLUMNS = 4
+LEGEND_INCHES = (0.3, 0.2)
+"""Height of the legend's frame, and of each of its rows."""
 PANEL_INCHES = (4.2, 3.1)
 
 # colours that stay apart for colour-blind readers (Okabe and Ito), then the same with other marks
@@ -29,9 +31,11 @@ def picture(panels: Sequence[Panel]) -> Figure:
     rows = math.ceil(len(panels) / COLUMNS)
     columns = math.ceil(len(panels) / rows)
     width, height = PANEL_INCHES
-    figure = Figure(figsize=(columns * width, rows * height + LEGEND_INCHES), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
     names = list(dict.fromkeys(series.name for panel in panels for series in panel.series))
+    frame, row = LEGEND_INCHES
+    legend = frame + row * math.ceil(len(names) / LEGEND_COLUMNS)
+    figure = Figure(figsize=(columns * width, rows * height + legend), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
     axes = [figure.add_subplot(rows, columns, number + 1) for number in range(len(panels))]
     for panel, place in zip(panels, axes, strict=True):
         _fill(place, panel, names)
@@ -44,7 +48,13 @@ def _add_legend(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> N
     for place in axes:
         drawn, labels = place.get_legend_handles_labels()
         handles |= {str(label): handle for label, handle in zip(labels, drawn, strict=True)}
-    figure.legend([handles[name] for name in names], names, loc="outside lower center", ncols=min(4, len(names)))
+    figure.legend(
+        [handles[name] for name in names],
+        names,
+        loc="outside lower center",
+        ncols=min(LEGEND_COLUMNS, len(names)),
+        fontsize=9,
+    )
 
 
 def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
