@@ -70,6 +70,13 @@ def test_a_grid_that_is_not_finished_has_empty_cells():
     assert report.tables([]) == []
 
 
+def test_memory_is_that_of_the_part_with_most_rows():
+    found = [recall("h2o", "5%", 0.5), recall("h2o", "20%", 0.5), recall("h2o", "5%", 0.5)]
+    found[2]["case"] = "context=1,ask=later"
+    assert report.tables(found)[-1].title == "KV memory held, % of a full cache (recall, context=1)"
+    assert report.tables(found[1:])[-1].title == "KV memory held, % of a full cache (recall, context=1,ask=later)"
+
+
 def test_another_setup_is_a_line_of_its_own():
     found = [recall("h2o", "5%", 0.5), recall("h2o", "5%", 0.75, setup="positions=slot"), recall("h2o", "20%", 1.0)]
     (table, *_) = report.tables(found)

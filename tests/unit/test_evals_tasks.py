@@ -424,9 +424,9 @@ def test_wording_follows_the_chat_template(tmp_path, own, wording):
 
 
 def test_as_many_facts_as_there_are_names_for_and_no_more():
-    with pytest.raises(InputError, match=r"--facts 900: .* for (\d+) facts") as caught:
+    with pytest.raises(InputError, match=r"--facts 900 is more .* give (\d+) or fewer") as caught:
         Options(facts=900)
-    most = int(re.search(r"for (\d+) facts", str(caught.value))[1])
+    most = int(re.search(r"give (\d+) or fewer", str(caught.value))[1])
     for seed, kind in enumerate(kind.name for kind in HELD_OUT.kinds):
         assert len(question(seed, kind=kind, n_facts=Options(facts=most).facts, tokens=100).facts) == most
     with pytest.raises(InputError, match=f"--facts {most + 1}"):

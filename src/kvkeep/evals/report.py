@@ -24,12 +24,16 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         for measure in MEASURES
         for case, group in by_case(of_task(rows, measure.task)).items()
     ]
-    first = next(iter(grouped(rows, lambda row: row["task"]).values()), [])
-    for case, group in list(by_case(first).items())[-1:]:
-        title = f"KV memory held, % of a full cache ({group[0]['task']}, {case})"
-        columns = list(by_budget(group))
-        found.append(Table(title, columns, _cells(group, columns, lambda part: f"{over([*map(held, part)]).mean:.0%}")))
-    return found
+    return [*found, _memory(rows)] if rows else found
+
+
+def _memory(rows: Sequence[Row]) -> Table:
+    """What caches held in the part of the first task that has most rows, of equals the last."""
+    first = next(iter(grouped(rows, lambda row: row["task"]).values()))
+    case, group = max(reversed(by_case(first).items()), key=lambda item: len(item[1]))
+    columns = list(by_budget(group))
+    cells = _cells(group, columns, lambda part: f"{over([*map(held, part)]).mean:.0%}")
+    return Table(f"KV memory held, % of a full cache ({group[0]['task']}, {case})", columns, cells)
 
 
 def _table(title: str, group: Sequence[Row], show: Callable[[Sequence[Row]], str]) -> Table:

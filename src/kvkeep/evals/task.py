@@ -62,7 +62,7 @@ class Options:
         if self.window is not None and self.window < SHORTEST_WINDOW:
             raise InputError(f"--window {self.window} is too short to say anything; give {SHORTEST_WINDOW} or more.")
         if self.facts > (most := most_facts(HELD_OUT)):
-            raise InputError(f"--facts {self.facts}: there are names and things for {most} facts in a text, no more.")
+            raise InputError(f"--facts {self.facts} is more than there are names and things for; give {most} or fewer.")
         if any(not 0 <= depth <= 1 for depth in self.depths):
             raise InputError(f"--depths {self.depths}: a depth is a share of the text, from 0 (start) to 1 (end).")
         if self.ask not in ASK:
