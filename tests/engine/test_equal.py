@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvkeep
-from kvkeep.engine import Engine, Request
+from kvkeep.engine import Engine, Request, Result
 from kvkeep.models.text import Sampling
 
 from .models import CONFIGS, VOCABULARY, alone, model
@@ -29,11 +29,12 @@ def prompt_of(seed: int, length: int) -> tuple[int, ...]:
     return tuple(rng.randrange(VOCABULARY) for _ in range(length))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("chunk", [5, None])
+@pytest.mark.parametrize(
+    ("policy", "chunk"), [*((policy, 5) for policy in POLICIES), *((p, None) for p in ("h2o", "scissorhands", "full"))]
+)
 def test_every_policy_in_a_mixed_batch(policy, chunk):
     budget = CAPACITY if kvkeep.parse(policy).evicts else 64
-    lengths = [(1, 5), (17, 6), (6, 1), (4, 12), (23, 3)]
+    lengths = [(1, 5), (17, 4), (6, 1), (4, 8)]
     requests = [
         Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=new), sequence=i % 2)
         for i, (length, new) in enumerate(lengths)
@@ -52,14 +53,14 @@ def test_every_policy_in_a_mixed_batch(policy, chunk):
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
 def test_other_architectures(name):
     requests = [
-        Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=9))
-        for i, length in enumerate((3, 18, 7, 7, 26))
+        Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=5))
+        for i, length in enumerate((3, 18, 7, 7))
     ]
     for policy in ("h2o", "scissorhands", "full"):
         budget = 40 if policy == "full" else CAPACITY
         engine = Engine(model(name), policy=policy, budget=budget, rows=3, prefill_chunk=6)
         for request, result in zip(requests, engine.generate(requests), strict=True):
-            assert result.token_ids == alone(name, request.prompt, 9, policy, budget, 6)
+            assert result.token_ids == alone(name, request.prompt, 5, policy, budget, 6)
 
 
 @dataclass(frozen=True)
@@ -80,54 +81,55 @@ arrivals = st.builds(
     step=st.integers(0, 12),
     seed=st.integers(0, 4),
     length=st.integers(1, 24),
-    new=st.integers(1, 16),
+    new=st.integers(1, 9),
     policy=st.sampled_from(["h2o", "h2o", "local", "scissorhands", "tova", "ahakv:recent=4,sinks=1"]),
     budget=st.sampled_from([6, 9, CAPACITY]),
     cancel=st.none() | st.none() | st.integers(0, 20),
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    schedule=st.lists(arrivals, min_size=1, max_size=9),
+    schedule=st.lists(arrivals, min_size=1, max_size=6),
     rows=st.integers(1, 4),
     chunk=st.sampled_from([3, 8, 100]),
 )
 def test_random_schedules(schedule, rows, chunk):
     engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=rows, prefill_chunk=chunk)
-    numbers: dict[int, Arrival] = {}
-    results = {}
-    step = 0
-    while engine.busy or step <= max(a.step for a in schedule):
-        for arrival in schedule:
-            if arrival.step == step:
-                request = Request(
-                    prompt=prompt_of(arrival.seed, arrival.length),
-                    sampling=Sampling(max_new_tokens=arrival.new),
-                    policy=arrival.policy,
-                    budget=arrival.budget,
-                )
-                numbers[engine.add(request)] = arrival
-        for number, arrival in numbers.items():
-            if arrival.cancel is not None and arrival.step + arrival.cancel == step:
-                result = engine.cancel(number)
-                if result is not None:
-                    results[number] = result
-        for event in engine.step():
-            if event.result:
-                results[event.id] = event.result
-        step += 1
-        assert step < 1000
+    numbers, results = play(engine, schedule)
     assert results.keys() == numbers.keys()
     for number, arrival in numbers.items():
         prompt = prompt_of(arrival.seed, arrival.length)
         whole = alone("llama", prompt, arrival.new, arrival.policy, arrival.budget, chunk)
         got = results[number]
         assert got.token_ids == whole[: len(got.token_ids)]
-        if got.finish_reason != "cancelled":
-            assert got.token_ids == whole
-        else:
+        if got.finish_reason == "cancelled":
             assert arrival.cancel is not None
+        else:
+            assert got.token_ids == whole
+
+
+def play(engine: Engine, schedule: list[Arrival]) -> tuple[dict[int, Arrival], dict[int, Result]]:
+    """Let requests come and go as the schedule says, until all have ended."""
+    numbers: dict[int, Arrival] = {}
+    results: dict[int, Result] = {}
+    for step in range(1000):
+        for arrival in (a for a in schedule if a.step == step):
+            request = Request(
+                prompt=prompt_of(arrival.seed, arrival.length),
+                sampling=Sampling(max_new_tokens=arrival.new),
+                policy=arrival.policy,
+                budget=arrival.budget,
+            )
+            numbers[engine.add(request)] = arrival
+        for number, arrival in numbers.items():
+            due = arrival.cancel is not None and arrival.step + arrival.cancel == step
+            if due and (result := engine.cancel(number)):
+                results[number] = result
+        results |= {event.id: event.result for event in engine.step() if event.result}
+        if not engine.busy and len(numbers) == len(schedule):
+            return numbers, results
+    raise AssertionError("a request never ends")
 
 
 def test_budgets_of_layers_and_positions():

@@ -18,19 +18,19 @@ def storage(engine):
 
 def test_a_thousand_requests_with_random_cancels():
     rng = random.Random(7)
-    engine = Engine(model("qwen3"), policy="h2o", budget=8, rows=8, prefill_chunk=6)
+    engine = Engine(model("qwen3"), policy="h2o", budget=8, rows=8, prefill_chunk=24)
     before, places = engine.memory().allocated_bytes, storage(engine)
     results, cancelled, added = {}, set(), {}
     while len(results) < 1000:
-        while len(added) < 1000 and len(added) - len(results) < 12:
+        while len(added) < 1000 and len(added) - len(results) < 20:
             prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9)))
-            new = rng.randint(1, 6)
+            new = rng.randint(1, 4)
             added[engine.add(Request(prompt=prompt, sampling=Sampling(max_new_tokens=new)))] = (prompt, new)
         for event in engine.step():
             if event.result:
                 assert event.id not in results
                 results[event.id] = event.result
-        for number in [n for n in added if n not in results and rng.random() < 0.02]:
+        for number in [n for n in added if n not in results and rng.random() < 0.03]:
             results[number] = engine.cancel(number)
             cancelled.add(number)
             assert engine.cancel(number) is None
@@ -44,8 +44,8 @@ def test_a_thousand_requests_with_random_cancels():
             assert result.finish_reason == "cancelled"
         else:
             assert len(result.token_ids) == added[number][1]
-    for number in rng.sample(sorted(results.keys() - cancelled), 20):
-        assert results[number].token_ids == alone("qwen3", *added[number], "h2o", 8, 6)
+    for number in rng.sample(sorted(results.keys() - cancelled), 10):
+        assert results[number].token_ids == alone("qwen3", *added[number], "h2o", 8, 24)
 
 
 def test_memory_follows_from_the_rows():
@@ -64,7 +64,8 @@ def test_a_finished_row_is_free_at_the_next_step():
     first = engine.add(Request(prompt=(1, 2, 3), sampling=Sampling(max_new_tokens=1)))
     second = engine.add(Request(prompt=(4, 5), sampling=Sampling(max_new_tokens=2)))
     assert [(e.id, e.result is not None) for e in engine.step()] == [(first, True)]
-    assert [e.id for e in engine.step()] == [second, second]  # its prompt, and at once its first step
+    assert [e.id for e in engine.step()] == [second]
+    assert [(e.id, e.result is not None) for e in engine.step()] == [(second, True)]
 
 
 def test_running_rows_wait_for_one_chunk_only():

@@ -10,6 +10,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.request import Generation
 from kvkeep.engine.sampler import choose, draw
@@ -66,9 +67,8 @@ def test_rows_with_different_wishes_do_not_meet():
 
 def test_repetition_penalty_is_that_of_transformers():
     prompt = (3, 17, 3)
-    one = Generation(
-        0, Request(prompt=prompt, sampling=Sampling(repetition_penalty=1.7)), None, 8, frozenset(), token_ids=[9]
-    )
+    request = Request(prompt=prompt, sampling=Sampling(repetition_penalty=1.7))
+    one = Generation(0, request, kvkeep.parse("full"), 8, frozenset(), token_ids=[9])
     for token in ((3, 17, 9), (3, 17, 9, 22)):
         ids = torch.tensor([[*prompt, *one.token_ids]])
         wanted = RepetitionPenaltyLogitsProcessor(1.7)(ids, LOGITS.clone()).argmax()
@@ -96,5 +96,5 @@ def test_logprobs_are_those_of_the_model():
 
 def test_greedy_is_the_first_of_equal_logits():
     flat = torch.zeros(1, VOCABULARY)
-    one = Generation(0, Request(prompt=(1,)), None, 8, frozenset())
+    one = Generation(0, Request(prompt=(1,)), kvkeep.parse("full"), 8, frozenset())
     assert draw(flat, [one]) == [int(flat.argmax())]

@@ -72,13 +72,7 @@ def prepare(request: Request) -> Job:
     Raises:
         KVKeepError: something in the request or the model cannot be used.
     """
-    sampling = text.Sampling(
-        max_new_tokens=request.max_new_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        seed=request.seed,
-    )
+    sampling = sampling_of(request)
     policy = parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     if request.keep_ratio is not None:
@@ -94,6 +88,23 @@ def prepare(request: Request) -> Job:
     _cache(request, checkpoint, policy, budget)  # checks the numbers
     writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device))
     return Job(request, checkpoint, writer, prompt, policy, budget, sampling)
+
+
+def sampling_of(request: Request) -> text.Sampling:
+    """How a request wants tokens to be chosen.
+
+    Raises:
+        InputError: a number is out of its range.
+    """
+    return text.Sampling(
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        seed=request.seed,
+    )
 
 
 def _choose_budget(request: Request, policy: Policy, prompt_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""``kvkeep generate``: the options, and the prompt. The work is in `kvkeep.cli.completion`."""
+"""``kvkeep generate``: the options, and the prompt. The work is in `kvkeep.cli.completion` and `kvkeep.cli.job`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvkeep.cli.console import Debug, Json, one_line_errors, parse_tokens
+from kvkeep.cli.console import Debug, Json, one_line_errors, parse_bytes, parse_tokens
 from kvkeep.cli.files import not_empty, read_text
 from kvkeep.cli.memory_options import (
     LayerBudget,
@@ -22,7 +22,7 @@ from kvkeep.errors import InputError
 
 DEFAULT_BUDGET = 1024
 
-_PROMPT, _MEMORY, _SAMPLING = "Prompt", "KV memory", "Sampling"
+_PROMPT, _JOB, _MEMORY, _SAMPLING = "Prompt", "Batch job", "KV memory", "Sampling"
 _PURPOSE = "Give the model some text to continue."
 
 
@@ -44,11 +44,32 @@ class Request:
     temperature: float
     top_p: float | None
     top_k: int | None
+    min_p: float | None
+    repetition_penalty: float
     seed: int
     dtype: str
     device: str
     allow_pickle: bool
     json: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What the user asked for beside a `Request` whose prompts stand in a file.
+
+    Attributes:
+        input: JSONL file of prompts.
+        output: JSONL file of completions; ``-`` is standard output.
+        skip_bad: whether lines that cannot be run are set aside instead of stopping the job.
+        max_rows: sequences at once.
+        kv_memory: bytes that they may take together.
+    """
+
+    input: str
+    output: str
+    skip_bad: bool
+    max_rows: int | None
+    kv_memory: int | None
 
 
 @one_line_errors
@@ -74,6 +95,39 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.", rich_help_panel=_PROMPT)
     ] = False,
+    input: Annotated[  # noqa: A002  the option's name
+        str | None,
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="FILE",
+            help='Run a batch: a JSONL file with a "prompt" or "messages" per line, and "options" of its own if it '
+            "wants any; other fields are carried through.",
+            rich_help_panel=_JOB,
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="JSONL file for the completions; a job that was stopped goes on there. - is standard output.",
+            rich_help_panel=_JOB,
+        ),
+    ] = None,
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Set lines that cannot be run aside in OUTPUT.bad.", rich_help_panel=_JOB),
+    ] = False,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Sequences at once. Default: 16, or what fits.", rich_help_panel=_JOB),
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="KV memory for all of them, e.g. 2GiB or 500MB.", rich_help_panel=_JOB),
+    ] = None,
     policy: Annotated[
         str,
         typer.Option(
@@ -127,6 +181,16 @@ def generate(
     top_k: Annotated[
         int | None, typer.Option(metavar="N", help="Draw among the N likeliest.", rich_help_panel=_SAMPLING)
     ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER", help="Draw among tokens this likely relative to the likeliest.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(metavar="NUMBER", help="Above 1: used tokens become less likely.", rich_help_panel=_SAMPLING),
+    ] = 1.0,
     seed: Annotated[
         int, typer.Option(metavar="N", help="The same seed draws the same text.", rich_help_panel=_SAMPLING)
     ] = 0,
@@ -136,14 +200,17 @@ def generate(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Continue a prompt with a bounded KV cache.
+    """Continue a prompt, or a file of prompts (--input), with a bounded KV cache.
 
     The text goes to standard output as it is written, a short summary to standard error.
     """
     model, prompt_file = _standard_input(model, source, prompt_file)
+    batch = _batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory)
+    if batch and (prompt is not None or prompt_file is not None or compare or keep_ratio is not None):
+        raise InputError("--input runs a file of prompts; --prompt, --compare and --keep-ratio are for a single one.")
     request = Request(
         model=model,
-        prompt=read_prompt(prompt, prompt_file),
+        prompt="" if batch else read_prompt(prompt, prompt_file),
         raw=raw,
         policy=policy,
         budget=None if budget is None else parse_tokens(budget, "--budget"),
@@ -156,6 +223,8 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         dtype=dtype,
         device=device,
@@ -164,9 +233,32 @@ def generate(
     )
     if budget is not None and keep_ratio is not None:
         raise InputError("--budget and --keep-ratio were both given; one of them says how much to keep.")
-    from kvkeep.cli.completion import serve  # torch and transformers: only now
+    if batch:
+        from kvkeep.cli import job  # torch and transformers: only now
 
-    serve(request)
+        job.serve(request, batch)
+    else:
+        from kvkeep.cli import completion
+
+        completion.serve(request)
+
+
+def _batch(
+    source: str | None, output: str | None, *, skip_bad: bool, max_rows: int | None, kv_memory: str | None
+) -> Batch | None:
+    """The options of a batch job, if it is one."""
+    if source is None:
+        if output is not None or skip_bad or max_rows is not None or kv_memory is not None:
+            raise InputError(
+                "--output, --skip-bad, --max-rows and --kv-memory belong to a batch job: give --input FILE."
+            )
+        return None
+    if output is None:
+        raise InputError("A batch job needs --output FILE, where its completions go; - is standard output.")
+    if max_rows is not None and max_rows < 1:
+        raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
+    size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
+    return Batch(input=source, output=output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=size)
 
 
 def _standard_input(model: str | None, source: str | None, file: str | None) -> tuple[str | None, str | None]:

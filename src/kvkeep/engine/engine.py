@@ -8,24 +8,23 @@ from typing import Any, cast
 
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvkeep import budget as budgets
 from kvkeep.cache import BoundedCache
 from kvkeep.engine import sampler
 from kvkeep.engine.request import Event, Generation, Request, Result
-from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.scheduler import Batch, Scheduler
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import BudgetError, CapacityError, InputError
 from kvkeep.memory import Memory
 from kvkeep.models.hf import attach
-from kvkeep.models.load import position_limit
+from kvkeep.models.load import Model, Tokenizer, position_limit
+from kvkeep.models.rows import Rows
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
 
-DEFAULT_ROWS = 8
+DEFAULT_ROWS = 16
 
 
 class Engine:
@@ -38,7 +37,7 @@ class Engine:
         tokenizer: turns tokens into text; needed for texts and stop texts only.
         policy: the eviction policy of requests that do not name one.
         budget: tokens kept per layer and head; the most that a request may ask for.
-        rows: how many sequences run at once; by default 8, or what fits into ``kv_memory``.
+        rows: how many sequences run at once; by default 16, or what fits into ``kv_memory``.
         kv_memory: instead of ``rows``: bytes that the rows may take together.
         prefill_chunk: prompt tokens that are fed in one step; ``None`` takes every prompt whole, as the papers do.
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
@@ -51,8 +50,8 @@ class Engine:
 
     def __init__(  # noqa: PLR0913  what a user of an engine decides
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
         *,
         policy: str | Policy = "h2o",
         budget: int = 1024,
@@ -94,6 +93,11 @@ class Engine:
         """Whether a request waits or runs."""
         return bool(self._all)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether fewer requests wait than there are rows: time to add more."""
+        return len(self._scheduler.waiting) < self.rows
+
     def memory(self) -> Memory:
         """Bytes of all rows, summed over real tensors."""
         return self._rows.memory()
@@ -107,7 +111,7 @@ class Engine:
             CapacityError: its policy never evicts and the budget does not hold all of it.
             PolicyError: its policy does not exist.
         """
-        one = self._checked(request)
+        one = self.check(request)
         self._count += 1
         self._all[one.id] = one
         self._scheduler.waiting.append(one)
@@ -166,7 +170,7 @@ class Engine:
         more = True
         try:
             while more or self.busy:
-                while more and len(self._scheduler.waiting) < self.rows:
+                while more and self.has_room:
                     place, request = next(source, (-1, None))
                     if more := request is not None:
                         places[self.add(request)] = place
@@ -175,8 +179,12 @@ class Engine:
             for number in list(self._all):
                 self.cancel(number)
 
-    def _checked(self, request: Request) -> Generation:
-        """A request as the engine runs it, or an error that says why it cannot."""
+    def check(self, request: Request) -> Generation:
+        """What `add` would run, without adding it, or an error that says why it cannot.
+
+        Raises:
+            KVKeepError: see `add`.
+        """
         chosen = self.policy if request.policy is None else request.policy
         policy = parse(chosen) if isinstance(chosen, str) else chosen
         budget = self.budget if request.budget is None else request.budget
@@ -262,7 +270,7 @@ class Engine:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
-def _end_ids(model: PreTrainedModel) -> frozenset[int]:
+def _end_ids(model: Model) -> frozenset[int]:
     """The tokens with which a model ends its text."""
     ids = model.generation_config.eos_token_id if model.generation_config else None
     return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])

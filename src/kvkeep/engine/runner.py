@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from kvkeep.engine.rows import Rows
 from kvkeep.engine.scheduler import Batch
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.models.load import Model
+from kvkeep.models.rows import Rows
 
 
 class Runner:
@@ -25,7 +25,7 @@ class Runner:
         UnsupportedModelError: the model cannot be told where its tokens stand.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
         known = inspect.signature(model.forward).parameters
         if "position_ids" not in known:

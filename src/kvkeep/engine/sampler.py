@@ -54,7 +54,7 @@ def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: I
     if any(s.top_k or s.top_p is not None or s.min_p is not None for s in samplings):
         V = logits.shape[-1]
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        top_k = column([s.top_k or V for s in samplings])
+        top_k = column([float(s.top_k or V) for s in samplings])
         out = torch.arange(V, device=logits.device) >= top_k
         p = ordered.masked_fill(out, -torch.inf).softmax(dim=-1)
         top_p = column([1.0 if s.top_p is None else s.top_p for s in samplings])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from huggingface_hub import errors as hub
@@ -33,6 +33,12 @@ from kvkeep.models import tiny
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.hf import attach
 from kvkeep.models.quiet import no_conversion_service
+
+Model: TypeAlias = PreTrainedModel
+"""What rooms above call a model."""
+
+Tokenizer: TypeAlias = PreTrainedTokenizerBase
+"""What rooms above call a tokenizer."""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 

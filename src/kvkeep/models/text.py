@@ -116,13 +116,36 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
     """
     if not prompt.strip():
         raise InputError("The prompt is empty. Give some text with --prompt, --prompt-file or on standard input.")
-    if any("\ud800" <= character <= "\udfff" for character in prompt):  # what is left of bytes that are no UTF-8
+    _check_text(prompt)
+    if checkpoint.tokenizer.chat_template is None or raw:
+        return _checked(checkpoint, checkpoint.tokenizer(prompt, return_tensors="pt")["input_ids"])
+    return encode_chat(checkpoint, [{"role": "user", "content": prompt}])
+
+
+def encode_chat(checkpoint: Checkpoint, messages: Sequence[Mapping[str, str]]) -> Int[Tensor, "1 T"]:
+    """Turn a conversation into token ids, up to where the model is to answer.
+
+    Args:
+        checkpoint: the model that is meant.
+        messages: each with ``role`` and ``content``.
+
+    Raises:
+        InputError: there is no chat template, it cannot be used on these messages, or there is no valid text.
+    """
+    if checkpoint.tokenizer.chat_template is None:
+        raise InputError(f"The tokenizer of {checkpoint.name} has no chat template; give a prompt instead of messages.")
+    for message in messages:
+        _check_text(message["content"])
+    return _checked(checkpoint, _apply_template(checkpoint.tokenizer, messages))
+
+
+def _check_text(text: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):  # what is left of bytes that are no UTF-8
         raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.")
-    tokenizer = checkpoint.tokenizer
-    if tokenizer.chat_template is None or raw:
-        ids: Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    else:
-        ids = _apply_template(tokenizer, prompt)
+
+
+def _checked(checkpoint: Checkpoint, ids: Tensor) -> Int[Tensor, "1 T"]:
+    """Token ids that the model knows."""
     if ids.numel() == 0:
         raise InputError("The prompt has no tokens. Give some text.")
     vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
@@ -258,11 +281,10 @@ def full_cache_bytes(cache: DynamicCache) -> int:
     return bytes_of(tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None)
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerBase, prompt: str) -> Int[Tensor, "1 T"]:
-    message = [{"role": "user", "content": prompt}]
+def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> Int[Tensor, "1 T"]:
     fill = cast(Callable[..., Mapping[str, Tensor]], tokenizer.apply_chat_template)
     try:
-        return fill(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+        return fill(list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
     except Exception as error:  # a template is a program of the checkpoint's author and can fail in any way
         raise InputError(
             f"The tokenizer's chat template fails ({error}). Use --raw to leave it out and write the whole prompt."

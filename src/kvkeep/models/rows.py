@@ -1,4 +1,4 @@
-"""The KV memory of the engine: a block of rows, one per running sequence, allocated once."""
+"""The KV memory of a batch whose rows come and go: one row per running sequence, all of them allocated once."""
 
 from __future__ import annotations
 

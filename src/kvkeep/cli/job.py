@@ -1,0 +1,228 @@
+"""The work of ``kvkeep generate --input``: check every line, load the model, run, and say what was done."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvkeep import budget as budgets
+from kvkeep.cli import console
+from kvkeep.cli.completion import sampling_of
+from kvkeep.cli.generate import DEFAULT_BUDGET, Batch, Request
+from kvkeep.engine import Engine
+from kvkeep.engine.jobs import BadLine, Line, Output, read
+from kvkeep.errors import InputError, KVKeepError
+from kvkeep.models import text
+from kvkeep.models.device import parse_device, parse_dtype
+from kvkeep.models.load import Checkpoint, Model, embedded, find, read_weights
+from kvkeep.models.quiet import quiet
+from kvkeep.registry import parse, spec
+
+DEFAULT_CHUNK = 512
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+def serve(request: Request, batch: Batch) -> None:
+    """Do what ``kvkeep generate --input`` was asked for.
+
+    Raises:
+        KVKeepError: something in the request, the file or the model cannot be used.
+    """
+    with quiet():
+        parse_dtype(request.dtype)
+        parse_device(request.device)
+        policy = parse(request.policy)
+        budgets.check(1 if request.budget is None else request.budget)
+        defaults = sampling_of(request)
+        name = request.model or embedded()
+        console.progress(f"reading {batch.input} …")
+        checkpoint = find(name, allow_pickle=request.allow_pickle)
+
+        def lines() -> Iterator[Line | BadLine]:
+            return read(Path(batch.input), lambda prompt: _encode(checkpoint, prompt, raw=request.raw), defaults)
+
+        longest = _survey(lines(), batch)
+        budget = request.budget or (min(DEFAULT_BUDGET, longest) if policy.evicts else longest)
+        made_by = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
+        with _open(batch.output, made_by) as output:
+            console.progress(f"loading {name} …")
+            model = read_weights(checkpoint, request.dtype, request.device)
+            engine = _engine(model, checkpoint, request, batch, budget)
+            bad = _set_aside(lines(), engine, batch)
+            total = sum(line.number not in bad for line in lines())
+            console.progress(
+                f"{spec(policy)}, budget {budget}: {console.count(engine.rows, 'row')} of "
+                f"{console.show_bytes(engine.row_bytes)}"
+            )
+            todo = (line for line in lines() if isinstance(line, Line) and line.number not in bad)
+            _run(engine, todo, output, total=total, as_json=request.json)
+
+
+def _engine(model: Model, checkpoint: Checkpoint, request: Request, batch: Batch, budget: int) -> Engine:
+    return Engine(
+        model,
+        checkpoint.tokenizer,
+        policy=request.policy,
+        budget=budget,
+        rows=batch.max_rows,
+        kv_memory=batch.kv_memory,
+        prefill_chunk=request.prefill_chunk or DEFAULT_CHUNK,
+        layer_budget=request.layer_budget,
+        positions=request.positions,
+    )
+
+
+def _encode(checkpoint: Checkpoint, prompt: str | Sequence[Mapping[str, str]], *, raw: bool) -> list[int]:
+    ids = text.encode(checkpoint, prompt, raw=raw) if isinstance(prompt, str) else text.encode_chat(checkpoint, prompt)
+    found: list[int] = ids[0].tolist()
+    return found
+
+
+def _survey(lines: Iterator[Line | BadLine], batch: Batch) -> int:
+    """Tokens that the longest line can come to; the first bad line stops the job unless they are set aside."""
+    longest = 0
+    for line in lines:
+        if isinstance(line, Line):
+            longest = max(longest, len(line.request.prompt) + line.request.sampling.max_new_tokens)
+        elif not batch.skip_bad:
+            raise _refusal(line)
+    if not longest:
+        raise InputError(f"{batch.input} has no line that can be run.")
+    return longest
+
+
+def _refusal(line: BadLine) -> InputError:
+    return InputError(
+        f"Line {line.number} cannot be run: {line.reason}. Nothing was generated. Mend it, or set such lines aside "
+        "with --skip-bad."
+    )
+
+
+def _set_aside(lines: Iterator[Line | BadLine], engine: Engine, batch: Batch) -> set[int]:
+    """Numbers of the lines that cannot be run; they stop the job unless they are to be written to a file."""
+    bad = [found for line in lines if (found := _problem(line, engine))]
+    if bad and not batch.skip_bad:
+        raise _refusal(bad[0])
+    if bad:
+        target = Path("stdout.bad" if batch.output == "-" else f"{batch.output}.bad")
+        entries = ({"line": b.number, "reason": b.reason, "text": b.text} for b in bad)
+        target.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries), encoding="utf-8")
+        console.note(f"{console.count(len(bad), 'line')} cannot be run; see {target}")
+    return {line.number for line in bad}
+
+
+def _problem(line: Line | BadLine, engine: Engine) -> BadLine | None:
+    """Why a line cannot be run, if it cannot."""
+    if isinstance(line, BadLine):
+        return line
+    try:
+        engine.check(line.request)
+    except KVKeepError as error:
+        return BadLine(line.number, line.text, str(error).rstrip("."))
+    return None
+
+
+def _open(path: str, made_by: Mapping[str, object]) -> Output:
+    if path == "-":
+        return Output(sys.stdout.buffer, "standard output", made_by)
+    return Output.open(Path(path), made_by)
+
+
+def _run(engine: Engine, lines: Iterator[Line], output: Output, *, total: int, as_json: bool) -> None:
+    """Run what is not done yet, and say how it went."""
+    before = len(output.done)
+    if before:
+        console.note(f"{before} of {console.count(total, 'line')} were done before")
+    todo = (line for line in lines if not output.has(line))
+    start = time.perf_counter()
+    with _interruptible() as stopped, _progress(total, before) as on_tokens:
+        new = _work(engine, todo, output, on_tokens, stopped)
+    seconds = time.perf_counter() - start
+    done = len(output.done)
+    if as_json:
+        found = {"lines": total, "done": done, "new_tokens": new, "seconds": seconds, "rows": engine.rows}
+        sys.stderr.write(json.dumps({**found, "row_bytes": engine.row_bytes}) + "\n")
+    elif new:
+        console.note(
+            f"{console.count(new, 'token')} in {console.show_seconds(seconds)}: "
+            f"{console.show_rate(new / seconds)} tokens/s"
+        )
+    if stopped():
+        console.note(f"stopped after {done} of {console.count(total, 'line')}; the same command goes on from there")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _work(
+    engine: Engine,
+    lines: Iterator[Line],
+    output: Output,
+    on_tokens: Callable[[int, int], None],
+    stopped: Callable[[], bool],
+) -> int:
+    """Feed the engine until all lines are written or the user has had enough; returns the number of new tokens."""
+    running: dict[int, Line] = {}
+    new, more = 0, True
+    while (more or running) and not stopped():
+        while more and engine.has_room:
+            line = next(lines, None)
+            if more := line is not None:
+                running[engine.add(line.request)] = line
+        events = engine.step()
+        finished = [event for event in events if event.result]
+        for event in finished:
+            assert event.result is not None
+            output.write(running.pop(event.id), event.result)
+        new += len(events)
+        on_tokens(len(events), len(finished))
+    return new
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Let the first Ctrl-C end the work after the line that is being written; the second ends it at once."""
+    pressed = False
+
+    def press(*args: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress(total: int, done: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar with tokens per second and the time left, for a person who watches."""
+    screen = console.err()
+    columns = (
+        TextColumn("lines"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True)
+    task = bar.add_task("lines", total=total, completed=done, rate="")
+    start, tokens = time.perf_counter(), 0
+
+    def on_tokens(new: int, finished: int) -> None:
+        nonlocal tokens
+        tokens += new
+        rate = tokens / max(1e-9, time.perf_counter() - start)
+        bar.update(task, advance=finished, rate=f"{console.show_rate(rate)} tokens/s")
+
+    with bar:
+        yield on_tokens

@@ -1,0 +1,190 @@
+"""Batch jobs: bad lines are named, and a job that is killed at any moment ends with exactly the right lines."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvkeep.cli import job
+from kvkeep.cli.main import app
+from kvkeep.engine import Result
+from kvkeep.engine.jobs import COMPLETION, Line, Output, read
+from kvkeep.errors import InputError
+from kvkeep.models.text import Sampling
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["generate", *map(str, args)])
+
+
+def write(path, *entries):
+    path.write_text("".join((e if isinstance(e, str) else json.dumps(e)) + "\n" for e in entries))
+    return path
+
+
+def completions(path):
+    return {entry[COMPLETION]["line"]: entry for entry in map(json.loads, path.read_text().splitlines())}
+
+
+@pytest.fixture
+def ten(tmp_path):
+    """Ten prompts of different lengths, the third line empty."""
+    entries = [
+        {"prompt": "Once upon a time " * (1 + i % 3), "id": i, "options": {"max_new_tokens": 3 + i % 4}}
+        for i in range(10)
+    ]
+    return write(tmp_path / "in.jsonl", *entries[:2], "", *entries[2:])
+
+
+def test_every_line_is_answered_and_other_fields_are_carried_through(ten, tmp_path):
+    target = tmp_path / "out.jsonl"
+    result = run("-i", ten, "-o", target, "--budget", 24, "--max-rows", 3, "--raw")
+    assert result.exit_code == 0, result.output
+    found = completions(target)
+    assert sorted(found) == [1, 2, *range(4, 12)]
+    assert sorted(entry["id"] for entry in found.values()) == list(range(10))
+    for entry in found.values():
+        assert entry[COMPLETION]["new_tokens"] == 3 + entry["id"] % 4 or entry[COMPLETION]["finish_reason"] == "stop"
+    one = write(tmp_path / "one.jsonl", {"prompt": "Once upon a time " * 2, "options": {"max_new_tokens": 4}})
+    assert run("-i", one, "-o", tmp_path / "one.out", "--budget", 24, "--raw").exit_code == 0
+    assert completions(tmp_path / "one.out")[1][COMPLETION]["text"] == found[2][COMPLETION]["text"]
+
+
+def test_a_second_run_does_nothing_and_other_settings_are_refused(ten, tmp_path):
+    target = tmp_path / "out.jsonl"
+    assert run("-i", ten, "-o", target, "--budget", 24).exit_code == 0
+    before = target.read_bytes()
+    assert run("-i", ten, "-o", target, "--budget", 24).exit_code == 0
+    assert target.read_bytes() == before
+    other = run("-i", ten, "-o", target, "--budget", 23)
+    assert (other.exit_code, "budget=24" in other.output) == (2, True)
+    write(ten, {"prompt": "Something else."})
+    changed = run("-i", ten, "-o", target, "--budget", 24)
+    assert (changed.exit_code, "Line 1 of the input is not the one" in changed.output) == (2, True)
+    foreign = write(tmp_path / "foreign.jsonl", {"id": 1})
+    assert "no completion" in run("-i", ten, "-o", foreign).output
+    assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{nope", "no JSON"),
+        ("[1]", "no JSON object"),
+        ({"text": "x"}, 'either "prompt" or "messages"'),
+        ({"prompt": "x", "messages": []}, 'either "prompt" or "messages"'),
+        ({"prompt": 3}, "no text"),
+        ({"prompt": ""}, "empty"),
+        ({"messages": [{"role": "user"}]}, '"messages" are no list'),
+        ({"prompt": "x", "completion": 1}, "rename it"),
+        ({"prompt": "x", "options": {"max_token": 3}}, 'no option "max_token"'),
+        ({"prompt": "x", "options": {"max_new_tokens": True}}, "max_new_tokens=true"),
+        ({"prompt": "x", "options": {"temperature": "hot"}}, "temperature"),
+        ({"prompt": "x", "options": {"temperature": -1}}, "temperature=-1"),
+        ({"prompt": "x", "options": {"stop": [1]}}, '"stop"'),
+        ({"prompt": "x", "options": [1]}, "no JSON object"),
+        ({"prompt": "x", "options": {"policy": "h20"}}, "h2o"),
+        ({"prompt": "x", "options": {"budget": 99}}, "99 is more than"),
+        ({"prompt": "x" * 400, "options": {"policy": "full"}}, "does not evict"),
+    ],
+)
+def test_bad_lines_are_named_or_set_aside(tmp_path, line, reason):
+    source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 2}}, line)
+    target = tmp_path / "out.jsonl"
+    refused = run("-i", source, "-o", target, "--budget", 20)
+    assert refused.exit_code == 2
+    assert "Line 2 cannot be run" in refused.output
+    assert reason in " ".join(refused.output.split())
+    assert "Traceback" not in refused.output
+    assert not target.exists() or not target.read_bytes()
+    skipped = run("-i", source, "-o", target, "--budget", 20, "--skip-bad")
+    assert skipped.exit_code == 0, skipped.output
+    assert list(completions(target)) == [1]
+    (aside,) = map(json.loads, Path(f"{target}.bad").read_text().splitlines())
+    assert aside["line"] == 2
+    assert aside["text"] == (line if isinstance(line, str) else json.dumps(line))
+
+
+def test_options_that_do_not_go_together(tmp_path):
+    source = write(tmp_path / "in.jsonl", {"prompt": "Hello"})
+    for args, reason in [
+        (("-i", source), "needs --output"),
+        (("-o", source, "-p", "x"), "give --input"),
+        (("-i", source, "-o", tmp_path / "x", "-p", "x"), "single one"),
+        (("-i", tmp_path / "none", "-o", tmp_path / "x"), "cannot be read"),
+        (("-i", source, "-o", tmp_path / "none" / "x"), "cannot be written"),
+        (("-i", source, "-o", tmp_path / "x", "--max-rows", 0), "--max-rows 0"),
+        (("-i", source, "-o", tmp_path / "x", "--kv-memory", "1kB"), "Not one row fits"),
+        (("-i", source, "-o", tmp_path / "x", "--kv-memory", "lots"), "--kv-memory"),
+        (("-i", write(tmp_path / "empty.jsonl"), "-o", tmp_path / "x"), "no line that can be run"),
+    ]:
+        result = run(*args)
+        assert result.exit_code == 2, result.output
+        assert reason in " ".join(result.output.split())
+
+
+def test_a_torn_line_is_written_again(ten, tmp_path):
+    target = tmp_path / "out.jsonl"
+    assert run("-i", ten, "-o", target, "--budget", 24).exit_code == 0
+    whole = target.read_bytes()
+    for cut in (len(whole) - 1, len(whole) - 40, whole.index(b"\n") + 5, 3):
+        target.write_bytes(whole[:cut])
+        assert run("-i", ten, "-o", target, "--budget", 24).exit_code == 0
+        assert sorted(completions(target)) == [1, 2, *range(4, 12)]
+        assert len(target.read_text().splitlines()) == 10
+
+
+def test_a_full_disk_loses_nothing(tmp_path):
+    line = Line(1, "{}", "d", {}, next(read(write(tmp_path / "x", {"prompt": "a"}), lambda p: [1], Sampling())).request)
+    result = Result(0, (1,), "a", "stop", 1, (), 0.0, 0.1, None)
+    with pytest.raises(InputError, match="No space left"), Output.open(Path("/dev/full"), {}) as output:
+        output.write(line, result)
+
+
+def test_ctrl_c_ends_after_a_line_and_says_how_to_go_on(ten, tmp_path, monkeypatch):
+    target = tmp_path / "out.jsonl"
+    kept = job.Output.write
+    monkeypatch.setattr(job.Output, "write", lambda self, *a: (kept(self, *a), os.kill(os.getpid(), signal.SIGINT))[0])
+    result = run("-i", ten, "-o", target, "--budget", 24, "--max-rows", 2)
+    assert result.exit_code == 130
+    assert "goes on from there" in result.output
+    assert 1 <= len(completions(target)) < 10
+    monkeypatch.undo()
+    assert run("-i", ten, "-o", target, "--budget", 24).exit_code == 0
+    assert sorted(completions(target)) == [1, 2, *range(4, 12)]
+
+
+def test_killed_ten_times_at_random_moments(tmp_path):
+    entries = [
+        {"prompt": f"There was a dog, and it had {i}", "n": i, "options": {"max_new_tokens": 12}} for i in range(80)
+    ]
+    source, target = write(tmp_path / "in.jsonl", *entries), tmp_path / "out.jsonl"
+    rng = random.Random(3)
+    args = ["generate", "-i", str(source), "-o", str(target), "--budget", "16", "--max-rows", "4", "--raw"]
+    sizes = []
+    for _ in range(10):
+        child = os.fork()
+        if not child:
+            sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the child never returns
+            app(args)
+            os._exit(0)
+        enough = (sizes[-1] if sizes else 0) + rng.randrange(700)
+        while not target.exists() or target.stat().st_size <= enough:
+            assert not os.waitpid(child, os.WNOHANG)[0], "the job ended before it was killed"
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.02)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        sizes.append(target.stat().st_size)
+    assert len(target.read_text().splitlines()) < 80
+    assert run(*args[1:]).exit_code == 0
+    lines = [json.loads(text) for text in target.read_text().splitlines()]
+    assert sorted(entry["n"] for entry in lines) == list(range(80))
+    assert len({entry[COMPLETION]["line"] for entry in lines}) == 80
+    assert sizes == sorted(set(sizes))
