@@ -28,7 +28,7 @@ BAD_INPUT = 2
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _MAX_TOKENS = 2**31 - 1
-_BYTES = {
+_BYTES: dict[str, int] = {
     "B": 1,
     **{f"{prefix}B": 1000**power for prefix, power in (("k", 1), ("K", 1), ("M", 2), ("G", 3), ("T", 4))},
     **{f"{prefix}iB": 1024**power for prefix, power in (("K", 1), ("M", 2), ("G", 3), ("T", 4))},
@@ -216,7 +216,12 @@ def show_factor(factor: float) -> str:
 
 def show_speed(tpot_s: float | None) -> str:
     """The time per token as ``23.5 tokens/s``; a dash if there was none to measure."""
-    return f"{_three_digits(1 / tpot_s)} tokens/s" if tpot_s else "–"
+    return f"{show_rate(1 / tpot_s)} tokens/s" if tpot_s else "–"
+
+
+def show_rate(rate: float) -> str:
+    """Tokens per second, three digits at least: ``23.5``, ``1234``."""
+    return _three_digits(rate)
 
 
 def show_seconds(seconds: float) -> str:

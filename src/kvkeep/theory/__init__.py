@@ -1,0 +1,1 @@
+"""What follows from numbers alone: nothing here holds a tensor or knows a model."""

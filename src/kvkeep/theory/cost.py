@@ -1,0 +1,255 @@
+"""What a cache costs before it exists: bytes from shapes, rows that fit, and the speed that bandwidth allows.
+
+``docs/plan.md`` says what is counted and what is not; ``docs/layouts.md`` draws the tensors behind the formulas.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_FLOAT32 = 4
+_POSITION = 4
+_COUNTERS = 24
+"""Bytes of a row's three int64 numbers: tokens seen, tokens of the prompt, identity."""
+
+_ORDER = 32
+"""Bytes per slot and head while a layer's slots are put in order: scores, positions, indices, marks."""
+
+_TURN = 20
+"""Bytes per number of a key while keys are rotated to their rank: angles and halves in float32, and the result."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one token takes in a layer.
+
+    Attributes:
+        kv_heads: heads with keys and values of their own.
+        key_dim: numbers in a key.
+        value_dim: numbers in a value.
+        window: sliding window in tokens; ``None``: the layer sees everything.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Keys and values of one token in all heads, in numbers of ``itemsize`` bytes."""
+        return self.kv_heads * (self.key_dim + self.value_dim) * itemsize
+
+    def widened_bytes(self, itemsize: int) -> int:
+        """The float32 copy of a token that attention works on; none if the cache is float32 itself."""
+        return self.token_bytes(_FLOAT32) if itemsize < _FLOAT32 else 0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The part of a model of which a token uses only some.
+
+    Attributes:
+        parameters: of all experts in all layers.
+        count: experts in a layer.
+        used: experts that a token is sent to.
+    """
+
+    parameters: int = 0
+    count: int = 1
+    used: int = 1
+
+    def touched(self, rows: int) -> float:
+        """Expected parameters that a step of so many rows reads, if tokens choose their experts evenly."""
+        return self.parameters * (1.0 - (1.0 - self.used / self.count) ** rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model as numbers.
+
+    Attributes:
+        layers: the layers with keys and values.
+        parameters: all parameters, shared ones counted once.
+        looked_up: parameters of tables of which a step reads a few lines only, such as input embeddings.
+        experts: parameters of which a step reads a part.
+        hidden: numbers that a token has between layers.
+        widest: numbers of its widest activation inside a layer.
+        query_heads: heads with queries of their own.
+        vocabulary: logits after a token.
+    """
+
+    layers: tuple[LayerShape, ...]
+    parameters: int
+    hidden: int
+    widest: int
+    query_heads: int
+    vocabulary: int
+    looked_up: int = 0
+    experts: Experts = Experts()
+
+    def read(self, rows: int) -> float:
+        """Parameters that a decode step of so many rows reads."""
+        return self.parameters - self.looked_up - self.experts.parameters + self.experts.touched(rows)
+
+    def activation_bytes(self, tokens: int, itemsize: int) -> int:
+        """The largest tensors of a layer: two as wide as the hidden state, three as wide as its widest activation."""
+        return tokens * (2 * self.hidden + 3 * self.widest) * itemsize
+
+    def logits_bytes(self, itemsize: int) -> int:
+        """Logits after one row's last token, and their float32 copy."""
+        return self.vocabulary * (itemsize + _FLOAT32)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """How attention divides its work.
+
+    Attributes:
+        block_bytes: size of a block of float32 logits; one line of logits may be larger.
+        blocks: blocks that exist at once: logits, soft-capped logits, probabilities, and the noise of some policies.
+        widened_slots: slots that a decode step widens to float32 at a time.
+        turned: whether keys are rotated to their rank in the cache.
+    """
+
+    block_bytes: int
+    blocks: int
+    widened_slots: int
+    turned: bool = False
+
+    def slot_bytes(self, layer: LayerShape) -> int:
+        """What a layer needs for every slot while it decides which stay, and for turning their keys."""
+        return layer.kv_heads * (_ORDER + (_TURN * layer.key_dim if self.turned else 0))
+
+
+def full_bytes(layers: Iterable[LayerShape], tokens: int, itemsize: int) -> int:
+    """What a full cache holds of one row of ``tokens`` tokens; layers with a window hold no more than that."""
+    return sum(
+        (tokens if layer.window is None else min(tokens, layer.window)) * layer.token_bytes(itemsize)
+        for layer in layers
+    )
+
+
+def block_bytes(layer: LayerShape, budget: int, itemsize: int, *, states: int = 0, own_budgets: int = 0) -> int:
+    """What kvkeep allocates for one row in one layer: the formula of ``docs/layouts.md``.
+
+    Args:
+        layer: its shape.
+        budget: tokens that stay, at most the window.
+        itemsize: bytes of a number in keys and values.
+        states: float32 numbers that the policy has beside each slot.
+        own_budgets: budgets that are stored for the row: one when rows differ, one per KV head when heads do.
+    """
+    beside = layer.kv_heads * (_POSITION + _FLOAT32 * states)
+    return (budget + 1) * (layer.token_bytes(itemsize) + beside) + _COUNTERS + 8 * own_budgets
+
+
+def shared_bytes(first_budget: int, last_budget: int) -> int:
+    """What the layers of one row share under a policy that prunes through them: the first one's tokens and their
+    importance, and the tokens that the last one left.
+    """
+    return 12 * (first_budget + 1) + 8 * (last_budget + 1)
+
+
+def prompt_bytes(
+    model: ModelShape, budgets: Sequence[int], tokens: int, itemsize: int, *, fresh: bool, workspace: Workspace
+) -> int:
+    """Working memory of a step that feeds ``tokens`` prompt tokens to a bounded cache.
+
+    Counted: activations; in the largest layer the new keys and values, the same joined with the slots (not if the slots
+    are still empty), their float32 copy and the tokens on their way into the slots; attention's blocks; last logits.
+
+    Args:
+        model: the model.
+        budgets: each layer's.
+        tokens: prompt tokens that are fed together.
+        itemsize: bytes of a number in activations, keys and values.
+        fresh: whether the slots are empty.
+        workspace: how attention divides its work.
+    """
+    layers = []
+    for layer, budget in zip(model.layers, budgets, strict=True):
+        joined = 0 if fresh else tokens + budget + 1
+        kept = min(budget + 1, joined or tokens)
+        seen = joined or tokens
+        layers.append(
+            (tokens + joined + kept) * layer.token_bytes(itemsize)
+            + seen * (layer.widened_bytes(itemsize) + workspace.slot_bytes(layer))
+        )
+    line = model.query_heads * (tokens + (0 if fresh else max(budgets) + 1)) * _FLOAT32
+    attention = workspace.blocks * min(tokens * line, max(workspace.block_bytes, line))
+    return model.activation_bytes(tokens, itemsize) + max(layers) + attention + model.logits_bytes(itemsize)
+
+
+def step_bytes(model: ModelShape, budgets: Sequence[int], itemsize: int, *, workspace: Workspace) -> int:
+    """Working memory of one row in a decode step of a bounded cache."""
+    slots = [budget + 1 for budget in budgets]
+    layers = [
+        min(n, workspace.widened_slots) * layer.widened_bytes(itemsize) + n * workspace.slot_bytes(layer)
+        for layer, n in zip(model.layers, slots, strict=True)
+    ]
+    attention = workspace.blocks * model.query_heads * max(slots) * _FLOAT32
+    return model.activation_bytes(1, itemsize) + max(layers) + attention + model.logits_bytes(itemsize)
+
+
+def full_prompt_bytes(model: ModelShape, tokens: int, itemsize: int) -> int:
+    """The same as `prompt_bytes` for a full cache whose attention needs no memory of its own."""
+    new = tokens * max(layer.token_bytes(itemsize) for layer in model.layers)
+    return model.activation_bytes(tokens, itemsize) + new + model.logits_bytes(itemsize)
+
+
+def full_step_bytes(model: ModelShape, itemsize: int) -> int:
+    """The same as `step_bytes` for a full cache whose attention needs no memory of its own."""
+    return model.activation_bytes(1, itemsize) + model.logits_bytes(itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What running a model with one kind of cache takes.
+
+    Attributes:
+        model: the model.
+        weight_itemsize: bytes of a parameter.
+        row_bytes: what a row holds all the time.
+        prompt_bytes: working memory of a step that feeds prompts, for all rows together.
+        step_bytes: working memory of a row in a decode step.
+    """
+
+    model: ModelShape
+    weight_itemsize: int
+    row_bytes: int
+    prompt_bytes: int
+    step_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights."""
+        return self.model.parameters * self.weight_itemsize
+
+    def peak_bytes(self, rows: int) -> int:
+        """The most that exists at once with so many rows."""
+        return self.weight_bytes + rows * self.row_bytes + max(self.prompt_bytes, rows * self.step_bytes)
+
+    def most_rows(self, memory_bytes: int) -> int:
+        """How many rows fit."""
+        return bisect.bisect_right(range(1, memory_bytes // self.row_bytes + 1), memory_bytes, key=self.peak_bytes)
+
+    def read_bytes(self, rows: int) -> float:
+        """What a decode step has to read: the weights that it uses, once, and every row's cache."""
+        return self._read_weights(rows) + rows * self.row_bytes
+
+    def tokens_per_s(self, rows: int, bandwidth: float) -> float:
+        """The most tokens per second, all rows together, if bytes per second are the only limit."""
+        return rows * bandwidth / self.read_bytes(rows)
+
+    @property
+    def crossover_rows(self) -> int:
+        """The first number of rows with which a step reads at least as much cache as weights."""
+        most = self.weight_bytes // self.row_bytes + 1
+        return 1 + bisect.bisect_left(
+            range(1, most), True, key=lambda rows: rows * self.row_bytes >= self._read_weights(rows)
+        )
+
+    def _read_weights(self, rows: int) -> float:
+        return self.model.read(rows) * self.weight_itemsize
