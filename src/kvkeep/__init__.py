@@ -17,6 +17,8 @@ from kvkeep.version import __version__
 if TYPE_CHECKING:
     from kvkeep.budget import from_ratio as budget_from_ratio
     from kvkeep.cache import BoundedCache
+    from kvkeep.engine.engine import Engine
+    from kvkeep.engine.request import Event, Request, Result
     from kvkeep.errors import (
         BudgetError,
         CapacityError,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from kvkeep.layer import Layer
     from kvkeep.memory import Memory
     from kvkeep.models.hf import attach
+    from kvkeep.models.text import Sampling
     from kvkeep.policies.base import Policy, option
     from kvkeep.registry import available as available_policies
     from kvkeep.registry import parse, spec
@@ -43,6 +46,8 @@ _HOME = {
     "Budget": "types:Budget",
     "BudgetError": "errors:BudgetError",
     "CapacityError": "errors:CapacityError",
+    "Engine": "engine.engine:Engine",
+    "Event": "engine.request:Event",
     "InputError": "errors:InputError",
     "KVKeepError": "errors:KVKeepError",
     "Layer": "layer:Layer",
@@ -53,6 +58,9 @@ _HOME = {
     "Policy": "policies.base:Policy",
     "PolicyError": "errors:PolicyError",
     "Report": "types:Report",
+    "Request": "engine.request:Request",
+    "Result": "engine.request:Result",
+    "Sampling": "models.text:Sampling",
     "ShapeError": "errors:ShapeError",
     "State": "types:State",
     "Statistic": "statistic:Statistic",
@@ -74,6 +82,8 @@ __all__ = [
     "Budget",
     "BudgetError",
     "CapacityError",
+    "Engine",
+    "Event",
     "InputError",
     "KVKeepError",
     "Layer",
@@ -84,6 +94,9 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Report",
+    "Request",
+    "Result",
+    "Sampling",
     "ShapeError",
     "State",
     "Statistic",

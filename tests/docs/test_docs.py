@@ -19,16 +19,27 @@ README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+SHORT = {"SHORT": kvkeep.Sampling(max_new_tokens=3)}
+
+
 def blocks(text, language):
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def test_the_readmes_code_runs(capsys):
-    (code,) = blocks(README, "python")
-    assert code.count('"Qwen/Qwen3-0.6B"') == code.count("4096") == 1
-    folder = str(model_folders.folder())
-    exec(code.replace("Qwen/Qwen3-0.6B", folder).replace("4096", "4"), {})
+    code, engine = blocks(README, "python")
+    assert code.count('"Qwen/Qwen3-0.6B"') == code.count("4096") == engine.count("2 * 2**30") == 1
+    names = {"prompts": [[1, 2, 3], [4, 5]]}
+    exec(code.replace("Qwen/Qwen3-0.6B", str(model_folders.folder())).replace("4096", "4"), names)
     assert "Memory(allocated_bytes=" in capsys.readouterr().out
+    exec(engine.replace("2 * 2**30", "2 * 2**20").replace("prompt=ids", "prompt=ids, sampling=SHORT"), names | SHORT)
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()} >= {"0", "1"}
+
+
+def test_the_engines_page_runs(capsys):
+    (code,) = blocks((ROOT / "docs/engine.md").read_text(), "python")
+    exec(code, {})
+    assert capsys.readouterr().out.count(" length ") + capsys.readouterr().out.count(" stop ") >= 1
 
 
 def test_the_pages_own_policy_is_lawful():
@@ -48,6 +59,7 @@ def test_the_readmes_commands_exist(command, tmp_path, monkeypatch):
         return
     prompt = tmp_path / "report.txt"
     prompt.write_text("a report of some words")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
     folder = str(model_folders.folder())
     arguments = [{"Qwen/Qwen3-0.6B": folder, "report.txt": str(prompt)}.get(word, word) for word in words[1:]]
     if words[1] == "generate":

@@ -18,6 +18,7 @@ from kvkeep.cli import console
 from kvkeep.cli.completion import sampling_of
 from kvkeep.cli.generate import DEFAULT_BUDGET, Batch, Request
 from kvkeep.engine import Engine
+from kvkeep.engine.engine import DEFAULT_ROWS
 from kvkeep.engine.jobs import BadLine, Line, Output, read
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import text
@@ -50,13 +51,14 @@ def serve(request: Request, batch: Batch) -> None:
         def lines() -> Iterator[Line | BadLine]:
             return read(Path(batch.input), lambda prompt: _encode(checkpoint, prompt, raw=request.raw), defaults)
 
-        longest = _survey(lines(), batch)
+        count, longest = _survey(lines(), batch)
         budget = request.budget or (min(DEFAULT_BUDGET, longest) if policy.evicts else longest)
         made_by = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
         with _open(batch.output, made_by) as output:
             console.progress(f"loading {name} …")
             model = read_weights(checkpoint, request.dtype, request.device)
-            engine = _engine(model, checkpoint, request, batch, budget)
+            rows = min(count, batch.max_rows or (count if batch.kv_memory else DEFAULT_ROWS))
+            engine = _engine(model, checkpoint, request, kv_memory=batch.kv_memory, rows=rows, budget=budget)
             bad = _set_aside(lines(), engine, batch)
             total = sum(line.number not in bad for line in lines())
             console.progress(
@@ -67,14 +69,16 @@ def serve(request: Request, batch: Batch) -> None:
             _run(engine, todo, output, total=total, as_json=request.json)
 
 
-def _engine(model: Model, checkpoint: Checkpoint, request: Request, batch: Batch, budget: int) -> Engine:
+def _engine(
+    model: Model, checkpoint: Checkpoint, request: Request, *, kv_memory: int | None, rows: int, budget: int
+) -> Engine:
     return Engine(
         model,
         checkpoint.tokenizer,
         policy=request.policy,
         budget=budget,
-        rows=batch.max_rows,
-        kv_memory=batch.kv_memory,
+        rows=rows,
+        kv_memory=kv_memory,
         prefill_chunk=request.prefill_chunk or DEFAULT_CHUNK,
         layer_budget=request.layer_budget,
         positions=request.positions,
@@ -87,17 +91,18 @@ def _encode(checkpoint: Checkpoint, prompt: str | Sequence[Mapping[str, str]], *
     return found
 
 
-def _survey(lines: Iterator[Line | BadLine], batch: Batch) -> int:
-    """Tokens that the longest line can come to; the first bad line stops the job unless they are set aside."""
-    longest = 0
+def _survey(lines: Iterator[Line | BadLine], batch: Batch) -> tuple[int, int]:
+    """How many lines can be run, and tokens of the longest; a bad line stops the job unless they are set aside."""
+    count = longest = 0
     for line in lines:
         if isinstance(line, Line):
+            count += 1
             longest = max(longest, len(line.request.prompt) + line.request.sampling.max_new_tokens)
         elif not batch.skip_bad:
             raise _refusal(line)
     if not longest:
         raise InputError(f"{batch.input} has no line that can be run.")
-    return longest
+    return count, longest
 
 
 def _refusal(line: BadLine) -> InputError:
