@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -158,6 +159,15 @@ def test_ctrl_c_ends_after_a_line_and_says_how_to_go_on(ten, tmp_path, monkeypat
     monkeypatch.undo()
     assert run("-i", ten, "-o", target, "--budget", 24).exit_code == 0
     assert sorted(completions(target)) == [1, 2, *range(4, 12)]
+
+
+def test_a_closed_pipe_ends_the_job_quietly(ten):
+    command = [sys.executable, "-m", "kvkeep", "generate", "-i", str(ten), "-o", "-", "--budget", "24"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.wait(timeout=120) == 141
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()
 
 
 def test_killed_ten_times_at_random_moments(tmp_path):
