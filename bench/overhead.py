@@ -3,7 +3,8 @@
     python bench/overhead.py [--rows 8] [--budget 1024] [--repeats 40]
 
 Steps of all policies are interleaved in one run. Two figures: the whole step of a 12-layer model, and the cache
-alone (append, attend, observe, evict) in one of its layers.
+alone (append, attend, observe, evict) in one of its layers. The title says whether the native kernel is active; with
+KVKEEP_NATIVE=0 in the environment torch does the work.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from lib import SPEED_MODEL, interleaved, median_ms, report, speed_model, spread
+from lib import SPEED_MODEL, interleaved, kernel, median_ms, report, speed_model, spread
 
 import kvkeep
 
@@ -69,7 +70,7 @@ def main() -> None:
         rows.append([policy, spread(whole[policy]), f"{ratio:.3f}", spread(alone[policy]), f"{layer_ratio:.3f}"])
         data[policy] = {"step_ms": step, "step_ratio": ratio, "layer_ms": layer, "layer_ratio": layer_ratio}
     report(
-        f"Decode step, float32, {options.rows} rows x {options.budget} slots; ms: median (quartiles)",
+        f"Float32, {options.rows} rows x {options.budget} slots, kernel: {kernel()}; ms: median (quartiles)",
         ["policy", "model step", "/ local", "one layer's cache", "/ local"],
         rows,
         {"bench": "overhead", **vars(options), "policies": data},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import copy
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import transformers
@@ -16,6 +18,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
+from kvkeep.native import native
 
 SPEED_MODEL = LlamaConfig(
     vocab_size=4096,
@@ -25,13 +28,44 @@ SPEED_MODEL = LlamaConfig(
     num_attention_heads=12,
     num_key_value_heads=4,
     max_position_embeddings=2**20,
+    eos_token_id=None,
 )
-"""About 83 M random weights; for speed only shapes matter."""
+"""About 82 M random weights; for speed only shapes matter. Nothing ends a text early."""
+
+WIDTH = 100
+"""Columns of a table that is written to a file."""
 
 
-def speed_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def arguments(doc: str) -> argparse.ArgumentParser:
+    """A parser with the options that most benchmarks share; the first line of their description is shown."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--layers", type=positive, default=SPEED_MODEL.num_hidden_layers, help="fewer: a quick look")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    return parser
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more, from the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return number
+
+
+def speed_config(layers: int) -> LlamaConfig:
+    """The model for speed with another number of layers."""
+    config = copy.deepcopy(SPEED_MODEL)
+    config.num_hidden_layers = layers
+    return config
+
+
+def speed_model(
+    dtype: torch.dtype = torch.float32, layers: int = SPEED_MODEL.num_hidden_layers, *, attach: bool = True
+) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return kvkeep.attach(LlamaForCausalLM(SPEED_MODEL).eval().to(dtype))
+    model = LlamaForCausalLM(speed_config(layers)).eval().to(dtype)
+    return kvkeep.attach(model) if attach else model
 
 
 def interleaved(tasks: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, list[float]]:
@@ -46,14 +80,24 @@ def interleaved(tasks: Mapping[str, Callable[[], object]], repeats: int, warmup:
     return times
 
 
+def counted(rows: int) -> str:
+    return f"{rows} row" if rows == 1 else f"{rows} rows"
+
+
 def median_ms(seconds: list[float]) -> float:
     return 1e3 * statistics.median(seconds)
 
 
 def spread(seconds: list[float]) -> str:
     """Median and quartiles in milliseconds."""
-    low, middle, high = statistics.quantiles(seconds, n=4)
+    low, middle, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else 3 * seconds
     return f"{1e3 * middle:.2f} ({1e3 * low:.2f}-{1e3 * high:.2f})"
+
+
+def kernel() -> str:
+    """Whether decode steps run in the native kernel, and if not, why."""
+    found = native()
+    return "native" if found.library is not None else f"torch ({found.detail})"
 
 
 def machine() -> dict[str, object]:
@@ -65,15 +109,27 @@ def machine() -> dict[str, object]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "kvkeep": kvkeep.__version__,
+        "kernel": kernel(),
     }
 
 
-def report(title: str, columns: list[str], rows: list[list[str]], data: Mapping[str, object]) -> None:
-    """Print a table for people and then one line of JSON for machines."""
-    table = Table(title=title)
+def show(title: str, columns: list[str], rows: list[list[str]], notes: Iterable[str] = ()) -> None:
+    """Print a table for people, and what there is to say about its rows."""
+    table = Table(title=title, title_justify="left", caption="\n".join(notes), caption_justify="left")
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(table)
+
+
+def report(title: str, columns: list[str], rows: list[list[str]], data: Mapping[str, object]) -> None:
+    """Print a table for people and then one line of JSON for machines."""
+    show(title, columns, rows)
+    finish(data)
+
+
+def finish(data: Mapping[str, object]) -> None:
+    """One line of JSON for machines, the last of the output."""
     print(json.dumps({**data, "machine": machine()}))

@@ -1,0 +1,192 @@
+"""How long is a decode step, over rows, contexts and budgets, and how close is it to what the memory allows?
+
+    python bench/decode.py                                    # a short look: 1 and 8 rows, 512 and 2048 tokens
+    python bench/decode.py --full [--dtype bfloat16]          # 1, 8, 32 rows x 512, 2048, 8192 tokens
+    python bench/decode.py --rows 32 --contexts 8192          # one cell
+
+A step runs a 12-layer model on one token per row and takes the argmax. Caches are filled with random keys and values,
+so no prompt is fed. Interleaved: transformers with DynamicCache and StaticCache, kvkeep's `full`, and a policy at
+several budgets. If their caches do not fit into --memory together, groups of them take turns, and the title says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from lib import (
+    arguments,
+    counted,
+    finish,
+    interleaved,
+    kernel,
+    median_ms,
+    positive,
+    show,
+    speed_config,
+    speed_model,
+    spread,
+)
+from lib.sizes import GIB, half_of_memory, token_bytes, weight_bytes
+from peers import kvkeep as bounded
+from peers import transformers as dense
+from transformers import LlamaForCausalLM
+
+import kvkeep
+from kvkeep.models.bandwidth import measure_bandwidth
+
+DYNAMIC, STATIC, FULL = "DynamicCache", "StaticCache", "kvkeep full"
+DENSE = (DYNAMIC, STATIC, FULL)
+BLOCKS = 3
+WARMUP = 2
+COLUMNS = ["system", "ms per step (quartiles)", "MB to move", "MBU", "vs DynamicCache", "vs best dense"]
+
+
+@dataclass(frozen=True)
+class System:
+    """Something that decodes.
+
+    Attributes:
+        name: what the table calls it.
+        attended: tokens per row that a step attends to.
+        make: its cache and the model that runs on it.
+    """
+
+    name: str
+    attended: int
+    make: Callable[[], tuple[LlamaForCausalLM, object]]
+
+
+@dataclass(frozen=True)
+class Models:
+    """The same weights under transformers' own attention and under kvkeep's."""
+
+    dense: LlamaForCausalLM
+    bounded: LlamaForCausalLM
+
+    @classmethod
+    def build(cls, dtype: torch.dtype, layers: int) -> Models:
+        first = speed_model(dtype, layers, attach=False)
+        second = LlamaForCausalLM(speed_config(layers)).eval()
+        second.load_state_dict(first.state_dict(), assign=True)
+        return cls(first, kvkeep.attach(second))
+
+
+def slots(budget: str, context: int) -> int:
+    """A budget in tokens: a number of them, or a share of the context."""
+    return max(1, round(float(budget[:-1]) / 100 * context)) if budget.endswith("%") else int(budget)
+
+
+def systems(models: Models, rows: int, context: int, *, policy: str, budgets: list[str], steps: int) -> list[System]:
+    """What is compared in one cell. Dense caches get room for the steps that are timed."""
+    shape = {"rows": rows, "tokens": context}
+    whole = partial(bounded.filled_cache, models.bounded, "full", context + steps, **shape)
+    found = [
+        System(DYNAMIC, context + 1, lambda: (models.dense, dense.dynamic_cache(models.dense, **shape))),
+        System(STATIC, context + 1, lambda: (models.dense, dense.static_cache(models.dense, **shape, room=steps))),
+        System(FULL, context + 1, lambda: (models.bounded, whole())),
+    ]
+    for budget in sorted({slots(budget, context) for budget in budgets}):
+        if budget <= context:
+            fill = partial(bounded.filled_cache, models.bounded, policy, budget, **shape)
+            name = f"{policy} {budget} ({budget / context:.0%})"
+            found.append(System(name, budget + 1, lambda fill=fill: (models.bounded, fill())))
+    return found
+
+
+def stepper(model: LlamaForCausalLM, cache: object, token: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
+        with torch.inference_mode():
+            return model(input_ids=token, past_key_values=cache).logits[:, -1].argmax(dim=-1)
+
+    return step
+
+
+def groups(found: list[System], row_token_bytes: int, memory: int) -> Iterator[list[System]]:
+    """Systems whose caches exist at the same time; one that is larger than the memory is alone."""
+    group: list[System] = []
+    held = 0
+    for system in found:
+        size = system.attended * row_token_bytes
+        if group and held + size > memory:
+            yield group
+            group, held = [], 0
+        group.append(system)
+        held += size
+    yield group
+
+
+def measure(found: list[System], rows: int, split: list[list[System]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every system's steps: interleaved within a group, groups in turn."""
+    times: dict[str, list[float]] = {system.name: [] for system in found}
+    blocks = 1 if len(split) == 1 else min(BLOCKS, repeats)
+    for block in range(blocks):
+        for group in split:
+            token = torch.zeros((rows, 1), dtype=torch.long)
+            tasks = {system.name: stepper(*system.make(), token) for system in group}
+            part = len(range(block, repeats, blocks))
+            for name, seconds in interleaved(tasks, part, WARMUP).items():
+                times[name] += seconds
+            del tasks  # before the next group's caches are made
+    return times
+
+
+def cell(models: Models, rows: int, context: int, options: argparse.Namespace) -> dict:
+    """One table, and its numbers."""
+    config, dtype = models.dense.config, models.dense.dtype
+    steps = options.repeats + WARMUP
+    found = systems(models, rows, context, policy=options.policy, budgets=options.budgets, steps=steps)
+    per_token, weights = rows * token_bytes(config, dtype), weight_bytes(models.dense)
+    split = [*groups(found, per_token, int(options.memory * GIB))]
+    times = measure(found, rows, split, options.repeats)
+    ms = {name: median_ms(seconds) for name, seconds in times.items()}
+    best = min(ms[name] for name in DENSE)
+    lines, data = [], {}
+    for system in found:
+        name, must = system.name, weights + per_token * system.attended
+        mbu = must / (ms[name] / 1e3) / options.bandwidth.best
+        ratios = [ms[DYNAMIC] / ms[name], best / ms[name]]
+        lines.append([name, spread(times[name]), f"{must / 1e6:.0f}", f"{mbu:.0%}", *(f"{r:.2f}x" for r in ratios)])
+        data[name] = {"ms": [1e3 * s for s in times[name]], "bytes": must, "mbu": mbu, "ratios": ratios}
+    order = "steps interleaved" if len(split) == 1 else f"{len(split)} groups of systems in turn"
+    show(f"{counted(rows)} x {context} tokens, {options.dtype}, {order}", COLUMNS, lines)
+    return {"rows": rows, "context": context, "groups": [[s.name for s in group] for group in split], "systems": data}
+
+
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--full", action="store_true", help="1, 8, 32 rows x 512, 2048, 8192 tokens")
+    parser.add_argument("--rows", type=positive, nargs="+")
+    parser.add_argument("--contexts", type=positive, nargs="+", help="tokens in the cache; 16384 is possible, too")
+    parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--budgets", nargs="+", default=["4%", "10%", "20%", "60%", "100%", "512"])
+    parser.add_argument("--repeats", type=positive, default=9)
+    parser.add_argument("--memory", type=float, default=half_of_memory() / GIB, help="GiB for caches at one time")
+    options = parser.parse_args()
+    options.rows = options.rows or ([1, 8, 32] if options.full else [1, 8])
+    options.contexts = options.contexts or ([512, 2048, 8192] if options.full else [512, 2048])
+    return options
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    options.bandwidth = measure_bandwidth(torch.device("cpu"))
+    print(
+        f"Memory bandwidth (threads: {options.threads}): {options.bandwidth.read / 1e9:.1f} GB/s read, "
+        f"{options.bandwidth.copy / 1e9:.1f} GB/s copied"
+    )
+    print(f"kvkeep's kernel: {kernel()}")
+    models = Models.build(getattr(torch, options.dtype), options.layers)
+    cells = [cell(models, rows, context, options) for rows in options.rows for context in options.contexts]
+    bandwidth = {"read": options.bandwidth.read, "copy": options.bandwidth.copy}
+    data = {name: value for name, value in vars(options).items() if name != "bandwidth"}
+    finish({"bench": "decode", **data, "bandwidth": bandwidth, "weights": weight_bytes(models.dense), "cells": cells})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""How long until the first token, and between tokens?
+
+    python bench/latency.py                              # a short look: 1 and 8 rows, 2048 tokens
+    python bench/latency.py --full [--contexts 32768]    # 1 and 8 rows, 2048 and 8192 tokens
+    python bench/latency.py --history 1048576            # kvkeep alone: time per token after 1 k, 4 k, ... tokens
+
+All prompts of a cell come at the same moment. kvkeep feeds them in chunks, one prompt after the other, and rows that
+have their first token go on in between; transformers feeds them as one batch. Systems run in turn, each in a process of
+its own; llama.cpp takes one prompt, so it is asked with one row only. A history is one prompt through one row, on the
+embedded model, or with --speed-model on the model of the other tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import time
+
+import torch
+from lib import arguments, counted, finish, kernel, median_ms, positive, show, speed_config, speed_model, spread
+from lib.cells import System, alternating, pooled, ran, saved_model, skipped
+
+from kvkeep.engine import Engine, Request
+from kvkeep.models import tiny
+from kvkeep.models.load import find, read_weights
+from kvkeep.models.quiet import quiet
+from kvkeep.models.text import Sampling
+
+COLUMNS = ["system", "TTFT s: first", "median", "last", "TPOT ms (quartiles)", "tokens/s"]
+HISTORIES = (1024, 65_536)
+"""The shortest history, and the longest by default."""
+
+
+def systems(rows: int, options: argparse.Namespace) -> list[System]:
+    ours = {"policy": options.policy, "budget": options.budget, "chunk": options.chunk}
+    found = [
+        System(f"kvkeep {options.policy} {options.budget}", "kvkeep", ours),
+        System("transformers", "transformers", {"rows": rows}),
+    ]
+    return found if rows > 1 else [*found, System("llama.cpp", "llama_cpp", {"chunk": options.chunk})]
+
+
+def cell(model: str, rows: int, context: int, options: argparse.Namespace) -> dict:
+    """One table, and its numbers."""
+    work = {
+        "model": model,
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "vocabulary": speed_config(options.layers).vocab_size,
+        "requests": rows,
+        "prompt_tokens": context,
+        "new_tokens": options.new,
+    }
+    found = alternating(systems(rows, options), work, options.repeats)
+    lines = []
+    for name, runs in ran(found).items():
+        first, tpot = pooled(runs, "first_s"), pooled(runs, "tpot_s")
+        times = [f"{value:.2f}" for value in (min(first), median_ms(first) / 1e3, max(first))]
+        speed = sum(run["new_tokens"] for run in runs) / sum(run["seconds"] for run in runs)
+        lines.append([name, *times, spread(tpot), f"{speed:.1f}"])
+    title = f"{counted(rows)} x {context} tokens + {options.new} new, {options.dtype}; runs: {options.repeats}, in turn"
+    show(title, COLUMNS, lines, skipped(found))
+    return {"rows": rows, "context": context, "systems": found}
+
+
+def engine(options: argparse.Namespace) -> Engine:
+    """One row."""
+    if options.speed_model:
+        model = speed_model(getattr(torch, options.dtype), options.layers)
+    else:
+        with quiet():
+            model = read_weights(find(tiny.path()), options.dtype, "cpu")
+    return Engine(model, policy=options.policy, budget=options.budget, rows=1, prefill_chunk=options.chunk)
+
+
+def gaps(one: Engine, tokens: int, new: int) -> tuple[float, list[float]]:
+    """Seconds until the first token after a history of ``tokens``, and between the following ones."""
+    vocabulary = one.model.config.vocab_size
+    prompt = random.Random(0).choices(range(vocabulary), k=tokens)
+    start = time.perf_counter()
+    request = Request(prompt=prompt, sampling=Sampling(max_new_tokens=new), ignore_end=True)
+    times = [time.perf_counter() for _ in one.stream(request)]
+    return times[0] - start, [after - before for before, after in itertools.pairwise(times)]
+
+
+def history(options: argparse.Namespace) -> None:
+    """Time per token after histories of 1024 tokens, four times as many, and so on."""
+    one = engine(options)
+    tokens = HISTORIES[0]
+    gaps(one, tokens, options.history_new)
+    lines, data = [], []
+    while tokens <= options.history:
+        first, between = gaps(one, tokens, options.history_new)
+        data.append({"history": tokens, "first_s": first, "tpot_ms": [1e3 * gap for gap in between]})
+        ratio = median_ms(between) / median_ms([gap / 1e3 for gap in data[0]["tpot_ms"]])
+        lines.append([f"{tokens:,}", spread(between), f"{ratio:.2f}x", f"{1e6 * first / tokens:.0f}"])
+        tokens *= 4
+    name = "the model for speed" if options.speed_model else "the embedded model"
+    show(
+        f"kvkeep {options.policy} {options.budget}, chunk {options.chunk}, {options.dtype}, on {name}",
+        ["history, tokens", "ms per token (quartiles)", "vs shortest", "us per prompt token"],
+        lines,
+    )
+    finish({"bench": "latency --history", **vars(options), "lengths": data})
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--full", action="store_true", help="1 and 8 rows x 2048 and 8192 tokens, 3 runs")
+    parser.add_argument("--rows", type=positive, nargs="+")
+    parser.add_argument("--contexts", type=positive, nargs="+", help="prompt tokens; 32768 is possible, too")
+    parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--budget", type=positive, default=1024)
+    parser.add_argument("--chunk", type=positive, default=512, help="prompt tokens per step of kvkeep and llama.cpp")
+    parser.add_argument("--new", type=positive, default=32, help="tokens that are generated")
+    parser.add_argument("--repeats", type=positive)
+    parser.add_argument(
+        "--history", type=positive, nargs="?", const=HISTORIES[1], help="longest history; nothing else is run"
+    )
+    parser.add_argument("--history-new", type=positive, default=128, help="tokens that are timed after each history")
+    parser.add_argument("--speed-model", action="store_true", help="for --history, instead of the embedded model")
+    options = parser.parse_args()
+    if min(options.new, options.history_new) < 2:
+        parser.error("time between tokens needs at least two new tokens: --new and --history-new are 2 or more")
+    if options.history and options.history < HISTORIES[0]:
+        parser.error(f"--history begins at {HISTORIES[0]} tokens")
+    options.rows = options.rows or [1, 8]
+    options.contexts = options.contexts or ([2048, 8192] if options.full else [2048])
+    options.repeats = options.repeats or (3 if options.full else 1)
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    print(f"threads: {options.threads}, kvkeep's kernel: {kernel()}")
+    if options.history:
+        return history(options)
+    with saved_model(options.layers, options.dtype) as model:
+        cells = [cell(model, rows, context, options) for rows in options.rows for context in options.contexts]
+    return finish({"bench": "latency", **vars(options), "cells": cells})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""A system and a piece of work in a process of their own: no system sees what another has allocated or imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from peers import Work
+
+from kvkeep.models.quiet import quiet
+from lib import speed_model
+
+BENCH = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class System:
+    """A line of a table: a peer and what it is told.
+
+    Attributes:
+        name: what the table calls it.
+        peer: its file in ``bench/peers``.
+        options: what it is told beside the work.
+    """
+
+    name: str
+    peer: str
+    options: Mapping[str, int | str | None]
+
+
+@contextmanager
+def saved_model(layers: int, dtype: str) -> Iterator[str]:
+    """A folder with the model for speed, which every system loads."""
+    with tempfile.TemporaryDirectory(prefix="kvkeep-bench-") as folder:
+        with quiet():
+            speed_model(getattr(torch, dtype), layers, attach=False).save_pretrained(folder)
+        yield folder
+
+
+def interpreter(peer: str) -> str:
+    """The Python of a peer's own environment if there is one, otherwise this one."""
+    own = BENCH.parent / f".venv-peer-{peer}" / "bin" / "python"
+    return str(own) if own.exists() else sys.executable
+
+
+def run(system: System, work: Work) -> dict:
+    """One run of a system in a new process: its measurements, or ``skipped`` with the reason."""
+    environment = {**os.environ, "PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": str(work.threads)}
+    done = subprocess.run(
+        [interpreter(system.peer), "-W", "ignore", "-m", "peers", system.peer],
+        input=json.dumps(asdict(work)),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode < 0:
+        return {"skipped": f"ended by {signal.Signals(-done.returncode).name}: out of memory?"}
+    if done.returncode:
+        return {"skipped": "failed: " + (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def alternating(systems: list[System], work: Mapping[str, object], repeats: int) -> dict[str, list[dict]]:
+    """Every system in turn, ``repeats`` times, so that a drift of the machine meets all of them alike.
+
+    Who does not run is asked once.
+    """
+    found: dict[str, list[dict]] = {system.name: [] for system in systems}
+    for _ in range(repeats):
+        for system in systems:
+            before = found[system.name]
+            if not (before and "skipped" in before[0]):
+                before.append(run(system, Work(**work, options=system.options)))
+    return found
+
+
+def middle(runs: list[dict], name: str) -> float:
+    """The median over runs."""
+    return statistics.median(run[name] for run in runs)
+
+
+def pooled(runs: list[dict], name: str) -> list[float]:
+    """A measurement of every request, over all runs."""
+    return [value for run in runs for value in run[name]]
+
+
+def skipped(found: Mapping[str, list[dict]]) -> list[str]:
+    """A note for every system that did not run: its name, and why."""
+    reasons = {name: runs[0].get("skipped") for name, runs in found.items()}
+    return [f"{name}: {' '.join(text.split())}" for name, text in reasons.items() if text is not None]
+
+
+def ran(found: Mapping[str, list[dict]]) -> dict[str, list[dict]]:
+    """The systems that did run."""
+    return {name: runs for name, runs in found.items() if "skipped" not in runs[0]}

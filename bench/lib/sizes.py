@@ -1,0 +1,40 @@
+"""Bytes by formula: what caches hold, and what a decode step has to move however it is written."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvkeep import parse
+from kvkeep.theory.cost import LayerShape, block_bytes
+
+GIB = 2**30
+MIB = 2**20
+
+
+def token_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+    """Keys and values of one token in all layers."""
+    dim = config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers * config.num_key_value_heads * 2 * dim * dtype.itemsize
+
+
+def bounded_row_bytes(config: LlamaConfig, dtype: torch.dtype, policy: str, budget: int) -> int:
+    """What kvkeep holds for a row: the formula of ``docs/layouts.md``, summed over layers."""
+    dim = config.hidden_size // config.num_attention_heads
+    shape = LayerShape(config.num_key_value_heads, dim, dim)
+    return config.num_hidden_layers * block_bytes(shape, budget, dtype.itemsize, states=len(parse(policy).slots))
+
+
+def weight_bytes(model: LlamaForCausalLM) -> int:
+    """Weights that a step reads: all but the table of input embeddings, of which it reads a line per row."""
+    table = model.get_input_embeddings().weight
+    tied = table is model.get_output_embeddings().weight
+    every = sum(p.numel() * p.element_size() for p in model.parameters())
+    return every - (0 if tied else table.numel() * table.element_size())
+
+
+def half_of_memory() -> int:
+    """Half of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,69 @@
+"""kvkeep: the engine, and a cache that is filled without feeding a prompt.
+
+Options: ``policy``, ``budget``, ``chunk`` (prompt tokens per step, ``None``: whole), ``kv_bytes`` (memory of all rows).
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import kvkeep
+from kvkeep.engine import Engine, Request
+from kvkeep.models.text import Sampling
+from peers import Outcome, Prompt, Run, Unavailable, Work
+
+
+def load(work: Work) -> Run:
+    torch.set_num_threads(work.threads)
+    model = AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype)).eval()
+    options = work.options
+
+    def run(prompts: list[Prompt], new_tokens: int) -> Outcome:
+        try:
+            engine = Engine(
+                model,
+                policy=options["policy"],
+                budget=options["budget"],
+                rows=len(prompts),
+                kv_memory=options.get("kv_bytes"),
+                prefill_chunk=options["chunk"],
+            )
+        except kvkeep.BudgetError as error:
+            raise Unavailable(str(error)) from error
+        sampling = Sampling(max_new_tokens=new_tokens)
+        requests = [Request(prompt=prompt, sampling=sampling, ignore_end=True) for prompt in prompts]
+        start = time.perf_counter()
+        results = engine.generate(requests)
+        return Outcome(
+            rows=engine.rows,
+            seconds=time.perf_counter() - start,
+            tokens=[result.token_ids for result in results],
+            first_s=[result.queued_s + result.ttft_s for result in results],
+            tpot_s=[result.tpot_s for result in results if result.tpot_s is not None],
+        )
+
+    return run
+
+
+def filled_cache(model, policy: str, budget: int, *, rows: int, tokens: int) -> kvkeep.BoundedCache:
+    """A cache as it is after ``tokens`` tokens: the newest half of the budget, and older tokens drawn at random."""
+    config = model.config
+    heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    cache = kvkeep.BoundedCache(config, policy=policy, budget=budget)
+    kept = min(budget, tokens)
+    newest = kept - kept // 2
+    recent = torch.arange(tokens - newest, tokens).expand(rows, heads, newest)
+    for layer in cache.bounded_layers().values():
+        one_row = (torch.randn(1, heads, kept, dim, dtype=model.dtype) for _ in range(2))
+        keys, values = (tensor.expand(rows, -1, -1, -1) for tensor in one_row)
+        layer.open(keys, values)
+        older = torch.rand(rows, heads, tokens - newest).topk(kept - newest).indices.sort().values
+        layer.store.fill(keys, values, torch.cat([older, recent], dim=-1).to(torch.int32))
+        for state in layer.state.values():
+            state[..., :kept] = torch.rand(rows, heads, kept)
+        layer.block.count(tokens)
+        layer.columns = tokens
+    return cache

@@ -1,0 +1,86 @@
+"""How much memory and time does a prompt take, whole and in chunks?
+
+    python bench/prefill_memory.py                             # a short look: 2048 and 4096 tokens
+    python bench/prefill_memory.py --full [--contexts 65536]   # 2048, 8192, 32768 tokens, 3 runs
+
+One prompt in one row, and its first token. Every cell is a new process; its peak resident memory is counted from the
+moment when the model is loaded and warm. The title says what a full cache of the prompt holds, and what kvkeep's block.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from lib import arguments, finish, kernel, positive, show, speed_config
+from lib.cells import System, alternating, middle, ran, saved_model, skipped
+from lib.sizes import MIB, bounded_row_bytes, token_bytes
+
+COLUMNS = ["system", "peak MiB", "vs transformers", "seconds", "tokens/s"]
+BASE = "transformers whole"
+
+
+def systems(options: argparse.Namespace) -> list[System]:
+    ours = {"policy": options.policy, "budget": options.budget}
+    name = f"kvkeep {options.policy} {options.budget}"
+    press = {"budget": options.budget}
+    return [
+        System(f"{name} whole", "kvkeep", {**ours, "chunk": None}),
+        System(f"{name} by {options.chunk}", "kvkeep", {**ours, "chunk": options.chunk}),
+        System(BASE, "transformers", {"rows": 1}),
+        System(f"transformers by {options.chunk}", "transformers", {"rows": 1, "chunk": options.chunk}),
+        System("kvpress SnapKV", "kvpress", {**press, "press": "SnapKVPress", "attention": "sdpa"}),
+        System("kvpress Observed", "kvpress", {**press, "press": "ObservedAttentionPress", "attention": "eager"}),
+    ]
+
+
+def cell(model: str, context: int, options: argparse.Namespace) -> dict:
+    """One table, and its numbers."""
+    config, dtype = speed_config(options.layers), getattr(torch, options.dtype)
+    work = {
+        "model": model,
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "vocabulary": config.vocab_size,
+        "requests": 1,
+        "prompt_tokens": context,
+        "new_tokens": 1,
+    }
+    found = alternating(systems(options), work, options.repeats)
+    peaks = {name: middle(runs, "peak_bytes") for name, runs in ran(found).items()}
+    lines = []
+    for name, runs in ran(found).items():
+        ratio = f"{peaks[name] / peaks[BASE]:.2f}x" if peaks.get(BASE) else ""
+        seconds = middle(runs, "seconds")
+        lines.append([name, f"{peaks[name] / MIB:.0f}", ratio, f"{seconds:.2f}", f"{context / seconds:.0f}"])
+    full = context * token_bytes(config, dtype)
+    block = bounded_row_bytes(config, dtype, options.policy, options.budget)
+    title = f"{context} prompt tokens, {options.dtype}; full cache {full / MIB:.0f} MiB, block {block / MIB:.1f} MiB"
+    show(title, COLUMNS, lines, skipped(found))
+    return {"context": context, "full_bytes": full, "block_bytes": block, "systems": found}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = arguments(__doc__)
+    parser.add_argument("--full", action="store_true", help="2048, 8192, 32768 tokens, 3 runs")
+    parser.add_argument("--contexts", type=positive, nargs="+", help="prompt tokens; 65536 is possible, too")
+    parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--budget", type=positive, default=1024)
+    parser.add_argument("--chunk", type=positive, default=512)
+    parser.add_argument("--repeats", type=positive)
+    options = parser.parse_args()
+    options.contexts = options.contexts or ([2048, 8192, 32768] if options.full else [2048, 4096])
+    options.repeats = options.repeats or (3 if options.full else 1)
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    print(f"threads: {options.threads}, kvkeep's kernel: {kernel()}")
+    with saved_model(options.layers, options.dtype) as model:
+        cells = [cell(model, context, options) for context in options.contexts]
+    finish({"bench": "prefill_memory", **vars(options), "cells": cells})
+
+
+if __name__ == "__main__":
+    main()
