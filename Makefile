@@ -2,11 +2,13 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 OLDEST_TRANSFORMERS ?= transformers==5.5.0
+KVPRESS ?= kvpress==0.5.5
+LLAMA_CPP ?= llama-cpp-python==0.3.36
 BIN := .venv/bin
 OLD := .venv-oldest/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest check fix bench docs clean
+.PHONY: help demo test test-slow test-oldest check fix bench peers docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,8 +51,23 @@ fix: .venv/.installed  ## format and repair what can be repaired
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/.installed  ## every benchmark, one after the other
-	@set -e; for file in bench/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+bench: .venv/.installed  ## every benchmark in its short form, one after the other (docs/benchmarks.md)
+	@set -e; for file in bench/*.py "bench/latency.py --history"; do echo "== $$file"; $(BIN)/python $$file; done
+
+peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed  ## environments for the peers of the benchmarks
+
+.venv-peer-kvpress/.installed:
+	$(PYTHON) -m venv .venv-peer-kvpress
+	.venv-peer-kvpress/bin/pip install --quiet "$(TORCH)"
+	.venv-peer-kvpress/bin/pip install --quiet "$(KVPRESS)"
+	@touch $@
+
+# compiled on this machine: needs a C++ compiler, takes minutes
+.venv-peer-llama_cpp/.installed:
+	$(PYTHON) -m venv .venv-peer-llama_cpp
+	.venv-peer-llama_cpp/bin/pip install --quiet "$(TORCH)"
+	.venv-peer-llama_cpp/bin/pip install --quiet gguf safetensors "$(LLAMA_CPP)"
+	@touch $@
 
 clean:  ## remove the environments and caches
-	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-peer-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
