@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import sys
 import traceback
@@ -26,9 +25,6 @@ P = ParamSpec("P")
 
 BAD_INPUT = 2
 """Exit code of everything that the user can put right; the same as for a misspelt option."""
-
-CLOSED_PIPE = 141
-"""Exit code when the output's reader has gone, as shells have it."""
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _MAX_TOKENS = 2**31 - 1
@@ -70,9 +66,6 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
             message = " ".join(str(error).split())
             err().print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)
             raise typer.Exit(BAD_INPUT) from error
-        except BrokenPipeError as error:  # whoever read our output has gone; Python would complain once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(CLOSED_PIPE) from error
 
     return wrapper
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkeep.cli import console
 from kvkeep.cli.console import Debug, Json, one_line_errors
-from kvkeep.errors import PolicyError
+from kvkeep.errors import InputError, PolicyError
 from kvkeep.version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "typer", "rich")
@@ -51,7 +51,19 @@ def _hardware() -> dict[str, Any]:
         "devices": [{"name": "cpu", "model": platform.machine(), "memory_bytes": _memory_bytes()}, *devices],
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "native": _native(),
     }
+
+
+def _native() -> dict[str, Any]:
+    """Whether decoding on the CPU runs in the compiled kernel, and why not; compiles it if that is still to do."""
+    from kvkeep.native import native
+
+    try:
+        kernel = native()
+    except InputError as error:
+        return {"active": False, "detail": str(error)}
+    return {"active": kernel.library is not None, "detail": kernel.detail}
 
 
 def _cuda_bytes(index: int) -> int:
@@ -82,6 +94,8 @@ def _policies() -> list[str]:
 def _show(name: str, fact: Any) -> str:
     if name == "devices":
         return "\n".join(_show_device(device) for device in fact)
+    if name == "native":
+        return f"{'on' if fact['active'] else 'off'}: {fact['detail']}"
     if name == "policies":
         return ", ".join(fact)
     return "–" if fact is None else str(fact)

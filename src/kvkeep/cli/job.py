@@ -138,7 +138,7 @@ def _problem(line: Line | BadLine, engine: Engine) -> BadLine | None:
 
 def _open(path: str, made_by: Mapping[str, object]) -> Output:
     if path == "-":
-        return Output(sys.stdout.buffer, "standard output", made_by)
+        return Output(open(sys.stdout.fileno(), "wb", closefd=False), "standard output", made_by)
     return Output.open(Path(path), made_by)
 
 
