@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.native import ops
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
 from kvkeep.types import EMPTY, Budget, State, View
@@ -26,17 +27,20 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None) -> No
         window: sliding window of the layer; what no later query can see goes first.
     """
     held = block.store.positions  # the view's own: what expires here has expired for the policy, too
-    if window is not None:
+    if window is not None and not ops.expire(held, block.seen, window):
         held.copy_(scores.expire(held, block.seen, window))
     limit = _limit(policy, view, block.state, window)
-    over = (held >= 0).sum(dim=-1, keepdim=True) > (limit if isinstance(limit, int) else limit[:, :, None])
-    if held.device.type == "cpu" and not bool(over.any()):  # on a GPU the question would cost more than it saves
+    if _nothing_is_over(held, limit):
         return
-    shielded = _shielded(policy, view, block.state)
     if policy.bursts:
-        held.masked_fill_(~scores.keep(shielded, held, limit), EMPTY)
+        held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, limit), EMPTY)
         return
-    victim = scores.weakest(shielded, held)
+    sinks, recent = policy.protected(view.budget)
+    score = policy.score(view, block.state)
+    if ops.evict(held, score, view.seen, sinks=sinks, recent=recent, limit=limit):
+        return
+    over = _held(held) > (limit if isinstance(limit, int) else limit[:, :, None])
+    victim = scores.weakest(scores.protect(score, held, view.seen, sinks=sinks, recent=recent), held)
     held.scatter_(-1, victim, held.gather(-1, victim).masked_fill(over, EMPTY))
 
 
@@ -65,6 +69,20 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
     )
     for name, tensor in state.items():
         block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
+
+
+def _nothing_is_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
+    """Whether no head holds more than its limit; on a GPU the question would cost more than it saves."""
+    if positions.device.type != "cpu":
+        return False
+    count = ops.count_over(positions, limit)
+    if count is None:
+        return not bool((_held(positions) > (limit if isinstance(limit, int) else limit[:, :, None])).any())
+    return count == 0
+
+
+def _held(positions: Int[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk 1"]:
+    return (positions >= 0).sum(dim=-1, keepdim=True)
 
 
 def _limit(policy: Policy, view: View, state: State, window: int | None) -> Budget:

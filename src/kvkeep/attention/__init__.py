@@ -1,9 +1,33 @@
 """Attention over unordered slots that reports what the policy asked for.
 
-`attend` is the implementation that the cache uses; `reference` is the definition that every implementation is
-tested against.
+`attend` is the implementation that the cache uses: the native kernel for one token per row on a CPU, plain torch for
+everything else. `reference` is the definition that every implementation is tested against.
 """
 
-from kvkeep.attention.cpu import attend
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.attention import cpu, kernel
+from kvkeep.statistic import Statistic
+from kvkeep.types import AttentionOptions, Report
 
 __all__ = ["attend"]
+
+
+def attend(
+    query: Float[Tensor, "B Hq T D"],
+    keys: Float[Tensor, "B Hk S D"],
+    values: Float[Tensor, "B Hk S E"],
+    query_positions: Int[Tensor, "B T"],
+    key_positions: Int[Tensor, "B #Hk S"],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    """Attend over occupied slots and reduce the policy's statistic on the way; see `cpu.attend` for the arguments."""
+    tensors = (query, keys, values, query_positions, key_positions)
+    if query.shape[2] == 1 and (done := kernel.attend(*tensors, statistic=statistic, options=options)) is not None:
+        return done
+    return cpu.attend(*tensors, statistic=statistic, options=options)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.native import ops
 from kvkeep.types import EMPTY
 
 
@@ -53,6 +54,9 @@ class DenseStore:
         Empty slots carry position -1, the smallest, so the smallest position names one. A padded token writes
         position -1: its slot stays empty.
         """
+        found = ops.write(self.keys, self.values, self.positions, new=(keys, values), now=positions)
+        if found is not None:
+            return found
         slot: Int[Tensor, "B Hk 1"] = self.positions.argmin(dim=-1, keepdim=True)
         blocks = torch.arange(slot.numel(), device=slot.device) * self.capacity
         rows = blocks + slot.flatten()  # index of (row, head, slot) in the flattened store

@@ -1,0 +1,212 @@
+"""The kernel's functions on tensors. Each says ``None`` when the kernel cannot do it, and then has done nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.native.build import native
+from kvkeep.types import AttentionOptions, Budget
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Element types that the kernel knows, with its numbers for them."""
+
+_KINDS = {None: 1, "last": 2, "low": 3}
+_ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d")
+_WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q")
+_SLOTS = struct.Struct("4q 3q 3q 3q q 3q 4q")
+
+
+class Wanted(NamedTuple):
+    """What attention reports beside its output.
+
+    Attributes:
+        second: what is reported beside the mass: ``last``, ``low`` or nothing.
+        counts: whether a row counts: a number, or one per row; above 0 it does, and a negative number is all.
+        gain: factor on the logits of what is reported; ``None`` for the probabilities that attention uses.
+        decay: weight of a row relative to the one after it.
+        last: newest position, from which decay counts and which ``last`` asks for.
+        theta: divides the threshold of ``low``.
+        live: the threshold of ``low`` follows from the number of visible keys, not from the query's position.
+    """
+
+    second: str | None = None
+    counts: int | Int[Tensor, " B"] = -1
+    gain: float | Float[Tensor, " B"] | None = None
+    decay: float = 1.0
+    last: int | Int[Tensor, " B"] = 0
+    theta: float = 1.0
+    live: bool = False
+
+
+def attend(
+    query: Float[Tensor, "B Hq 1 D"],
+    keys: Float[Tensor, "B Hk S D"],
+    values: Float[Tensor, "B Hk S E"],
+    now: Int[Tensor, "B 1"],
+    positions: Int[Tensor, "B #Hk S"],
+    *,
+    options: AttentionOptions,
+    wanted: Wanted | None,
+) -> list[Tensor] | None:
+    """Attention of one token per row, in one pass over keys and values.
+
+    A padded query (position -1) and one that sees nothing give zeros. `AttentionOptions.top` is not heeded.
+
+    Returns:
+        The output ``(B, Hq, 1, E)`` in the query's dtype; if wanted, the mass and what stands beside it,
+        ``(B, Hk, S)`` float32.
+    """
+    library = _library(query, keys, values, now, positions)
+    if library is None or query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype:
+        return None
+    B, Hq, _, D = query.shape
+    Hk, S = keys.shape[1:3]
+    positions = positions if positions.dtype == torch.int32 else positions.to(torch.int32)
+    kind = _KINDS[wanted.second] if wanted else 0
+    results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
+    results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2))]
+    out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]
+    wanted = wanted or _NOTHING
+    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+    counted, counts = _either(wanted.counts, torch.int64)
+    gains, gain = _either(1.0 if wanted.gain is None else wanted.gain, torch.float32)
+    newest, last = _either(wanted.last, torch.int64)
+    call = _ATTEND.pack(
+        *(B, Hk, Hq // Hk, S, D, values.shape[-1], torch.get_num_threads(), TYPES[keys.dtype]),
+        *(query.data_ptr(), *query.stride()[:2]),
+        *(keys.data_ptr(), *keys.stride()[:3]),
+        *(values.data_ptr(), *values.stride()[:3]),
+        *(positions.data_ptr(), positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0),
+        *(now.data_ptr(), now.stride(0)),
+        *(out, _pointer(sinks), options.window or 0),
+        *(kind, mass, second),
+        *(_pointer(counted), counts, _pointer(gains), wanted.gain is not None),
+        *(_pointer(newest), last, wanted.live),
+        *(options.scaling, options.softcap or 0.0, gain, wanted.decay, wanted.theta),
+    )
+    return None if library.kvkeep_attend(call) else results
+
+
+def write(
+    keys: Float[Tensor, "B Hk capacity D"],
+    values: Float[Tensor, "B Hk capacity E"],
+    positions: Int[Tensor, "B Hk capacity"],
+    *,
+    new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+    now: Int[Tensor, "B 1"],
+) -> Int[Tensor, "B Hk 1"] | None:
+    """Put one token per row into the empty slot of each head, in place, and say which slot it was."""
+    library = _library(keys, values, positions, *new, now)
+    new_keys, new_values = new
+    if library is None or (new_keys.dtype, new_values.dtype) != (keys.dtype, values.dtype):
+        return None
+    B, Hk, S = positions.shape
+    slot = torch.empty((B, Hk, 1), dtype=torch.int64)
+    call = _WRITE.pack(
+        *(B, Hk, S, keys.shape[-1], values.shape[-1], keys.element_size(), values.element_size()),
+        torch.get_num_threads(),
+        *(keys.data_ptr(), *keys.stride()[:3]),
+        *(values.data_ptr(), *values.stride()[:3]),
+        *(positions.data_ptr(), *positions.stride()[:2]),
+        *(new_keys.data_ptr(), *new_keys.stride()[:2]),
+        *(new_values.data_ptr(), *new_values.stride()[:2]),
+        *(now.data_ptr(), now.stride(0), slot.data_ptr()),
+    )
+    return None if library.kvkeep_write(call) else slot
+
+
+def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
+    """Empty, in place, the slots that no later query can see through a sliding window of ``window`` tokens."""
+    library = _library(positions, seen)
+    if library is None:
+        return None
+    return None if library.kvkeep_expire(_slots(positions, seen, window=window)) else True
+
+
+def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
+    """How many heads hold more tokens than their limit."""
+    library = _library(positions)
+    if library is None:
+        return None
+    found = library.kvkeep_count_over(_slots(positions, limit=limit))
+    return None if found < 0 else int(found)
+
+
+def evict(
+    positions: Int[Tensor, "B Hk S"],
+    scores: Float[Tensor, "B Hk S"],
+    seen: Int[Tensor, " B"],
+    *,
+    sinks: int,
+    recent: Budget,
+    limit: Budget,
+) -> bool | None:
+    """Empty, in place, the weakest slot of every head that holds more than its limit.
+
+    The order is that of `scores.weakest` after `scores.protect`: the smallest (score, position) goes, NaN is the
+    lowest score, and the first ``sinks`` and newest ``recent`` positions have an infinite one.
+    """
+    library = _library(positions, scores, seen)
+    if library is None or scores.dtype != torch.float32:
+        return None
+    call = _slots(positions, seen, scores=scores, sinks=sinks, recent=recent, limit=limit)
+    return None if library.kvkeep_evict(call) else True
+
+
+def _slots(
+    positions: Int[Tensor, "B Hk S"],
+    seen: Int[Tensor, " B"] | None = None,
+    *,
+    window: int = 0,
+    scores: Float[Tensor, "B Hk S"] | None = None,
+    sinks: int = 0,
+    recent: Budget = 0,
+    limit: Budget = 0,
+) -> bytes:
+    """Pack what the functions on slots take."""
+    recents, newest = _either(recent, torch.int64)
+    limits, most = _either(limit, torch.int64)
+    return _SLOTS.pack(
+        *(*positions.shape, torch.get_num_threads()),
+        *(positions.data_ptr(), *positions.stride()[:2]),
+        *(_pointer(seen), 0 if seen is None else seen.stride(0), window),
+        *(_pointer(scores), *((0, 0) if scores is None else scores.stride()[:2]), sinks),
+        *(_pointer(recents), 0 if recents is None else recents.stride(0), newest),
+        *(_pointer(limits), *((0, 0) if limits is None else _strides(limits)), most),
+    )
+
+
+def _strides(limits: Int[Tensor, "B #Hk"]) -> tuple[int, int]:
+    """From row to row and from head to head, where there may be one number for all heads."""
+    return limits.stride(0), limits.stride(1) if limits.shape[1] > 1 else 0
+
+
+_NOTHING = Wanted()
+
+
+def _library(*tensors: Tensor) -> ctypes.CDLL | None:
+    """The kernel, if these are ordinary tensors in main memory with a dense last axis that nobody differentiates."""
+    library = native().library
+    if library is None or torch.compiler.is_compiling():
+        return None
+    for tensor in tensors:
+        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.stride(-1) != 1:
+            return None
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return None
+    return library
+
+
+def _either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:
+    """A tensor of one number per row, dense and of this type, or a number."""
+    return (value.to(dtype).contiguous(), 0) if isinstance(value, Tensor) else (None, value)
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
