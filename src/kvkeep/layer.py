@@ -23,7 +23,7 @@ from kvkeep.eviction import cut, evict
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.rotation import AsItIs, Rotation
-from kvkeep.store import Block, Cascade, DenseStore, inference
+from kvkeep.store import Block, Cascade, DenseStore, alone, inference
 from kvkeep.types import EMPTY, AttentionOptions, Report, State, View
 
 
@@ -260,8 +260,7 @@ class Layer:
         *,
         new: Bool[Tensor, "B T"],
     ) -> View:
-        shared = positions[:, 0, : None if self._cascade else 0]
-        past, alive = self._cascade.enter(self._index, shared) if self._cascade else (shared.float(), shared > 0)
+        past, alive = self._cascade.enter(self._index, positions[:, 0]) if self._cascade else alone(self.seen)
         return View(
             positions=positions,
             keys=keys,
@@ -280,7 +279,7 @@ class Layer:
     def _advance(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
         """Count the new tokens of each row and return their true positions, -1 for padding."""
         if real is None:
-            positions = self.seen[:, None] + torch.arange(T, device=self.seen.device)
+            positions = self.seen[:, None] + (torch.arange(T, device=self.seen.device) if T > 1 else 0)
             self.block.count(T)
         else:
             positions = (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
@@ -288,7 +287,6 @@ class Layer:
         self.columns += T
         return positions
 
-    @inference
     def open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate on the first step; later, check that the tensors still fit.
 
@@ -305,5 +303,7 @@ class Layer:
                 f"{self.store.keys.dtype} and was given {tuple(keys.shape)} in {keys.dtype}. One cache serves one "
                 "model and one batch: make a new one for another, or call reset() first."
             )
-        self.block = Block(keys, values, numbers=self.budgets, starts=self.policy.slots, sequences=self._sequences)
+        self.block = inference(Block)(
+            keys, values, numbers=self.budgets, starts=self.policy.slots, sequences=self._sequences
+        )
         self.allocated = True

@@ -82,6 +82,11 @@ class Cascade:
         self._held = positions.long().masked_fill(positions < 0, _LATER).sort(dim=1).values
 
 
+def alone(seen: Int[Tensor, " B"]) -> tuple[Float[Tensor, "B 0"], Bool[Tensor, "B 0"]]:
+    """What `Cascade.enter` says to a layer that shares nothing: there are no tokens to know of."""
+    return seen.new_empty((len(seen), 0), dtype=torch.float32), seen.new_empty((len(seen), 0), dtype=torch.bool)
+
+
 def _look_up(tokens: Int[Tensor, "B N"], positions: Int[Tensor, "B S"]) -> tuple[Tensor, Bool[Tensor, "B S"]]:
     """Where each position stands in a sorted table, and whether it does."""
     wanted = positions.long().contiguous()

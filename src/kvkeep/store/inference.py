@@ -21,6 +21,8 @@ def inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(method)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)  # as it should be; entering the contexts takes longer than an eviction
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
