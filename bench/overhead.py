@@ -60,7 +60,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
-    policies = ["local", *sorted(set(kvkeep.available_policies()) - {"local", "full"})]
+    evicting = {name for name in kvkeep.available_policies() if kvkeep.parse(name).evicts}
+    policies = ["local", *sorted(evicting - {"local"})]
     whole = interleaved(model_steps(policies, options.rows, options.budget), options.repeats)
     alone = interleaved(layer_steps(policies, options.rows, options.budget), 5 * options.repeats)
     rows, data = [], {}
