@@ -23,11 +23,12 @@ from kvkeep.errors import InputError
 SWITCH = "KVKEEP_NATIVE"
 """Environment variable: ``0`` turns the kernel off, ``1`` or nothing leaves it on."""
 
-SOURCE = Path(__file__).with_name("kernel.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 COMPILERS = ("g++", "clang++", "c++")
 FUNCTIONS = ("kvkeep_attend", "kvkeep_write", "kvkeep_expire", "kvkeep_count_over", "kvkeep_evict")
 
-# without -ffast-math: see the head of the source
+# without -ffast-math: see the head of vectors.h
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 
 _TIMEOUT_S = 120
@@ -105,9 +106,14 @@ def _folder() -> Path:
 
 
 def _key(compiler: str) -> str:
-    """Name of the source as this compiler translates it for this processor."""
+    """Name of the sources as this compiler translates it for this processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_S).stdout
-    parts = (SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _processor().encode())
+    parts = (
+        *(path.read_bytes() for path in [*SOURCES, *HEADERS]),
+        version,
+        " ".join(FLAGS).encode(),
+        _processor().encode(),
+    )
     return _digest(b"\0".join(parts))
 
 
@@ -126,7 +132,7 @@ def _compile(compiler: str, folder: Path, key: str) -> Path:
     _log.info("Compiling the native kernel with %s; this takes some seconds, once.", compiler)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = Path(scratch) / "kernel.so"
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(built)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
         if done.returncode:
             complaint = next((line for line in done.stderr.splitlines() if "error" in line), "no message")

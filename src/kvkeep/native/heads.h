@@ -1,0 +1,51 @@
+// Work on the heads of all rows, on torch's threads.
+//
+// A head of a row is the unit of work: one thread does it from beginning to end in a fixed order, so results do not
+// depend on the number of threads.
+
+#pragma once
+
+#include <cstdint>
+#include <new>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+constexpr int64_t WORTH_A_THREAD = 1 << 17;  // bytes that are read in the time that waking other threads takes
+
+inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Memory for floats that begins with a cache line; null if there is none left.
+class Scratch {
+    static constexpr std::align_val_t LINE{64};
+    void *memory;
+
+   public:
+    explicit Scratch(int64_t floats) : memory(::operator new(floats * sizeof(float), LINE, std::nothrow)) {}
+    ~Scratch() { ::operator delete(memory, LINE); }
+    Scratch(const Scratch &) = delete;
+    float *get() const { return (float *)memory; }
+};
+
+// Call work(i, scratch) for every i below n. False: there was no memory for so many scratch floats.
+template <class Work>
+bool for_each(int64_t n, int64_t bytes, int64_t threads, int64_t floats, const Work &work) {
+    if (bytes < WORTH_A_THREAD || n < 2) threads = 1;
+    const int64_t each = up(floats, 32);
+    const Scratch scratch(each * threads);
+    if (!scratch.get()) return false;
+#ifdef _OPENMP
+    if (threads > 1) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+        for (int64_t i = 0; i < n; i++) work(i, scratch.get() + omp_get_thread_num() * each);
+        return true;
+    }
+#endif
+    for (int64_t i = 0; i < n; i++) work(i, scratch.get());
+    return true;
+}
+
+}  // namespace

@@ -1,0 +1,218 @@
+// Vectors of floats: the compilers' own (GCC and Clang, x86 and ARM), so nothing here needs -ffast-math, under which NaN
+// and infinity mean nothing and which, in a shared library, makes the whole process flush denormal numbers.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+namespace {
+
+// W floats make a vector. Registers hold the sums of TILE of them for each of four others.
+#if defined(__AVX512F__)
+constexpr int W = 16, TILE = 4;  // 32 registers
+#elif defined(__AVX__)
+constexpr int W = 8, TILE = 2;  // 16 registers
+#elif defined(__x86_64__)
+constexpr int W = 4, TILE = 2;
+#else
+constexpr int W = 4, TILE = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * W)));
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef uint32_t Bits __attribute__((vector_size(4 * W)));
+
+template <class V, class T>
+inline V load(const T *from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class V, class T>
+inline void store(T *to, V v) {
+    std::memcpy(to, &v, sizeof v);
+}
+
+inline Floats all(float x) { return x - Floats{}; }
+inline Ints all(int32_t x) { return x - Ints{}; }
+inline Ints select(Ints which, Ints yes, Ints no) { return (which & yes) | (~which & no); }
+inline Floats select(Ints which, Floats yes, Floats no) { return (Floats)select(which, (Ints)yes, (Ints)no); }
+
+// Compilers would rather load a number again for each use than keep it in a register; loads are what is scarce here.
+inline Floats in_register(Floats x) {
+#if defined(__x86_64__)
+    asm("" : "+v"(x));
+#elif defined(__aarch64__)
+    asm("" : "+w"(x));
+#endif
+    return x;
+}
+
+// ---- element types --------------------------------------------------------------------------------------------------
+
+// Elements are widened two vectors at a time, in an order that costs nothing: half-precision numbers lie in pairs, so
+// one vector gets the even ones and the other the odd ones. Queries, sums and outputs follow, and narrowing undoes it.
+struct Pair {
+    Floats a, b;
+};
+
+struct Float32 {
+    typedef float T;
+    static Pair widen(const T *from) { return {load<Floats>(from), load<Floats>(from + W)}; }
+    static void narrow(Pair x, T *to) {
+        store(to, x.a);
+        store(to + W, x.b);
+    }
+};
+
+struct BFloat16 {
+    typedef uint16_t T;
+    static Pair widen(const T *from) {
+        const Bits both = load<Bits>(from);
+        return {(Floats)(both << 16), (Floats)(both & 0xffff0000)};
+    }
+    static void narrow(Pair x, T *to) { store(to, (round(x.a) >> 16) | (round(x.b) & 0xffff0000)); }
+    static Bits round(Floats x) {  // in the upper half, to nearest, ties to even
+        const Bits u = (Bits)x;
+        return (Bits)select(x != x, (Ints)(u | 0x400000), (Ints)(u + 0x7fff + ((u >> 16) & 1)));
+    }
+};
+
+struct Float16 {
+    typedef uint16_t T;
+    static Pair widen(const T *from) {
+        const Ints both = load<Ints>(from);
+        return {widen(both << 16), widen(both)};
+    }
+    static Floats widen(Ints upper) {  // a product rebiases the exponent, which is right for denormals, too
+        const Ints small = (upper >> 3) & (int32_t)0x8fffe000, special = (small & 0x0f800000) == 0x0f800000;
+        return (Floats)((Ints)((Floats)small * 0x1p112f) | (special & 0x7f800000));
+    }
+    static void narrow(Pair x, T *to) { store(to, round(x.a) | (round(x.b) << 16)); }
+    static Bits round(Floats x) {
+        const Bits u = (Bits)x, size = u & 0x7fffffff;
+        const Bits normal = (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13;
+        const Bits denormal = (Bits)((Floats)size + 0.5f) - 0x3f000000;
+        Ints found = select(size < 0x38800000, (Ints)denormal, (Ints)normal);
+        found = select(size >= 0x477ff000, all(0x7c00), found);  // from 65520 on the nearest is infinity
+        found = select(size > 0x7f800000, all(0x7e00), found);
+        return (Bits)found | ((u >> 16) & 0x8000);
+    }
+};
+
+// A vector of `dim` elements as pairs of 2 W. The last pair ends where the vector ends, so it overlaps the one before
+// unless dim is a multiple of 2 W; only vectors shorter than 2 W are not read in place.
+struct Pairs {
+    int64_t dim, n;
+
+    explicit Pairs(int64_t dim) : dim(dim), n((dim + 2 * W - 1) / (2 * W)) {}
+    bool in_place() const { return dim >= 2 * W; }
+    int64_t floats() const { return n * 2 * W; }
+    int64_t elements() const { return in_place() ? 2 * W : dim; }  // of each pair
+    int64_t begin(int64_t i) const {
+        const int64_t at = i * 2 * W;
+        return in_place() && at + 2 * W > dim ? dim - 2 * W : at;
+    }
+};
+
+// The first n elements, and zeros; the first `without` of them are zeros, too.
+template <class X>
+inline Pair widen(const typename X::T *from, int64_t n, int64_t without = 0) {
+    typename X::T part[2 * W] = {};
+    std::memcpy(part, from, n * sizeof *from);
+    std::memset(part, 0, without * sizeof *from);
+    return X::widen(part);
+}
+
+template <class X>
+inline void narrow(Pair x, typename X::T *to, int64_t n) {
+    typename X::T part[2 * W];
+    X::narrow(x, part);
+    std::memcpy(to, part, n * sizeof *to);
+}
+
+// ---- functions of vectors -------------------------------------------------------------------------------------------
+
+// A polynomial, the highest coefficient first.
+template <int N>
+inline Floats polynomial(Floats x, const float (&coefficients)[N]) {
+    Floats y = all(coefficients[0]);
+    for (int i = 1; i < N; i++) y = y * x + coefficients[i];
+    return y;
+}
+
+// e to the x, to two units in the last place; 0 below -87.3, infinity above 88.7, NaN of NaN.
+inline Floats exp(Floats x) {
+    const Ints inside = (x >= -87.3f) & (x <= 88.7f);
+    const Floats y = select(inside, x, Floats{});
+    const Floats n = (y * 1.44269504f + 0x1.8p23f) - 0x1.8p23f;  // to the next whole number: there is no room for more
+    const Floats r = y - n * 0x1.62ep-1f - n * 3.19461833e-5f;   // minus n times log 2, in two parts
+    const Floats p = polynomial(r, {1.38131448e-3f, 8.36941879e-3f, 4.16684560e-2f, 0.166665152f, 0.499999940f});
+    const Floats power = (Floats)((Ints)(p * (r * r) + r + 1.0f) + (__builtin_convertvector(n, Ints) << 23));
+    return select(inside, power, select(x > 88.7f, all(INFINITY), select(x < -87.3f, Floats{}, x)));
+}
+
+inline Floats tanh(Floats x) {
+    const Floats size = (Floats)((Ints)x & INT32_MAX), square = x * x;
+    const Floats p = polynomial(square, {-6.64748671e-3f, 2.12979913e-2f, -5.38991913e-2f, 0.133329645f, -0.333333284f});
+    const Floats small = p * square * size + size, large = 1.0f - 2.0f / (exp(size + size) + 1.0f);
+    return (Floats)((Ints)select(size < 0.5f, small, large) | ((Ints)x & INT32_MIN));
+}
+
+inline float sum(Floats v) {
+    float total = 0.0f;
+    for (int i = 0; i < W; i++) total += v[i];
+    return total;
+}
+
+inline int32_t sum(Ints v) {
+    int32_t total = 0;
+    for (int i = 0; i < W; i++) total += v[i];
+    return total;
+}
+
+inline bool any(Ints v) {
+    int64_t part[W / 2], found = 0;
+    std::memcpy(part, &v, sizeof v);
+    for (int i = 0; i < W / 2; i++) found |= part[i];
+    return found != 0;
+}
+
+inline float largest(Floats v) {
+    float most = v[0];
+    for (int i = 1; i < W; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+
+// Which lane of two vectors of N-lane segments comes to lane i when the first halves of all segments are collected.
+constexpr int place(int i, int N) {
+    const int segment = i / (N / 2), each = W / N;
+    return (segment < each ? segment * N : W + (segment - each) * N) + i % (N / 2);
+}
+
+// Two vectors of N-lane segments become one of twice as many segments, half as long, with the same sums.
+template <int N, int... I>
+inline Floats fold(Floats a, Floats b, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, place(I, N)...) + __builtin_shufflevector(a, b, (place(I, N) + N / 2)...);
+#else
+    return __builtin_shuffle(a, b, Ints{place(I, N)...}) + __builtin_shuffle(a, b, Ints{(place(I, N) + N / 2)...});
+#endif
+}
+
+// COUNT vectors of N-lane segments, folded into the first; the segments keep their order.
+template <int COUNT, int N>
+inline Floats gather(Floats *parts) {
+    if constexpr (COUNT > 1) {
+        for (int i = 0; i < COUNT / 2; i++)
+            parts[i] = fold<N>(parts[2 * i], parts[2 * i + 1], std::make_integer_sequence<int, W>());
+        gather<COUNT / 2, N / 2>(parts);
+    }
+    return parts[0];
+}
+
+}  // namespace
