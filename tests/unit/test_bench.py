@@ -37,7 +37,16 @@ def bench(monkeypatch):
     monkeypatch.setattr(import_module("lib"), "SPEED_MODEL", SMALL)
     yield
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in {"lib", "peers", "decode", "throughput", "latency", "prefill_memory", "overhead"}:
+        if name.partition(".")[0] in {
+            "lib",
+            "peers",
+            "decode",
+            "throughput",
+            "latency",
+            "prefill_memory",
+            "overhead",
+            "kernel",
+        }:
             del sys.modules[name]
 
 
@@ -141,6 +150,20 @@ def test_decode_takes_turns_when_caches_do_not_fit_together(monkeypatch, capsys)
     assert most == [1] * 12  # four systems in three blocks, one cache at a time
     assert all(len(system["ms"]) == 3 for system in cell["systems"].values())
     assert "4 groups of systems in turn" in text
+
+
+def test_kernel(monkeypatch, capsys):
+    monkeypatch.setattr(import_module("kernel"), "BUFFER_BYTES", 2**16)
+    words = ["--shapes", "1x5", "2x3", "--dtypes", "bfloat16", "--repeats", "2", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", ["kernel.py", *words])
+    import_module("kernel").main()
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    one, two = json.loads(last)["cells"]
+    # keys and values of 64 numbers, a position and a mass, for 4 heads
+    assert (one["bytes"], two["bytes"]) == (5 * 4 * (2 * 64 * 2 + 8), 6 * 4 * (2 * 64 * 2 + 8))
+    assert one["moved"] == pytest.approx(one["bytes"] / (sum(one["attend_s"]) / 2))
+    assert len(two["torch_s"]) == 2
 
 
 def test_throughput(monkeypatch, capsys, here):
