@@ -159,6 +159,8 @@ class Head {
     const int32_t *positions;
     float *query, *logits, *tempered, *out, *scale;
     int32_t *shown;
+    float gain;
+    bool tempers;         // whether what is reported differs from what attention uses
     int64_t visible = 0;  // slots that hold no later token than the query's, a sliding window aside
 
    public:
@@ -166,7 +168,8 @@ class Head {
         : a(a), at(a), row(index / a.kv_heads), head(index % a.kv_heads), now(a.now[row * a.now_row]),
           positions(a.positions + row * a.position_row + head * a.position_head), query(scratch + at.query),
           logits(scratch + at.logits), tempered(scratch + at.tempered), out(scratch + at.out),
-          scale(scratch + at.scale), shown((int32_t *)(scratch + at.shown)) {}
+          scale(scratch + at.scale), shown((int32_t *)(scratch + at.shown)), gain(a.gains ? a.gains[row] : (float)a.gain),
+          tempers(a.has_gain && (gain != 1.0f || a.sinks)) {}
 
     void run() {
         std::memset(out, 0, a.group * at.value_dim.floats() * sizeof *out);
@@ -200,12 +203,7 @@ class Head {
         return {(const T *)a.values + row * a.value_row + head * a.value_head, a.value_slot};
     }
 
-    Ints positions_at(int64_t s) const {
-        if (s + W <= a.slots) return load<Ints>(positions + s);
-        int32_t part[W];
-        for (int i = 0; i < W; i++) part[i] = s + i < a.slots ? positions[s + i] : -1;
-        return load<Ints>(part);
-    }
+    Ints positions_at(int64_t s) const { return load<Ints>(positions + s, a.slots - s, -1); }
 
     // Logits of all blocks of slots of which the query sees any.
     void score() {
@@ -248,14 +246,13 @@ class Head {
         }
         const float peak = largest(most), sink = a.sinks ? a.sinks[head * a.group + g] : -INFINITY;
         const float top = sink > peak ? sink : peak;
-        const float gain = a.gains ? a.gains[row] : (float)a.gain;
         for (int64_t s = 0; s < a.slots; s += W) {
             const Floats logit = load<Floats>(x + s);
             const Ints show = load<Ints>(shown + s);
             const Floats e = select(show, exp(logit - top), Floats{});
             total += e;
             store(x + s, e);
-            if (!a.has_gain) continue;
+            if (!tempers) continue;
             const Floats outside = select(past_at(s), all(std::pow(0.0f, gain)), Floats{});  // p is 0 there
             const Floats power = select(show, exp((logit - peak) * gain), outside);
             total_tempered += power;
@@ -324,9 +321,11 @@ class Head {
         if (a.kind == MASS_AND_LAST)
             for (int64_t s = 0; s < a.slots; s++) extra[s] = newest() == now ? mass[s] : 0.0f;
         if (a.kind == MASS_AND_LOW) {
-            const float n = (float)(a.live ? visible : now + 1), theta = (float)a.theta;
-            for (int64_t s = 0; s < a.slots; s++)
-                extra[s] = mass[s] * n * theta < 1.0f && positions[s] >= 0 && positions[s] <= now ? 1.0f : 0.0f;
+            const Floats n = all((float)(a.live ? visible : now + 1)), theta = all((float)a.theta);
+            for (int64_t s = 0; s < a.slots; s += W) {
+                const Floats p = load<Floats>(mass + s, a.slots - s, 0.0f);
+                store(extra + s, select(past_at(s) & (p * n * theta < 1.0f), all(1.0f), Floats{}), a.slots - s);
+            }
         }
         if (weight != 1.0f)
             for (int64_t s = 0; s < a.slots; s++) mass[s] *= weight;
@@ -334,15 +333,11 @@ class Head {
 
     // The mean of the query heads' probabilities, tempered if there is a gain.
     void average(float *mass) const {
-        const float *p = a.has_gain ? tempered : logits, *factor = scale + (a.has_gain ? a.group : 0);
+        const float *p = tempers ? tempered : logits, *factor = scale + (tempers ? a.group : 0);
         for (int64_t s = 0; s < a.slots; s += W) {
             Floats total = {};
             for (int64_t g = 0; g < a.group; g++) total += load<Floats>(p + g * at.slots + s) * factor[g];
-            total = total / (float)a.group;
-            if (s + W <= a.slots)
-                store(mass + s, total);
-            else
-                std::memcpy(mass + s, &total, (a.slots - s) * sizeof *mass);
+            store(mass + s, total / (float)a.group, a.slots - s);
         }
     }
 };

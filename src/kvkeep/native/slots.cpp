@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "heads.h"
+#include "vectors.h"
 
 extern "C" struct Write {
     int64_t rows, kv_heads, slots, dim, value_dim;
@@ -79,14 +80,6 @@ bool is_over(const Slots *s, const int32_t *positions, int64_t row, int64_t head
     return held > (s->limits ? s->limits[row * s->limits_row + head * s->limits_head] : s->limit);
 }
 
-// A float as a whole number of the same order: NaN, which has none, as the lowest, and one zero.
-inline int32_t ordered(float x) {
-    const float number = (x != x ? -INFINITY : x) + 0.0f;
-    int32_t u;
-    std::memcpy(&u, &number, sizeof u);
-    return u ^ ((u >> 31) & INT32_MAX);
-}
-
 }  // namespace
 
 // Empty the slots that no later query can see.
@@ -109,22 +102,30 @@ extern "C" int64_t kvkeep_count_over(const Slots *s) {
 // Empty the occupied slot with the smallest (score, position) in every head that holds more than its limit. The first
 // `sinks` and the newest `recent` positions have an infinite score.
 extern "C" int64_t kvkeep_evict(const Slots *s) {
-    return for_each_head(s, s->slots, [=](int32_t *positions, int64_t row, int64_t head, float *scratch) {
+    return for_each_head(s, up(s->slots, W), [=](int32_t *positions, int64_t row, int64_t head, float *scratch) {
         if (!is_over(s, positions, row, head)) return;
         const float *scores = s->scores + row * s->score_row + head * s->score_head;
         const int64_t newest = s->recents ? s->recents[row * s->recents_row] : s->recent;
         const int32_t recent = (int32_t)(s->seen[row * s->seen_row] - newest), sinks = (int32_t)s->sinks;
-        int32_t *order = (int32_t *)scratch, lowest = INT32_MAX, oldest = INT32_MAX;
-        for (int64_t i = 0; i < s->slots; i++) {
-            const bool safe = positions[i] >= recent || positions[i] < sinks;
-            const int32_t score = ordered(safe ? INFINITY : scores[i]);
-            order[i] = positions[i] < 0 ? INT32_MAX : score;
-            lowest = order[i] < lowest ? order[i] : lowest;
+        Floats low = all(INFINITY);
+        for (int64_t i = 0; i < s->slots; i += W) {
+            const Ints position = load<Ints>(positions + i, s->slots - i, -1);
+            Floats score = load<Floats>(scores + i, s->slots - i, 0.0f);
+            score = select(score != score, all(-INFINITY), score);  // NaN has no order: it goes first
+            score = select((position >= recent) | (position < sinks), all(INFINITY), score);
+            low = select((position >= 0) & (score < low), score, low);
+            store(scratch + i, score);
         }
+        const float lowest = smallest(low);
+        Ints old = all(INT32_MAX);
+        for (int64_t i = 0; i < s->slots; i += W) {
+            const Ints position = load<Ints>(positions + i, s->slots - i, -1);
+            const Ints tied = (position >= 0) & (load<Floats>(scratch + i) == lowest);
+            old = select(tied & (position < old), position, old);
+        }
+        const int32_t oldest = smallest(old);
         for (int64_t i = 0; i < s->slots; i++)
-            oldest = order[i] == lowest && positions[i] >= 0 && positions[i] < oldest ? positions[i] : oldest;
-        for (int64_t i = 0; i < s->slots; i++)
-            if (order[i] == lowest && positions[i] == oldest) {
+            if (positions[i] == oldest && scratch[i] == lowest) {
                 positions[i] = -1;
                 return;
             }

@@ -37,6 +37,20 @@ inline void store(T *to, V v) {
     std::memcpy(to, &v, sizeof v);
 }
 
+template <class V, class T>
+inline void store(T *to, V v, int64_t n) {
+    std::memcpy(to, &v, (n < W ? n : W) * sizeof *to);
+}
+
+// The first n of W elements, and others of a value that stands for none.
+template <class V, class T>
+inline V load(const T *from, int64_t n, T none) {
+    if (n >= W) return load<V>(from);
+    T part[W];
+    for (int i = 0; i < W; i++) part[i] = i < n ? from[i] : none;
+    return load<V>(part);
+}
+
 inline Floats all(float x) { return x - Floats{}; }
 inline Ints all(int32_t x) { return x - Ints{}; }
 inline Ints select(Ints which, Ints yes, Ints no) { return (which & yes) | (~which & no); }
@@ -186,6 +200,13 @@ inline float largest(Floats v) {
     float most = v[0];
     for (int i = 1; i < W; i++) most = v[i] > most ? v[i] : most;
     return most;
+}
+
+template <class V>
+inline auto smallest(V v) {
+    auto least = v[0];
+    for (int i = 1; i < W; i++) least = v[i] < least ? v[i] : least;
+    return least;
 }
 
 // Which lane of two vectors of N-lane segments comes to lane i when the first halves of all segments are collected.
