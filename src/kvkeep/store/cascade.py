@@ -84,7 +84,8 @@ class Cascade:
 
 def alone(seen: Int[Tensor, " B"]) -> tuple[Float[Tensor, "B 0"], Bool[Tensor, "B 0"]]:
     """What `Cascade.enter` says to a layer that shares nothing: there are no tokens to know of."""
-    return seen.new_empty((len(seen), 0), dtype=torch.float32), seen.new_empty((len(seen), 0), dtype=torch.bool)
+    shape = (seen.shape[0], 0)
+    return seen.new_empty(shape, dtype=torch.float32), seen.new_empty(shape, dtype=torch.bool)
 
 
 def _look_up(tokens: Int[Tensor, "B N"], positions: Int[Tensor, "B S"]) -> tuple[Tensor, Bool[Tensor, "B S"]]:
