@@ -1,0 +1,24 @@
+"""A claim of a paper beside the check that decides it here and now."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check found: the verdict, and by how much."""
+
+    verdict: Literal["holds", "holds with a correction", "fails"]
+    by: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement of a paper: where it stands, what it says, its test, and a check of under a second."""
+
+    name: str
+    source: str
+    statement: str
+    test: str
+    check: Callable[[], Outcome]
