@@ -7,15 +7,13 @@ order of a step is attend, then look, then cut (policies.md §0.2, order A).
 from __future__ import annotations
 
 import abc
-import math
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvkeep.theory.loops import Vector, dot, softmax
+
 MARGIN = 1e-5
 """Two scores that decide who goes must be equal or this far apart (relative to 1 or to the larger score)."""
-
-Vector = list[float]
 
 
 class TooCloseError(Exception):
@@ -24,17 +22,6 @@ class TooCloseError(Exception):
 
 class OverBudgetError(Exception):
     """A policy that never evicts was given more tokens than its budget."""
-
-
-def dot(a: Vector, b: Vector) -> float:
-    return sum(map(operator.mul, a, b))
-
-
-def softmax(logits: Vector) -> Vector:
-    top = max(logits)
-    weights = [math.exp(logit - top) for logit in logits]
-    total = sum(weights)
-    return [weight / total for weight in weights]
 
 
 def mean(vectors: list[Vector]) -> Vector:
