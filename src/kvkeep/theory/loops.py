@@ -9,7 +9,7 @@ Vector: TypeAlias = list[float]
 
 def dot(a: Vector, b: Vector) -> float:
     """The inner product of two vectors."""
-    return sum(map(operator.mul, a, b))
+    return float(sum(map(operator.mul, a, b)))
 
 
 def softmax(logits: Vector) -> Vector:
