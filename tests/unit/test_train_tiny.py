@@ -1,4 +1,5 @@
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ if not (ROOT / "tools" / "train_tiny").is_dir():
     pytest.skip("the training script is not part of this copy", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from tools.train_tiny import corpus, curriculum, pools  # noqa: E402
+from tools.train_tiny import corpus, curriculum, grammar, pools  # noqa: E402
 from tools.train_tiny.documents import Recall, Shape, _statements  # noqa: E402
 from tools.train_tiny.evaluate import deciles  # noqa: E402
 from tools.train_tiny.model import WeightedLoss, build  # noqa: E402
@@ -73,6 +74,28 @@ def test_wordings_are_not_shared():
             assert template.index("{value}") > max(template.index("{owner}"), template.index("{thing}"))
 
 
+def test_no_wording_of_the_training_has_a_phrase_of_the_evaluation():
+    rng = random.Random(4)
+    held_out = [text for kind in HELD_OUT.kinds for text in (*kind.statements, *kind.corrections, *kind.questions)]
+    assert all(any(phrase in text.lower() for phrase in grammar.HELD_OUT_PHRASES) for text in held_out)
+    lexica = [pools.draw_lexicon(rng, [f"word{i}" for i in range(100)]) for _ in range(60)]
+    for kind in (*pools.KINDS, *(kind for lexicon in lexica for kind in lexicon.kinds)):
+        for text in (*kind.statements, *kind.corrections, *kind.questions):
+            assert not [phrase for phrase in grammar.HELD_OUT_PHRASES if phrase in text.lower()], text
+
+
+@pytest.mark.parametrize("kind", [kind.name for kind in HELD_OUT.kinds])
+def test_grammar_puts_keys_before_values_and_leaves_no_gap(kind):
+    rng = random.Random(5)
+    for _ in range(300):
+        ask = grammar.ask(kind, rng)
+        assert set(re.findall("{[a-z]+}", ask)) == {"{owner}", "{thing}"}
+        for text in (grammar.statement(kind, rng), grammar.correction(kind, rng)):
+            assert set(re.findall("{[a-z]+}", text)) == {"{owner}", "{thing}", "{value}"}
+            assert text.index("{value}") > max(text.index("{owner}"), text.index("{thing}"))
+            assert not {"#", "%"} & {*text, *ask}
+
+
 def test_the_last_correction_is_what_is_asked_for():
     rng = random.Random(2)
     lexicon = pools.draw_lexicon(rng, [f"word{i}" for i in range(100)])
@@ -80,7 +103,7 @@ def test_the_last_correction_is_what_is_asked_for():
         facts = [f for f in _draw(lexicon, rng) if f.kind.name == "number"]
         said, last = _statements(rng, facts, lexicon, changes=True)
         for fact in last:
-            about = [s for s in said if fact.owner in s and f" {fact.thing} " in s.replace("'", " ").replace(":", " ")]
+            about = [s for s in said if {fact.owner.lower(), fact.thing} <= set(re.findall("[a-z]+", s.lower()))]
             assert not about or fact.value in about[-1]
 
 

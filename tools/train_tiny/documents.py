@@ -235,10 +235,10 @@ def _statements(
     """What is said, in order, and the facts as they are at the end."""
     timeline = [(float(i), _state(rng, fact)) for i, fact in enumerate(facts)]
     last = list(facts)
-    rate = rng.choice((0.15, 0.3, 0.6)) if changes else 0.0
+    rate = rng.choice((0.2, 0.5, 0.9)) if changes else 0.0
     for i, fact in enumerate(facts):
         if rng.random() < rate:
-            corrects = rng.random() < 0.75
+            corrects = rng.random() < 0.8
             if corrects:
                 last[i] = replace(fact, value=draw_value(fact.kind, lexicon, rng))
             timeline.append((rng.uniform(i, len(facts)), _state(rng, last[i], corrects=corrects)))

@@ -7,11 +7,12 @@ are filtered against them, and names are mostly put together from syllables so t
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvkeep.models.tiny.wordings import COLOURS, HELD_OUT, PLACES, Kind, Lexicon, pool
+
+from . import grammar
 
 NAMES = pool(
     "Adam Agnes Alan Albert Alice Amelia Andrew Anna Arthur Beatrice Ben Bertha Bessie Bruno Carl Caroline Cecil "
@@ -130,7 +131,7 @@ def plain_lexicon(is_short: Callable[[str], bool]) -> Lexicon:
 def draw_lexicon(rng: random.Random, words: Sequence[str]) -> Lexicon:
     """Fresh pools for one document; ``words`` are ordinary words that serve as things and values, too."""
     taken = {*HELD_OUT.things, *HELD_OUT.materials}
-    loose = [w for w in rng.sample(words, 60) if w not in HELD_OUT_WORDS and w not in taken]
+    loose = [w for w in rng.sample(words, 60) if w not in taken]
     words = [w for w in rng.sample(words, 80) if w not in taken]
     things = rng.sample(THINGS_ALLOWED, 30)
     if rng.random() < 0.4:
@@ -143,7 +144,7 @@ def draw_lexicon(rng: random.Random, words: Sequence[str]) -> Lexicon:
     kinds = tuple(with_loose_wordings(with_values(kind, values), rng, loose) for kind in KINDS)
     materials = list(MATERIALS_ALLOWED)
     if rng.random() < 0.7:  # any word may stand before a thing: the held-out ones have never stood there
-        materials = [*rng.sample(loose, 12), *(invent_name(rng).lower() for _ in range(6)), *rng.sample(materials, 6)]
+        materials = [*rng.sample(loose, 6), *(invent_name(rng).lower() for _ in range(6)), *rng.sample(materials, 14)]
     return Lexicon(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(materials)), tuple(dict.fromkeys(things)), kinds)
 
 
@@ -236,7 +237,7 @@ LOOSE_ASKS = {
     "owner": (
         "who * # *?",
         "* * # *: who * its owner?",
-        "* #: who is its owner?",
+        "* #: who is the owner?",
         "* to whom # *?",
         "* * * to whom #?",
         "* owner * * #?",
@@ -262,9 +263,13 @@ def with_loose_wordings(kind: Kind, rng: random.Random, words: Sequence[str]) ->
         return " ".join(filled.replace(" ,", ",").split())
 
     subjects = LOOSE_OWNED if kind.name == "owner" else LOOSE_SUBJECTS
-    statements, questions = list(rng.sample(kind.statements, 6)), list(rng.sample(kind.questions, 6))
-    corrections = [*kind.corrections, *statements]
-    for _ in range(14):
+    statements, questions = list(rng.sample(kind.statements, 4)), list(rng.sample(kind.questions, 4))
+    corrections = [*rng.sample(kind.corrections, 4), *statements]
+    for _ in range(12):
+        statements.append(grammar.statement(kind.name, rng))
+        questions.append(grammar.ask(kind.name, rng))
+        corrections += [grammar.correction(kind.name, rng), grammar.correction(kind.name, rng), statements[-1]]
+    for _ in range(8):
         lead = rng.choice(LOOSE_LEADS).replace("{noun}", kind.name)
         subject = rng.choice(subjects)
         if kind.name in ("word", "number", "colour") and rng.random() < 0.5:
@@ -402,7 +407,7 @@ KINDS = (
                     "Which colour was *?",
                     "Name the colour of *.",
                     "How would you paint *?",
-                    "What does * look like, what is its colour?",
+                    "What does * look like, which colour has it?",
                 ),
             ),
         ),
@@ -521,12 +526,5 @@ KINDS = (
 )
 
 
-def _words_of(kinds: Sequence[Kind]) -> set[str]:
-    wordings = (text for kind in kinds for text in (*kind.statements, *kind.corrections, *kind.questions))
-    return {word for text in wordings for word in re.findall("[a-z]+", text.lower())}
-
-
-HELD_OUT_WORDS = _words_of(HELD_OUT.kinds) - _words_of(KINDS)
-"""Words that only the evaluation's wordings have; no made-up wording uses them."""
 THINGS_ALLOWED = tuple(sorted(set(THINGS) - set(HELD_OUT.things)))
-MATERIALS_ALLOWED = tuple(sorted(set(MATERIALS) - set(HELD_OUT.materials)))
+MATERIALS_ALLOWED = tuple(sorted({*MATERIALS, *grammar.ADJECTIVES} - set(HELD_OUT.materials)))
