@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .loops import Rule, Step, require_clear, require_margin
+from kvkeep.theory.scissorhands import Reading, algorithm_2, importance_record, leaving_order
+
+from .loops import Rule, Step, require_clear, require_margin, total
 
 
 class Scissorhands(Rule):
@@ -37,11 +39,8 @@ class Scissorhands(Rule):
         self.drop = max(1, self.budget // 2) if drop is None else drop
         self.window = max(1, min(100, self.budget // 2, self.drop)) if window is None else window
         self.recent = min(10, self.budget // 4) if recent is None else recent
-        self.theta = theta
-        self.threshold = threshold
-        self.literal_ties = literal_ties
-        self.low: list[dict[int, int]] = [{} for _ in range(self.heads)]
-        self.mass: list[dict[int, float]] = [{} for _ in range(self.heads)]
+        self.reading = Reading(theta=theta, live=threshold == "live", newest_first=literal_ties)
+        self.rows: list[list[tuple[int, dict[int, float]]]] = [[] for _ in range(self.heads)]
 
     def look(self, head: int, step: Step) -> None:
         pairs = list(zip(step.queries, step.rows, strict=True))
@@ -50,39 +49,32 @@ class Scissorhands(Rule):
         else:
             window = pairs[-self.window :]
             if len(pairs) >= self.window:
-                self.forget(head)
+                self.rows[head].clear()
         for i, row in window:
-            keys = len(row) if self.threshold == "live" else i + 1
-            average = 1.0 / (self.theta * keys)
-            for j, p in row.items():
-                require_clear(p, average)
-                self.low[head][j] = self.low[head].get(j, 0) + int(p < average)
-                self.mass[head][j] = self.mass[head].get(j, 0.0) + p
+            for p in row.values():
+                require_clear(p, self.reading.threshold(i, row))
+        self.rows[head] += window
 
     def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
         over = len(kept) - self.budget
         if over <= 0:
             return kept
         bursts = -(-over // self.drop)
-        n = min(self.drop * bursts, len(kept) - max(self.recent, 1))
-        order = sorted((j for j in kept if j < seen - self.recent), key=lambda j: self.key(head, j))
-        if n < len(order):
-            self.require_clear_cut(head, order[n - 1], order[n])
-        self.forget(head)
-        return [j for j in kept if j not in order[:n]]
+        m = min(self.drop * bursts, len(kept) - max(self.recent, 1))
+        self.require_clear_cut(head, leaving_order(kept, self.rows[head], r=self.recent, reading=self.reading), m)
+        stay = algorithm_2(kept, self.rows[head], r=self.recent, m=m, reading=self.reading)
+        self.rows[head].clear()
+        return stay
 
-    def key(self, head: int, j: int) -> tuple[float, ...]:
-        """Smaller keys go first."""
-        low = self.low[head][j]
-        return (-low, -j) if self.literal_ties else (-low, self.mass[head][j], j)
-
-    def require_clear_cut(self, head: int, goes: int, stays: int) -> None:
-        if not self.literal_ties and self.low[head][goes] == self.low[head][stays]:
-            require_margin(self.mass[head][goes], self.mass[head][stays])
-
-    def forget(self, head: int) -> None:
-        self.low[head].clear()
-        self.mass[head].clear()
+    def require_clear_cut(self, head: int, order: list[int], m: int) -> None:
+        """Refuse inputs under which the last that goes and the first that stays have equal counts and close sums."""
+        if m == len(order) or self.reading.newest_first:
+            return
+        low = importance_record(self.rows[head], self.reading)
+        mass = total(row for _, row in self.rows[head])
+        goes, stays = order[m - 1], order[m]
+        if low[goes] == low[stays]:
+            require_margin(mass[goes], mass[stays])
 
 
 class ScissorhandsRelease(Rule):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
-from .loops import Rule, Step, Vector, average, dot, evict, total
+from kvkeep.theory import ahakv
+from kvkeep.theory.ahakv import refine, sg_softmax
+
+from .loops import Rule, Step, average, evict, total
 from .rules_random import gumbel
 
 
@@ -50,15 +53,12 @@ class AhaKV(Rule):
 
     def gain(self, i: int) -> float:
         """How much steeper than softmax, after a prompt that ends with ``i`` tokens seen."""
-        if not self.sg_softmax:
-            return 1.0
-        gain = math.sqrt(2.0 * math.log(max(i / self.budget, 1.0)))
-        return max(1.0, gain) if self.clamp else gain
+        return ahakv.gain(i, self.budget, clamp=self.clamp) if self.sg_softmax else 1.0
 
     def look(self, head: int, step: Step) -> None:
         if not step.decode:
             self.gains[head] = self.gain(step.queries[-1] + 1)
-        rows = [average([power(p, self.gains[head]) for p in heads]) for heads in zip(*step.heads, strict=True)]
+        rows = [average([sg_softmax(p, self.gains[head]) for p in heads]) for heads in zip(*step.heads, strict=True)]
         if step.decode:
             self.sums[head] = total([self.sums[head], *rows])
             self.scores[head] = total([self.scores[head], *rows])
@@ -67,17 +67,9 @@ class AhaKV(Rule):
             self.sums[head] = total(rows[max(0, len(rows) - self.recent) :])
         else:
             self.sums[head] = total([self.sums[head], *rows])
-        visible = list(step.rows[-1])
-        prior = self.prior([step.values[j] for j in visible]) if self.value_prior else [1.0] * len(visible)
-        self.scores[head] = {j: self.sums[head].get(j, 0.0) * w for j, w in zip(visible, prior, strict=True)}
-
-    def prior(self, values: list[Vector]) -> Vector:
-        """One weight in [0, 1] per value, in order of position."""
-        norms = [dot(value, value) for value in values]
-        half = self.kernel // 2
-        around = [norms[max(0, n - half) : n + half + 1] for n in range(len(norms))]
-        smooth = [sum(part) / len(part) for part in around]
-        return [x / max(smooth) for x in smooth]
+        sums = {j: self.sums[head].get(j, 0.0) for j in step.rows[-1]}
+        values = [step.values[j] for j in sums]
+        self.scores[head] = refine(sums, values, self.kernel) if self.value_prior else sums
 
     def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
         protected = [j for j in kept if j < self.sinks or j >= seen - self.recent]
@@ -136,7 +128,8 @@ class Keyformer(Rule):
     def noisy(self, row: dict[int, float], tau: float, query_head: int, i: int) -> dict[int, float]:
         zeta = {j: self.zeta(query_head, i, j) if self.noise else 0.0 for j in row}
         weights = {j: p ** (1.0 / tau) * math.exp(zeta[j] / tau) for j, p in row.items()}
-        return power(weights, 1.0)
+        whole = sum(weights.values())
+        return {j: weight / whole for j, weight in weights.items()}
 
     def zeta(self, query_head: int, i: int, j: int) -> float:
         return gumbel(self.seed, self.sequence, self.layer, query_head, i, j)
@@ -147,10 +140,3 @@ class Keyformer(Rule):
             return [j for j in kept if j != graduate]
         protected = [j for j in kept if j < self.sinks or j >= seen - self.recent]
         return evict(kept, self.budget, self.scores[head].__getitem__, protected)
-
-
-def power(row: dict[int, float], exponent: float) -> dict[int, float]:
-    """Raise each number to a power and make their sum 1 again; with the exponent 0 all are equal."""
-    raised = {j: p**exponent for j, p in row.items()}
-    whole = sum(raised.values())
-    return {j: p / whole for j, p in raised.items()}

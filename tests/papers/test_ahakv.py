@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from kvkeep import BudgetError
+from kvkeep.theory.ahakv import algorithm_1, sg_softmax, value_prior
 
 from .by_hand import row, step
 from .cases import CHAT, DECODE, Case, family, variant
-from .lockstep import choose, compare, make_layer, play, played
+from .lockstep import choose, compare, lockstep, make_layer, play, played, retained
 from .oracles import rule
-from .rules_softmax import AhaKV, power
+from .rules_softmax import AhaKV
 
 CASES = [
     *family("ahakv:recent=3", budgets=(4, 5, 16)),
@@ -35,6 +36,32 @@ ABLATED = "recent_accumulation=false,sg_softmax=false,value_prior=false"
 @pytest.mark.parametrize("case", [*CASES, *TIES], ids=str)
 def test_keeps_the_largest_holistic_scores(case):
     compare(case)
+
+
+@pytest.mark.parametrize(
+    ("budget", "recent", "kernel", "inputs"), [(4, 1, 5, "twins"), (9, 3, 3, "random"), (16, 4, 1, "hard")]
+)
+def test_algorithm_1_keeps_the_same_tokens(budget, recent, kernel, inputs):
+    policy = f"ahakv:recent={recent},kernel={kernel}"
+    case = Case(policy, budget, (29, *DECODE), inputs=inputs, group=1)
+    streams, turns = choose(case)
+    printed = {
+        (b, head): list(
+            algorithm_1(
+                *(getattr(stream, name)[head].tolist() for name in ("queries", "keys", "values")),
+                prompt=29 - case.pads[b],
+                B=budget,
+                B_r=recent,
+                kernel=kernel,
+                scaling=case.scaling,
+            )
+        )
+        for b, stream in enumerate(streams)
+        for head in range(case.heads)
+    }
+    for turn, (layer, _) in enumerate(lockstep(case, (streams, turns))):
+        for (b, head), sets in printed.items():
+            assert retained(layer)[b][head] == sets[turn], f"row {b}, head {head}, turn {turn}"
 
 
 @pytest.mark.parametrize("turns", [(24, *DECODE), CHAT, (1,) * 60], ids=["prompt", "chat", "decode"])
@@ -73,12 +100,12 @@ def test_a_power_of_a_softmax_is_the_softmax_of_a_multiple():
     logits = [0.3, -1.2, 2.0, 0.7]
     whole = [sum(math.exp(gain * x) for x in logits) for gain in (1.0, 1.7)]
     p = {j: math.exp(x) / whole[0] for j, x in enumerate(logits)}
-    assert power(p, 1.7) == pytest.approx({j: math.exp(1.7 * x) / whole[1] for j, x in enumerate(logits)})
+    assert sg_softmax(p, 1.7) == pytest.approx({j: math.exp(1.7 * x) / whole[1] for j, x in enumerate(logits)})
 
 
 def test_the_value_prior_by_hand():
     """Squared norms 4, 1, 0, 9, 0 with a kernel of 3: means 5/2, 5/3, 10/3, 3, 9/2, divided by the largest."""
-    found = AhaKV(3, 1, kernel=3).prior([[2.0, 0.0], [0.0, 1.0], [0.0, 0.0], [3.0, 0.0], [0.0, 0.0]])
+    found = value_prior([[2.0, 0.0], [0.0, 1.0], [0.0, 0.0], [3.0, 0.0], [0.0, 0.0]], kernel=3)
     assert found == pytest.approx([5 / 9, 10 / 27, 20 / 27, 2 / 3, 1.0])
 
 

@@ -5,10 +5,11 @@ import math
 import pytest
 
 from kvkeep import BudgetError, PolicyError
+from kvkeep.theory.scissorhands import Reading, algorithm_1
 
 from .by_hand import row, step
 from .cases import DECODE, Case, family, variant
-from .lockstep import compare, lockstep, make_layer, retained
+from .lockstep import choose, compare, lockstep, make_layer, retained
 from .oracles import rule
 
 CASES = [
@@ -33,6 +34,42 @@ TIES = [
 @pytest.mark.parametrize("case", [*CASES, *TIES], ids=str)
 def test_drops_what_the_last_rows_passed_over(case):
     compare(case)
+
+
+@pytest.mark.parametrize(
+    ("budget", "w", "r", "m", "literal", "inputs"),
+    [
+        (5, 1, 1, 1, "false", "hard"),
+        (9, 3, 2, 4, "false", "twins"),
+        (9, 3, 2, 4, "true", "constant"),
+        (16, 8, 4, 8, "true", "random"),
+        (16, 8, 4, 8, "false", "random"),
+    ],
+)
+def test_algorithms_1_and_2_keep_the_same_tokens_from_an_empty_cache(budget, w, r, m, literal, inputs):
+    policy = f"scissorhands:window={w},recent={r},drop={m},theta=1.1,literal_ties={literal}"
+    case = Case(policy, budget, (1,) * 60, inputs=inputs, group=1)
+    streams, turns = choose(case)
+    reading = Reading(theta=1.1, newest_first=literal == "true")
+    printed = {
+        (b, head): list(
+            algorithm_1(
+                stream.queries[head].tolist(),
+                stream.keys[head].tolist(),
+                budget,
+                w=w,
+                r=r,
+                m=m,
+                scaling=case.scaling,
+                reading=reading,
+            )
+        )
+        for b, stream in enumerate(streams)
+        for head in range(case.heads)
+    }
+    for turn, (layer, _) in enumerate(lockstep(case, (streams, turns))):
+        for (b, head), sets in printed.items():
+            assert retained(layer)[b][head] == sets[turn], f"row {b}, head {head}, token {turn}"
 
 
 @pytest.mark.parametrize(("budget", "drop"), [(16, None), (16, 5), (9, 1)])
