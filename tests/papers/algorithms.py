@@ -1,16 +1,11 @@
-"""Whole algorithms as their papers print them, on one head, with attention included.
+"""H2O once more, on one head and with attention included: as the ring of the FlexGen code.
 
-They share nothing with the rules of `oracles` but softmax and the margin, and say again what H2O is: once as the
-ring of the FlexGen code, once as Algorithm 1 of the paper.
+It shares nothing with the rules of `oracles` but softmax. What the paper prints stands in `kvkeep.theory.h2o`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from fractions import Fraction
-
-from .loops import Vector, dot, require_margin, softmax
+from .loops import Vector, dot, softmax
 
 
 class FlexGenRing:
@@ -67,52 +62,3 @@ class FlexGenRing:
 
     def _attend(self, i: int, visible: list[int]) -> Vector:
         return softmax([self.scaling * dot(self.queries[i], self.keys[j]) for j in visible])
-
-
-def algorithm_1(
-    queries: list[Vector],
-    keys: list[Vector],
-    k: int,
-    *,
-    scaling: float,
-    h: Callable[[float], float] = lambda z: z,
-) -> Iterator[list[int]]:
-    """H2O Algorithms 1 and 2 (App. D.6), read as policies.md §4.1 decides. Yields ``S_i`` for each token.
-
-    Query i attends over ``S_{i-1} ∪ {i}``, scores accumulate from the first token on, and the element leaves whose
-    absence gives the largest ``F(T) = h(Σ_{s∈T} õ_s)``.
-    """
-    S: list[int] = []
-    accumulated: dict[int, float] = {}
-    for i, query in enumerate(queries):
-        G = [*S, i]
-        for s, o in zip(G, softmax([scaling * dot(query, keys[j]) for j in G]), strict=True):
-            accumulated[s] = accumulated.get(s, 0.0) + o
-        S = [s for s in G if s != _leaves(G, accumulated, h)] if len(G) > k else G
-        yield S
-
-
-def _leaves(G: list[int], accumulated: dict[int, float], h: Callable[[float], float]) -> int:
-    """``argmax_{v∈G} F(G without v)``; among equals the oldest, as ``G`` is ascending and ``max`` takes the first."""
-    lowest, second = sorted(accumulated[s] for s in G)[:2]
-    require_margin(lowest, second)
-    return max(G, key=lambda v: h(math.fsum(accumulated[s] for s in G if s != v)))
-
-
-def literal_algorithm_1(queries: list[Vector], keys: list[Vector], k: int) -> list[int]:
-    """H2O Algorithm 1 to the letter: rows of ``K`` outside of ``S_{i-1}`` are zero, and line 9 subtracts their 1.
-
-    Returns ``S_n``. The score of the new token is ``exp(0) - 1 = 0`` in every step. Fractions keep the sums of line
-    10 exact, however small a score is beside the others.
-    """
-    S: list[int] = []
-    for i, query in enumerate(queries):
-        if i < k:
-            S = [*S, i]
-            continue
-        o = [Fraction(math.exp(dot(query, keys[s]))) if s in S else Fraction(0) for s in range(i + 1)]
-        D = sum(o)
-        G = [*S, i]
-        u = max(G, key=lambda v, o=o, D=D, G=G: sum(o[s] / D for s in G if s != v))
-        S = [s for s in G if s != u]
-    return S

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+
+from kvkeep.theory.h2o import CONCAVE
 
 from .loops import Rule, Step, evict, require_margin
-
-H: dict[str, Callable[[float], float]] = {
-    "sum": lambda z: z,
-    "sqrt": lambda z: math.sqrt(z + 1),
-    "log": lambda z: math.log(z + 1),
-}
-"""The functions h of H2O's Remark D.14."""
 
 
 class Accumulating(Rule):
@@ -70,7 +64,7 @@ class H2O(Accumulating):
 
     def value(self, head: int, tokens: list[int]) -> float:
         """F of a set of tokens."""
-        return H[self.objective or "sum"](math.fsum(self.mass[head][j] for j in tokens))
+        return CONCAVE[self.objective or "sum"](math.fsum(self.mass[head][j] for j in tokens))
 
     def _by_objective(self, head: int, kept: list[int], protected: set[int]) -> list[int]:
         """Drop ``argmax_v F(G without v)`` until the rest fits; of equals the oldest, which ``max`` finds first."""

@@ -1,14 +1,12 @@
 """H2O against its printed algorithm and against the ring of the FlexGen code (policies.md §4.1, §4.2, §4.6)."""
 
-import math
-
 import pytest
 
-from .algorithms import FlexGenRing, algorithm_1, literal_algorithm_1
+from kvkeep.theory.h2o import CONCAVE, algorithm_1_literal, h2_eviction
+
+from .algorithms import FlexGenRing
 from .cases import Case, Stream
 from .lockstep import choose, lockstep, retained
-
-CONCAVE = {"z": lambda z: z, "sqrt": lambda z: math.sqrt(z + 1.0), "log": lambda z: math.log(z + 1.0)}
 
 
 def heads(streams: list[Stream]) -> list[tuple[int, int, list, list]]:
@@ -56,7 +54,7 @@ def test_the_ring_churns_one_heavy_slot_in_every_step():
 def test_algorithm_1_keeps_the_same_tokens_from_an_empty_cache(budget, inputs):
     case = Case("h2o:recent=0", budget, (1,) * 70, inputs=inputs, group=1)
     streams, turns = choose(case)
-    printed = [(row, head, list(algorithm_1(q, k, budget, scaling=case.scaling))) for row, head, q, k in heads(streams)]
+    printed = [(row, head, list(h2_eviction(q, k, budget, scaling=case.scaling))) for row, head, q, k in heads(streams)]
     for step, (layer, _) in enumerate(lockstep(case, (streams, turns))):
         for row, head, sets in printed:
             assert retained(layer)[row][head] == sets[step], f"row {row}, head {head}, token {step}"
@@ -66,7 +64,7 @@ def test_algorithm_1_keeps_the_same_tokens_from_an_empty_cache(budget, inputs):
 def test_a_concave_h_changes_no_decision(budget):
     case = Case("h2o:recent=0", budget, (1,) * 60, inputs="drift", group=1)
     for _, _, queries, keys in heads(choose(case)[0]):
-        z, *others = (list(algorithm_1(queries, keys, budget, scaling=case.scaling, h=h)) for h in CONCAVE.values())
+        z, *others = (list(h2_eviction(queries, keys, budget, scaling=case.scaling, h=h)) for h in CONCAVE.values())
         assert others == [z, z]
 
 
@@ -77,6 +75,7 @@ def test_line_9_to_the_letter_freezes_the_first_tokens(budget):
     streams, turns = choose(case)
     frozen = list(range(budget))
     for _, _, queries, keys in heads(streams):
-        assert literal_algorithm_1(queries, keys, budget) == frozen
+        *_, last = algorithm_1_literal(queries, keys, budget)
+        assert last == frozen
     *_, (layer, _) = lockstep(case, (streams, turns))
     assert any(kept != frozen for row in retained(layer) for kept in row)

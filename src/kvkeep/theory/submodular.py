@@ -1,0 +1,150 @@
+"""Set functions on ``[n]`` (H2O, App. D.2, D.3, D.8, D.9): brute-force checks, examples, Algorithm 3 and its bounds.
+
+A check returns by how much a property is violated at worst, so 0 or less says that it holds; all are for small n.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+Set: TypeAlias = frozenset[int]
+SetFunction: TypeAlias = Callable[[Set], float]
+
+EMPTY: Set = frozenset()
+GREEDY = 1.0 - 1.0 / math.e
+"""The factor of Theorem D.17."""
+
+
+def subsets(n: int, *, least: Set = EMPTY, at_most: int | None = None) -> Iterator[Set]:
+    """All subsets of ``range(n)`` that contain ``least`` and have at most ``at_most`` elements, small ones first."""
+    rest = [a for a in range(n) if a not in least]
+    largest = len(rest) if at_most is None else at_most - len(least)
+    for size in range(largest + 1):
+        for more in itertools.combinations(rest, size):
+            yield least | frozenset(more)
+
+
+def marginal(f: SetFunction, a: int, S: Set) -> float:
+    """``Δ_f(a | S)`` of Definition D.16: what ``a`` adds to ``S``."""
+    return f(S | {a}) - f(S)
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+
+def submodular_violation(f: SetFunction, n: int, *, Z: Set = EMPTY) -> float:
+    """Condition 1 of Definition D.1: the largest ``Δ(a | Y) - Δ(a | X)`` over ``Z ⊆ X ⊆ Y`` and ``a`` outside of ``Y``.
+
+    With the empty ``Z`` the ordinary property (and the strong one of D.3); with any other the dynamic one of D.4.
+    """
+    values = {S: f(S) for S in subsets(n, least=Z)}
+    worst = -math.inf
+    for Y in values:
+        for a in set(range(n)) - Y:
+            gain = values[Y | {a}] - values[Y]
+            for X in _between(Z, Y):
+                worst = max(worst, gain - (values[X | {a}] - values[X]))
+    return worst
+
+
+def union_violation(f: SetFunction, n: int) -> float:
+    """Condition 2 of Definition D.1: the largest ``f(S ∪ T) + f(S ∩ T) - f(S) - f(T)``."""
+    values = {S: f(S) for S in subsets(n)}
+    pairs = itertools.combinations(values, 2)
+    return max(values[S | T] + values[S & T] - values[S] - values[T] for S, T in pairs)
+
+
+def pair_violation(f: SetFunction, n: int) -> float:
+    """Condition 3 of Definition D.1: the largest ``f(S + a + b) + f(S) - f(S + a) - f(S + b)``."""
+    values = {S: f(S) for S in subsets(n)}
+    return max(
+        values[S | {a, b}] + values[S] - values[S | {a}] - values[S | {b}]
+        for S in values
+        for a, b in itertools.combinations(set(range(n)) - S, 2)
+    )
+
+
+def monotone_violation(f: SetFunction, n: int) -> float:
+    """Definition D.2: the largest drop ``f(S) - f(S + a)``; one element at a time is enough."""
+    return max(-marginal(f, a, S) for S in subsets(n) for a in set(range(n)) - S)
+
+
+def _between(Z: Set, Y: Set) -> Iterator[Set]:
+    rest = sorted(Y - Z)
+    for size in range(len(rest) + 1):
+        for more in itertools.combinations(rest, size):
+            yield Z | frozenset(more)
+
+
+# -- maximisation ------------------------------------------------------------------------------------------------------
+
+
+def greedy(f: SetFunction, n: int, k: int, *, oracle: Callable[[int, Set], float] | None = None) -> Set:
+    """Algorithm 3; with an ``oracle`` the algorithm A of Corollary D.18. Among equals the smallest element.
+
+    Line 4 lets ``i`` range over all of ``[n]``; as the text above it says, only elements outside of ``S_t`` are meant
+    here, or nothing would be added once nothing gains.
+
+    Args:
+        f: the function to maximise.
+        n: elements to choose from.
+        k: how many are chosen.
+        oracle: ``O(i, S)``, what is believed that ``i`` adds to ``S``; the truth if not given.
+    """
+    S = EMPTY
+    for _ in range(k):
+        rest = [i for i in range(n) if i not in S]
+        S |= {max(rest, key=lambda i, S=S: oracle(i, S) if oracle else f(S | {i}))}  # type: ignore[misc]
+    return S
+
+
+def optimum(f: SetFunction, n: int, k: int) -> float:
+    """``max f(T)`` over all ``T`` of exactly ``k`` elements, by looking at each."""
+    return max(f(frozenset(T)) for T in itertools.combinations(range(n), k))
+
+
+def noisy_bound(best: float, k: int, epsilon: float) -> float:
+    """Corollary D.18: what the greedy choice reaches when every marginal is off by at most ``epsilon``."""
+    return GREEDY * best - k * (2.0 - 1.0 / math.e) * epsilon
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+def concave_of_modular(weights: Sequence[float], h: Callable[[float], float] = lambda z: z) -> SetFunction:
+    """``h(Σ_{s∈T} w_s)``: H2O's score function; with the identity the linear function of D.2."""
+    return lambda T: h(math.fsum(weights[s] for s in T))
+
+
+def budget_additive(weights: Sequence[float], budget: float) -> SetFunction:
+    """``min(B, Σ_{s∈T} w_s)``."""
+    return lambda T: min(budget, math.fsum(weights[s] for s in T))
+
+
+def coverage(parts: Sequence[Set], weights: Sequence[float]) -> SetFunction:
+    """The weight of what the chosen parts cover together."""
+    return lambda T: math.fsum(weights[atom] for atom in frozenset().union(*(parts[s] for s in T)))
+
+
+def facility_location(gains: Sequence[Sequence[float]]) -> SetFunction:
+    """For every client (a row of gains) the best of the chosen places, summed; gains are at least 0."""
+    return lambda T: math.fsum(max((row[s] for s in T), default=0.0) for row in gains)
+
+
+def tight_for_greedy(k: int) -> tuple[SetFunction, int]:
+    """A coverage function on which `greedy` reaches only the share ``1 - (1 - 1/k)^k`` of the optimum.
+
+    Optimal are the last ``k`` of its ``2k`` elements, which are disjoint; each of the first ``k`` takes the k-th part
+    of what is left of every one of those. Gains tie in every step, and the first of equals is taken.
+
+    Returns:
+        The function, and the number of its elements.
+    """
+    atoms = [(place, turn) for place in range(k) for turn in range(k + 1)]
+    whole = [(k - 1) ** turn * k ** (k - 1 - turn) for turn in range(k)] + [(k - 1) ** k]
+    baits = [frozenset(n for n, (_, turn) in enumerate(atoms) if turn == t) for t in range(k)]
+    best = [frozenset(n for n, (place, _) in enumerate(atoms) if place == p) for p in range(k)]
+    return coverage([*baits, *best], [float(whole[turn]) for _, turn in atoms]), 2 * k
