@@ -18,7 +18,8 @@ FLOORS = [
     {"cache"},
     {"models", "plots"},
     {"engine"},
-    {"server", "evals", "analysis"},
+    {"server", "evals"},
+    {"analysis"},
     {"cli"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
