@@ -62,7 +62,7 @@ class System:
 
 @dataclass(frozen=True)
 class Models:
-    """The same weights under transformers' own attention and under kvkeep's."""
+    """The same weights under transformers' own attention, and packed under kvkeep's."""
 
     dense: LlamaForCausalLM
     bounded: LlamaForCausalLM
@@ -72,6 +72,7 @@ class Models:
         first = speed_model(dtype, layers, attach=False)
         second = LlamaForCausalLM(speed_config(layers)).eval()
         second.load_state_dict(first.state_dict(), assign=True)
+        kvkeep.pack_weights(second)
         return cls(first, kvkeep.attach(second))
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvkeep.layer import Layer
     from kvkeep.memory import Memory
     from kvkeep.models.hf import attach
+    from kvkeep.models.packed import pack_weights
     from kvkeep.models.text import Sampling
     from kvkeep.policies.base import Policy, option
     from kvkeep.registry import available as available_policies
@@ -70,6 +71,7 @@ _HOME = {
     "attach": "models.hf:attach",
     "budget_from_ratio": "budget:from_ratio",
     "option": "policies.base:option",
+    "pack_weights": "models.packed:pack_weights",
     "parse": "registry:parse",
     "available_policies": "registry:available",
     "spec": "registry:spec",
@@ -108,6 +110,7 @@ __all__ = [
     "available_policies",
     "budget_from_ratio",
     "option",
+    "pack_weights",
     "parse",
     "spec",
 ]

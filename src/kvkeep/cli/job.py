@@ -24,6 +24,7 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import text
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import Checkpoint, Model, embedded, find, read_weights
+from kvkeep.models.packed import pack_weights
 from kvkeep.models.quiet import quiet
 from kvkeep.registry import parse, spec
 
@@ -58,6 +59,7 @@ def serve(request: Request, batch: Batch) -> None:
             console.progress(f"loading {name} …")
             model = read_weights(checkpoint, request.dtype, request.device)
             rows = min(count, batch.max_rows or (count if batch.kv_memory else DEFAULT_ROWS))
+            pack_weights(model, rows)
             engine = _engine(model, checkpoint, request, kv_memory=batch.kv_memory, rows=rows, budget=budget)
             bad = _set_aside(lines(), engine, batch)
             total = sum(line.number not in bad for line in lines())

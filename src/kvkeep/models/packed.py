@@ -1,0 +1,77 @@
+"""Weights laid out for products with few tokens, which is what a decode step on a CPU consists of."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+FORMATS = (torch.float32, torch.bfloat16)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weights are in oneDNN's own blocked layout, and nowhere else.
+
+    Torch lays weights out anew, or computes far from the processor's speed, in every product with 2 to 64 rows.
+    The result equals the plain layer's up to the order of summation.
+
+    Args:
+        linear: a plain layer on the CPU in float32 or bfloat16.
+        rows: rows that most products will have; any other number works.
+    """
+
+    def __init__(self, linear: nn.Linear, rows: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
+
+    @property
+    def weight(self) -> Float[Tensor, "out in"]:
+        """A copy in the plain layout, made anew each time, for code that looks at weights."""
+        plain: Tensor = self._packed.to_dense()
+        return plain
+
+    def forward(self, x: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:
+        """The product with the weights, plus the bias."""
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return result
+
+
+def pack_weights(model: nn.Module, rows: int = 32) -> int:
+    """Replace the linear layers of a model that runs on a CPU, in place, and return how many were replaced.
+
+    The plain weights are given up, so nothing is held twice, and the model can no longer be trained or saved. Layers
+    that are no plain ones (quantised, with hooks, on another device, in another number format) and weights that
+    something else uses, such as tied embeddings, stay as they are.
+    """
+    if not _works():
+        return 0
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and _is_plain(child) and uses[id(child.weight)] == 1
+    ]
+    for parent, name, child in found:
+        setattr(parent, name, PackedLinear(child, rows))
+    return len(found)
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks)
+    weight = layer.weight
+    return weight.device.type == "cpu" and weight.dtype in FORMATS and weight.layout is torch.strided and not any(hooks)
+
+
+def _works() -> bool:
+    """Whether this build of torch has the operations; they are not part of its stable interface."""
+    try:
+        PackedLinear(nn.Linear(16, 16), 2)(torch.ones(2, 16))
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True

@@ -1,0 +1,85 @@
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvkeep.engine import Engine, Request
+from kvkeep.models import packed
+from kvkeep.models.packed import PackedLinear, pack_weights
+from kvkeep.models.text import Sampling
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+
+def llama(*, tied: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 40), (7, 1, 40), (2, 9, 40), (300, 40)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_layer_gives_what_the_plain_one_gives(dtype, shape, bias):
+    torch.manual_seed(1)
+    plain = nn.Linear(40, 24, bias=bias, dtype=dtype)
+    layer = PackedLinear(plain, 32)
+    x = torch.randn(shape, dtype=dtype)
+    torch.testing.assert_close(layer(x), plain(x))
+    torch.testing.assert_close(layer.weight, plain.weight.detach(), rtol=0, atol=0)
+
+
+@needs_onednn
+def test_the_plain_weights_are_given_up():
+    model = llama()
+    plain = weakref.ref(model.model.layers[1].mlp.up_proj.weight)
+    assert pack_weights(model) == 2 * 7 + 1
+    assert plain() is None
+    assert not [name for name, _ in model.named_parameters() if "proj" in name]
+
+
+@needs_onednn
+def test_tied_hooked_and_other_layers_stay():
+    model = llama(tied=True)
+    hooked, other = model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.down_proj
+    hooked.register_forward_hook(lambda *_: None)
+    other.to(torch.float16)
+    assert pack_weights(model) == 2 * 7 - 2
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.model.layers[0].mlp.up_proj is hooked
+    assert model.model.layers[0].mlp.down_proj is other
+
+
+def test_without_the_operations_nothing_changes(monkeypatch):
+    def missing(*_):
+        raise AttributeError("no such operation")
+
+    monkeypatch.setattr(packed, "PackedLinear", missing)
+    model = llama()
+    assert pack_weights(model) == 0
+    assert isinstance(model.lm_head, nn.Linear)
+
+
+@needs_onednn
+def test_a_packed_model_generates_the_same_tokens():
+    requests = [
+        Request(prompt=tuple(range(3 + i, 20 + 5 * i)), sampling=Sampling(max_new_tokens=12), ignore_end=True)
+        for i in range(5)
+    ]
+    plain = Engine(llama(), budget=10, rows=3).generate(requests)
+    model = llama()
+    pack_weights(model)
+    found = Engine(model, budget=10, rows=3).generate(requests)
+    assert [r.token_ids for r in found] == [r.token_ids for r in plain]
+    assert len({tuple(r.token_ids) for r in plain}) > 1
