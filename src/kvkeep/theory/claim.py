@@ -22,3 +22,8 @@ class Claim:
     statement: str
     test: str
     check: Callable[[], Outcome]
+
+
+def judge(by: str, *, printed: bool, corrected: bool = False) -> Outcome:
+    """The verdict on a claim of which it is known whether it stands as printed, and if not, once it is corrected."""
+    return Outcome("holds" if printed else "holds with a correction" if corrected else "fails", by)

@@ -59,7 +59,7 @@ def leaving_order(
         I, recent = {j: n if j in recent else 0 for j, n in I.items()}, set()  # noqa: E741
     mass = {j: sum(alpha.get(j, 0.0) for _, alpha in window) for j in S}
 
-    def key(j: int) -> tuple[float, ...]:
+    def key(j: int) -> tuple[int | float, ...]:
         return (-I.get(j, 0), -j) if reading.newest_first else (-I.get(j, 0), mass[j], j)
 
     return sorted((j for j in S if j not in recent), key=key)

@@ -1,0 +1,1 @@
+"""The papers' theory as running checks: what is printed, and what is meant."""
