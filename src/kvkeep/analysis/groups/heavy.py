@@ -56,8 +56,10 @@ class HeavyHitters(Measurement):
         later, _, _ = by_kind(sums[..., 1:].sum(dim=1), tokens[1:])
         total = kinds.sum(dim=0)
         places = stats.log_places(len(counts))
+        shares = _shares(sums)
         return {
-            "tokens": _shares(sums),
+            "top_5_percent": sum(shares["5%"]) / len(shares["5%"]),
+            "tokens": shares,
             "tokens_but_first": _shares(sums[..., 1:]),
             "uniform": _shares(stats.uniform_mass(len(tokens))[None, None]),
             "kinds": _law(total),
