@@ -116,7 +116,7 @@ class LocalGlobal(Measurement):
 
 _MEANING: Mapping[Verdict, str] = {
     "agree": "H2O needs no look ahead: what it has seen is enough to choose by.",
-    "differ": "What was heavy so far is not what will be: take a policy that looks at recent rows or lets old sums fade.",
+    "differ": "What was heavy is not what will be: take a policy that looks at recent rows or lets old sums fade.",
     "cannot tell": "On this text the newest tokens do as well as the best sums; try another text or a smaller budget.",
 }
 
