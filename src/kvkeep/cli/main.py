@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli import demo, env, generate, plan, policies
+from kvkeep.cli import demo, env, generate, plan, policies, theory
 from kvkeep.cli import eval as evaluation
 from kvkeep.version import __version__
 
@@ -28,6 +28,7 @@ app.command("generate")(generate.generate)
 app.command("eval")(evaluation.evaluate)
 app.command("plan")(plan.plan)
 app.add_typer(policies.app, name="policies")
+app.command("theory")(theory.theory)
 app.command("env")(env.env)
 
 

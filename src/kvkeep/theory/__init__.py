@@ -1,1 +1,1 @@
-"""What follows from numbers alone: nothing here holds a tensor or knows a model."""
+"""The papers' algorithms and theorems as running checks, and what a cache costs: nothing here knows a model."""

@@ -126,7 +126,7 @@ def _gain() -> Outcome:
         for i, k in ((4096, 720), (8192, 1000), (4096, 64))
     ]
     return judge(
-        f"entropy minus log k: {gaps[0]:+.2f} at i/k = 4096/720, {gaps[1]:+.2f} at 8192/1000 (the paper's kind); "
+        f"entropy minus log k: {gaps[0]:+.2f} at i/k = 4096/720, {gaps[1]:+.2f} at 8192/1000 (ratios as in the paper); "
         f"{gaps[2]:+.2f} at 4096/64",
         printed=abs(gaps[0]) < 0.1 and abs(gaps[1]) < 0.1,
     )

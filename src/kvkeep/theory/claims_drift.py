@@ -84,7 +84,7 @@ def _printed_mass() -> Outcome:
 def _printed_error() -> Outcome:
     root = dropped.bracket_root(3.0)
     return judge(
-        f"k = 3: {dropped.printed_error(0.2, 3.0):.2f} at q = 0.2, and below 0 for all q < {root:.3f}; no distance is",
+        f"k = 3: {dropped.printed_error(0.2, 3.0):.2f} at q = 0.2; below 0, as no distance is, for all q < {root:.3f}",
         printed=dropped.printed_error(0.2, 3.0) >= 0,
     )
 

@@ -1,0 +1,110 @@
+"""``kvkeep theory``: what the papers claim, and whether it holds here and now."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from kvkeep.cli import console
+from kvkeep.cli.console import Debug, Json, one_line_errors
+from kvkeep.errors import InputError
+
+if TYPE_CHECKING:
+    from kvkeep.theory.claim import Claim, Outcome
+
+_STYLES = {"holds": "green", "holds with a correction": "yellow", "fails": "red"}
+_VERDICT_WIDTH = 12
+"""As wide as "holds with a", so that a verdict takes two lines at most."""
+
+
+@one_line_errors
+def theory(
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,…", help="Check these claims alone, e.g. ahakv-gain.", show_default=False),
+    ] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check what the papers claim about their methods: theorems, lemmas, formulas.
+
+    Each claim is computed anew, in float64 from a fixed seed: it holds, holds with a correction, or fails, and by how
+    much. The last line of each is the command of its test, in a clone of the repository.
+    """
+    from kvkeep.theory.claims import CLAIMS  # torch: only now
+
+    claims = CLAIMS if only is None else choose(CLAIMS, only)
+    if json:
+        console.write_json(_report(claims))
+        return
+    screen = console.out()
+    verdicts: Counter[str] = Counter()
+    for claim in claims:
+        outcome = claim.check()
+        verdicts[outcome.verdict] += 1
+        screen.print(_entry(claim, outcome))
+        screen.print(Text(f"  {command(claim)}", "dim"), soft_wrap=True)
+        screen.print()
+    screen.print(_summary(verdicts))
+
+
+def choose(claims: Sequence[Claim], only: str) -> list[Claim]:
+    """The claims with the names in a comma-separated list, in the order of the papers.
+
+    Raises:
+        InputError: a name that is none, or no name at all.
+    """
+    names = {name.strip() for name in only.split(",")} - {""}
+    known = [claim.name for claim in claims]
+    unknown = sorted(names.difference(known))
+    if unknown or not names:
+        what = f"no claim is called {', '.join(map(repr, unknown))}" if unknown else "no claim is named"
+        raise InputError(f"--only: {what}. Known: {', '.join(known)}.")
+    return [claim for claim in claims if claim.name in names]
+
+
+def command(claim: Claim) -> str:
+    """What runs the test of a claim."""
+    return f"pytest {claim.test}"
+
+
+def _report(claims: Sequence[Claim]) -> dict[str, Any]:
+    """All claims with their outcomes, as plain data."""
+    entries = []
+    for claim in claims:
+        outcome = claim.check()
+        entries.append(
+            {
+                "name": claim.name,
+                "source": claim.source,
+                "statement": claim.statement,
+                "verdict": outcome.verdict,
+                "by": outcome.by,
+                "test": command(claim),
+            }
+        )
+    verdicts = Counter(str(entry["verdict"]) for entry in entries)
+    return {"claims": entries, "verdicts": {verdict: verdicts[verdict] for verdict in _STYLES}}
+
+
+def _entry(claim: Claim, outcome: Outcome) -> Table:
+    """One line of the table: the verdict, beside it the claim, its source, what it says and what was found."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(width=_VERDICT_WIDTH)
+    grid.add_column(overflow="fold")
+    says = Text.assemble((claim.name, "bold"), f"  {claim.source}\n{claim.statement}\n→ {outcome.by}")
+    grid.add_row(Text(outcome.verdict, _STYLES[outcome.verdict]), says)
+    return grid
+
+
+def _summary(verdicts: Counter[str]) -> str:
+    """How many of each verdict."""
+    said = {"holds": "hold", "holds with a correction": "hold with a correction", "fails": "fail"}
+    return f"{console.count(verdicts.total(), 'claim')}: " + ", ".join(
+        f"{verdicts[v]} {words}" for v, words in said.items()
+    )
