@@ -54,7 +54,7 @@ def union_violation(f: SetFunction, n: int) -> float:
     """Condition 2 of Definition D.1: the largest ``f(S ∪ T) + f(S ∩ T) - f(S) - f(T)``."""
     values = {S: f(S) for S in subsets(n)}
     pairs = itertools.combinations(values, 2)
-    return max(values[S | T] + values[S & T] - values[S] - values[T] for S, T in pairs)
+    return max((values[S | T] + values[S & T]) - (values[S] + values[T]) for S, T in pairs)
 
 
 def pair_violation(f: SetFunction, n: int) -> float:
@@ -132,6 +132,21 @@ def coverage(parts: Sequence[Set], weights: Sequence[float]) -> SetFunction:
 def facility_location(gains: Sequence[Sequence[float]]) -> SetFunction:
     """For every client (a row of gains) the best of the chosen places, summed; gains are at least 0."""
     return lambda T: math.fsum(max((row[s] for s in T), default=0.0) for row in gains)
+
+
+def closeness(row: Sequence[float], values: Sequence[Sequence[float]]) -> SetFunction:
+    """How near attention over a set comes to attention over all keys: 1 minus the relative error of the output.
+
+    Without any key the output is 0, so the function begins at 0 and ends at 1.
+    """
+    everything = frozenset(range(len(row)))
+
+    def output(T: Set) -> list[float]:
+        held = math.fsum(row[s] for s in T)
+        return [math.fsum(row[s] * values[s][e] for s in T) / held if T else 0.0 for e in range(len(values[0]))]
+
+    full = output(everything)
+    return lambda T: 1.0 - math.dist(output(T), full) / math.hypot(*full)
 
 
 def tight_for_greedy(k: int) -> tuple[SetFunction, int]:

@@ -1,0 +1,149 @@
+"""The regression behind H2O's heavy hitters (App. D.17 to D.21): loss, gradient and Hessian in closed form, float64.
+
+In the paper's letters: ``u = exp(Ax)``, ``α = <u, 1>``, ``f = u / α``, ``c = f - b``. With ``z = Ax`` everything is
+simple in z first, and ``A`` carries it to x. Where a sign differs from the print (Lemma D.44, Part 5), both stand here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+Point: TypeAlias = Float64[Tensor, "d"]
+Rows: TypeAlias = Float64[Tensor, "n"]
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxRegression:
+    """``L = L_exp + L_sparse + L_reg`` of Definition D.43."""
+
+    A: Float64[Tensor, "n d"]
+    b: Rows
+    w: Rows
+
+    # -- Definitions D.35 to D.38 --------------------------------------------------------------------------------------
+
+    def u(self, x: Point) -> Rows:
+        """``exp(Ax)``."""
+        return (self.A @ x).exp()
+
+    def alpha(self, x: Point) -> Float64[Tensor, ""]:
+        """``<u, 1>``."""
+        return self.u(x).sum()
+
+    def f(self, x: Point) -> Rows:
+        """``u / α``: the softmax of ``Ax``."""
+        return self.u(x) / self.alpha(x)
+
+    def c(self, x: Point) -> Rows:
+        """``f - b``, with the ``f`` of Definition D.37 (the print refers D.38 to itself)."""
+        return self.f(x) - self.b
+
+    # -- Definitions D.39 to D.43 --------------------------------------------------------------------------------------
+
+    def loss_exp(self, x: Point) -> Float64[Tensor, ""]:
+        """``½ ‖c‖²``."""
+        return 0.5 * self.c(x).square().sum()
+
+    def loss_reg(self, x: Point) -> Float64[Tensor, ""]:
+        """``½ ‖diag(w) A x‖²``."""
+        return 0.5 * (self.w * (self.A @ x)).square().sum()
+
+    def loss_sparse(self, x: Point) -> Float64[Tensor, ""]:
+        """``‖exp(Ax)‖_1``."""
+        return (self.A @ x).exp().abs().sum()
+
+    def loss(self, x: Point) -> Float64[Tensor, ""]:
+        """The sum of the three."""
+        return self.loss_exp(x) + self.loss_sparse(x) + self.loss_reg(x)
+
+    # -- Lemma D.44; the first axis is the one that is derived, the last the coordinate of x ---------------------------
+
+    def u_slope(self, x: Point) -> Float64[Tensor, "n d"]:
+        """Part 1: ``u ∘ A_i``."""
+        return self.u(x)[:, None] * self.A
+
+    def alpha_slope(self, x: Point) -> Point:
+        """Part 2: ``<u, A_i>``."""
+        return self.A.T @ self.u(x)
+
+    def inverse_alpha_slope(self, x: Point) -> Point:
+        """Part 3, of ``1 / α``: ``-α^{-1} <f, A_i>``."""
+        return -(self.A.T @ self.f(x)) / self.alpha(x)
+
+    def f_slope(self, x: Point) -> Float64[Tensor, "n d"]:
+        """Part 4: ``f ∘ A_i - <f, A_i> f``."""
+        f = self.f(x)
+        return f[:, None] * self.A - torch.outer(f, self.A.T @ f)
+
+    def gradient_exp(self, x: Point) -> Point:
+        """Part 5, corrected: ``A^T (f ∘ c - <f, c> f)``."""
+        f, c = self.f(x), self.c(x)
+        return self.A.T @ (f * c - (f @ c) * f)
+
+    def gradient_exp_printed(self, x: Point) -> Point:
+        """Part 5 as printed, with a plus: ``A^T (f ∘ c + <c, f> f)``."""
+        f, c = self.f(x), self.c(x)
+        return self.A.T @ (f * c + (f @ c) * f)
+
+    def gradient(self, x: Point) -> Point:
+        """The gradient of the whole loss."""
+        return self.gradient_exp(x) + self.alpha_slope(x) + self.A.T @ (self.w.square() * (self.A @ x))
+
+    # -- Lemmas D.45 to D.47 -------------------------------------------------------------------------------------------
+
+    def u_curvature(self, x: Point) -> Float64[Tensor, "n d d"]:
+        """Lemma D.45: ``A_j ∘ u ∘ A_i``."""
+        return self.u(x)[:, None, None] * self.A[:, :, None] * self.A[:, None, :]
+
+    def alpha_curvature(self, x: Point) -> Float64[Tensor, "d d"]:
+        """Lemma D.46: ``A^T diag(u) A``."""
+        return self.A.T @ (self.u(x)[:, None] * self.A)
+
+    def inner_exp(self, x: Point) -> Float64[Tensor, "n n"]:
+        """The part of ``L_exp``: its Hessian in ``z``, with ``J = diag(f) - f f^T`` the slope of the softmax."""
+        f, c = self.f(x), self.c(x)
+        J = f.diag() - torch.outer(f, f)
+        return c[:, None] * J + f[:, None] * J - (f @ c) * J - torch.outer(f, J @ (c + f))
+
+    def inner(self, x: Point) -> Float64[Tensor, "n n"]:
+        """``B(x)``, the inner matrix of the Hessian without ``W²``."""
+        return self.inner_exp(x) + self.u(x).diag()
+
+    def inner_diagonal(self, x: Point) -> Rows:
+        """The diagonal of `inner`, without the matrix."""
+        f, c, u = self.f(x), self.c(x), self.u(x)
+        pull = f * (c + f) - f * (f @ (c + f))
+        return (c + f - f @ c) * (f - f.square()) - f * pull + u
+
+    def hessian(self, x: Point) -> Float64[Tensor, "d d"]:
+        """``A^T (B + W²) A``."""
+        return self.A.T @ (self.inner(x) + self.w.square().diag()) @ self.A
+
+
+def draw(n: int, d: int, *, radius: float, least: float, seed: int, curvature: float = 1.0) -> SoftmaxRegression:
+    """A random problem within the conditions of Lemma D.47 and Theorem D.49.
+
+    Args:
+        n: rows of ``A``.
+        d: coordinates of ``x``.
+        radius: ``R``, the spectral norm of ``A``.
+        least: every ``w_i²`` is this plus ``l / σ_min(A)²``.
+        seed: of the random numbers.
+        curvature: ``l``.
+    """
+    noise = torch.Generator().manual_seed(seed)
+    A = torch.randn(n, d, generator=noise, dtype=torch.float64)
+    A *= radius / torch.linalg.matrix_norm(A, ord=2)
+    b = torch.rand(n, generator=noise, dtype=torch.float64)
+    w = torch.full((n,), math.sqrt(least + curvature / _sigma_min(A) ** 2), dtype=torch.float64)
+    return SoftmaxRegression(A, b / b.sum(), w)
+
+
+def _sigma_min(A: Float64[Tensor, "n d"]) -> float:
+    return float(torch.linalg.svdvals(A)[-1])
