@@ -38,7 +38,7 @@ def test_a_token_that_attends_to_itself_is_pivotal_once_and_says_nothing():
     assert found["size_without_own"] == [0.0]
 
 
-@pytest.mark.parametrize("block", [37, 128, 600])
+@pytest.mark.parametrize("block", [37, 600])
 def test_ratio_and_size_as_loops_find_them(block):
     n, layers, heads = 530, 2, 2
     logits = random_logits(layers, heads, n, n, scale=0.5) + 3.0 * random_logits(1, 1, 1, n, seed=1)

@@ -109,7 +109,11 @@ def test_the_reading_compares_h2o_and_ahakv(h2o, ahakv, verdict, claims):
     assert [claim.verdict for claim in Retained.claims(result)] == claims
 
 
-def test_it_draws_four_policies():
-    axes = Axes()
-    Retained.draw(result_of((0.1, 0.6), (0.9, 0.1)), axes)
-    assert sum(name == "plot" for name, _, _ in axes.calls) == 4
+def test_it_draws_scores_and_kept_positions():
+    scores, kept = Axes(), Axes()
+    curves = {"h2o": [1.5, 0.5], "ahakv": [1.0, 1.0], "iid logits": [1.8, 0.2]}
+    Retained.draw({**result_of((0.1, 0.6), (0.9, 0.1)), "curves": curves}, (scores, kept))
+    drawn = [args for name, args, _ in scores.calls if name == "plot"]
+    assert [list(values) for _, values in drawn] == list(curves.values())
+    assert list(drawn[0][0]) == [0.25, 0.75]
+    assert sum(name == "plot" for name, _, _ in kept.calls) == 4

@@ -10,6 +10,8 @@ from kvkeep.analysis.groups._watched import Watched, cache_of, tapes
 from kvkeep.analysis.groups.score_change import ScoreChange, change
 from kvkeep.registry import parse
 
+ROWS = 24
+
 
 def test_one_of_four_equal_keys_is_dropped():
     full = torch.full((2, 3, 4), 0.25)
@@ -47,7 +49,9 @@ def measured():
     given = subject(model, 256)
     measurement = ScoreChange(context(256, layers=2, heads=4, kv_heads=2))
     shares = []
-    measurement.runs(given, shares.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(score_change, "ROWS", ROWS)
+        measurement.runs(given, shares.append)
     assert shares == sorted(shares)
     return model, given, measurement.result()
 
@@ -56,8 +60,8 @@ def test_same_inputs_only_renormalise(measured):
     """Kept keys gain 1 / (kept mass) - 1 in their row, and both sides differ by twice the lost mass."""
     model, given, result = measured
     (first, _) = tapes(model, given.tokens[None])
-    full = first.weights(192)
-    bounded = score_change._replay(first, 192, 256 // 3, 0)
+    full = first.weights(256 - ROWS)
+    bounded = score_change._replay(first, 256 - ROWS, 256 // 3, 0)
     kept = bounded > 0
     torch.testing.assert_close(bounded, full * kept / (full * kept).sum(dim=-1, keepdim=True), rtol=1e-4, atol=1e-7)
     assert result["forced"]["by_layer"]["median"][0] >= 0.0

@@ -35,11 +35,12 @@ class Tape:
     def weights(self, first: int) -> Float[Tensor, "Hq R n"]:
         """The full cache's attention of the rows from ``first`` on."""
         heads, n = self.keys.shape[1], self.length
+        positions = torch.arange(n, device=self.keys.device)
         return reference.probabilities(
             self.query[:, :, first:],
             self.keys,
-            torch.arange(first, n)[None],
-            torch.arange(n).expand(1, heads, n),
+            positions[None, first:],
+            positions.expand(1, heads, n),
             self.options,
         )[0].flatten(0, 1)
 

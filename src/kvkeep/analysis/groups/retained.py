@@ -76,6 +76,7 @@ class Retained(Measurement):
     title: ClassVar[str] = "Accumulated scores keep the beginning of a prompt"
     reads: ClassVar[frozenset[str]] = frozenset({"attention"})
     least_tokens: ClassVar[int] = 256
+    panels: ClassVar[int] = 2
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -157,12 +158,19 @@ class Retained(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Kept positions of four policies in twentieths of the text."""
+        """Score curves beside that of iid logits, and below them the kept positions of four policies."""
+        scores, kept = axes
+        curves = {
+            name: ([(number + 0.5) / len(curve) for number in range(len(curve))], curve)
+            for name, curve in result["curves"].items()
+        }
+        lines(scores, curves, x="position, as a share of the text", y="score, its mean is 1")
+        scores.set_yscale("log")
         names = {"h2o": "h2o", "h2o_avg": "h2o_avg", RECENT_ONLY: "recent accumulation only", "ahakv": "ahakv"}
         middles = [(number + 0.5) / BINS for number in range(BINS)]
         series = {text: (middles, result["policies"][name]["histogram"]) for name, text in names.items()}
-        lines(axes, series, x="position, as a share of the text", y="share of the kept tokens")
-        axes.axhline(1 / BINS, color="0.6", linewidth=0.8)
+        lines(kept, series, x="position, as a share of the text", y="share of the kept tokens")
+        kept.axhline(1 / BINS, color="0.6", linewidth=0.8)
 
 
 def _verdict(h2o: dict[str, Any], ahakv: dict[str, Any]) -> Verdict:

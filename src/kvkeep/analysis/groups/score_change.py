@@ -207,5 +207,8 @@ def _verdict(median: float | None, lost: float) -> Verdict:
 
 def _meaning(lost: float) -> str:
     if lost <= LOST:
-        return "A third of the tokens holds what rows look at: threefold compression is a safe start here."
+        return (
+            "A third of the tokens holds most of what rows look at, on average; whether it holds the one fact that a "
+            "question asks for, only recall shows."
+        )
     return f"A third of the tokens misses {percent(lost)} of the attention: use a larger budget than a third here."
