@@ -23,8 +23,8 @@ Progress: TypeAlias = Callable[[float], object]
 
 Verdict: TypeAlias = Literal["agree", "differ", "cannot tell"]
 
-READS = frozenset({"attention", "mlp", "model"})
-"""What a measurement can ask for."""
+READS = frozenset({"attention", "mlp", "units", "model"})
+"""What a measurement can ask for; ``units`` beside ``mlp`` by those that cannot do without `Mlp.units`."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,7 @@ class Measurement(abc.ABC):
         VERSION: raised with every change of what is computed; older results are then measured anew.
         least_tokens: shorter texts are skipped.
         control: whether a model of random weights is walked, too; its result stands in ``result["random"]``.
+        panels: pairs of axes of its picture, one below the other; with more than one, `draw` is given a tuple.
     """
 
     name: ClassVar[str]
@@ -177,6 +178,7 @@ class Measurement(abc.ABC):
     VERSION: ClassVar[int] = 1
     least_tokens: ClassVar[int]
     control: ClassVar[bool] = False
+    panels: ClassVar[int] = 1
 
     def __init__(self, context: Context) -> None:
         self.context = context

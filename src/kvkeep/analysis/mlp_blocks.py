@@ -137,9 +137,9 @@ def find_block(trace: Trace, made: Tensor) -> tuple[Tensor, Tensor]:
 def _ends(trace: Trace) -> tuple[Tensor, Tensor]:
     """What the block itself is given and makes."""
     for call in reversed(trace.children):
-        if _is_activation(call.module):
+        if is_activation(call.module):
             return _around(trace, call)
-        if any(map(_is_activation, call.module.modules())):
+        if any(map(is_activation, call.module.modules())):
             return call.given, call.made
     raise NotUnderstood("its layers have no MLP block with an activation function of its own")
 
@@ -166,7 +166,8 @@ def _units(trace: Trace, rows: int) -> Tensor | None:
     return units.float().cpu() if len(units) == rows else None
 
 
-def _is_activation(module: nn.Module) -> bool:
+def is_activation(module: nn.Module) -> bool:
+    """Whether a module is an activation function of torch or transformers, without weights of its own."""
     kind = type(module)
     return kind.__module__.startswith(_ACTIVATIONS) and "Softmax" not in kind.__name__ and not list(module.parameters())
 
@@ -176,7 +177,7 @@ def _watch(module: nn.Module, layer: _Layer) -> Iterator[Any]:
     for child in module.children():
         yield _on_call(child, lambda call: layer.trace.children.append(call))
     for below in module.modules():
-        if _is_activation(below):
+        if is_activation(below):
             yield _on_call(below, lambda call: layer.trace.activations.append(call))
     yield _on_call(module, lambda call: layer.finish(call.made))
 

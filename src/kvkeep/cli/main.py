@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli import demo, env, generate, plan, policies, theory
+from kvkeep.cli import analyze, demo, env, generate, plan, policies, theory
 from kvkeep.cli import eval as evaluation
 from kvkeep.version import __version__
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("generate")(generate.generate)
 app.command("eval")(evaluation.evaluate)
+app.command("analyze")(analyze.analyze)
 app.command("plan")(plan.plan)
 app.add_typer(policies.app, name="policies")
 app.command("theory")(theory.theory)

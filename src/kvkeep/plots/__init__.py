@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from kvkeep.errors import InputError
 from kvkeep.plots.panel import Panel, Series
 
-__all__ = ["MISSING", "Panel", "Series", "available", "draw"]
+__all__ = ["MISSING", "Panel", "Series", "available", "draw", "picture"]
 
 MISSING = "matplotlib is not installed: pip install 'kvkeep[plots]'"
 """What to do without it."""
@@ -38,3 +39,16 @@ def draw(path: Path, panels: Sequence[Panel]) -> Path:
     except OSError as error:
         raise InputError(f"The plot {path} cannot be written: {error.strerror}.") from error
     return path
+
+
+def picture(fill: Callable[[Any], object], panels: int = 1) -> bytes:
+    """The PNG file of a picture that its owner draws on matplotlib's axes, see `kvkeep.plots.sheet`.
+
+    Raises:
+        InputError: matplotlib is missing.
+    """
+    if not available():
+        raise InputError(f"There are no plots: {MISSING}.")
+    from kvkeep.plots import sheet  # matplotlib: only now
+
+    return sheet.picture(fill, panels)

@@ -1,0 +1,117 @@
+"""What the papers say about small caches, and by which rules a text agrees with them."""
+
+from __future__ import annotations
+
+import math
+
+from kvkeep.analysis.measure import Claim, Reading, Result, Verdict
+
+TOLERANCE = math.log(1.02)
+"""Nats per token that count as next to nothing: 2 % of perplexity."""
+
+GAIN = 0.1
+"""Nats per token by which a second reading must be easier under the full cache before anything is said about it."""
+
+
+def reading(result: Result) -> Reading:
+    """Agrees if H2O at a fifth costs less than `TOLERANCE`."""
+    cost = _excess(result, "h2o", 0.2)
+    best, budget = cheapest(result)
+    if budget is None:
+        meaning = "No policy here is within 2 % of the full cache's perplexity at any of these budgets."
+    else:
+        meaning = f"{best} at {budget:.0%} is the smallest cache here within 2 % of the full cache's perplexity."
+    second = (
+        "" if result["gain"] >= GAIN else " Passages that come again are no easier for this model: no more is known."
+    )
+    return Reading(
+        paper="H2O is on a par with the full cache at a fifth of its size; Scissorhands keeps OPT's perplexity down to "
+        "half to three quarters of it; windows of recent tokens alone lose much.",
+        here=f"H2O at 20 % {_costs(cost)}; local {_costs(_excess(result, 'local', 0.2))}. Of the advantage of a second "
+        f"reading, H2O keeps {_kept(result, 'h2o', 0.2)} and local {_kept(result, 'local', 0.2)}.",
+        meaning=meaning + second,
+        verdict=_below(cost),
+    )
+
+
+def claims(result: Result) -> tuple[Claim, ...]:
+    """One line for each."""
+    h2o, local = _excess(result, "h2o", 0.2), _excess(result, "local", 0.2)
+    half, aha, four = (_excess(result, *cell) for cell in (("scissorhands", 0.5), ("ahakv", 0.04), ("h2o", 0.04)))
+    return (
+        Claim(
+            "A fifth of the cache is enough for H2O",
+            "H2O, Figure 4",
+            "on a par with the full cache at 20 % on most tasks",
+            f"perplexity: {_costs(h2o)}",
+            _below(h2o),
+        ),
+        Claim(
+            "Heavy hitters beat a window of recent tokens of the same size",
+            "H2O, Figure 4; Scissorhands, Table 3",
+            "far better than local at every small budget",
+            f"at 20 %, H2O {_costs(h2o)}, local {_costs(local)}",
+            _less(result, ("h2o", 0.2), ("local", 0.2)),
+        ),
+        Claim(
+            "Scissorhands keeps perplexity at half of the cache",
+            "Scissorhands, Figure 3",
+            "kept down to 50 % (OPT-13B) or 75 % (OPT-66B)",
+            f"at 50 % {_costs(half)}",
+            _below(half),
+        ),
+        Claim(
+            "AhaKV is the better one in the smallest caches",
+            "AhaKV, Figure 4",
+            "ahead of H2O at 4 %",
+            f"at 4 %, AhaKV {_costs(aha)}, H2O {_costs(four)}",
+            _less(result, ("ahakv", 0.04), ("h2o", 0.04)),
+        ),
+    )
+
+
+def cheapest(result: Result) -> tuple[str | None, float | None]:
+    """The policy and the smallest budget whose cost, and its standard error, stay within `TOLERANCE`."""
+    for column, budget in enumerate(result["budgets"]):
+        costs = {
+            name: found["excess"][column]
+            for name, found in result["policies"].items()
+            if found["excess"][column] is not None and found["excess"][column] + found["error"][column] <= TOLERANCE
+        }
+        if costs:
+            return min(costs, key=lambda name: costs[name]), budget
+    return None, None
+
+
+def _cell(result: Result, key: str, name: str, budget: float) -> float | None:
+    found = result["policies"].get(name)
+    value: float | None = None if found is None else found[key][result["budgets"].index(budget)]
+    return value
+
+
+def _excess(result: Result, name: str, budget: float) -> float | None:
+    return _cell(result, "excess", name, budget)
+
+
+def _kept(result: Result, name: str, budget: float) -> str:
+    kept = _cell(result, "kept", name, budget)
+    return "an unknown part" if kept is None or result["gain"] < GAIN else f"{kept:.0%}"
+
+
+def _costs(excess: float | None) -> str:
+    return "cannot run" if excess is None else f"costs {math.expm1(excess):+.1%}"
+
+
+def _below(excess: float | None) -> Verdict:
+    return "cannot tell" if excess is None else "agree" if excess <= TOLERANCE else "differ"
+
+
+def _less(result: Result, one: tuple[str, float], other: tuple[str, float]) -> Verdict:
+    """Agrees if the first costs less than the other by more than two standard errors of both."""
+    costs = [_excess(result, *cell) for cell in (one, other)]
+    errors = [_cell(result, "error", *cell) for cell in (one, other)]
+    if costs[0] is None or costs[1] is None:
+        return "cannot tell"
+    margin = 2 * math.hypot(*(error or 0.0 for error in errors))
+    gap = costs[1] - costs[0]
+    return "agree" if gap > margin else "differ" if gap < -margin else "cannot tell"
