@@ -31,9 +31,9 @@ def vectors(n: int, g: torch.Generator, d: int = 6) -> list[list[float]]:
 
 
 def test_algorithm_1_by_its_definitions():
-    """The prompt's choice and three generated tokens, written out with logits instead of powers of probabilities."""
+    """The prompt's choice and twenty generated tokens, written out with logits instead of powers of probabilities."""
     g, n, B, B_r, scaling = draw(0), 20, 9, 3, 6**-0.5
-    Q, K, V = (vectors(n + 3, g) for _ in range(3))
+    Q, K, V = (vectors(n + 20, g) for _ in range(3))
     steep = math.sqrt(2 * math.log(n / B))
 
     def sharpened(i: int, visible: list[int]) -> dict[int, float]:
@@ -46,7 +46,7 @@ def test_algorithm_1_by_its_definitions():
     F = {j: gamma[j] / max(gamma) * sum(row.get(j, 0.0) for row in rows) for j in range(n)}
     S = sorted(sorted(range(n - B_r), key=lambda j: -F[j])[: B - B_r] + list(range(n - B_r, n)))
     expected = [S]
-    for t in range(n, n + 3):
+    for t in range(n, n + 20):
         S = [*S, t]
         row = sharpened(t, S)
         F = {j: F.get(j, 0.0) + row.get(j, 0.0) for j in (*F, t)}

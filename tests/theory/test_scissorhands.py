@@ -14,6 +14,7 @@ import torch
 
 from kvkeep.theory import drift, persistence
 from kvkeep.theory.claims_scissorhands import kv_gib, simple
+from kvkeep.theory.rows import attend
 from kvkeep.theory.scissorhands import Reading, algorithm_1, algorithm_2, importance_record
 from kvkeep.theory.transformer import Transformer, largest, random_matrix, random_unit
 
@@ -41,6 +42,7 @@ WINDOW = [(3, {0: 0.1, 1: 0.3, 2: 0.2, 3: 0.4}), (4, {0: 0.1, 1: 0.1, 2: 0.25, 3
 def test_the_importance_record_by_hand():
     """Thresholds 1/4 and 1/5; a token that a row does not see is not low in it."""
     assert importance_record(WINDOW) == {0: 2, 1: 1, 2: 1, 3: 0, 4: 0}
+    assert importance_record([(3, {0: 0.25, 1: 0.25, 2: 0.2, 3: 0.3})]) == {0: 0, 1: 0, 2: 1, 3: 0}
     assert importance_record(WINDOW, Reading(theta=0.5)) == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1}
     gone = [(99, {7: 0.1, 98: 0.4, 99: 0.5})]
     assert importance_record(gone) == {7: 0, 98: 0, 99: 0}
@@ -61,6 +63,18 @@ def test_algorithm_1_fills_the_budget_and_falls_by_m():
     sizes = [len(S) for S in algorithm_1(q, k, 9, w=3, r=2, m=4, scaling=0.5)]
     assert sizes[:9] == list(range(1, 10))
     assert sizes[9:] == [6 + n % 4 for n in range(31)]
+
+
+@pytest.mark.parametrize("w", [1, 2, 5])
+def test_algorithm_1_looks_back_over_w_rows(w: int):
+    """Compressions, one by one, from rows that are computed again over the tokens kept before."""
+    q, k = torch.randn(2, 30, 4, generator=draw(w), dtype=torch.float64).tolist()
+    sets = list(algorithm_1(q, k, 8, w=w, r=1, m=5, scaling=0.5))
+    held = [[*S, t + 1] for t, S in enumerate([[], *sets[:-1]], start=-1)]
+    rows = [(t, attend(q[t], k, S, 0.5)) for t, S in enumerate(held)]
+    for t, S in enumerate(held):
+        window = rows[max(0, t - w + 1) : t + 1]
+        assert sets[t] == (algorithm_2(S, window, r=1, m=5) if len(S) > 8 else S)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -248,7 +262,7 @@ def test_heaviest_keys_keep_the_mass():
         best = max(float(p[list(S)].sum()) for S in itertools.combinations(range(7), 3))
         assert float(p.topk(3).values.sum()) == pytest.approx(best)
     V, p = tensor([0.0, 1.0], [1.0, 0.0], [1.0, 0.0]), tensor(0.4, 0.3, 0.3)
-    cosine = torch.nn.functional.cosine_similarity(V, (p @ V)[None] if p.ndim > 1 else p @ V, dim=-1)
+    cosine = torch.nn.functional.cosine_similarity(V, p @ V, dim=-1)
     assert int(p.argmax()) == 0
     assert cosine[1] > cosine[0] + 0.2
 
