@@ -93,4 +93,4 @@ def test_blocks_do_not_matter():
 def test_the_picture_names_its_axes():
     axes = Axes()
     HeavyHitters.draw(measured(causal(torch.ones(1, 1, 70, 70)), range(70)), axes)
-    assert {"set_xlabel", "set_ylabel", "annotate"} <= {name for name, _, _ in axes.calls}
+    assert {"set_xlabel", "set_ylabel", "legend"} <= {name for name, _, _ in axes.calls}

@@ -112,8 +112,8 @@ class HeavyHitters(Measurement):
         """Mass and counts by rank on logarithmic axes."""
         curve = result["curve"]
         for key, mark, label in (("mass", "o", "attention received"), ("count", "x", "occurrences")):
-            axes.plot(curve["rank"], curve[key], marker=mark, markersize=4, linestyle="none", color="black")
-            axes.annotate(label, (curve["rank"][0], curve[key][0]), xytext=(8, 0), textcoords="offset points")
+            axes.plot(curve["rank"], curve[key], mark, markersize=4, color="black", label=label)
+        axes.legend(fontsize=8)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlabel("rank of the kind of token")

@@ -62,7 +62,7 @@ class MlpUnits(Measurement):
     name: ClassVar[str] = "mlp_units"
     source: ClassVar[str] = "H2O, Figures 11 and 12, Table 12"
     title: ClassVar[str] = "MLP blocks have heavy hitters, too"
-    reads: ClassVar[frozenset[str]] = frozenset({"mlp", "model"})
+    reads: ClassVar[frozenset[str]] = frozenset({"mlp", "units", "model"})
     least_tokens: ClassVar[int] = 256
 
     def __init__(self, context: Context) -> None:

@@ -27,6 +27,9 @@ HARM = 0.1
 TIMES = 2.0
 """Heavy hitters matter if hiding them does so many times the harm of hiding random keys."""
 
+WIDE = 10.0
+"""From this factor between lines on, the picture's axis is logarithmic."""
+
 KNOWS = 0.5
 """Nats below guessing from which a model's loss says something about the text."""
 
@@ -91,12 +94,15 @@ class Removal(Measurement):
     def draw(cls, result: Result, axes: Axes) -> None:
         """Perplexity over the hidden share."""
         places = [100 * share for share in result["shares"]]
-        drawn = {label: (places, [math.exp(min(x, 50.0)) for x in result[name]]) for name, label in NAMES.items()}
-        full = math.exp(min(result["full"], 50.0))
-        lines(axes, drawn, x="hidden keys, %", y="perplexity")
-        axes.axhline(full, linestyle=":", color="0.4")
-        axes.annotate("nothing hidden", (places[0], full), xytext=(2, -10), textcoords="offset points", fontsize=8)
-        axes.set_yscale("log")
+        times = {name: [math.exp(min(x - result["full"], 50.0)) for x in result[name]] for name in NAMES}
+        lines(
+            axes,
+            {label: (places, times[name]) for name, label in NAMES.items()},
+            x="hidden keys, %",
+            y="perplexity, times that of the full cache",
+        )
+        if max(map(max, times.values())) > WIDE:
+            axes.set_yscale("log")
 
 
 NAMES = {

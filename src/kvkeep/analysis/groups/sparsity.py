@@ -71,7 +71,8 @@ class Sparsity(Measurement):
         layers = result["sparsity_by_layer"]
         axes.plot(range(len(layers)), layers, marker="o", color="black")
         axes.axhline(REPORTED, linestyle="--", color="0.4")
-        axes.annotate("95 %, the paper's", (0, REPORTED), xytext=(2, 3), textcoords="offset points", fontsize=9)
+        axes.annotate("95 %, the paper's", (0, REPORTED), xytext=(2, -11), textcoords="offset points", fontsize=8)
         axes.set_xlabel("layer")
         axes.set_ylabel("share of visible entries")
-        axes.set_ylim(0, 1.02)
+        axes.set_ylim(min(*layers, REPORTED) - 0.05, 1.005)
+        axes.set_xticks(range(len(layers)))
