@@ -85,7 +85,7 @@ def test_opt_may_add_no_more_than_one_token_to_its_history():
 
 @pytest.mark.parametrize("h", CONCAVE)
 @pytest.mark.parametrize("seed", range(3))
-def test_lemma_d29_with_the_quantities_of_the_run(seed, h):
+def test_lemma_d29_along_a_run(seed, h):
     Q, K = heads(seed)
     for f in (exact(Q, K, CONCAVE[h]), current(Q, K, CONCAVE[h])):
         found = measure(f, 9, 2)
@@ -95,7 +95,7 @@ def test_lemma_d29_with_the_quantities_of_the_run(seed, h):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_lemma_d30_with_the_quantities_of_the_run(seed):
+def test_lemma_d30_along_a_run(seed):
     """The cache's own sums decide, those of full attention count; the cache's are never below, as fewer keys share."""
     Q, K = heads(seed)
     found = measure(exact(Q, K), 9, 2, approximate=tracked(Q, K, 2))
@@ -137,7 +137,7 @@ def test_theta_is_measured_on_the_row_objective():
     assert found.gamma < 1e-9
 
 
-def test_what_the_theorem_calls_mild_is_far_away():
+def test_the_mild_assumption_is_far_away():
     """D.32 wants θ and γ of α/(10n). The best sum over i rows grows with i, by a ninth in the last of 9 steps."""
     for seed in range(5):
         Q, K = heads(seed)
@@ -155,7 +155,7 @@ def test_the_sets_are_much_better_than_what_is_promised():
         assert found.steps[-1].bound < 0.05 * found.steps[-1].best
 
 
-def test_theorem_d32_follows_from_the_lemma_with_its_choice_of_constants():
+def test_theorem_d32_follows_from_the_lemmas():
     for n, alpha, beta in itertools.product((1, 7, 500), (0.01, 0.5, 0.99), (0.0, 2.0)):
         theta, lost = alpha / (10 * n), beta / (10 * n)
         for i in range(1, n + 1):
@@ -179,7 +179,7 @@ def test_definition_d28_looks_the_wrong_way(seed):
     assert all(step.holds for step in measure(f, 9, 2).steps)
 
 
-def test_the_first_step_of_the_proof_is_not_monotonicity():
+def test_the_first_step_is_not_monotonicity():
     """f(S_{i+1}) ≥ f(S_i) is put down to monotonicity, but S_i is no part of S_{i+1}. It holds as i may leave, too."""
     weights = (5.0, 4.0, 1.0, 2.0, 0.5)
     f = fixed(*weights)
@@ -201,7 +201,7 @@ def test_a_free_choice_of_the_victim_never_lowers_the_value(seed):
         assert all(f(S[i], i)(S[i + 1]) >= f(S[i], i)(S[i]) - 1e-12 for i in range(1, 13))
 
 
-def test_the_third_line_of_lemma_d29_carries_a_stray_term():
+def test_the_third_line_has_a_stray_term():
     """Line 3 with its -i ε_0 does not give line 4; without it, it does. (θ = γ, opt_i = (1-γ) opt_{i+1}.)"""
     theta, gamma, i, after = 0.01, 0.01, 5, 3.0
     now = (1 - gamma) * after
@@ -214,7 +214,7 @@ def test_the_third_line_of_lemma_d29_carries_a_stray_term():
     assert line_3(0.0) >= line_4 - 1e-12
 
 
-def test_lemma_d30_needs_the_approximation_from_below_as_well():
+def test_lemma_d30_needs_both_sides():
     """Erratum: its fourth line takes f̃(S_i) ≥ f(S_i), which no condition gives. With f̃ = 0 every printed condition
     holds for ε_0 = 0, and the run throws the only valuable token away."""
     f, nothing = fixed(1.0, 0.0, 0.0), lambda Z, i: lambda T: 0.0

@@ -50,7 +50,7 @@ def test_even_as_meant_nothing_enters_once_all_have_received_more_than_one_row()
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("k", [4, 6, 9])
-def test_line_9_of_algorithm_1_freezes_the_first_tokens(k, seed):
+def test_line_9_freezes_the_first_tokens(k, seed):
     """Erratum: the new token's score is exp(0) - 1 = 0 in every step, the smallest. Here the first token is a sink."""
     Q, K = [[1.0]] * 30, [[5.0], *gauss(29, 1, seed, scale=2.0)]
     assert last(algorithm_1_literal(Q, K, k)) == list(range(k))
@@ -58,7 +58,7 @@ def test_line_9_of_algorithm_1_freezes_the_first_tokens(k, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_of_algorithm_2_are_no_probabilities(seed):
+def test_rows_are_no_probabilities(seed):
     """Erratum: with the indicator left in line 8 the row sums to 1 and one more exp(0)/D for every token outside."""
     Q, K = gauss(12, 3, seed), gauss(12, 3, seed + 50)
     S, i = [0, 3, 7], 11
@@ -69,7 +69,7 @@ def test_rows_of_algorithm_2_are_no_probabilities(seed):
     assert [row[s] for s in range(i + 1) if s not in S] == pytest.approx([1.0 / D] * 9)
 
 
-def test_the_key_of_the_new_token_has_no_part_in_algorithm_2_but_does_in_the_meant_reading():
+def test_the_key_of_the_new_token_has_no_part():
     """Erratum: a new token that all attention belongs to scores as little as one that gets none."""
     Q = [[1.0]] * 3
     strong, weak = [[2.0], [1.0], [9.0]], [[2.0], [1.0], [-9.0]]
@@ -78,7 +78,7 @@ def test_the_key_of_the_new_token_has_no_part_in_algorithm_2_but_does_in_the_mea
     assert last(h2_eviction(Q, weak, 2)) == [0, 1]
 
 
-def test_algorithm_2_forgets_the_rows_before_the_cache_is_full():
+def test_rows_before_the_cache_is_full_are_lost():
     """Token 0 is loved by the rows of tokens 0 and 1 only; line 9 does not run for them."""
     K = [[3.0], [0.0], [1.0]]
     Q = [[1.0], [1.0], [-1.0]]

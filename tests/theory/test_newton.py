@@ -34,7 +34,7 @@ def test_the_minimum_is_one(case):
         assert float(problem.loss(near)) > float(problem.loss(best))
 
 
-def test_the_printed_plus_doubles_the_error_and_a_minus_removes_it(case):
+def test_the_printed_plus_doubles_the_error(case):
     """Erratum: line 9 prints x + H^{-1} g."""
     problem, best = case
     printed = errors(algorithm_4(problem, start(best), sign=1), best, 4)
@@ -54,7 +54,7 @@ def test_newton_with_the_whole_hessian_is_quadratic():
     assert constants[-1] > 1e-6
 
 
-def test_the_weights_alone_contract_by_a_ninth_at_least(case):
+def test_the_weights_alone_contract(case):
     """Lemma D.47, Part 2: W² is within a tenth of the inner matrix, so a step leaves at most 1/9 of the error."""
     problem, best = case
     path = [0.3, *errors(algorithm_4(problem, start(best), curvature=weights_alone), best, 4)]
@@ -85,7 +85,7 @@ def test_the_iterations_of_theorem_d49(accuracy):
         assert found[0] > 1e-3  # rows are missing: with all of them one step would leave less
 
 
-def test_a_constant_epsilon_1_has_to_be_a_small_one():
+def test_epsilon_1_has_to_be_small():
     """Erratum: ε_1 = Θ(1). An inner matrix within 1 ± 0.6 may be 0.4 of the right one: each step overshoots, and the
     error grows by half. The number of steps needs ε_1 / (1 - ε_1) ≤ 1/e, so ε_1 ≤ 1/(1 + e) = 0.27."""
     problem = draw(12, 3, radius=RADIUS, least=ENOUGH, seed=0)

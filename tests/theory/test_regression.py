@@ -90,7 +90,7 @@ def test_part_3(problem, x):
 
 
 @pytest.mark.parametrize(("problem", "x"), PROBLEMS[1:])
-def test_part_5_is_printed_with_the_wrong_sign(problem, x):
+def test_part_5_has_the_wrong_sign(problem, x):
     """Erratum: a plus before f<c, f>. Off by 2 A^T f <c, f>; the corrected form is what differences say."""
     measured = finite(problem.loss_exp, x)
     close(problem.gradient_exp(x), measured, rtol=1e-6)
@@ -112,7 +112,7 @@ def test_curvatures(problem, x):
 
 
 @pytest.mark.parametrize(("problem", "x"), PROBLEMS)
-def test_the_inner_matrix_is_the_hessian_of_loss_exp_in_z(problem, x):
+def test_the_inner_matrix(problem, x):
     loss = lambda z: 0.5 * (z.softmax(dim=0) - problem.b).square().sum()  # noqa: E731
     inner = problem.inner_exp(x)
     close(inner, hessian(loss, problem.A @ x))
@@ -177,6 +177,17 @@ def test_part_2_of_lemma_d47(radius):
         )
         assert float(eigenvalues(weights - 0.9 * whole)[0]) >= 0.0
         assert float(eigenvalues(1.1 * whole - weights)[0]) >= 0.0
+
+
+def test_part_2_needs_a_bound_on_b():
+    """Erratum: as in Part 1, nothing is said of b."""
+    problem, x = draw(6, 3, radius=1.0, least=200.0 * math.e, seed=0), point(3, 0)
+    for b, ok in ((problem.b, True), (1e4 * problem.b, False)):
+        heavy = dataclasses.replace(problem, b=b)
+        weights = heavy.w.square().diag()
+        whole = heavy.inner(x) + weights
+        bounds = (eigenvalues(weights - 0.9 * whole)[0], eigenvalues(1.1 * whole - weights)[0])
+        assert (min(bounds) >= 0.0) == ok
 
 
 def test_part_2_needs_more_than_the_weights_of_part_1():

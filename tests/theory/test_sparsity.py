@@ -59,7 +59,7 @@ def test_the_bound_is_reached_when_no_two_rows_share_an_extra():
     assert len(found.union) == found.allowed == 6.0
 
 
-def test_the_bound_for_one_row_is_printed_with_an_n_too_many():
+def test_the_bound_for_one_row():
     """Erratum: the proof starts from αkn elements outside of S_0 in each row, where the definition gives αk. Rows that
     use what is printed have a union of αkn², not αkn."""
     n, k, alpha = 3, 4, 0.5

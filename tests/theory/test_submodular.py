@@ -81,7 +81,7 @@ def test_monotone_by_hand():
     assert monotone_violation(lambda S: float(sum((a in S) != (b in S) for a, b in cut)), 3) == 2.0
 
 
-def test_the_three_conditions_of_definition_d1_are_one():
+def test_the_three_conditions_are_one():
     """On random functions of three elements, of which some are submodular and some are not."""
     noise, found = random.Random(3), set()
     for _ in range(300):
@@ -94,7 +94,7 @@ def test_the_three_conditions_of_definition_d1_are_one():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_examples_are_monotone_and_submodular(name, seed):
+def test_the_examples_are_submodular(name, seed):
     f = EXAMPLES[name](6, seed)
     assert all(check(f, 6) <= ZERO for check in CHECKS)
     assert monotone_violation(f, 6) <= ZERO
@@ -181,7 +181,7 @@ def noisy(f, epsilon, seed):
 
 @pytest.mark.parametrize("epsilon", [0.05, 0.5])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_corollary_d18_with_every_marginal_off_by_epsilon(name, epsilon):
+def test_corollary_d18(name, epsilon):
     for seed in range(8):
         f = EXAMPLES[name](8, seed)
         S = greedy(f, 8, 3, oracle=noisy(f, epsilon, seed))
@@ -205,7 +205,7 @@ def test_lemma_d19_leaves_room(n):
 # -- is attention submodular? ------------------------------------------------------------------------------------------
 
 
-def test_the_mass_that_a_set_receives_is_submodular_and_the_closeness_of_the_output_is_not():
+def test_mass_is_submodular_closeness_not():
     """Lemma 3.1 assumes that the attention scheme is submodular; what that means decides."""
     noise = random.Random(0)
     row = softmax([noise.gauss(0.0, 1.0) for _ in range(6)])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvkeep.theory import claims_ahakv, claims_scissorhands
+from kvkeep.theory import claims_ahakv, claims_h2o, claims_scissorhands
 from kvkeep.theory.claim import Claim
 
-CLAIMS: tuple[Claim, ...] = (*claims_scissorhands.CLAIMS, *claims_ahakv.CLAIMS)
+CLAIMS: tuple[Claim, ...] = (*claims_h2o.CLAIMS, *claims_scissorhands.CLAIMS, *claims_ahakv.CLAIMS)
 """Paper by paper; names are unique."""
