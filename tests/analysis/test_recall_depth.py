@@ -54,6 +54,7 @@ def test_replies_that_point_to_the_beginning():
 def test_accuracy_by_fifth_and_replies_that_are_no_value():
     found = summary([reply(0.1, 0.1, True), reply(0.15, None), reply(0.9, 0.9, True), reply(1.0, 1.0, True)])
     assert found["by_fifth"] == [0.5, None, None, None, 1.0]
+    assert found["by_half"] == [0.5, 1.0]
     assert found["accuracy"] == 0.75
     assert found["rights"] == "1011"
     assert found["names_a_fact"] == 0.75
@@ -118,6 +119,7 @@ def policy(move, error, rights="1100"):
         "accuracy": rights.count("1") / len(rights),
         "rights": rights,
         "by_fifth": [0.5, None, 0.5, 0.5, 0.5],
+        "by_half": [None, 0.5],
     }
 
 

@@ -1,7 +1,8 @@
 """What a policy keeps of a prompt, from the rows of the full cache: its own statistic, state and score, no copy.
 
 A prompt attends to everything before anything is dropped, so the walk sees the very rows from which a policy chooses,
-and the kept set is that of a `BoundedCache` that is given the whole prompt at once.
+and the kept set is that of a `BoundedCache` that is given the whole prompt at once. In layers with a sliding window the
+cache drops, beside that, what has left the window.
 """
 
 from __future__ import annotations

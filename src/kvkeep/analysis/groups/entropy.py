@@ -29,7 +29,7 @@ KEEP_RATIO = 0.2
 """The budget whose logarithm is the target of the gain, as a share of the text: 720 of 3600 tokens in Figure 2."""
 
 POINTS = 24
-"""Points of the curves, evenly spaced in ln i."""
+"""Points of the curves, evenly spaced in ln i; each is a mean over the sampled rows around it."""
 
 GROWS = 0.5
 """Slope of the entropy over ln i, 1 in Equation 8, from which attention counts as flattening as Equation 8 says."""
@@ -124,12 +124,15 @@ class Entropy(Measurement):
         }
 
     def _curves(self, i: Float[Tensor, " m"], calmest: int) -> dict[str, list[float]]:
-        """Values at points that are evenly spaced in ln i: means over layers, and the layer with the smallest σ²."""
-        wanted = torch.linspace(float(i[0].log()), float(i[-1].log()), min(POINTS, len(i))).double()
-        at = (i.log()[None] - wanted[:, None]).abs().argmin(dim=1).unique()
-        means, calm = self._found[:, at].mean(dim=0), self._found[calmest, at]
+        """Means over rows of similar ln i: over layers, and of the layer with the smallest σ²."""
+        place = (i / i[0]).log() / (i[-1] / i[0]).log() * POINTS
+        near = place.long().clamp(max=POINTS - 1) == torch.arange(POINTS)[:, None]
+        near = near[near.any(dim=1)].double()
+        near = near / near.sum(dim=1, keepdim=True)
+        means, calm = near @ self._found.mean(dim=0), near @ self._found[calmest]
         return {
-            "i": i[at].tolist(),
+            "i": (near @ i).tolist(),
+            "ln i": (near @ i.log()).tolist(),
             "entropy": means[:, 0].tolist(),
             "entropy with gain": means[:, 2].tolist(),
             "calmest layer": calm[:, 0].tolist(),
@@ -185,7 +188,7 @@ class Entropy(Measurement):
             "with gain, all layers": (i, curves["entropy with gain"]),
             f"entropy, {layer}": (i, curves["calmest layer"]),
             f"ln i - σ²/2, {layer}": (i, curves["calmest layer, formula"]),
-            "ln i": (i, [math.log(row) for row in i]),
+            "ln i": (i, curves["ln i"]),
         }
         lines(axes, series, x="row number i", y="nats")
         axes.set_xscale("log")

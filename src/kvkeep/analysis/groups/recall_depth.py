@@ -98,6 +98,9 @@ def summary(replies: Sequence[Reply]) -> Result:
         "accuracy": mean([float(reply.right) for reply in replies]),
         "rights": "".join(str(int(reply.right)) for reply in replies),
         "by_fifth": [mean(map(float, rights)) for rights in fifths],
+        "by_half": [
+            mean(float(reply.right) for reply in replies if (reply.asked >= 0.5) == late) for late in (False, True)
+        ],
         "asked": asked,
         "named": named,
         "names_a_fact": sum(reply.named is not None for reply in replies) / len(replies),
@@ -164,9 +167,10 @@ class RecallDepth(Measurement):
             paper="Asked for one of 30 paragraphs, LLaMA-3-8B under H2O names mostly those of the first half; under "
             "AhaKV the answers are spread like the truth (Figure 7).",
             here=f"At {percent(result['keep_ratio'])} of {result['context']} tokens H2O gets "
-            f"{percent(h2o['accuracy'])} of {result['questions']} questions right, AhaKV {percent(ahakv['accuracy'])}, "
-            f"the full cache {percent(full['accuracy'])}. Replies point to the second half more often than questions "
-            f"by {_signed(h2o)} under H2O and {_signed(ahakv)} under AhaKV.",
+            f"{percent(h2o['accuracy'])} of {result['questions']} questions right ({_halves(h2o)}), AhaKV "
+            f"{percent(ahakv['accuracy'])} ({_halves(ahakv)}), the full cache {percent(full['accuracy'])}. "
+            f"Replies point to the second half more often than questions by {_signed(h2o)} under H2O "
+            f"and {_signed(ahakv)} under AhaKV.",
             meaning=_meaning(h2o, ahakv),
             verdict=_verdict(h2o, ahakv),
         )
@@ -208,6 +212,10 @@ def _greedy(drive: Drive, logits: Tensor, most: int, ends: set[int]) -> list[lis
             break
         logits = drive.feed(best[:, None], running[:, None], last_only=True)
     return rows
+
+
+def _halves(found: Result) -> str:
+    return f"of the first half {percent(found['by_half'][0])}, of the second {percent(found['by_half'][1])}"
 
 
 def _signed(found: Result) -> str:

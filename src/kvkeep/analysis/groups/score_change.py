@@ -160,10 +160,10 @@ class ScoreChange(Measurement):
         """The histogram of the change of kept keys, both ways."""
         middles = [(low + high) / 2 for low, high in pairwise(result["edges"])]
         series = {
-            f"{text}; {percent(result[way]['lost_mass'])} of attention at -1": (middles, result[way]["histogram"])
-            for way, text in (("free", "model runs on the bounded cache"), ("forced", "same inputs"))
+            f"{text}: {percent(result[way]['lost_mass'])} of attention lost": (middles, result[way]["histogram"])
+            for way, text in (("free", "on the bounded cache"), ("forced", "same inputs"))
         }
-        lines(axes, series, x="(bounded - full) / full, kept keys", y="share of kept keys")
+        lines(axes, series, x="(bounded - full) / full of kept keys; last point: 1.9 and above", y="share of kept keys")
         axes.axvline(0.0, color="0.6", linewidth=0.8)
 
 
