@@ -97,7 +97,7 @@ def test_what_it_shows_is_escaped(whole):
 def test_the_picture_is_a_png_with_words(whole):
     (image,) = [attributes for tag, attributes in read(whole).tags if tag == "img"]
     assert base64.b64decode(image["src"].partition(",")[2]).startswith(b"\x89PNG")
-    assert "98% on average" in image["alt"]
+    assert "98\u00a0% on average" in image["alt"]
 
 
 def test_verdicts_are_words_and_counts_add_up(whole):
@@ -149,12 +149,16 @@ def test_report_writes_page_pictures_and_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "available", lambda: False)
     written, _ = report.write(folder)
     assert "<img" not in written.read_text()
-    assert "98% on average" in written.read_text()
+    assert "98\u00a0% on average" in written.read_text()
 
 
 def test_a_report_needs_an_analysis(tmp_path):
     with pytest.raises(InputError, match="holds no analysis"):
         report.write(Folder(tmp_path))
+
+
+def test_a_number_keeps_its_per_cent_sign():
+    assert page.escape("5 % of 20%, a % b <") == "5\u00a0% of 20\u00a0%, a % b &lt;"
 
 
 def test_the_style_reads_without_colour():

@@ -55,6 +55,16 @@ def test_r2_prefers_who_keeps_the_far_past_over_who_is_cheapest():
     assert advise(budgets(cells, gain=0.01), "").policy == "local"
 
 
+def test_r2_leaves_windows_out_where_heavy_hitters_matter():
+    cells = {"local": ((1, 0.001, 0), (0, 0.9, 1)), "tova": ((1, 0.015, 0), (0, 0.2, 1))}
+    assert advise(budgets(cells), "").policy == "local"
+    found = advise(budgets(cells) | LOUD["R5"], "")
+    assert found.policy == "tova"
+    assert "left out, see R5" in found.reasons[1]
+    del cells["tova"]
+    assert advise(budgets(cells) | LOUD["R5"], "").policy == "local"
+
+
 def test_r2_among_equals_the_cheapest():
     cells = {"tova": ((1, 0.015, 0), (0, 0.80, 1)), "h2o": ((1, 0.005, 0), (0, 0.76, 1))}
     assert advise(budgets(cells), "").policy == "h2o"

@@ -38,6 +38,6 @@ ELSEWHERE = (
         "The theorems",
         "H2O, section 4; Scissorhands, Theorems 3.1 and 4.1; AhaKV, section 3",
         "proved",
-        "the theory's own tests",
+        "kvkeep theory",
     ),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import html as markup
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -33,7 +34,7 @@ _COMMON = "All three: what a budget costs"
 
 def escape(text: str) -> str:
     """Text for the page; a number and its per cent sign stay on one line."""
-    return markup.escape(text).replace(" %", "\u00a0%")
+    return re.sub(r"(\d) ?%", "\\1\u00a0%", markup.escape(text))
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +157,7 @@ def _table(claims: Sequence[Claim]) -> str:
 
 
 def _advice(advice: Advice) -> str:
-    facts = {"Policy": advice.policy, "Budget": advice.budget, "In tokens": advice.command}
+    facts = {"Policy": advice.policy, "Budget": advice.budget, "Command": advice.command}
     lines = "".join(f"<dt>{name}</dt><dd><code>{escape(text)}</code></dd>" for name, text in facts.items() if text)
     return (
         '<h2 id="recommendation">What follows for this model and text</h2>\n'

@@ -38,6 +38,9 @@ ANSWERS = 0.3
 HARM = 1.1
 """By how much perplexity has to be higher with heavy hitters hidden than with random keys hidden."""
 
+WINDOWS = ("local", "streaming_llm")
+"""Policies that keep recent tokens whatever attention says."""
+
 REPEATS = 0.1
 """By how much more of what is written has to repeat earlier three-token groups than under the full cache."""
 
@@ -100,8 +103,9 @@ def advise(results: Results, model: str) -> Advice:
     if not able:
         return _keep_all(choices, risks)
     share = min(choice.share for choice in able)
-    best, why = _best([choice for choice in able if choice.share == share], budgets["gain"] >= GAIN)
-    return _advice(best, why, choices, budgets=budgets, risks=risks, model=model)
+    able, out = _without_windows([choice for choice in able if choice.share == share], results)
+    best, why = _best(able, budgets["gain"] >= GAIN)
+    return _advice(best, why + out, choices, budgets=budgets, risks=risks, model=model)
 
 
 def _choices(budgets: Result) -> list[_Choice]:
@@ -120,6 +124,14 @@ def _choices(budgets: Result) -> list[_Choice]:
                     )
                 )
     return found
+
+
+def _without_windows(able: list[_Choice], results: Results) -> tuple[list[_Choice], str]:
+    """Part of rule R2: what looks at nothing but recency, where that is not safe and there is something else."""
+    others = [choice for choice in able if choice.policy not in WINDOWS]
+    if not others or len(others) == len(able) or _heavy_hitters_matter(results) is None:
+        return able, ""
+    return others, " Windows of recent tokens were left out, see R5."
 
 
 def _best(able: list[_Choice], tells: bool) -> tuple[_Choice, str]:
@@ -199,8 +211,8 @@ def _dense_layers(results: Results) -> str | None:
         return None
     names = ", ".join(map(str, dense))
     return (
-        f"R4: layers {names} look at many tokens (less than {SPARSE:.0%} of their weights are small): they lose first. "
-        "Give them more with --layer-budget."
+        f"R4: some layers look at many tokens (less than {SPARSE:.0%} of their weights are small) and lose first: "
+        f"{names}. Give them more with --layer-budget."
     )
 
 

@@ -16,20 +16,22 @@ GAIN = 0.1
 def reading(result: Result) -> Reading:
     """Agrees if H2O at a fifth costs less than `TOLERANCE`."""
     cost = _excess(result, "h2o", 0.2)
-    best, budget = cheapest(result)
+    names, budget = smallest(result)
     if budget is None:
         meaning = "No policy here is within 2 % of the full cache's perplexity at any of these budgets."
     else:
-        meaning = f"{best} at {budget:.0%} is the smallest cache here within 2 % of the full cache's perplexity."
-    second = (
-        "" if result["gain"] >= GAIN else " Passages that come again are no easier for this model: no more is known."
-    )
+        meaning = f"{budget:.0%} is the smallest budget here within 2 % of the full cache's perplexity, with {names}."
+    if result["gain"] >= GAIN:
+        again = f"Of the advantage of a second reading ({result['gain']:.2f} nats), H2O keeps "
+        again += f"{_kept(result, 'h2o', 0.2)} and local {_kept(result, 'local', 0.2)}."
+    else:
+        again = f"A second reading is hardly easier under the full cache ({result['gain']:.2f} nats)."
+        meaning += " Nothing follows about the far past: the full cache hardly uses it."
     return Reading(
         paper="H2O is on a par with the full cache at a fifth of its size; Scissorhands keeps OPT's perplexity down to "
         "half to three quarters of it; windows of recent tokens alone lose much.",
-        here=f"H2O at 20 % {_costs(cost)}; local {_costs(_excess(result, 'local', 0.2))}. Of the advantage of a second "
-        f"reading, H2O keeps {_kept(result, 'h2o', 0.2)} and local {_kept(result, 'local', 0.2)}.",
-        meaning=meaning + second,
+        here=f"H2O at 20 % {_costs(cost)}; local {_costs(_excess(result, 'local', 0.2))}. {again}",
+        meaning=meaning,
         verdict=_below(cost),
     )
 
@@ -70,17 +72,17 @@ def claims(result: Result) -> tuple[Claim, ...]:
     )
 
 
-def cheapest(result: Result) -> tuple[str | None, float | None]:
-    """The policy and the smallest budget whose cost, and its standard error, stay within `TOLERANCE`."""
+def smallest(result: Result) -> tuple[str, float | None]:
+    """The smallest budget at which costs, and their standard errors, stay within `TOLERANCE`, and whose do."""
     for column, budget in enumerate(result["budgets"]):
-        costs = {
-            name: found["excess"][column]
+        names = [
+            name
             for name, found in result["policies"].items()
             if found["excess"][column] is not None and found["excess"][column] + found["error"][column] <= TOLERANCE
-        }
-        if costs:
-            return min(costs, key=lambda name: costs[name]), budget
-    return None, None
+        ]
+        if names:
+            return ", ".join(names), budget
+    return "", None
 
 
 def _cell(result: Result, key: str, name: str, budget: float) -> float | None:
@@ -95,7 +97,7 @@ def _excess(result: Result, name: str, budget: float) -> float | None:
 
 def _kept(result: Result, name: str, budget: float) -> str:
     kept = _cell(result, "kept", name, budget)
-    return "an unknown part" if kept is None or result["gain"] < GAIN else f"{kept:.0%}"
+    return "an unknown part" if kept is None else f"{kept:.0%}"
 
 
 def _costs(excess: float | None) -> str:

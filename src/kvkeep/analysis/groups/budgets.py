@@ -137,7 +137,7 @@ class Budgets(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Above, perplexity; below, what is left of the advantage of a second reading."""
+        """Above, perplexity; below, the advantage of a second reading beside the full cache's."""
         above, below = axes
         shares = [100 * share for share in result["budgets"]]
         for number, (name, found) in enumerate(result["policies"].items()):
@@ -145,12 +145,14 @@ class Budgets(Measurement):
             style |= {"markersize": 5, "linewidth": 1.3, "color": f"{0.12 * (number % 6):.2f}"}
             costs = [None if cost is None else 100 * math.expm1(cost) for cost in found["excess"]]
             _line(above, shares, costs, style)
-            _line(below, shares, [None if kept is None else 100 * kept for kept in found["kept"]], style)
+            _line(below, shares, [None if kept is None else kept * result["gain"] for kept in found["kept"]], style)
         for axis in axes:
             axes_of_budgets(axis, shares)
         above.set_ylabel("perplexity above the full cache's, %")
-        below.set_ylabel("advantage of a second reading left, %")
-        below.axhline(100, color="0.6", linewidth=1)
+        below.set_ylabel("second reading easier by, nats")
+        below.axhline(result["gain"], color="0.4", linewidth=1)
+        place = (shares[0], result["gain"])
+        below.annotate("full cache", place, xytext=(0, 3), textcoords="offset points", fontsize=8)
         above.legend(ncols=2)
 
 
