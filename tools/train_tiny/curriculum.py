@@ -44,8 +44,9 @@ STAGES = (
     Stage(4_000_000, 2048, 0.6, Shape((8, 24), 0.95, changes=0.4)),
     Stage(5_000_000, 256, 0.95, Shape((3, 8), 0.4, changes=0.6, plain=0.05), 4096),
     Stage(5_000_000, 512, 0.85, Shape((4, 16), 0.6, changes=0.6, plain=0.05)),
-    Stage(4_000_000, 1024, 0.75, Shape((6, 20), 0.8, changes=0.5, plain=0.05)),
-    Stage(7_000_000, 2048, 0.65, Shape((8, 24), 0.95, changes=0.5, plain=0.05)),
+    Stage(5_000_000, 512, 0.9, Shape((4, 16), 0.5, changes=0.6, plain=0.03), 4096),
+    Stage(2_000_000, 1024, 0.75, Shape((6, 20), 0.8, changes=0.5, plain=0.05)),
+    Stage(5_000_000, 2048, 0.65, Shape((8, 24), 0.95, changes=0.5, plain=0.05)),
 )
 WARM_UP = 200_000
 DECAY = 0.25

@@ -208,8 +208,8 @@ def _kinds(rng: random.Random, shape: Shape) -> list[str]:
     """The kinds of facts of one document: a few, or one alone, which makes every fact a distractor."""
     words = ["colour", "place", "word", "owner"]
     kinds = rng.sample(words, rng.choice((1, 2, 3, 4, 4, 4)))
-    if "owner" in kinds and rng.random() < 0.7:
-        kinds.append("owner")  # the hardest kind: its value is a name among the names of other facts
+    if "owner" in kinds or rng.random() < 0.3:
+        kinds += ["owner"] * rng.choice((1, 1, 2))  # the hardest kind: its value is a name among the other facts' names
     if rng.random() < shape.numbers:
         kinds += ["number"] * rng.choice((1, 1, 2))
     return kinds
@@ -237,7 +237,7 @@ def _statements(
     last = list(facts)
     rate = rng.choice((0.2, 0.5, 0.9)) if changes else 0.0
     for i, fact in enumerate(facts):
-        if rng.random() < rate:
+        if rng.random() < (rate**0.5 if fact.kind.name == "owner" else rate):
             corrects = rng.random() < 0.8
             if corrects:
                 last[i] = replace(fact, value=draw_value(fact.kind, lexicon, rng))

@@ -74,6 +74,17 @@ SUBJECTS = (
     *("the {thing} given to {owner}", "the {thing} used by {owner}", "the {thing} {owner} calls his own"),
     *("the {thing} which {owner} got", "the {thing} {owner} brought", "{owner}'s good old {thing}"),
     *("the {thing} in the hands of {owner}", "the {thing} that we know as {owner}'s"),
+    *(
+        "the {thing} that belongs to {owner}",
+        "the {thing} that now belongs to {owner}",
+        "the {thing} bought by {owner}",
+    ),
+    *(
+        "the {thing} in {owner}'s possession",
+        "the {thing} in the possession of {owner}",
+        "the {thing} loved by {owner}",
+    ),
+    *("the {thing} whose owner is {owner}", "the {thing} which is {owner}'s property", "the {thing} going to {owner}"),
     *("the {thing} held by {owner}", "the {thing} made for {owner}", "the {thing} that had come to {owner}"),
 )
 OWNED = (
@@ -137,6 +148,8 @@ SAYS: dict[str, tuple[str, ...]] = {
         *("has long been the joy of {value}", "has gone to {value}", "passed into the hands of {value}"),
         *("% counted among the property and goods of {value}", "is the treasure of {value}", "is the toy of {value}"),
         *("has now been the possession of {value}", "% with {value}", "had to belong to {value}"),
+        *(("% the @ of {value}",) * 12),
+        *("% among the @s of {value}", "counts as the @ of {value}", "became the @ of {value}"),
     ),
 }
 """What is said of a subject; ``%`` stands for a form of "to be"."""
@@ -333,6 +346,13 @@ ADJECTIVES = pool(
 )
 
 
+NOUNS = pool(
+    "pride joy toy pet prize treasure delight gift concern wealth possession belonging burden business comfort hobby "
+    "secret love work choice capital estate fortune goods heritage legacy share stock holding matter thing hope darling"
+)
+"""What something is to its owner, for ``@``."""
+
+
 def statement(kind: str, rng: random.Random) -> str:
     """A sentence that states a fact of this kind."""
     said = _said(kind, rng, SAYS[kind], NOUN_FIRST, COLOUR_FIRST)
@@ -368,4 +388,4 @@ def _said(kind: str, rng: random.Random, says: Sequence[str], noun_first: Sequen
 
 def _filled(text: str, kind: str, rng: random.Random) -> str:
     text = text.replace("#", rng.choice(OWNED if kind == "owner" else SUBJECTS))
-    return text.replace("%", rng.choice(_BE)).replace("{noun}", kind)
+    return text.replace("@", rng.choice(NOUNS)).replace("%", rng.choice(_BE)).replace("{noun}", kind)
