@@ -69,13 +69,36 @@ def test_overlap_leaves_the_recent_window_out():
     assert local_global.overlap(one, other, [9], recent=0) == pytest.approx(3 / 5)
 
 
+def judged(past, newest, noise):
+    """Losses per token whose means differ as asked, and by chance from token to token."""
+    draw = torch.Generator().manual_seed(0)
+    chance = {name: noise * torch.randn(1000, generator=draw, dtype=torch.float64) for name in ("past", "newest")}
+    chance = {name: values - values.mean() for name, values in chance.items()}
+    whole = torch.full((1000,), 3.0, dtype=torch.float64)
+    losses = {"past": past + chance["past"], "global": whole, "newest": newest + chance["newest"], "full": whole - 0.1}
+    return local_global.judged(losses)
+
+
 @pytest.mark.parametrize(
-    ("past", "newest", "verdict"),
-    [(3.01, 3.1, "agree"), (3.05, 3.1, "differ"), (3.0, 3.01, "cannot tell"), (2.9, 3.1, "agree")],
+    ("past", "newest", "noise", "verdict"),
+    [
+        (3.02, 3.1, 0.1, "agree"),
+        (2.9, 3.1, 0.1, "agree"),
+        (3.05, 3.1, 0.1, "differ"),
+        (3.05, 3.1, 1.0, "cannot tell"),  # what is left is within chance
+        (3.02, 3.1, 2.0, "cannot tell"),  # the gap itself is
+        (3.0, 3.01, 0.0, "cannot tell"),  # nothing to choose between
+    ],
 )
-def test_verdicts(result, past, newest, verdict):
-    loss = {"past": past, "global": 3.0, "newest": newest, "full": 2.9}
-    assert LocalGlobal.reading({**result, "loss": loss}).verdict == verdict
+def test_verdicts(result, past, newest, noise, verdict):
+    assert LocalGlobal.reading({**result, **judged(past, newest, noise)}).verdict == verdict
+
+
+def test_errors_are_those_of_a_mean_of_differences():
+    found = judged(3.05, 3.1, 0.5)
+    assert found["gap"] == pytest.approx({"mean": 0.1, "error": 0.5 / 1000**0.5}, rel=0.1)
+    assert found["left"]["mean"] == pytest.approx(0.05 - 0.25 * 0.1)
+    assert found["left"]["error"] == pytest.approx(0.5 * (1 + 0.25**2) ** 0.5 / 1000**0.5, rel=0.1)
 
 
 def test_the_picture_has_three_lines(result):

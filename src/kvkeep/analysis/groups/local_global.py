@@ -46,6 +46,9 @@ MATTERS = 0.02
 NEAR = 0.25
 """The past is as good as the whole if it leaves at most this part of the gap between newest tokens and whole."""
 
+SURE = 2.0
+"""Standard errors over the tokens from which a difference of losses counts as one."""
+
 
 @final
 class LocalGlobal(Measurement):
@@ -55,6 +58,7 @@ class LocalGlobal(Measurement):
     source: ClassVar[str] = "H2O, Figure 2d"
     title: ClassVar[str] = "Sums over past rows choose as well as sums over all rows"
     reads: ClassVar[frozenset[str]] = frozenset({"model"})
+    VERSION: ClassVar[int] = 2
     least_tokens: ClassVar[int] = 128
 
     def runs(self, subject: Subject, progress: Progress) -> None:
@@ -82,7 +86,7 @@ class LocalGlobal(Measurement):
             losses[name] = _run_freely(writer, policy, length if name == "full" else budget, ids)
             progress((number + 5) / 8)
         facts = {"window": length, "texts": len(ids), "budget": budget}
-        self._found: Result = {**facts, "loss": losses, **compared(kept, budget, looks)}
+        self._found: Result = {**facts, **judged(losses), **compared(kept, budget, looks)}
 
     def result(self) -> Result:
         """Overlap with the global set beyond the recent window, attention held, and loss."""
@@ -90,11 +94,11 @@ class LocalGlobal(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if the past closes nearly all of the gap in loss between the newest tokens and the global sums."""
+        """Agrees if the past closes three quarters of the gap in loss between newest tokens and global sums."""
         loss, held = result["loss"], {name: _mean(layers) for name, layers in result["held_by_layer"].items()}
         shared = _mean(result["jaccard_by_layer"]["past"])
         perplexity = {name: math.exp(min(value, 50.0)) for name, value in loss.items()}
-        verdict = _verdict(loss)
+        verdict = _verdict(result)
         return Reading(
             paper="At a budget of 20 % sums over the past do as well as sums that include later tokens, and far better "
             "than the newest tokens alone.",
@@ -117,7 +121,7 @@ class LocalGlobal(Measurement):
 _MEANING: Mapping[Verdict, str] = {
     "agree": "H2O needs no look ahead: what it has seen is enough to choose by.",
     "differ": "What was heavy is not what will be: take a policy that looks at recent rows or lets old sums fade.",
-    "cannot tell": "On this text the newest tokens do as well as the best sums; try another text or a smaller budget.",
+    "cannot tell": "On this text the ways to choose are too close to tell apart; try another text or a smaller budget.",
 }
 
 
@@ -212,18 +216,31 @@ def _step(layer: Layer, tape: Tape, start: int, stop: int) -> None:
     layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options)
 
 
-def _run_freely(writer: Writer, policy: Policy, budget: int, ids: Int[Tensor, "N T"]) -> float:
+def _run_freely(writer: Writer, policy: Policy, budget: int, ids: Int[Tensor, "N T"]) -> Float[Tensor, " n"]:
     drive = Drive(writer, policy, [budget] * len(ids))
-    losses: Float[Tensor, "N n"] = feed_in_pieces(drive, ids, STRIDE)
-    return float(losses.double().mean())
+    return feed_in_pieces(drive, ids, STRIDE).double().flatten()
+
+
+def judged(losses: Mapping[str, Float[Tensor, " n"]]) -> Result:
+    """Mean losses; the gap from the global sums to the newest tokens; and what the past leaves of it beyond `NEAR`."""
+    gap = losses["newest"] - losses["global"]
+    left = losses["past"] - losses["global"] - NEAR * gap
+    means = {name: float(values.mean()) for name, values in losses.items()}
+    return {"loss": means, "gap": _with_error(gap), "left": _with_error(left)}
+
+
+def _with_error(values: Float[Tensor, " n"]) -> dict[str, float]:
+    return {"mean": float(values.mean()), "error": float(values.std() / len(values) ** 0.5)}
 
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _verdict(loss: Mapping[str, float]) -> Verdict:
-    gap = loss["newest"] - loss["global"]
-    if gap < MATTERS:
+def _verdict(result: Result) -> Verdict:
+    gap, left = result["gap"], result["left"]
+    if gap["mean"] < max(MATTERS, SURE * gap["error"]):
         return "cannot tell"
-    return "agree" if loss["past"] - loss["global"] <= NEAR * gap else "differ"
+    if left["mean"] <= 0:
+        return "agree"
+    return "differ" if left["mean"] > SURE * left["error"] else "cannot tell"
