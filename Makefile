@@ -1,6 +1,8 @@
 # Two commands from a fresh clone: `make demo` and `make test`. `make help` lists the rest.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# what torch's build with CUDA brings along; elsewhere its interpreter tests the kernels
+TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton==3.7.1)
 OLDEST_TRANSFORMERS ?= transformers==5.5.0
 KVPRESS ?= kvpress==0.5.5
 LLAMA_CPP ?= llama-cpp-python==0.3.36
@@ -17,13 +19,13 @@ help:  ## list the commands
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet $(TRITON) --editable ".[dev]"
 	@touch $@
 
 .venv-oldest/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
 	$(OLD)/pip install --quiet "$(TORCH)"
-	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" --editable ".[dev]"
+	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" $(TRITON) --editable ".[dev]"
 	@touch $@
 
 demo: .venv/.installed  ## the main job on the embedded model: a story in 128 tokens, a question under every policy
@@ -51,8 +53,8 @@ fix: .venv/.installed  ## format and repair what can be repaired
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/.installed  ## every benchmark in its short form, one after the other (docs/benchmarks.md)
-	@set -e; for file in bench/*.py "bench/latency.py --history"; do echo "== $$file"; $(BIN)/python $$file; done
+bench: .venv/.installed  ## every benchmark for CPUs in its short form, one after the other (docs/benchmarks.md)
+	@set -e; for file in $(filter-out bench/gpu.py,$(wildcard bench/*.py)) "bench/latency.py --history"; do echo "== $$file"; $(BIN)/python $$file; done
 
 peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed  ## environments for the peers of the benchmarks
 

@@ -1,7 +1,8 @@
-"""What goes and what stays: the only place that empties slots or moves them."""
+"""What comes, what goes and what stays: the only place that fills slots, empties them or moves them."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -9,12 +10,85 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.attention import kernel
+from kvkeep.attention.triton import ops as triton
+from kvkeep.attention.triton import switch
+from kvkeep.attention.triton.launch import Added, Limits
 from kvkeep.native import ops
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
-from kvkeep.types import EMPTY, Budget, State, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, State, View
 
 _LATER = torch.iinfo(torch.int32).max
+
+
+def append(
+    policy: Policy,
+    block: Block,
+    keys: Float[Tensor, "B Hk 1 D"],
+    values: Float[Tensor, "B Hk 1 E"],
+    positions: Int[Tensor, "B 1"],
+) -> None:
+    """Put one token per row into an empty slot of each head, with the state that a new token starts with."""
+    slot = triton.write(*block.store.tensors(), new=(keys, values), now=positions) if switch.runs(keys) else None
+    if slot is None:
+        slot = block.store.write(keys, values, positions)
+    for name, start in policy.slots.items():
+        block.state[name].scatter_(-1, slot, start)
+
+
+def fuses(policy: Policy, query: Float[Tensor, "B Hq 1 D"]) -> bool:
+    """Whether `fused` can do a decode step of this policy on this device."""
+    rule = policy.sums
+    if rule is None or not switch.runs(query) or not _is_told(type(policy)) or len(policy.slots) > 2:
+        return False
+    return all(getattr(policy, name) == value for name, value in rule.only.items())
+
+
+def fused(
+    policy: Policy,
+    block: Block,
+    view: View,
+    new: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+    positions: Int[Tensor, "B 1"],
+    *,
+    options: AttentionOptions,
+) -> Float[Tensor, "B Hq 1 E"] | None:
+    """Append, attend, observe and evict in two kernels, in place; ``None``, and nothing is done, where they cannot.
+
+    Args:
+        policy: one that `fuses`.
+        block: the slots, without the new token.
+        view: what the policy may look at; its slots are those of the block.
+        new: the token's query, key and value.
+        positions: its position, -1 for padding.
+        options: of the model's attention.
+    """
+    rule, statistic, store = policy.sums, policy.wants(view), block.store
+    if rule is None or not kernel.is_known(statistic):
+        return None
+    names = sorted(policy.slots, key=lambda name: name != rule.score)
+    sinks, recent = policy.protected(view.budget)
+    return triton.step(
+        new[0],
+        store.tensors(),
+        new[1:],
+        positions,
+        options=options,
+        wanted=kernel.wanted(statistic) if names else None,
+        added=Added(tuple(block.state[name] for name in names), rule.score is not None),
+        limits=Limits(view.seen, sinks, recent, _limit(policy, view, block.state, options.window), options.window),
+    )
+
+
+@functools.cache
+def _is_told(kind: type[Policy]) -> bool:
+    """Whether the class that says `sums` is the one that wrote the methods which these stand for, or a later one."""
+
+    def owner(name: str) -> type:
+        return next(base for base in kind.__mro__ if name in vars(base))
+
+    return all(issubclass(owner("sums"), owner(name)) for name in ("observe", "score", "stays", "top"))
 
 
 def evict(policy: Policy, block: Block, view: View, *, window: int | None) -> None:
@@ -27,7 +101,7 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None) -> No
         window: sliding window of the layer; what no later query can see goes first.
     """
     held = block.store.positions  # the view's own: what expires here has expired for the policy, too
-    if window is not None and not ops.expire(held, block.seen, window):
+    if window is not None and not _expired(held, block.seen, window):
         held.copy_(scores.expire(held, block.seen, window))
     limit = _limit(policy, view, block.state, window)
     if _nothing_is_over(held, limit):
@@ -37,6 +111,8 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None) -> No
         return
     sinks, recent = policy.protected(view.budget)
     score = policy.score(view, block.state)
+    if switch.runs(held) and triton.evict(held, score, Limits(view.seen, sinks, recent, limit)):
+        return
     if ops.evict(held, score, view.seen, sinks=sinks, recent=recent, limit=limit):
         return
     over = _held(held) > (limit if isinstance(limit, int) else limit[:, :, None])
@@ -69,6 +145,12 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
     )
     for name, tensor in state.items():
         block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
+
+
+def _expired(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
+    """Empty, in a kernel and in place, what no later query can see; ``None`` if there is none for it."""
+    done = triton.evict(positions, None, Limits(seen, window=window))
+    return done or ops.expire(positions, seen, window)
 
 
 def _nothing_is_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:

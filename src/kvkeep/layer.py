@@ -19,7 +19,7 @@ from kvkeep import scores
 from kvkeep.attention import attend
 from kvkeep.chunks import in_chunks
 from kvkeep.errors import BudgetError, ShapeError
-from kvkeep.eviction import cut, evict
+from kvkeep.eviction import append, cut, evict, fused, fuses
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.rotation import AsItIs, Rotation
@@ -182,20 +182,21 @@ class Layer:
     ) -> Float[Tensor, "B Hq 1 E"]:
         """Write the token into an empty slot, attend, and empty the victim's slot. Nothing is copied."""
         positions = self._advance(1, real)
+        if isinstance(self._rotation, AsItIs) and fuses(self.policy, query):
+            view, new = self._view(*self.store.tensors(), new=positions >= 0), (query, keys, values)
+            if (done := fused(self.policy, self.block, view, new, positions, options=options)) is not None:
+                return done
         query, keys = self._rotation.unrotated(query, keys, positions)
-        slot = self.store.write(keys, values, positions)
-        for name, start in self.policy.slots.items():
-            self.state[name].scatter_(-1, slot, start)
+        append(self.policy, self.block, keys, values, positions)
         view = self._view(self.store.keys, self.store.values, self.store.positions, new=positions >= 0)
         turned = self._rotation.at_ranks(query, view.keys, view.positions, positions)
-        top = self.policy.top(view)
         out, report = attend(
             *turned,
             view.values,
             positions,
             view.positions,
             statistic=self.policy.wants(view),
-            options=options if top is None else replace(options, top=top),
+            options=replace(options, top=top) if (top := self.policy.top(view)) is not None else options,
         )
         for name, tensor in self._observe(self.state, view, report).items():
             self.state[name].copy_(tensor)

@@ -105,17 +105,17 @@ class Mass(Statistic):
         """Transform, group mean, then the sum over the selected rows."""
         p = self._transformed(rows)
         B, Hk, G, T, S = p.shape
-        weights = self._weights(rows).to(p.dtype)
+        weights = self.weights(rows.selected, rows.queries).to(p.dtype)
         if T == 1:
             return {"mass": p.squeeze(3).mean(dim=2) * weights[:, None]}
         return {"mass": (weights.repeat(1, G)[:, None, None, :] / G @ p.reshape(B, Hk, G * T, S)).squeeze(2)}
 
-    def _weights(self, rows: Rows) -> Float[Tensor, "B T"]:
+    def weights(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """One for each selected row; with decay, less for the earlier ones of the step."""
         if self.decay == 1.0:
-            return rows.selected.float()
-        last = torch.as_tensor(self.last, device=rows.queries.device).view(-1, 1)
-        return rows.selected * self.decay ** (last - rows.queries).clamp(min=0)
+            return selected.float()
+        last = torch.as_tensor(self.last, device=queries.device).view(-1, 1)
+        return selected * self.decay ** (last - queries).clamp(min=0)
 
     def _transformed(self, rows: Rows) -> Float[Tensor, "B Hk G T S"]:
         p = rows.probabilities

@@ -29,7 +29,7 @@ def attend(
     Cost:
         reads the visible part of ``B·Hk·S·(D + E)`` elements once.
     """
-    if options.top is not None or not _is_known(statistic):
+    if options.top is not None or not is_known(statistic):
         return None
     found = ops.attend(
         query,
@@ -38,7 +38,7 @@ def attend(
         query_positions,
         key_positions,
         options=options,
-        wanted=_wanted(statistic),
+        wanted=wanted(statistic),
     )
     if found is None:
         return None
@@ -46,13 +46,14 @@ def attend(
     return out, Report(dict(zip(statistic.fields, sums, strict=False)))
 
 
-def _is_known(statistic: Statistic) -> bool:
+def is_known(statistic: Statistic) -> bool:
+    """Whether the kernels, native and Triton's, can report it."""
     kind = type(statistic)
     return kind is Nothing or kind is Low or (kind in (Mass, MassAndLast) and cast(Mass, statistic).noise is None)
 
 
-def _wanted(statistic: Statistic) -> ops.Wanted | None:
-    """A statistic in the kernel's words."""
+def wanted(statistic: Statistic) -> ops.Wanted | None:
+    """A statistic in the kernels' words."""
     if isinstance(statistic, Mass):
         second = "last" if isinstance(statistic, MassAndLast) else None
         plain = isinstance(statistic.gain, float) and statistic.gain == 1.0

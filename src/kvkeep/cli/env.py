@@ -52,6 +52,7 @@ def _hardware() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "native": _native(),
+        "triton": _triton(),
     }
 
 
@@ -64,6 +65,17 @@ def _native() -> dict[str, Any]:
     except InputError as error:
         return {"active": False, "detail": str(error)}
     return {"active": kernel.library is not None, "detail": kernel.detail}
+
+
+def _triton() -> dict[str, Any]:
+    """Whether attention on CUDA runs in kvkeep's kernels, and why not."""
+    from kvkeep.attention.triton.switch import kernels
+
+    try:
+        found = kernels()
+    except InputError as error:
+        return {"active": False, "detail": str(error)}
+    return {"active": bool(found.devices), "detail": found.detail}
 
 
 def _cuda_bytes(index: int) -> int:
@@ -94,7 +106,7 @@ def _policies() -> list[str]:
 def _show(name: str, fact: Any) -> str:
     if name == "devices":
         return "\n".join(_show_device(device) for device in fact)
-    if name == "native":
+    if name in ("native", "triton"):
         return f"{'on' if fact['active'] else 'off'}: {fact['detail']}"
     if name == "policies":
         return ", ".join(fact)

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvkeep.errors import BudgetError, PolicyError
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies.base import Policy, Sums, option
 from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Budget, Report, State, View
 
@@ -26,6 +26,7 @@ class PrefillOnly(Policy):
     room: int = option(0, "slots that a prompt leaves free for generated tokens under decode=grow")
 
     slots: ClassVar[Mapping[str, float]] = {"score": 0.0}
+    sums: ClassVar[Sums | None] = Sums("score", only={"decode": "score"})
 
     @abc.abstractmethod
     def rows(self, view: View) -> Tensor | int:
@@ -56,7 +57,8 @@ class PrefillOnly(Policy):
 
     def wants(self, view: View) -> Statistic:
         """The mass of a prompt's last rows; of a generated token's row only if it is to be rated."""
-        prompt = torch.as_tensor(self.rows(view), device=view.new.device)
+        rows = self.rows(view)
+        prompt = rows if isinstance(rows, Tensor) else view.new.new_full((), rows)
         return Mass(rows=torch.where(view.new > 1, prompt, int(self.decode == "score")))
 
     def stays(self, view: View, state: State) -> Budget:

@@ -14,7 +14,7 @@ from torch import Tensor, where
 
 from kvkeep import scores
 from kvkeep.budget import column
-from kvkeep.policies.base import Policy, option
+from kvkeep.policies.base import Policy, Sums, option
 from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Budget, Report, State, View
 
@@ -31,8 +31,8 @@ class AhaKV(Policy):
     sg_softmax: bool = option(True, "sharpen the probabilities that count with the prompt's length")
     value_prior: bool = option(True, "weigh a prompt's tokens by the size of their values")
     clamp: bool = option(True, "a gain of at least 1")
-
     slots: ClassVar[Mapping[str, float]] = {"mass": 0.0, "raw": 0.0}
+    sums: ClassVar[Sums | None] = Sums("mass")
     bibtex: ClassVar[str] = """@article{gu2025ahakv,
   title = {{AhaKV}: Adaptive Holistic Attention-Driven {KV} Cache Eviction for Efficient Inference of {LLMs}},
   author = {Yifeng Gu and Zicong Jiang and Jianxiu Jin and Kailing Guo and Ziyang Zhang and Xiangmin Xu}}"""

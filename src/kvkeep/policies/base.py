@@ -27,6 +27,21 @@ def option(default: _T, text: str, *, within: tuple[int | float, int | float] = 
 
 
 @dataclasses.dataclass(frozen=True)
+class Sums:
+    """What `observe` and `score` come to for a generated token, of a policy whose state consists of sums of mass.
+
+    Each of them is ``decay·state + mass``, with the decay of the statistic, and starts at 0.
+
+    Attributes:
+        score: the one of the sums that is the score; ``None``: the position is.
+        only: options under which this is so, with their values.
+    """
+
+    score: str | None = None
+    only: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Policy(abc.ABC):
     """A score per slot. Concrete policies are frozen, keyword-only dataclasses of options, and final.
 
@@ -40,6 +55,8 @@ class Policy(abc.ABC):
         bursts: whether it may drop several tokens in one decode step; the others drop at most one.
         spreads: whether heads get budgets of their own at the end of a prompt, see `heads`.
         cascades: whether layers share what they saw, and a token dropped by one is dropped by all later ones.
+        sums: what a generated token does, where that is so simple that a GPU's kernel can do it while it attends; then
+            what the policy `wants` must not depend on the slots of the view. ``None``: `observe` and `score` are asked.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         position_mode: positions that attention sees unless the user says otherwise, ``true`` or ``slot``.
         bibtex: the paper, for ``kvkeep policies show``.
@@ -51,6 +68,7 @@ class Policy(abc.ABC):
     bursts: ClassVar[bool] = False
     spreads: ClassVar[bool] = False
     cascades: ClassVar[bool] = False
+    sums: ClassVar[Sums | None] = None
     stochastic: ClassVar[bool] = False
     position_mode: ClassVar[str] = "true"
     bibtex: ClassVar[str] = ""

@@ -11,7 +11,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import Policy, Sums
 from kvkeep.types import State, View
 
 
@@ -21,6 +21,7 @@ class Full(Policy):
     """No statistic, no eviction."""
 
     evicts: ClassVar[bool] = False
+    sums: ClassVar[Sums | None] = Sums()
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Newer is worth more; never decides anything, because nothing is evicted."""

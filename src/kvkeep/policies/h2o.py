@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.policies._heavy import CONCAVE, HeavyHitters
-from kvkeep.policies.base import option
+from kvkeep.policies.base import Sums, option
 from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Report, State, View
 
@@ -30,7 +30,7 @@ class H2O(HeavyHitters):
     objective: Literal["sum", "sqrt", "log"] = option(
         "sum", "the h of F = h(sum of masses), which `value` reports: z, √(z + 1) or ln(z + 1); the choice is the same"
     )
-
+    sums: ClassVar[Sums | None] = Sums("mass", only={"graduate": "compete"})
     bibtex: ClassVar[str] = """@inproceedings{zhang2023h2o,
   title  = {{H2O}: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models},
   author = {Zhenyu Zhang and Ying Sheng and Tianyi Zhou and Tianlong Chen and Lianmin Zheng and Ruisi Cai and

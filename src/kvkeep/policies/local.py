@@ -6,12 +6,12 @@ Fails when: anything older than the budget is asked for, or the first tokens are
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.base import Policy
+from kvkeep.policies.base import Policy, Sums
 from kvkeep.types import State, View
 
 
@@ -19,6 +19,8 @@ from kvkeep.types import State, View
 @dataclass(frozen=True, kw_only=True)
 class Local(Policy):
     """The position is the score."""
+
+    sums: ClassVar[Sums | None] = Sums()
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Newer is worth more."""

@@ -55,6 +55,6 @@ class NACL(PrefillOnly):
         fixed = (view.positions < sinks) | (view.positions >= (view.seen[:, None] - recent)[:, :, None])
         top = scores.keep(state["score"], view.positions.masked_fill(fixed, EMPTY), best)
         heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]
-        keys = (view.sequences[:, None, None], torch.tensor(view.layer), heads, view.positions)
+        keys = (view.sequences[:, None, None], view.sequences.new_full((), view.layer), heads, view.positions)
         drawn = state["score"] / self.temperature + gumbel(self.seed, *keys).float()
         return drawn.masked_fill(top, torch.finfo(torch.float32).max)
