@@ -73,7 +73,8 @@ def per_row(numbers: Sequence[int], rows: int, device: torch.device) -> Budget:
 
 def column(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
     """A budget as one number for each row that `seen` counts the tokens of."""
-    return torch.as_tensor(budget, device=seen.device).view(-1).expand(len(seen))
+    number = budget if isinstance(budget, Tensor) else seen.new_full((1,), budget)
+    return number.view(-1).expand(len(seen))
 
 
 def between(low: int, budget: Budget, high: int | None) -> Budget:

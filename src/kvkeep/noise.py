@@ -39,7 +39,7 @@ def uniform(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
         Float32 with 24 random bits, equal for equal keys on every device.
     """
     signed = (seed + 2**63) % 2**64 - 2**63  # any integer is a seed; int64 holds 64 bits of it
-    state = torch.tensor(signed, dtype=torch.int64, device=keys[0].device)
+    state = torch.full((), signed, dtype=torch.int64, device=keys[0].device)
     for key in keys:
         state = _mix((state ^ key.to(torch.int64)) + _GOLDEN)
     return _shift_right(state, 40).to(torch.float32) / 2**24
@@ -72,5 +72,5 @@ class Gumbel:
         _, Hk, G, _, _ = shape
         heads = torch.arange(Hk * G, device=queries.device).view(1, Hk, G, 1, 1)
         rows, columns = queries[:, None, None, :, None], keys[:, :, None, None]
-        sequence, layer = self.sequences.view(-1, 1, 1, 1, 1), torch.tensor(self.layer, device=queries.device)
+        sequence, layer = self.sequences.view(-1, 1, 1, 1, 1), queries.new_full((), self.layer)
         return gumbel(self.seed, sequence, layer, heads, rows, columns).exp()

@@ -7,7 +7,7 @@ end, so that no distance is ever longer than the cache, however long the stream.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,7 @@ class Rotation:
 
     frequencies: Float[Tensor, " F"]
     scaling: float = 1.0
+    _there: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def apply(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
         """Rotate every vector to a position."""
@@ -69,6 +70,12 @@ class Rotation:
         own = own.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
         return self.apply(query, own), self.apply(keys, ranks(positions))
 
+    def _on(self, device: torch.device) -> Float[Tensor, " F"]:
+        """The frequencies on a device, brought there once."""
+        if device not in self._there:
+            self._there[device] = self.frequencies.to(device)
+        return self._there[device]
+
     def _split(self, x: Float[Tensor, "B H T D"]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The two halves that are rotated against each other, and what is left, in float32 at least."""
         half = len(self.frequencies)
@@ -78,7 +85,7 @@ class Rotation:
 
     def _angles(self, x: Tensor, positions: Int[Tensor, "B #H T"]) -> tuple[Tensor, Tensor]:
         """Cosine and sine, rounded to the vectors' dtype; padding (position -1) gets those of position 0."""
-        angles = positions.clamp(min=0)[..., None].float() * self.frequencies.to(x.device)
+        angles = positions.clamp(min=0)[..., None].float() * self._on(x.device)
         wide = torch.promote_types(x.dtype, torch.float32)
         return (angles.cos() * self.scaling).to(x.dtype).to(wide), (angles.sin() * self.scaling).to(x.dtype).to(wide)
 

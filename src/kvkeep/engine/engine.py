@@ -42,6 +42,8 @@ class Engine:
         prefill_chunk: prompt tokens that are fed in one step; ``None`` takes every prompt whole, as the papers do.
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
+        graphs: whether decode steps are recorded as CUDA graphs; by default where there is CUDA. Policies and models
+            whose steps cannot be recorded run as they do without.
 
     Raises:
         BudgetError: a number is out of range, or not one row fits into the memory.
@@ -60,6 +62,7 @@ class Engine:
         prefill_chunk: int | None = 512,
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
+        graphs: bool | None = None,
     ) -> None:
         for number in (budget, rows, kv_memory, prefill_chunk):
             budgets.check(1 if number is None else number)
@@ -69,7 +72,7 @@ class Engine:
         self.budget = budget
         self._wanted, self._kv_memory, self._chunk = rows, kv_memory, prefill_chunk
         self._options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
-        self._runner = Runner(self.model)
+        self._runner = Runner(self.model, graphs=self.model.device.type == "cuda" if graphs is None else graphs)
         self._limit = position_limit(self.model)
         self._end_ids = _end_ids(self.model)
         self._all: dict[int, Generation] = {}
@@ -232,6 +235,8 @@ class Engine:
 
     def _turn_to(self, policy: Policy) -> None:
         """Make rows for a policy."""
+        if self._runner.graphs is not None:
+            self._runner.graphs.clear()
         self._rows = Rows(self.model, policy, self.budget, **self._options)
         count, cost = self._wanted or DEFAULT_ROWS, self._rows.row_bytes
         if self._kv_memory is not None:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.engine.graph import Graphs
 from kvkeep.engine.scheduler import Batch
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.load import Model
@@ -20,12 +21,14 @@ class Runner:
 
     Args:
         model: the model, attached.
+        graphs: whether decode steps are recorded, which on a device without CUDA graphs means only that they are run
+            as they would be recorded.
 
     Raises:
         UnsupportedModelError: the model cannot be told where its tokens stand.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, *, graphs: bool = False) -> None:
         self._model = model
         known = inspect.signature(model.forward).parameters
         if "position_ids" not in known:
@@ -34,10 +37,13 @@ class Runner:
                 "model.generate with a BoundedCache."
             )
         self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        self.graphs = Graphs(model, self._options) if graphs else None
 
     @torch.inference_mode()
     def run(self, batch: Batch, rows: Rows) -> Float[Tensor, "n V"]:
-        """Feed a batch, and return the logits after each row's last token."""
+        """Feed a batch, and return the logits after each row's last token; the next run may overwrite them."""
+        if self.graphs is not None and (logits := self.graphs.run(batch, rows)) is not None:
+            return logits
         device = self._model.device
         T = max(map(len, batch.tokens))
         ids, positions, real = [], [], []
@@ -56,5 +62,5 @@ class Runner:
             use_cache=True,
             **self._options,
         )
-        logits: Tensor = out.logits[:, -1]
-        return logits
+        last: Tensor = out.logits[:, -1]
+        return last

@@ -42,6 +42,7 @@ class Rows:
 
     Attributes:
         count: rows there is memory for; none before `allocate`.
+        version: changes with the tensors that the rows are made of; as long as it is the same, they are, too.
         row_bytes: what one row takes.
 
     Raises:
@@ -59,6 +60,7 @@ class Rows:
     ) -> None:
         self.policy = policy
         self.count = 0
+        self.version = 0
         self._config = model.config
         self._options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
         self._numbers: dict[int, list[int]] = {}
@@ -81,6 +83,7 @@ class Rows:
     def allocate(self, count: int) -> None:
         """Make the memory for so many rows, all of them empty."""
         self._parts.clear()
+        self.version += 1
         self.count = count
         for layer, like in zip(self._layers.values(), self._like, strict=True):
             heads, budget = like.keys.shape[1], max(layer.budgets)
@@ -101,6 +104,7 @@ class Rows:
             if isinstance(block.budget, int) and block.budget != number:
                 block.budget = block.seen.new_full((self.count, 1), block.budget)
                 self._parts.clear()
+                self.version += 1
             if isinstance(block.budget, Tensor):
                 block.budget[row] = number
             block.store.positions[row] = EMPTY

@@ -1,0 +1,179 @@
+"""Decode steps as CUDA graphs: the whole step, eviction included, is recorded once and then started in one call.
+
+A small model's step is a thousand kernels of a few microseconds, and Python needs longer to start them than the GPU
+to run them. A recorded step has a fixed number of rows, so there is one graph for each of a few numbers of rows; rows
+that nobody needs are padding, which enters no slot. What the graphs read and write (slots, state, counters) stays
+where it is for as long as the engine keeps its rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep.engine.scheduler import Batch
+from kvkeep.engine.waits import NoWaiting, WaitError
+from kvkeep.models.load import Model
+from kvkeep.models.rows import Rows
+from kvkeep.policies.base import Policy
+from kvkeep.registry import spec
+
+_log = logging.getLogger(__name__)
+
+WARM_UPS = 2
+"""Runs before a capture: kernels are compiled and libraries take their workspaces."""
+
+_Run = Callable[[], Tensor]
+
+
+def bucket(rows: int, most: int) -> int:
+    """The number of rows of the graph that serves so many: powers of two and one and a half times these."""
+    size = 1
+    while size < rows:
+        size = size * 3 // 2 if size > 2 and size & (size - 1) == 0 else 1 << size.bit_length()
+    return min(size, most)
+
+
+def refusal(policy: Policy) -> str | None:
+    """Why a policy's decode steps cannot be recorded, or ``None``."""
+    if policy.cascades:
+        return "its layers share tables that are made anew in every step"
+    if not policy.evicts or policy.grows:
+        return "it asks in every step whether there is room left"
+    return None
+
+
+class Graphs:
+    """Decode steps of one model over the first rows of an engine.
+
+    Args:
+        model: the model, attached.
+        options: of the model's forward, the same in every step.
+
+    Attributes:
+        refused: why steps run one by one instead, per policy.
+    """
+
+    def __init__(self, model: Model, options: dict[str, Any]) -> None:
+        self.refused: dict[str, str] = {}
+        self._model = model
+        self._options = options
+        self._steps: dict[int, _Step] = {}
+        self._memory: tuple[Rows, int] | None = None
+        self._pool: Any = None
+
+    def run(self, batch: Batch, rows: Rows) -> Float[Tensor, "n V"] | None:
+        """The logits of a decode step; ``None`` if it is none, or cannot be recorded: then nothing was done."""
+        decodes = batch.start == 0 and not batch.fresh and all(len(tokens) < 2 for tokens in batch.tokens)
+        if not decodes or spec(rows.policy) in self.refused:
+            return None
+        if self._memory != (rows, rows.version):
+            self.clear()
+            self._memory = (rows, rows.version)
+        size = bucket(len(batch.rows), rows.count)
+        if size not in self._steps:
+            try:
+                self._steps[size] = self._record(size, rows)
+            except WaitError as reason:
+                self._refuse(rows.policy, str(reason))
+                return None
+        return self._steps[size].run(batch)[: len(batch.rows)]
+
+    def clear(self) -> None:
+        """Let go of what was recorded, and of the rows that it reads and writes."""
+        self._steps.clear()
+        self._memory = self._pool = None
+
+    def _record(self, size: int, rows: Rows) -> _Step:
+        """Record a step over so many rows, all of them padding: it may be run any number of times and changes nothing.
+
+        Raises:
+            WaitError: the step cannot be recorded.
+        """
+        if reason := refusal(rows.policy):
+            raise WaitError(reason)
+        step = _Step(self._model, self._options, size, rows.part(0, size, fresh=False))
+        with NoWaiting():
+            step.forward()
+        if self._model.device.type == "cuda":
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            try:
+                step.capture(self._pool)
+            except RuntimeError as error:  # nothing was run but padding
+                raise WaitError(str(error).partition("\n")[0]) from error
+        return step
+
+    def _refuse(self, policy: Policy, reason: str) -> None:
+        self.refused[spec(policy)] = reason
+        _log.warning(
+            "Decode steps under %s are not recorded as CUDA graphs, which would be faster: %s.", policy, reason
+        )
+
+
+class _Step:
+    """A decode step with inputs that stay in their place.
+
+    Args:
+        model: the model, attached.
+        options: of its forward.
+        size: rows.
+        cache: these rows' slots.
+    """
+
+    def __init__(self, model: Model, options: dict[str, Any], size: int, cache: object) -> None:
+        self._model, self._options, self._cache = model, options, cache
+        with torch.inference_mode(False):  # written in inference mode and out of it
+            self._inputs = torch.zeros((3, size, 1), dtype=torch.long, device=model.device)
+            self._real = torch.zeros((size, 1), dtype=torch.bool, device=model.device)
+            self._host = torch.zeros((3, size, 1), dtype=torch.long, pin_memory=model.device.type == "cuda")
+        self._replay: _Run | None = None
+
+    def run(self, batch: Batch) -> Float[Tensor, "size V"]:
+        """Feed the batch's tokens."""
+        size = self._real.shape[0]
+        fed = [one if tokens else None for one, tokens in zip(batch.rows, batch.tokens, strict=True)]
+        fed += [None] * (size - len(fed))
+        ids = chain((tokens[0] if tokens else 0 for tokens in batch.tokens), [0] * (size - len(batch.tokens)))
+        positions = [0 if one is None else one.length - 1 for one in fed]
+        real = [int(one is not None) for one in fed]
+        self._host.copy_(torch.tensor([[*ids], positions, real])[..., None])
+        self._inputs.copy_(self._host, non_blocking=True)
+        return (self._replay or self.forward)()
+
+    def forward(self) -> Float[Tensor, "size V"]:
+        """One step, as it is recorded."""
+        self._real.copy_(self._inputs[2])
+        out = self._model(
+            input_ids=self._inputs[0],
+            position_ids=self._inputs[1],
+            attention_mask=self._real,
+            past_key_values=self._cache,
+            use_cache=True,
+            **self._options,
+        )
+        logits: Tensor = out.logits[:, -1]
+        return logits
+
+    def capture(self, pool: Any) -> None:
+        """Record `forward`; from now on `run` replays it."""
+        stream = torch.cuda.Stream(self._model.device)
+        stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self.forward()
+        torch.cuda.current_stream(self._model.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            logits = self.forward()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        self._replay = replay

@@ -1,0 +1,151 @@
+"""Decode steps that are recorded: nothing in them waits for the device, and they change no token."""
+
+import pytest
+import torch
+
+import kvkeep
+from kvkeep import eviction
+from kvkeep.engine import Engine, Request
+from kvkeep.engine.graph import bucket, refusal
+from kvkeep.engine.waits import NoWaiting, WaitError
+from kvkeep.models.text import Sampling
+from kvkeep.native import ops
+
+from .models import CONFIGS, alone, model
+from .test_equal import CAPACITY, POLICIES, prompt_of
+
+REFUSED = {name for name in kvkeep.available_policies() if refusal(kvkeep.parse(name))}
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """Torch does the work, and nobody asks whether a head holds too much."""
+    monkeypatch.setattr(ops, "_library", lambda *tensors: None)
+    monkeypatch.setattr(eviction, "_nothing_is_over", lambda positions, limit: False)
+
+
+def requests(*lengths):
+    return [
+        Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=new))
+        for i, (length, new) in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_is_recorded_or_refused_with_a_reason(policy):
+    evicts = kvkeep.parse(policy).evicts
+    engine = Engine(model("llama"), policy=policy, budget=CAPACITY if evicts else 64, rows=2, graphs=True)
+    engine.generate(requests((17, 3)))
+    refused = engine._runner.graphs.refused
+    assert bool(refused) == (policy.partition(":")[0] in REFUSED), refused
+    assert all(reason == refusal(kvkeep.parse(policy)) for reason in refused.values())
+    assert bool(engine._runner.graphs._steps) == (not refused)
+
+
+@pytest.mark.parametrize("policy", ["h2o:decay=0.9", "scissorhands"])
+def test_tokens_are_those_of_a_request_alone(policy):
+    engine = Engine(model("llama"), policy=policy, budget=CAPACITY, rows=3, prefill_chunk=5, graphs=True)
+    asked = requests((1, 5), (17, 6), (4, 8))
+    for request, result in zip(asked, engine.generate(asked), strict=True):
+        new = request.sampling.max_new_tokens
+        assert result.token_ids == alone("llama", request.prompt, new, policy, CAPACITY, 5)
+    assert engine._runner.graphs.refused == {}
+
+
+def test_who_is_refused():
+    assert sorted(REFUSED) == ["full", "spatten", "topk_dynamic"]
+    assert "room" in refusal(kvkeep.parse("snapkv:decode=grow"))
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
+def test_other_architectures(name):
+    asked = requests((3, 5), (18, 5), (7, 5))
+    engine = Engine(model(name), policy="h2o", budget=CAPACITY, rows=3, prefill_chunk=6, graphs=True)
+    for request, result in zip(asked, engine.generate(asked), strict=True):
+        assert result.token_ids == alone(name, request.prompt, 5, "h2o", CAPACITY, 6)
+    assert engine._runner.graphs.refused == {}
+
+
+def test_slot_positions():
+    engine = Engine(model("llama"), policy="streaming_llm", budget=CAPACITY, rows=2, positions="slot", graphs=True)
+    engine.generate(requests((20, 6)))
+    assert engine._runner.graphs.refused == {}
+    assert engine._runner.graphs._steps
+
+
+def test_numbers_of_rows():
+    assert [bucket(n, 100) for n in (1, 2, 3, 5, 7, 9, 13, 17, 33, 49, 65, 97)] == [
+        *(1, 2, 4, 6, 8, 12, 16, 24, 48, 64, 96, 100)
+    ]
+
+
+def test_one_step_for_each_number_of_rows():
+    engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=7, graphs=True)
+    engine.generate(requests(*((4, 3 + 2 * i) for i in range(7))))
+    sizes = set(engine._runner.graphs._steps)
+    assert sizes == {1, 2, 4, 6, 7}
+
+
+def test_what_was_recorded_goes_with_the_rows():
+    engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=2, graphs=True)
+    engine.generate(requests((4, 3)))
+    (before,) = engine._runner.graphs._steps.values()
+    engine.generate([Request(prompt=(1, 2, 3), sampling=Sampling(max_new_tokens=4), budget=9)])  # budgets by row
+    (after,) = engine._runner.graphs._steps.values()
+    assert after is not before
+    engine.generate([Request(prompt=(1, 2), sampling=Sampling(max_new_tokens=1), policy="local")])
+    assert not engine._runner.graphs._steps
+
+
+def test_by_default_only_where_there_is_cuda():
+    assert Engine(model("llama"), budget=CAPACITY)._runner.graphs is None
+
+
+WAITING = {
+    "item": lambda x: x.sum().item(),
+    "int": lambda x: int(x.sum()),
+    "tolist": lambda x: x.tolist(),
+    "bool": lambda x: bool(x.any()),
+    "numpy": lambda x: x.numpy(),
+    "cpu": lambda x: x.cpu(),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "mask": lambda x: x[x > 0],
+    "written mask": lambda x: x.clone().__setitem__(x > 0, torch.ones(2)),
+    "unique": lambda x: x.unique(),
+    "repeats": lambda x: x.repeat_interleave(torch.tensor([1, 2, 1])),
+    "number": lambda x: torch.tensor(3, device=x.device),
+    "numbers": lambda x: torch.as_tensor([3, 4], device=x.device),
+    "equal": lambda x: x.equal(x),
+}
+
+
+@pytest.mark.parametrize("operation", WAITING)
+def test_what_waits_is_found(operation):
+    x = torch.tensor([-1.0, 2.0, 3.0])
+    WAITING[operation](x)
+    with NoWaiting(), pytest.raises(WaitError, match="waits for the device in"):
+        WAITING[operation](x)
+
+
+def test_what_does_not_wait_is_let_through():
+    x = torch.tensor([-1.0, 2.0, 3.0])
+    index = torch.tensor([0, 2])
+    with NoWaiting():
+        y = torch.where(x > 0, x, 0.0) + x.masked_fill(x > 0, 1.0) + x[index].sum() + x.to(torch.float64)
+        y = y.sort().values.cumsum(0) + torch.full((), 3.0) + x.new_zeros(3)
+    assert y.shape == (3,)
+
+
+def test_a_policy_that_waits_is_run_without(caplog, monkeypatch):
+    def score(self, view, state):
+        return view.positions.float() * float(view.seen.sum())
+
+    monkeypatch.setattr(kvkeep.parse("local").__class__, "score", score)
+    engine = Engine(model("llama"), policy="local", budget=CAPACITY, rows=2, prefill_chunk=6, graphs=True)
+    engine.generate(requests((17, 6), (4, 8)))
+    (reason,) = engine._runner.graphs.refused.values()
+    assert "waits for the device in aten::_local_scalar_dense, test_graph.py:" in reason
+    assert reason in caplog.text
+    assert len(caplog.records) == 1
