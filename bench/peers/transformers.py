@@ -69,6 +69,8 @@ def _fill(cache: Cache, model, rows: int, tokens: int) -> Cache:
     config = model.config
     shape = (1, config.num_key_value_heads, tokens, config.hidden_size // config.num_attention_heads)
     for layer in range(config.num_hidden_layers):
-        keys, values = (torch.randn(shape, dtype=model.dtype).expand(rows, -1, -1, -1) for _ in range(2))
+        keys, values = (
+            torch.randn(shape, dtype=model.dtype, device=model.device).expand(rows, -1, -1, -1) for _ in range(2)
+        )
         cache.update(keys, values, layer)
     return cache

@@ -1,0 +1,139 @@
+"""bench/gpu.py in its smallest form on a CPU: every part, their order, resuming, and what it says without a GPU."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCH = Path(__file__).parents[2] / "bench"
+if not BENCH.is_dir():
+    pytest.skip("the benchmarks are not part of this copy", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def bench(monkeypatch):
+    """The scripts' own folder on the path."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in {"lib", "peers", "gpu"}:
+            del sys.modules[name]
+
+
+def run(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", *arguments])
+    assert import_module("gpu").main() == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    return "\n".join(lines), json.loads(last)
+
+
+def test_all_parts(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "gpu.json"
+    text, data = run(monkeypatch, capsys, "--out", str(out))
+    assert data["notes"] == []
+    assert list(data["parts"]) == ["a", "c", "d", "b", "f", "e"]
+    parts = data["parts"]
+    assert [(one["rows"], one["bytes"]) for one in parts["a"]] == [
+        (1, 2 * 8 * 2 * 16 * 4 + 8 * 2 * 8),
+        (2, 2 * (2 * 8 * 2 * 16 * 4 + 8 * 2 * 8)),
+    ]
+    assert [one["name"] for one in parts["c"]] == ["SDPA", "local", "h2o", "ahakv", "scissorhands", "tova"]
+    assert parts["c"][1]["vs local"] == 1.0
+    assert parts["d"][0]["vs SDPA"]["SDPA"] == 1.0
+    assert [(one["name"], one["attended"]) for one in parts["b"]] == [
+        *(("kvkeep local", 9), ("kvkeep h2o", 9), ("DynamicCache", 13), ("StaticCache", 13))
+    ]
+    assert all(one["tokens_per_s"] > 0 and one["rows"] == 2 for one in parts["b"])
+    assert [one["history"] for one in parts["f"]] == [16, 16, 32, 32]
+    assert {one["name"]: one["tokens"] for one in parts["e"]} == {"kvkeep h2o": 6, "transformers": 6}
+    assert all(one["complete"] for one in parts["e"])
+    for title in ("(a)", "(b)", "(c)", "(d)", "(e)", "(f)", "targets"):
+        assert title in text
+    assert json.loads(out.read_text())["parts"].keys() == parts.keys()
+
+
+def test_what_is_done_is_not_done_again(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "gpu.json"
+    run(monkeypatch, capsys, "--only", "d,a", "--out", str(out))
+    gpu = import_module("gpu")
+    done = []
+    monkeypatch.setattr(
+        gpu, "PARTS", {name: (room, lambda b, n=name: done.append(n) or []) for name, (room, _) in gpu.PARTS.items()}
+    )
+    _, data = run(monkeypatch, capsys, "--out", str(out))
+    assert done == ["c", "b", "f", "e"]
+    assert list(data["parts"]) == ["a", "d"]
+    done.clear()
+    run(monkeypatch, capsys, "--out", str(out), "--only", "a")
+    assert done == ["a"]
+
+
+def test_a_part_that_fails_and_a_time_that_is_over_are_noted(monkeypatch, capsys):
+    gpu = import_module("gpu")
+
+    def fails(bench):
+        raise ValueError("no such thing")
+
+    monkeypatch.setitem(gpu.PARTS, "a", (gpu.layer, fails))
+    _, data = run(monkeypatch, capsys, "--only", "a,c", "--limit-s", "0")
+    assert data["parts"] == {}
+    assert data["notes"] == [
+        "a: failed: ValueError: no such thing",
+        "c: SDPA and what follows was not run: the time was over",
+    ]
+
+
+def test_what_does_not_fit_is_tried_with_fewer_rows():
+    model, shared = import_module("lib.gpu_model"), import_module("lib.gpu")
+    bench = shared.Bench(torch.device("cpu"), shared.DRY)
+    tried = []
+
+    def run(rows):
+        tried.append(rows)
+        if rows > 70:
+            raise torch.OutOfMemoryError
+        return {"rows": rows}
+
+    assert model.shrinking(bench, 100, run) == {"rows": 61}
+    assert tried == [100, 85, 72, 61]
+    assert model.shrinking(bench, 1000, run) is None
+    assert model.shrinking(bench, 0, run) is None
+
+
+def test_targets():
+    gpu = import_module("gpu")
+    parts = {
+        "a": [
+            {"rows": 64, "slots": 1024, "share": 0.8},
+            {"rows": 64, "slots": 2048, "share": 0.7},
+            {"rows": 1, "slots": 2048, "share": 0.1},
+        ],
+        "b": [
+            {"name": "kvkeep h2o", "attended": 1025, "mbu": 0.7, "tokens_per_s": 500.0},
+            {"name": "DynamicCache", "attended": 32769, "mbu": 0.7, "tokens_per_s": 10.0},
+            {"name": "StaticCache", "attended": 32769, "mbu": 0.7, "tokens_per_s": 20.0},
+        ],
+        "c": [{"name": "h2o", "vs local": 1.04}],
+        "d": [{"vs SDPA": {"SDPA + window": 1.1}}, {"vs SDPA": {"SDPA + window": 1.3}}],
+    }
+    found = [(one["measured"], one["met"]) for one in gpu.targets(parts).values()]
+    assert found == [(0.7, False), (1.04, True), (0.7, True), (25.0, True), (1.3, False)]
+    assert gpu.targets({}) == {}
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    assert import_module("gpu").main() == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_parts_have_names():
+    gpu = import_module("gpu")
+    assert gpu.letters("a,d") == ["a", "d"]
+    with pytest.raises(gpu.argparse.ArgumentTypeError, match="there are a,b,c,d,e,f"):
+        gpu.letters("a,x")
