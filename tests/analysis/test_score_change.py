@@ -37,8 +37,8 @@ def test_quantiles_are_of_kept_keys_alone():
 
 
 def test_negligible_scores_are_left_out():
-    full = torch.tensor([[[0.5, 0.5, 1e-9]]])
-    found = change(full, torch.tensor([[[0.0, 1.0, 0.1]]]))
+    full = torch.tensor([[[0.5, 0.5, 1e-9, 1e-9]]])
+    found = change(full, torch.tensor([[[0.0, 1.0, 0.1, 0.0]]]))
     assert (found["dropped"], found["median"]) == (0.5, pytest.approx(1.0))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -86,6 +86,7 @@ def compare(sets: Bool[Tensor, "heads 3 N"]) -> dict[str, Float[Tensor, " heads"
     }
 
 
+@final
 class RepetitivePatterns(Measurement):
     """Which positions are significant for three rows of the text, and how much that repeats."""
 
