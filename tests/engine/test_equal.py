@@ -63,6 +63,19 @@ def test_other_architectures(name):
             assert result.token_ids == alone(name, request.prompt, 5, policy, budget, 6)
 
 
+def test_another_budget_may_come_while_a_prompt_is_being_fed():
+    engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=2, prefill_chunk=5)
+    long, short = prompt_of(1, 17), prompt_of(2, 4)
+    first = engine.add(Request(prompt=long, sampling=Sampling(max_new_tokens=4)))
+    engine.step()
+    second = engine.add(Request(prompt=short, sampling=Sampling(max_new_tokens=3), budget=9))
+    found = {}
+    while engine.busy:
+        found.update((event.id, event.result.token_ids) for event in engine.step() if event.result)
+    assert found[first] == alone("llama", long, 4, "h2o", CAPACITY, 5)
+    assert found[second] == alone("llama", short, 3, "h2o", 9, 5)
+
+
 @dataclass(frozen=True)
 class Arrival:
     """A request of a made-up schedule: when it comes, what it wants, and when it is cancelled, if it is."""

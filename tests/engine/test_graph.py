@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 import kvkeep
 from kvkeep import eviction
+from kvkeep.attention.triton import switch
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.graph import bucket, refusal
 from kvkeep.engine.waits import NoWaiting, WaitError
@@ -64,6 +66,35 @@ def test_other_architectures(name):
     for request, result in zip(asked, engine.generate(asked), strict=True):
         assert result.token_ids == alone(name, request.prompt, 5, "h2o", CAPACITY, 6)
     assert engine._runner.graphs.refused == {}
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Triton's interpreter does the work; what itself does with tensors is none of the step's business."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    if not switch.interprets():
+        pytest.skip("kernels run compiled here, not interpreted")
+    run = interpreter.GridExecutor.__call__
+
+    def unwatched(executor, *arguments, **options):
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return run(executor, *arguments, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", unwatched)
+    monkeypatch.setenv(switch.SWITCH, "1")
+    switch.kernels.cache_clear()
+    yield
+    switch.kernels.cache_clear()
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova", "scissorhands"])
+def test_steps_in_kernels_do_not_wait_either(policy, kernels):
+    engine = Engine(model("llama"), policy=policy, budget=CAPACITY, rows=2, graphs=True)
+    (request,) = requests((16, 3))
+    (result,) = engine.generate([request])
+    assert engine._runner.graphs.refused == {}
+    assert engine._runner.graphs._steps
+    assert result.token_ids == alone("llama", request.prompt, 3, policy, CAPACITY, None)
 
 
 def test_slot_positions():

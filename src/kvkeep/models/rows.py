@@ -123,8 +123,10 @@ class Rows:
         """A range of rows as the cache of one run of the model; ``fresh``: all of them begin a new prompt."""
         if fresh or (start, stop) not in self._parts:
             cascade = Cascade(min(self._layers)) if self.policy.cascades else None
-            layers = [RowLayer(layer.part(start, stop, cascade=cascade)) for layer in self._layers.values()]
-            self._parts[start, stop] = Cache(layers=cast(Any, layers))
+            parts = [layer.part(start, stop, cascade=cascade) for layer in self._layers.values()]
+            for part in parts:
+                part.columns = int(not fresh)  # a prompt that goes on has its beginning in the slots
+            self._parts[start, stop] = Cache(layers=cast(Any, [RowLayer(part) for part in parts]))
         return self._parts[start, stop]
 
     def numbers(self, budget: int) -> list[int]:
