@@ -3,6 +3,7 @@
 import base64
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ RUN = {
     "python": "3",
 }
 SPARSE = {"sparsity_by_layer": [0.97, 0.99], "sparsity": 0.98, "square_by_layer": [0.98, 0.99]}
+DOCS = Path(__file__).parents[2] / "docs"
 ADVICE = Advice("Use <it>.", "h2o", "20% of the text", "kvkeep generate", ("R1: a & b",), ("R4: c",))
 CLAIM = Claim("a <claim>", "H2O, Figure 1", "they & we", "here", "differ")
 
@@ -118,6 +120,27 @@ def test_narrow_windows_get_names_in_the_cells(whole):
 def test_chapters_come_from_the_papers(whole):
     text = read(whole).text
     assert text.index("H2O: heavy hitters") < text.index("Attention is sparse") < text.index("All three")
+
+
+def test_the_docs_list_every_measurement():
+    text = (DOCS / "analyze.md").read_text()
+    for kind in MEASUREMENTS:
+        assert f"| `{kind.name}` | {kind.source} |" in text
+
+
+def test_the_embedded_models_page_is_small_and_asks_nobody():
+    text = (DOCS / "analyze-embedded.html").read_text()
+    found = read(text)
+    assert len(text) < 1_500_000
+    for tag, attributes in found.tags:
+        assert tag != "script"
+        for name in ("src", "href"):
+            assert attributes.get(name, "#").startswith(("#", "data:image/png;base64,"))
+    assert "/work" not in found.text
+    assert "/tmp" not in found.text
+    assert "There is no advice" not in found.text
+    for kind in MEASUREMENTS:
+        assert f'id="{kind.name}"' in text
 
 
 def test_every_measurement_keeps_the_contract():

@@ -124,6 +124,7 @@ def test_each_rule_warns_alone(rule):
 
 def test_what_was_not_measured_or_is_null_says_nothing():
     assert warnings({}) == []
+    assert warnings({"persistence": {"ratio": 0.9, "size": 0.85}}) == []
     empty = {"persistence": {"ratio": None, "size": None}, "retained": {"policies": {}}, "value_prior": {}}
     assert warnings(empty) == []
 

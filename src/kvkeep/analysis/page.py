@@ -31,6 +31,9 @@ _PAPERS = {
 }
 _COMMON = "All three: what a budget costs"
 
+EMBEDDED = "embedded"
+"""How results name the model of the package."""
+
 
 def escape(text: str) -> str:
     """Text for the page; a number and its per cent sign stay on one line."""
@@ -72,7 +75,7 @@ def html(run: Mapping[str, Any], sections: Sequence[Section], claims: Sequence[C
         claims: the table of claims.
         advice: the recommendation.
     """
-    name = "The embedded model" if run["model"] == "embedded" else run["model"]
+    name = "The embedded model" if run["model"] == EMBEDDED else run["model"]
     title = f"{name}: what its attention looks at"
     body = [_head(title, run), _in_short(advice, claims), *_chapters(sections), _table(claims), _advice(advice)]
     style = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")

@@ -17,8 +17,6 @@ from kvkeep.analysis.recommend import Advice, advise
 
 PAGE = "index.html"
 ALL = "analysis.json"
-EMBEDDED = "embedded"
-"""How results name the model of the package."""
 
 
 def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
@@ -34,7 +32,7 @@ def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
     records = [(kind, record) for kind in MEASUREMENTS if (record := folder.record(kind.name, kind.VERSION))]
     done = [(kind, record["result"]) for kind, record in records if "result" in record]
     claims = [*(claim for kind, result in done for claim in kind.claims(result)), *ELSEWHERE]
-    advice = advise({kind.name: result for kind, result in done}, "" if run["model"] == EMBEDDED else run["model"])
+    advice = advise({kind.name: result for kind, result in done}, "" if run["model"] == page.EMBEDDED else run["model"])
     sections = [page.section(kind, record, pictures=plots.available()) for kind, record in records]
     for part in sections:
         if part.picture is not None:

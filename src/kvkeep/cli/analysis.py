@@ -13,7 +13,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvkeep import plots
-from kvkeep.analysis import report
+from kvkeep.analysis import page, report
 from kvkeep.analysis.folder import Folder
 from kvkeep.analysis.run import Job, OnStage, find, read, run
 from kvkeep.cli import console
@@ -42,8 +42,8 @@ def serve(request: Request) -> None:
         writer = Writer(job.checkpoint, load.read_weights(job.checkpoint, request.dtype, request.device))
         with _progress() as on_stage:
             run(job, writer, folder, on_stage)
-        page, everything = report.write(folder)
-    _show(request, page, everything)
+        written, everything = report.write(folder)
+    _show(request, written, everything)
 
 
 def prepare(request: Request) -> Job:
@@ -61,7 +61,7 @@ def prepare(request: Request) -> Job:
     checkpoint = load.find(name, allow_pickle=request.allow_pickle)
     file = "standard input" if request.text == STANDARD_INPUT else Path(request.text).name
     tokens = read(checkpoint, file, text, request.max_tokens)
-    return Job(request.model or report.EMBEDDED, checkpoint, tokens, kinds, request.seed)
+    return Job(request.model or page.EMBEDDED, checkpoint, tokens, kinds, request.seed)
 
 
 @contextmanager
@@ -94,12 +94,12 @@ def _progress() -> Iterator[OnStage]:
         raise
 
 
-def _show(request: Request, page: Path, everything: dict[str, Any]) -> None:
+def _show(request: Request, written: Path, everything: dict[str, Any]) -> None:
     """The recommendation, what was skipped, and where the page is."""
     if not plots.available():
         console.note(f"no pictures: {plots.MISSING}, then run the same command again.")
     if request.json:
-        console.write_json({"output": str(request.output), "page": str(page), **everything})
+        console.write_json({"output": str(request.output), "page": str(written), **everything})
         return
     screen = console.out()
     filled = console.table("measurement", "verdict", "this model shows")
@@ -110,4 +110,4 @@ def _show(request: Request, page: Path, everything: dict[str, Any]) -> None:
     screen.print(filled)
     screen.print()
     screen.print(everything["recommendation"]["short"])
-    console.err().print(console.facts({"page": str(page)}))
+    console.err().print(console.facts({"page": str(written)}))
