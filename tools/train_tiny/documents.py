@@ -237,11 +237,13 @@ def _statements(
     last = list(facts)
     rate = rng.choice((0.2, 0.5, 0.9)) if changes else 0.0
     for i, fact in enumerate(facts):
-        if rng.random() < (rate**0.5 if fact.kind.name == "owner" else rate):
+        if rng.random() >= (rate**0.5 if fact.kind.name == "owner" else rate):
+            continue
+        for when in sorted(rng.uniform(i, len(facts)) for _ in range(rng.choice((1, 1, 2, 3)))):
             corrects = rng.random() < 0.8
             if corrects:
                 last[i] = replace(fact, value=draw_value(fact.kind, lexicon, rng))
-            timeline.append((rng.uniform(i, len(facts)), _state(rng, last[i], corrects=corrects)))
+            timeline.append((when, _state(rng, last[i], corrects=corrects)))
     return [text for _, text in sorted(timeline, key=lambda entry: entry[0])], last
 
 

@@ -194,6 +194,15 @@ CHANGE_LEADS = (
     *("since last week ", "since that day ", "since the morning ", "in the meantime ", "later on ", "this week "),
     *("but then ", "no, ", "wait, ", "in truth ", "then ", "after that ", "in the end ", "some time later ", "lately "),
     *("from this day on ", "in recent days ", "those days are over: ", "all has changed: ", "instead, ", "next "),
+    *(
+        "since yesterday ",
+        "since that time ",
+        "since the last winter ",
+        "ever since that time ",
+        "of late ",
+        "since May ",
+    ),
+    *("for a few days now ", "after all these years ", "in our days ", "these last weeks ", "then, one day, "),
     *("as of today ", "one day later ", "not long after that ", "for some days now ", "this morning ", "a week later "),
 )
 CHANGE_SAYS: dict[str, tuple[str, ...]] = {
@@ -248,7 +257,18 @@ CHANGE_NOUN_FIRST = (
     ),
     *("the {noun} on # is another one: {value}", "the {noun} for # has become {value}"),
 )
-CHANGE_TAILS = (*("",) * 8, " now", " again", " at last", " for good", " after all", " this time", " in place of that")
+CHANGE_TAILS = (
+    *("",) * 8,
+    " now",
+    " again",
+    " at last",
+    " for good",
+    " after all",
+    " this time",
+    " in place of that",
+    " instead of that",
+    " instead of the old one",
+)
 
 ASK_LEADS = (
     *(
