@@ -72,6 +72,13 @@ def test_violations_by_hand(check):
     assert check(squared, 3) == three[check]
     assert check(lambda S: float(len(S)), 3) == 0.0
     assert check(lambda S: math.sqrt(len(S)), 3) <= 0.0
+    late = [
+        0.0,
+        1.0,
+        1.0,
+        3.0,
+    ]  # the third adds 2, the second nothing: the worst pair does not begin with the empty set
+    assert check(lambda S: late[len(S)], 3) == 2.0
 
 
 def test_monotone_by_hand():
