@@ -314,6 +314,21 @@ def test_evict_takes_the_victim_that_the_scores_name(recent, limit):
         assert torch.equal(positions, want)
 
 
+@pytest.mark.parametrize("recent", [0, 5000], ids=["none protected", "all protected"])
+@pytest.mark.parametrize("turned", [False, True], ids=["oldest first", "oldest last"])
+def test_of_equals_the_oldest_goes_wherever_it_stands(turned, recent):
+    S = blocks.SCAN + 70  # more than are looked at together
+    order = torch.arange(S, dtype=torch.int32, device=DEVICE)
+    positions = (order.flip(0) if turned else order).expand(1, 2, S).clone()
+    positions[:, 1, 3] = -1
+    assert ops.evict(
+        positions, torch.zeros(1, 2, S, device=DEVICE), Limits(positions.new_full((1,), S), 0, recent, S - 1)
+    )
+    gone = (positions[0, 0] < 0).nonzero().flatten().tolist()
+    assert gone == [S - 1 if turned else 0]
+    assert (positions[0, 1] < 0).sum() == 1  # it held no more than its limit
+
+
 def test_scores_that_heads_share_and_expiry():
     positions, score = rated(1)
     seen = torch.full((4,), 100, device=DEVICE)
