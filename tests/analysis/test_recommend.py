@@ -61,6 +61,9 @@ def test_r2_leaves_windows_out_where_heavy_hitters_matter():
     found = advise(budgets(cells) | LOUD["R5"], "")
     assert found.policy == "tova"
     assert "left out, see R5" in found.reasons[1]
+    smaller = cells | {"streaming_llm": ((0.0, 0.0, 0), (0, 0, 0))}
+    assert advise(budgets(smaller), "").budget == "10% of the text"
+    assert advise(budgets(smaller) | LOUD["R5"], "").budget == "20% of the text"
     del cells["tova"]
     assert advise(budgets(cells) | LOUD["R5"], "").policy == "local"
 
@@ -75,7 +78,7 @@ def test_r3_names_a_careful_budget_or_says_that_there_is_none():
     found = advise(budgets(cells), "")
     assert "Where details from far back matter, keydiff with 50%." in found.short
     assert found.risks[0].startswith("R3: h2o at 20% keeps 30%")
-    del cells["keydiff"]
+    cells["keydiff"] = ((1, 1, 1), (0.9, 0, 0))  # a smaller budget than the winner's is no careful one
     found = advise(budgets(cells), "")
     assert "keep the full cache where they matter" in found.short
     assert "every budget" in found.risks[0]

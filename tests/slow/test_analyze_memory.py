@@ -25,7 +25,7 @@ def peak_bytes(text, tokens, output):
 
 
 @pytest.mark.slow
-def test_8192_tokens_take_less_than_half_of_one_layers_matrix_more_than_1024(tmp_path):
+def test_8192_tokens_take_less_than_one_layers_matrix_more_than_1024(tmp_path):
     text = tmp_path / "text.txt"
     sentences = own_sentences(0)
     text.write_text(" ".join(next(sentences) for _ in range(2000)))
@@ -33,4 +33,4 @@ def test_8192_tokens_take_less_than_half_of_one_layers_matrix_more_than_1024(tmp
     long = peak_bytes(text, 8192, tmp_path / "long")
     matrix = 4 * HEADS * 8192**2
     print(f"peak resident bytes: {short} at 1024 tokens, {long} at 8192; one layer's matrix has {matrix}")
-    assert long - short < matrix / 2
+    assert long - short < matrix

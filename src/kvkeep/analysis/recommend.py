@@ -102,9 +102,9 @@ def advise(results: Results, model: str) -> Advice:
     able = [choice for choice in choices if choice.cost + choice.error <= TOLERANCE]
     if not able:
         return _keep_all(choices, risks)
+    able, out = _without_windows(able, results)
     share = min(choice.share for choice in able)
-    able, out = _without_windows([choice for choice in able if choice.share == share], results)
-    best, why = _best(able, budgets["gain"] >= GAIN)
+    best, why = _best([choice for choice in able if choice.share == share], budgets["gain"] >= GAIN)
     return _advice(best, why + out, choices, budgets=budgets, risks=risks, model=model)
 
 
@@ -127,7 +127,7 @@ def _choices(budgets: Result) -> list[_Choice]:
 
 
 def _without_windows(able: list[_Choice], results: Results) -> tuple[list[_Choice], str]:
-    """Part of rule R2: what looks at nothing but recency, where that is not safe and there is something else."""
+    """Part of rule R1: what looks at nothing but recency, where that is not safe and there is something else."""
     others = [choice for choice in able if choice.policy not in WINDOWS]
     if not others or len(others) == len(able) or _heavy_hitters_matter(results) is None:
         return able, ""
@@ -189,7 +189,7 @@ def _careful(best: _Choice, choices: list[_Choice], tells: bool) -> tuple[str, t
     """Rule R3: details from far back."""
     if not tells or math.isnan(best.kept) or best.kept >= HALF:
         return "", ()
-    safe = [choice for choice in choices if choice.kept >= HALF]
+    safe = [choice for choice in choices if choice.kept >= HALF and choice.share >= best.share]
     lost = f"R3: {best.policy} at {best.share:.0%} keeps {best.kept:.0%} of the advantage of a second reading"
     if not safe:
         return (
