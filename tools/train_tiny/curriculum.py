@@ -47,9 +47,9 @@ STAGES = (
     Stage(5_000_000, 512, 0.9, Shape((4, 16), 0.5, changes=0.6, plain=0.03), 4096),
     Stage(2_000_000, 1024, 0.75, Shape((6, 20), 0.8, changes=0.5, plain=0.05)),
     Stage(3_055_000, 2048, 0.65, Shape((8, 24), 0.95, changes=0.5, plain=0.05)),
-    Stage(11_000_000, 512, 0.9, Shape((4, 16), 0.5, changes=0.7, plain=0.03), 4096),
-    Stage(4_000_000, 1024, 0.8, Shape((6, 24), 0.7, changes=0.7, plain=0.03)),
-    Stage(6_000_000, 2048, 0.75, Shape((8, 32), 0.9, changes=0.7, plain=0.03)),
+    Stage(6_000_000, 512, 0.9, Shape((4, 16), 0.5, changes=0.7, plain=0.03), 4096),
+    Stage(3_000_000, 1024, 0.8, Shape((6, 24), 0.7, changes=0.7, plain=0.03)),
+    Stage(11_000_000, 2048, 0.75, Shape((8, 32), 0.9, changes=0.7, plain=0.03)),
 )
 WARM_UP = 200_000
 DECAY = 0.25

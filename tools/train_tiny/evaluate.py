@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from . import corpus, quick
 from .card import write_card
-from .export import PACKAGE
+from .export import LOG, PACKAGE
 from .observe import observe
 from .prepare import load_tokenizer
 
@@ -102,7 +102,6 @@ def measure(work: Path, device: str, n: int) -> dict[str, Any]:
 def report(work: Path, device: str, n: int) -> None:
     """Measure, keep the figures next to the script, and write the card."""
     results = measure(work, device, n)
-    seen = torch.load(work / "checkpoint.pt", map_location="cpu", weights_only=True)["seen"]
-    results["tokens_trained"] = seen
+    results["tokens_trained"] = int(LOG.read_text().splitlines()[-1].split(",")[0])  # the log of the exported weights
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     write_card(results, PACKAGE / "README.md")
