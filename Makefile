@@ -6,6 +6,8 @@ TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton==3.7.1)
 OLDEST_TRANSFORMERS ?= transformers==5.5.0
 KVPRESS ?= kvpress==0.5.5
 LLAMA_CPP ?= llama-cpp-python==0.3.36
+# a process per core, whole files each: models made for a file are made once
+SPREAD ?= --numprocesses auto --maxprocesses 4 --dist loadfile
 BIN := .venv/bin
 OLD := .venv-oldest/bin
 
@@ -35,13 +37,13 @@ docs: .venv/.installed  ## write the generated pages
 	$(BIN)/python tools/policies_page.py
 
 test: .venv/.installed  ## the tests, with the newest transformers (under 10 minutes on 2 cores, no network)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPREAD)
 
 test-slow: .venv/.installed  ## long measurements that are asserted, e.g. peak memory at 32 768 tokens
 	$(BIN)/python -m pytest tests/slow -m slow
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers, with the oldest version that is supported
-	$(OLD)/python -m pytest tests/parity tests/unit
+	$(OLD)/python -m pytest $(SPREAD) tests/parity tests/unit
 
 check: .venv/.installed  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .
