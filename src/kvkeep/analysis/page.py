@@ -103,8 +103,11 @@ def _head(title: str, run: Mapping[str, Any]) -> str:
 def _in_short(advice: Advice, claims: Sequence[Claim]) -> str:
     """What most readers want, before anything else."""
     counts = {verdict: sum(claim.verdict == verdict for claim in claims) for verdict in _SIGNS}
+    said = escape(advice.short)
+    if advice.risks:
+        said += f" What is at risk stands beside it ({len(advice.risks)}): read that first."
     return (
-        f'<div class="box"><p><strong>In short.</strong> {escape(advice.short)} Of {len(claims)} claims of the papers, '
+        f'<div class="box"><p><strong>In short.</strong> {said} Of {len(claims)} claims of the papers, '
         f"this model agrees with {counts['agree']} and differs on {counts['differ']}; {counts['cannot tell']} cannot "
         'be told here. <a href="#claims">The table</a>, <a href="#recommendation">the recommendation and its '
         "reasons</a>.</p></div>"
