@@ -50,6 +50,30 @@ def test_the_plain_weights_are_given_up():
 
 
 @needs_onednn
+def test_weights_are_never_held_twice_as_a_whole(monkeypatch):
+    model = llama()
+    plain = [weakref.ref(m.weight) for m in model.modules() if type(m) is nn.Linear]
+    alive = []
+
+    class Watched(PackedLinear):
+        def __init__(self, linear, rows):
+            super().__init__(linear, rows)
+            alive.append(sum(weight() is not None for weight in plain))
+
+    monkeypatch.setattr(packed, "_works", lambda dtype: True)
+    monkeypatch.setattr(packed, "PackedLinear", Watched)
+    assert pack_weights(model) == len(plain)
+    assert alive == list(range(len(plain), 0, -1))
+
+
+@needs_onednn
+def test_a_number_format_that_the_processor_lacks_stays_plain(monkeypatch):
+    monkeypatch.setattr(packed, "_works", lambda dtype: dtype is torch.float32)
+    assert pack_weights(llama().to(torch.bfloat16)) == 0
+    assert pack_weights(llama()) == 2 * 7 + 1
+
+
+@needs_onednn
 def test_tied_hooked_and_other_layers_stay():
     model = llama(tied=True)
     hooked, other = model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.down_proj
@@ -79,7 +103,7 @@ def test_a_packed_model_generates_the_same_tokens():
     ]
     plain = Engine(llama(), budget=10, rows=3).generate(requests)
     model = llama()
-    pack_weights(model)
+    assert pack_weights(model) == 2 * 7 + 1
     found = Engine(model, budget=10, rows=3).generate(requests)
     assert [r.token_ids for r in found] == [r.token_ids for r in plain]
     assert len({tuple(r.token_ids) for r in plain}) > 1

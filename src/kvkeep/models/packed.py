@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import cast
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -45,33 +48,29 @@ def pack_weights(model: nn.Module, rows: int = 32) -> int:
     that are no plain ones (quantised, with hooks, on another device, in another number format) and weights that
     something else uses, such as tied embeddings, stay as they are.
     """
-    if not _works():
-        return 0
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    formats = {dtype for dtype in FORMATS if _works(dtype)}
+    uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     found = [
-        (parent, name, child)
+        (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and _is_plain(child) and uses[id(child.weight)] == 1
+        if type(child) is nn.Linear and _is_plain(child, formats) and uses[id(child.weight)] == 1
     ]
-    for parent, name, child in found:
-        setattr(parent, name, PackedLinear(child, rows))
+    for parent, name in found:  # names, as a list of layers would hold every plain weight to the end
+        setattr(parent, name, PackedLinear(cast(nn.Linear, parent.get_submodule(name)), rows))
     return len(found)
 
 
-def _is_plain(layer: nn.Linear) -> bool:
+def _is_plain(layer: nn.Linear, formats: set[torch.dtype]) -> bool:
     hooks = (layer._forward_hooks, layer._forward_pre_hooks)
     weight = layer.weight
-    return weight.device.type == "cpu" and weight.dtype in FORMATS and weight.layout is torch.strided and not any(hooks)
+    return weight.device.type == "cpu" and weight.dtype in formats and weight.layout is torch.strided and not any(hooks)
 
 
-def _works() -> bool:
-    """Whether this build of torch has the operations; they are not part of its stable interface."""
+def _works(dtype: torch.dtype) -> bool:
+    """Whether this build of torch, on this processor, has the operations; they are not part of its stable interface."""
     try:
-        PackedLinear(nn.Linear(16, 16), 2)(torch.ones(2, 16))
+        PackedLinear(nn.Linear(16, 16, dtype=dtype), 2)(torch.ones(2, 16, dtype=dtype))
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
     return True
