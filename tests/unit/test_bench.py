@@ -46,6 +46,7 @@ def bench(monkeypatch):
             "prefill_memory",
             "overhead",
             "kernel",
+            "products",
         }:
             del sys.modules[name]
 
@@ -164,6 +165,15 @@ def test_kernel(monkeypatch, capsys):
     assert (one["bytes"], two["bytes"]) == (5 * 4 * (2 * 64 * 2 + 8), 6 * 4 * (2 * 64 * 2 + 8))
     assert one["moved"] == pytest.approx(one["bytes"] / (sum(one["attend_s"]) / 2))
     assert len(two["torch_s"]) == 2
+
+
+def test_products(monkeypatch, capsys):
+    text, data = run("products", monkeypatch, capsys, "--rows", "1", "3", "--dtypes", "float32", "--repeats", "2")
+    # queries and output 32 x 32, keys and values 32 x 16, three times 32 x 48; the head is a table of 64 x 32
+    flop = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 64 * 32)
+    assert [cell["flop"] for cell in data["cells"]] == [flop, 3 * flop]
+    assert all(len(cell[f"{name}_s"]) == 2 for cell in data["cells"] for name in ("plain", "packed"))
+    assert "3 rows" in text
 
 
 def test_throughput(monkeypatch, capsys, here):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from kvkeep.theory import claims_h2o_dynamic, claims_h2o_eviction, claims_h2o_regression, claims_h2o_sets
+from kvkeep.theory import (
+    claims_h2o_dynamic,
+    claims_h2o_eviction,
+    claims_h2o_newton,
+    claims_h2o_regression,
+    claims_h2o_sets,
+)
 from kvkeep.theory.claim import Claim
 
 CLAIMS: tuple[Claim, ...] = (
@@ -10,4 +16,5 @@ CLAIMS: tuple[Claim, ...] = (
     *claims_h2o_sets.CLAIMS,
     *claims_h2o_dynamic.CLAIMS,
     *claims_h2o_regression.CLAIMS,
+    *claims_h2o_newton.CLAIMS,
 )
