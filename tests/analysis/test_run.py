@@ -1,6 +1,8 @@
 """Which measurements are made, what is skipped and why, what a folder keeps, and how a stopped run goes on."""
 
+import errno
 import json
+import os
 
 import model_folders
 import pytest
@@ -217,6 +219,26 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be"):
         Folder(tmp_path / "file" / "below").open({})
+
+
+def test_a_full_disk_loses_nothing(writer, tmp_path, monkeypatch):
+    calls = []
+    sync = os.fsync
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 3:  # run.json and one measurement had room
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(InputError, match=r"No space left on device. Finished measurements are safe.*goes on"):
+        run(job(writer, [Sums, Running]), writer, Folder(tmp_path))
+    (kept,) = {path.name for path in tmp_path.iterdir()} - {"run.json"}  # and no torn file
+    before = (tmp_path / kept).stat().st_mtime_ns
+    run(job(writer, [Sums, Running]), writer, Folder(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "sums.json", "running.json"}
+    assert (tmp_path / kept).stat().st_mtime_ns == before
 
 
 def test_find_keeps_the_page_order_and_refuses_unknown_names():

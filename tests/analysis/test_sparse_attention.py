@@ -40,6 +40,12 @@ def test_one_key_takes_all_but_little(block):
     assert Sparsity.reading(result).verdict == "agree"
 
 
+@pytest.mark.parametrize(("sparse", "verdict"), [(10, "agree"), (9, "agree"), (8, "differ"), (6, "differ")])
+def test_nearly_every_layer_has_to_be_sparse(sparse, verdict):
+    layers = [0.951] * sparse + [0.949] * (10 - sparse)
+    assert Sparsity.reading({"sparsity_by_layer": layers, "sparsity": 0.95}).verdict == verdict
+
+
 def test_uniform_attention_is_dense():
     result = measured(causal(torch.ones(2, 1, 70, 70)))
     assert result["sparsity_by_layer"] == [0.0, 0.0]

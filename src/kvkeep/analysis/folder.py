@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -116,11 +116,16 @@ class Folder:
         """
         path, beside = self.path / name, self.path / f".{name}.new"
         with self._writing():
-            with beside.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
+            try:
+                with beside.open("wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                beside.replace(path)
+            except OSError:
+                with suppress(OSError):  # a full disk needs the room
+                    beside.unlink()
+                raise
         return path
 
     @contextmanager
