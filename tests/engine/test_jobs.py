@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -71,6 +72,76 @@ def test_a_second_run_does_nothing_and_other_settings_are_refused(ten, tmp_path)
     foreign = write(tmp_path / "foreign.jsonl", {"id": 1})
     assert "no completion" in run("-i", ten, "-o", foreign).output
     assert target.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--budget", 23), "written with budget=24, and this job has budget=23"),
+        (("--temperature", 0.5), "written with the default temperature, and this job has temperature=0.5"),
+        (("--max-new-tokens", 7), "max_new_tokens=7"),
+        (("--policy", "tova"), 'policy="h2o", and this job has policy="tova"'),
+        (("--prefill-chunk", 4), "prefill_chunk=4"),
+        (("--positions", "slot"), 'positions="slot"'),
+        (("--layer-budget", "ramp:0.1"), 'layer_budget="ramp:0.1"'),
+        (("--dtype", "float32"), 'dtype="float32"'),
+        (("--raw",), "raw=true"),
+    ],
+)
+def test_a_job_does_not_go_on_with_other_settings(ten, tmp_path, options, words):
+    target = tmp_path / "out.jsonl"
+    made_by = {"model": "embedded", "policy": "h2o", "budget": 24}
+    write(target, {"id": 0, COMPLETION: {"line": 1, "digest": "x", "made_by": made_by}})
+    before = target.read_bytes()
+    given = {"--budget": 24, **dict([options if len(options) == 2 else (options[0], "")])}
+    result = run("-i", ten, "-o", target, *(word for pair in given.items() for word in pair if word != ""))
+    assert (result.exit_code, words in " ".join(result.output.split())) == (2, True), result.output
+    assert target.read_bytes() == before
+
+
+def test_a_completion_says_what_it_was_made_with(tmp_path):
+    options = {"policy": "local", "max_new_tokens": 2}
+    source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": options}, {"prompt": "Hello"})
+    target = tmp_path / "out.jsonl"
+    assert run("-i", source, "-o", target, "--budget", 20, "--seed", 3, "-n", 4).exit_code == 0
+    one, two = (completions(target)[line][COMPLETION] for line in (1, 2))
+    settings = {"model": "embedded", "policy": "h2o", "budget": 20, "seed": 3, "max_new_tokens": 4}
+    assert one["made_by"] == two["made_by"] == settings
+    assert (one["options"], two.get("options")) == (options, None)
+
+
+@pytest.mark.parametrize("name", ["-", "pipe"])
+def test_prompts_through_a_pipe(ten, tmp_path, name):
+    target, pipe = tmp_path / "out.jsonl", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: name == "-" or pipe.write_bytes(ten.read_bytes()))
+    writer.start()
+    source = name if name == "-" else str(pipe)
+    args = ["generate", "-i", source, "-o", str(target), "--budget", "24", "--json"]
+    result = CliRunner().invoke(app, args, input=ten.read_bytes())
+    writer.join()
+    assert result.exit_code == 0, result.output
+    assert sorted(completions(target)) == [1, 2, *range(4, 12)]
+    assert json.loads(result.stdout)["done"] == 10
+
+
+@pytest.mark.parametrize("policy", ["ahakv", "snapkv", "streaming_llm:sinks=70"])
+def test_the_default_budget_holds_what_policies_protect(tmp_path, policy):
+    entries = [{"prompt": "Hello", "options": {"max_new_tokens": 2}}]
+    source = write(tmp_path / "in.jsonl", *entries)
+    assert run("-i", source, "-o", tmp_path / "one.jsonl", "--policy", policy).exit_code == 0
+    entries[0]["options"]["policy"] = policy
+    source = write(tmp_path / "in.jsonl", *entries)
+    result = run("-i", source, "-o", tmp_path / "two.jsonl")
+    assert result.exit_code == 0, result.output
+    assert len(completions(tmp_path / "two.jsonl")) == 1
+
+
+def test_a_file_for_bad_lines_that_cannot_be_written(tmp_path):
+    source = write(tmp_path / "in.jsonl", {"prompt": "Hello"}, "{nope")
+    (tmp_path / "out.jsonl.bad").mkdir()
+    result = run("-i", source, "-o", tmp_path / "out.jsonl", "--skip-bad")
+    assert (result.exit_code, "out.jsonl.bad" in result.output) == (2, True)
 
 
 @pytest.mark.parametrize(

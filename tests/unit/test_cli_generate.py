@@ -341,6 +341,7 @@ def test_an_error_after_some_text_stands_on_its_own_line():
         (["--budget", -5], ["budget=-5"]),
         (["--budget", "many"], ["--budget 'many'", "1024, 4K"]),
         (["--budget", "1.0001k"], ["whole number"]),
+        (["--budget", "20%"], ["--budget 20% is a share of no known length", "--keep-ratio"]),
         (["--budget", "99999999999999999999"], ["larger than"]),
         (
             ["--budget", 8, "--policy", "h2o:sinks=4,recent=5"],

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvkeep.errors import InputError
@@ -43,3 +47,33 @@ def not_empty(text: str, source: str, purpose: str) -> str:
     if not text.strip():
         raise InputError(f"{source} is empty. {purpose}")
     return text
+
+
+@contextmanager
+def read_again(file: str, *, kind: str) -> Iterator[Path]:
+    """A file that can be read several times: standard input (``-``), or a pipe, is copied first.
+
+    Args:
+        file: path, or ``-``.
+        kind: what messages call the file, e.g. ``input``.
+
+    Raises:
+        InputError: it cannot be copied.
+    """
+    path = Path(file).expanduser()
+    if file != STANDARD_INPUT and not (path.is_fifo() or path.is_char_device() or path.is_socket()):
+        yield path  # also one that does not exist: whoever reads it says so
+        return
+    with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
+        copy = Path(folder) / "copy"
+        try:
+            with copy.open("wb") as target:
+                if file == STANDARD_INPUT:
+                    shutil.copyfileobj(sys.stdin.buffer, target)
+                else:
+                    with path.open("rb") as source:
+                        shutil.copyfileobj(source, target)
+        except OSError as error:
+            name = "Standard input" if file == STANDARD_INPUT else f"The {kind} {file}"
+            raise InputError(f"{name} cannot be read, or copied to {folder}: {error.strerror}.") from error
+        yield copy

@@ -213,7 +213,7 @@ def generate(
         prompt="" if batch else read_prompt(prompt, prompt_file),
         raw=raw,
         policy=policy,
-        budget=None if budget is None else parse_tokens(budget, "--budget"),
+        budget=None if budget is None else _parse_budget(budget),
         keep_ratio=keep_ratio,
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
@@ -241,6 +241,16 @@ def generate(
         from kvkeep.cli import completion
 
         completion.serve(request)
+
+
+def _parse_budget(text: str) -> int:
+    """A number of tokens; a share is refused, since it is not said of what."""
+    if text.endswith("%"):
+        raise InputError(
+            f"--budget {text} is a share of no known length; give a number of tokens, e.g. 512. For a share of a "
+            "single prompt there is --keep-ratio, e.g. 0.2."
+        )
+    return parse_tokens(text, "--budget")
 
 
 def _batch(

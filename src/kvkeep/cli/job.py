@@ -6,8 +6,9 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import typer
@@ -16,19 +17,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvkeep import budget as budgets
 from kvkeep.cli import console
 from kvkeep.cli.completion import sampling_of
+from kvkeep.cli.files import read_again
 from kvkeep.cli.generate import DEFAULT_BUDGET, Batch, Request
 from kvkeep.engine import Engine
 from kvkeep.engine.engine import DEFAULT_ROWS
 from kvkeep.engine.jobs import BadLine, Line, Output, read
-from kvkeep.errors import InputError, KVKeepError
+from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.models import text
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import Checkpoint, Model, embedded, find, read_weights
 from kvkeep.models.packed import pack_weights
 from kvkeep.models.quiet import quiet
+from kvkeep.models.text import Sampling
+from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
 
 DEFAULT_CHUNK = 512
+STANDARD_OUTPUT = "standard output"
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -39,7 +44,7 @@ def serve(request: Request, batch: Batch) -> None:
     Raises:
         KVKeepError: something in the request, the file or the model cannot be used.
     """
-    with quiet():
+    with quiet(), read_again(batch.input, kind="input") as source:
         parse_dtype(request.dtype)
         parse_device(request.device)
         policy = parse(request.policy)
@@ -50,12 +55,11 @@ def serve(request: Request, batch: Batch) -> None:
         checkpoint = find(name, allow_pickle=request.allow_pickle)
 
         def lines() -> Iterator[Line | BadLine]:
-            return read(Path(batch.input), lambda prompt: _encode(checkpoint, prompt, raw=request.raw), defaults)
+            return read(source, lambda prompt: _encode(checkpoint, prompt, raw=request.raw), defaults)
 
-        count, longest = _survey(lines(), batch)
-        budget = request.budget or (min(DEFAULT_BUDGET, longest) if policy.evicts else longest)
-        made_by = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
-        with _open(batch.output, made_by) as output:
+        count, longest, others = _survey(lines(), batch)
+        budget = request.budget or _default_budget(policy, others, longest)
+        with _open(batch.output, _settings(request, policy, budget, defaults)) as output:
             console.progress(f"loading {name} …")
             model = read_weights(checkpoint, request.dtype, request.device)
             rows = min(count, batch.max_rows or (count if batch.kv_memory else DEFAULT_ROWS))
@@ -93,18 +97,43 @@ def _encode(checkpoint: Checkpoint, prompt: str | Sequence[Mapping[str, str]], *
     return found
 
 
-def _survey(lines: Iterator[Line | BadLine], batch: Batch) -> tuple[int, int]:
-    """How many lines can be run, and tokens of the longest; a bad line stops the job unless they are set aside."""
+def _survey(lines: Iterator[Line | BadLine], batch: Batch) -> tuple[int, int, set[str]]:
+    """How many lines can be run, tokens of the longest, and policies that lines name.
+
+    A bad line stops the job unless such lines are set aside.
+    """
     count = longest = 0
+    others: set[str] = set()
     for line in lines:
         if isinstance(line, Line):
             count += 1
             longest = max(longest, len(line.request.prompt) + line.request.sampling.max_new_tokens)
+            others |= {line.request.policy} if isinstance(line.request.policy, str) else set()
         elif not batch.skip_bad:
             raise _refusal(line)
     if not longest:
         raise InputError(f"{batch.input} has no line that can be run.")
-    return count, longest
+    return count, longest, others
+
+
+def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling) -> dict[str, object]:
+    """Everything that completions depend on beside the lines: what is not at its default."""
+    options: dict[str, object] = {"raw": request.raw, "layer_budget": request.layer_budget, "positions": request.positions}
+    options |= {"prefill_chunk": request.prefill_chunk, "dtype": None if request.dtype == "auto" else request.dtype}
+    options |= {name: value for name, value in asdict(defaults).items() if value != getattr(Sampling(), name)}
+    always = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
+    return {**always, **{name: value for name, value in options.items() if value is not None and value is not False}}
+
+
+def _default_budget(policy: Policy, others: Iterable[str], longest: int) -> int:
+    """Room for the longest line, and for what the policies protect; at most `DEFAULT_BUDGET`."""
+    if not policy.evicts:
+        return longest
+    known = [policy]
+    for name in others:
+        with suppress(PolicyError):  # the line that names it is refused later, with its number
+            known.append(parse(name))
+    return min(DEFAULT_BUDGET, max(longest, *(sum(map(int, one.protected(longest))) for one in known)))
 
 
 def _refusal(line: BadLine) -> InputError:
@@ -122,7 +151,10 @@ def _set_aside(lines: Iterator[Line | BadLine], engine: Engine, batch: Batch) ->
     if bad:
         target = Path("stdout.bad" if batch.output == "-" else f"{batch.output}.bad")
         entries = ({"line": b.number, "reason": b.reason, "text": b.text} for b in bad)
-        target.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries), encoding="utf-8")
+        try:
+            target.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{target}, for lines that cannot be run, cannot be written: {error.strerror}.") from error
         console.note(f"{console.count(len(bad), 'line')} cannot be run; see {target}")
     return {line.number for line in bad}
 
@@ -140,7 +172,7 @@ def _problem(line: Line | BadLine, engine: Engine) -> BadLine | None:
 
 def _open(path: str, made_by: Mapping[str, object]) -> Output:
     if path == "-":
-        return Output(open(sys.stdout.fileno(), "wb", closefd=False), "standard output", made_by)
+        return Output(open(sys.stdout.fileno(), "wb", closefd=False), STANDARD_OUTPUT, made_by)
     return Output.open(Path(path), made_by)
 
 
@@ -157,7 +189,8 @@ def _run(engine: Engine, lines: Iterator[Line], output: Output, *, total: int, a
     done = len(output.done)
     if as_json:
         found = {"lines": total, "done": done, "new_tokens": new, "seconds": seconds, "rows": engine.rows}
-        sys.stderr.write(json.dumps({**found, "row_bytes": engine.row_bytes}) + "\n")
+        stream = sys.stderr if output.name == STANDARD_OUTPUT else sys.stdout
+        stream.write(json.dumps({**found, "row_bytes": engine.row_bytes}) + "\n")
     elif new:
         console.note(
             f"{console.count(new, 'token')} in {console.show_seconds(seconds)}: "

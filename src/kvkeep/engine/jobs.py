@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -44,6 +44,7 @@ class Line:
         digest: a fingerprint of its text, to see whether an output belongs to it.
         fields: what is carried through.
         request: what is asked of the engine.
+        options: what the line itself says of it; noted in its completion.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Line:
     digest: str
     fields: Mapping[str, Any]
     request: Request
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,9 @@ def _parse(
         prompt, options = _prompt(fields), fields.pop("options", None)
         if COMPLETION in fields:
             raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
-        request = _request(encode(prompt), {} if options is None else options, defaults)
-        return Line(number, text, _digest(raw), fields, request)
+        options = {} if options is None else options
+        request = _request(encode(prompt), options, defaults)
+        return Line(number, text, _digest(raw), fields, request, options)
     except json.JSONDecodeError as error:
         return BadLine(number, text, f"it is no JSON ({error})")
     except (ValueError, KVKeepError) as error:  # also bytes that are no UTF-8
@@ -149,12 +152,12 @@ class Output:
     Args:
         file: open for writing.
         name: what messages call it.
-        made_by: what all completions of a file have in common, e.g. the model; written with each.
+        made_by: the settings that all completions of a file have in common, e.g. the model; written with each.
         done: lines that an earlier run has done, with their fingerprints.
     """
 
     def __init__(self, file: IO[bytes], name: str, made_by: Mapping[str, Any], done: dict[int, str] | None = None):
-        self._file, self._name, self._made_by = file, name, dict(made_by)
+        self._file, self.name, self._made_by = file, name, dict(made_by)
         self.done = {} if done is None else done
 
     @classmethod
@@ -186,7 +189,7 @@ class Output:
             return False
         if self.done[line.number] != line.digest:
             raise InputError(
-                f"Line {line.number} of the input is not the one that {self._name} was written for. Give another "
+                f"Line {line.number} of the input is not the one that {self.name} was written for. Give another "
                 "output file."
             )
         return True
@@ -197,7 +200,9 @@ class Output:
         Raises:
             InputError: the disk is full or fails; what was complete before stays.
         """
-        completion = {"line": line.number, "digest": line.digest, **self._made_by, **_completion(result)}
+        own = {"options": line.options} if line.options else {}
+        origin = {"line": line.number, "digest": line.digest, "made_by": self._made_by, **own}
+        completion = {**origin, **_completion(result)}
         text = json.dumps({**line.fields, COMPLETION: completion}, ensure_ascii=False)
         try:
             self._file.write(text.encode() + b"\n")
@@ -206,7 +211,7 @@ class Output:
             raise
         except OSError as error:
             raise InputError(
-                f"{self._name} cannot be written: {error.strerror}. {len(self.done)} lines are complete; when that is "
+                f"{self.name} cannot be written: {error.strerror}. {len(self.done)} lines are complete; when that is "
                 "mended, the same command goes on after them."
             ) from error
         self.done[line.number] = line.digest
@@ -238,18 +243,23 @@ def _was_done(raw: bytes, path: Path, made_by: Mapping[str, Any]) -> tuple[int, 
     try:
         completion = json.loads(raw)[COMPLETION]
         found = int(completion["line"]), str(completion["digest"])
-        other = {name: completion.get(name) for name in made_by}
+        other = dict(completion["made_by"])
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path} holds a line that is no completion, so this job cannot go on there. Give another output file."
         ) from error
     if other != made_by:
-        names = ", ".join(f"{name}={json.dumps(value)}" for name, value in other.items() if value != made_by[name])
         raise InputError(
-            f"{path} was written with {names}, and this job has other settings. Give another output file, or these "
-            "settings."
+            f"{path} was written with {_differences(other, made_by)}, and this job has "
+            f"{_differences(made_by, other)}. Give another output file, or the same settings."
         )
     return found
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The settings in which one differs from the other, as ``name=value``; what is missing has its default."""
+    names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+    return ", ".join(f"{name}={json.dumps(one[name])}" if name in one else f"the default {name}" for name in names)
 
 
 def _completion(result: Result) -> dict[str, Any]:
