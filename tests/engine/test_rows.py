@@ -59,6 +59,18 @@ def test_memory_follows_from_the_rows():
         Engine(model("llama"), budget=20, kv_memory=one.row_bytes - 1)
 
 
+def test_a_policy_whose_row_does_not_fit_is_refused_at_the_door():
+    small = Engine(model("llama"), policy="local", budget=20, rows=1)
+    engine = Engine(model("llama"), policy="local", budget=20, kv_memory=small.row_bytes + 3)
+    wish = Sampling(max_new_tokens=2)
+    engine.add(Request(prompt=(1, 2), sampling=wish))
+    with pytest.raises(BudgetError, match="Not one row fits: topk"):
+        engine.add(Request(prompt=(1, 2), sampling=wish, policy="topk"))  # it has two numbers more for each slot
+    engine.add(Request(prompt=(1, 2), sampling=wish, policy="knorm"))
+    assert sum(event.result is not None for _ in range(9) if engine.busy for event in engine.step()) == 2
+    assert not engine.busy
+
+
 def test_a_finished_row_is_free_at_the_next_step():
     engine = Engine(model("llama"), budget=8, rows=1, prefill_chunk=None)
     first = engine.add(Request(prompt=(1, 2, 3), sampling=Sampling(max_new_tokens=1)))

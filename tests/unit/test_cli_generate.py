@@ -146,7 +146,10 @@ def test_prefill_chunk_reaches_the_cache_and_the_model(monkeypatch: pytest.Monke
     assert chunked["token_ids"] == whole["token_ids"]
 
 
-@pytest.mark.parametrize("content", ["[0.0, 1.0]", '{"persistence": [0.0, 1.0]}'])
+ANALYSED = {"name": "persistence", "result": {"read": 8, "by_prefix": {"8": {"ratio": [0.0, None]}, "4": {}}}}
+
+
+@pytest.mark.parametrize("content", ["[0.0, 1.0]", '{"persistence": [0.0, 1.0]}', json.dumps(ANALYSED)])
 def test_a_budget_by_layer_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str):
     file = tmp_path / "persistence.json"
     file.write_text(content)
@@ -356,6 +359,7 @@ def test_an_error_after_some_text_stands_on_its_own_line():
         (["--layer-budget", "slope"], ["'slope' is no rule", "uniform, ramp:0.2, pyramid:20 or calibrated:FILE"]),
         (["--layer-budget", "ramp:2"], ["'ramp:2' is out of range"]),
         (["--layer-budget", "calibrated:nothing"], ["nothing is no JSON list of persistence ratios"]),
+        (["--layer-budget", f"calibrated:{__file__}"], ["is no JSON list of persistence ratios"]),
         (["--positions", "slots"], ["--positions 'slots' is not a mode"]),
         (["--max-new-tokens", 0], ["max_new_tokens=0"]),
         (["--temperature", -1], ["temperature=-1"]),

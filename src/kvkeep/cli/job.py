@@ -24,6 +24,7 @@ from kvkeep.engine.engine import DEFAULT_ROWS
 from kvkeep.engine.jobs import BadLine, Line, Output, read
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.models import text
+from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import Checkpoint, Model, embedded, find, read_weights
 from kvkeep.models.packed import pack_weights
@@ -64,6 +65,9 @@ def serve(request: Request, batch: Batch) -> None:
             model = read_weights(checkpoint, request.dtype, request.device)
             rows = min(count, batch.max_rows or (count if batch.kv_memory else DEFAULT_ROWS))
             pack_weights(model, rows)
+            if batch.compile:
+                console.progress("compiling …")
+                console.note(f"{console.count(compile_layers(model), 'layer')} compiled")
             engine = _engine(model, checkpoint, request, kv_memory=batch.kv_memory, rows=rows, budget=budget)
             bad = _set_aside(lines(), engine, batch)
             total = sum(line.number not in bad for line in lines())
@@ -118,8 +122,13 @@ def _survey(lines: Iterator[Line | BadLine], batch: Batch) -> tuple[int, int, se
 
 def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling) -> dict[str, object]:
     """Everything that completions depend on beside the lines: what is not at its default."""
-    options: dict[str, object] = {"raw": request.raw, "layer_budget": request.layer_budget, "positions": request.positions}
-    options |= {"prefill_chunk": request.prefill_chunk, "dtype": None if request.dtype == "auto" else request.dtype}
+    options: dict[str, object] = {
+        "raw": request.raw,
+        "dtype": None if request.dtype == "auto" else request.dtype,
+        "layer_budget": request.layer_budget,
+        "positions": request.positions,
+        "prefill_chunk": request.prefill_chunk,
+    }
     options |= {name: value for name, value in asdict(defaults).items() if value != getattr(Sampling(), name)}
     always = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
     return {**always, **{name: value for name, value in options.items() if value is not None and value is not False}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -17,8 +17,8 @@ LayerBudget = Annotated[
     str | None,
     typer.Option(
         metavar="RULE",
-        help="How the budget is spread over layers: uniform, ramp:0.2, pyramid:20, or calibrated:FILE. "
-        "Default: the policy's own.",
+        help="How the budget is spread over layers: uniform, ramp:0.2, pyramid:20, or calibrated:FILE, with the "
+        "persistence.json of [b]kvkeep analyze[/b]. Default: the policy's own.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -60,8 +60,7 @@ def parse_layer_budget(text: str | None) -> str | list[float] | None:
         raise InputError(f"--layer-budget {text!r} is no rule; use uniform, ramp:0.2, pyramid:20 or calibrated:FILE.")
     try:
         content = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
-        ratios = content["persistence"] if isinstance(content, dict) else content
-        numbers = [float(ratio) for ratio in ratios]
+        numbers = [float(ratio) for ratio in _persistence(content)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"--layer-budget {text}: {file or 'no file'} is no JSON list of persistence ratios by layer ({error})."
@@ -69,6 +68,17 @@ def parse_layer_budget(text: str | None) -> str | list[float] | None:
     if not all(0.0 <= number <= 1.0 for number in numbers):
         raise InputError(f"--layer-budget {text}: a persistence ratio is a share from 0 to 1.")
     return calibrated(numbers)
+
+
+def _persistence(content: Any) -> list[Any]:
+    """Ratios by layer: a list, an object with one, or what ``kvkeep analyze`` wrote to ``persistence.json``."""
+    if not isinstance(content, dict):
+        return list(content)
+    if content.get("name") != "persistence":
+        return list(content["persistence"])
+    found = content["result"]
+    ratios = found["by_prefix"][str(found["read"])]["ratio"]
+    return [1.0 if ratio is None else ratio for ratio in ratios]  # where nothing mattered late, nothing was missed
 
 
 def parse_positions(text: str | None) -> Literal["true", "slot"] | None:

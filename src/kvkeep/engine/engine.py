@@ -110,7 +110,8 @@ class Engine:
 
         Raises:
             InputError: it is longer than the model's positions, or wants stop texts without a tokenizer.
-            BudgetError: its budget is more than the engine's, or less than what its policy protects.
+            BudgetError: its budget is more than the engine's, or less than what its policy protects, or not one row
+                under its policy fits into the memory.
             CapacityError: its policy never evicts and the budget does not hold all of it.
             PolicyError: its policy does not exist.
         """
@@ -199,6 +200,8 @@ class Engine:
             )
         if (policy, budget) not in self._known:
             BoundedCache(self.model.config, policy, budget, **self._options)  # refuses what does not go together
+            if self._kv_memory is not None and policy not in {known for known, _ in self._known}:
+                self._rows_that_fit(Rows(self.model, policy, self.budget, **self._options))
             self._known.add((policy, budget))
         total = len(request.prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
         needed = total - max(0, len(request.prompt) - (budget - policy.spare)) if policy.evicts else total
@@ -238,18 +241,26 @@ class Engine:
         if self._runner.graphs is not None:
             self._runner.graphs.clear()
         self._rows = Rows(self.model, policy, self.budget, **self._options)
-        count, cost = self._wanted or DEFAULT_ROWS, self._rows.row_bytes
-        if self._kv_memory is not None:
-            fits = self._kv_memory // cost
-            count = min(fits, self._wanted or fits)
-            if not count:
-                raise BudgetError(
-                    f"Not one row fits: {spec(policy)} with a budget of {self.budget} takes {cost} bytes per row, and "
-                    f"there are {self._kv_memory}. Give more memory, or a budget of about "
-                    f"{max(1, self.budget * self._kv_memory // cost)}."
-                )
+        count = self._rows_that_fit(self._rows)
         self._rows.allocate(count)
         self._scheduler = Scheduler(count, self._chunk, alone=policy.cascades)
+
+    def _rows_that_fit(self, rows: Rows) -> int:
+        """How many rows like these there are to be.
+
+        Raises:
+            BudgetError: there is no memory for one.
+        """
+        if self._kv_memory is None:
+            return self._wanted or DEFAULT_ROWS
+        fits = self._kv_memory // rows.row_bytes
+        if not fits:
+            raise BudgetError(
+                f"Not one row fits: {spec(rows.policy)} with a budget of {self.budget} takes {rows.row_bytes} bytes "
+                f"per row, and there are {self._kv_memory}. Give more memory, or a budget of about "
+                f"{max(1, self.budget * self._kv_memory // rows.row_bytes)}."
+            )
+        return min(fits, self._wanted or fits)
 
     def _take(self, batch: Batch, logits: Float[Tensor, "n V"]) -> list[Event]:
         """Choose the next tokens of the rows that are ready for one."""
