@@ -41,7 +41,8 @@ def load_rows(start, rows, stride, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BL
     """A tile of vectors, one in each line; zeros outside."""
     dims = tl.arange(0, BLOCK_DIM)
     inside = (rows < n)[:, None] & (dims < DIM)[None, :]
-    return tl.load(start + rows[:, None] * stride + dims[None, :], mask=inside, other=0.0)
+    lines = rows.to(tl.int64) * stride  # a prompt of 64 heads passes 2^31 elements at 262 144 tokens
+    return tl.load(start + lines[:, None] + dims[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
@@ -149,7 +150,7 @@ def forward(
     tl.store(lse + (wide_b * Hq + wide_h) * T + rows, top + tl.log2(total), mask=rows < T)
     if MIXED:
         dims = tl.arange(0, BLOCK_E)
-        target = out + wide_b * o_b + wide_h * o_h + rows[:, None] * o_t + dims[None, :]
+        target = out + wide_b * o_b + wide_h * o_h + rows.to(tl.int64)[:, None] * o_t + dims[None, :]
         tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), (rows < T)[:, None] & (dims < E)[None, :])
 
 
@@ -191,7 +192,7 @@ def columns(
     """
     tile, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h, split, splits = head // Hk, head % Hk, tl.program_id(1), tl.num_programs(1)
-    wide_b, wide_h = b.to(tl.int64), h.to(tl.int64)
+    wide_b, wide_h, wide_q = b.to(tl.int64), h.to(tl.int64), tl.cast(q_h, tl.int64)
     slots = tile * BLOCK_S + tl.arange(0, BLOCK_S)
     k = load_rows(keys + wide_b * k_b + wide_h * k_h, slots, k_s, S, BLOCK_S, D, BLOCK_D)
     at = load_positions(k_positions + wide_b * kp_b + wide_h * kp_h, slots, S)
@@ -214,7 +215,7 @@ def columns(
             p = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
             for g in range(G):
                 p += probabilities(
-                    q_at + g * q_h, lse_at + g * T, rows, q_t, T, k, queries, at, inner, outer, window,
+                    q_at + g * wide_q, lse_at + g * T, rows, q_t, T, k, queries, at, inner, outer, window,
                     D, BLOCK_D, BLOCK_T, CAPPED, WINDOWED, WIDE,
                 )  # fmt: skip
             mass += p * weight[:, None]
@@ -227,7 +228,7 @@ def columns(
             weight = tl.load(weights + wide_b * T + rows, mask=rows < T, other=0.0)
             g = i % G
             p = probabilities(
-                q_at + g * q_h, lse_at + g * T, rows, q_t, T, k, queries, at, inner, outer, window,
+                q_at + g * wide_q, lse_at + g * T, rows, q_t, T, k, queries, at, inner, outer, window,
                 D, BLOCK_D, BLOCK_T, CAPPED, WINDOWED, WIDE,
             )  # fmt: skip
             mass += p * weight[:, None]
