@@ -5,9 +5,9 @@
     python bench/latency.py --history 1048576            # kvkeep alone: time per token after 1 k, 4 k, ... tokens
 
 All prompts of a cell come at the same moment. kvkeep feeds them in chunks, one prompt after the other, and rows that
-have their first token go on in between; transformers feeds them as one batch. Systems run in turn, each in a process of
-its own; llama.cpp takes one prompt, so it is asked with one row only. A history is one prompt through one row, on the
-embedded model, or with --speed-model on the model of the other tables.
+have their first token go on in between, as generate_batch does; transformers' generate feeds them as one batch. Systems
+run in turn, each in a process of its own; kvpress and llama.cpp take one prompt, so they are asked with one row only. A
+history is one prompt through one row, on the embedded model, or with --speed-model on the model of the other tables.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 import torch
 from lib import arguments, counted, finish, kernel, median_ms, positive, show, speed_config, speed_model, spread
 from lib.cells import System, alternating, pooled, ran, saved_model, skipped
+from lib.sizes import token_bytes
 
 from kvkeep.engine import Engine, Request
 from kvkeep.models import tiny
@@ -32,13 +33,25 @@ HISTORIES = (1024, 65_536)
 """The shortest history, and the longest by default."""
 
 
-def systems(rows: int, options: argparse.Namespace) -> list[System]:
-    ours = {"policy": options.policy, "budget": options.budget, "chunk": options.chunk}
+SPARE_TOKENS = 64
+"""Room beside a row's tokens in a paged cache: its last page need not be full."""
+
+
+def systems(rows: int, context: int, options: argparse.Namespace) -> list[System]:
+    """Who is asked; a cache that holds everything has room for all rows."""
+    total, chunk = context + options.new, {"chunk": options.chunk}
+    per_token = token_bytes(speed_config(options.layers), getattr(torch, options.dtype))
+    pages = {"kv_bytes": rows * (total + SPARE_TOKENS) * per_token, "token_bytes": per_token}
+    ours = {"policy": options.policy, "budget": options.budget}
     found = [
-        System(f"kvkeep {options.policy} {options.budget}", "kvkeep", ours),
+        System(f"kvkeep {options.policy} {options.budget}", "kvkeep", {**ours, **chunk}),
+        System("kvkeep full", "kvkeep", {"policy": "full", "budget": total, **chunk}),
         System("transformers", "transformers", {"rows": rows}),
+        System("generate_batch", "transformers_batch", pages),
     ]
-    return found if rows > 1 else [*found, System("llama.cpp", "llama_cpp", {"chunk": options.chunk})]
+    press = {"press": "SnapKVPress", "budget": options.budget, "attention": "sdpa"}
+    single = [System("kvpress SnapKV", "kvpress", press), System("llama.cpp", "llama_cpp", chunk)]
+    return found if rows > 1 else [*found, *single]
 
 
 def cell(model: str, rows: int, context: int, options: argparse.Namespace) -> dict:
@@ -52,7 +65,7 @@ def cell(model: str, rows: int, context: int, options: argparse.Namespace) -> di
         "prompt_tokens": context,
         "new_tokens": options.new,
     }
-    found = alternating(systems(rows, options), work, options.repeats)
+    found = alternating(systems(rows, context, options), work, options.repeats)
     lines = []
     for name, runs in ran(found).items():
         first, tpot = pooled(runs, "first_s"), pooled(runs, "tpot_s")

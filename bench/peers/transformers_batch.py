@@ -36,10 +36,17 @@ def load(work: Work) -> Run:
         batching = ContinuousBatchingConfig(page_size=PAGE_TOKENS, num_blocks=pages, max_batch_tokens=STEP_TOKENS)
         start = time.perf_counter()
         done = model.generate_batch(
-            prompts, generation_config=greedy, continuous_batching_config=batching, warmup=False
+            prompts,
+            generation_config=greedy,
+            continuous_batching_config=batching,
+            warmup=False,
+            record_timestamps=True,
         )
         seconds = time.perf_counter() - start
-        tokens = [done[f"req_{i}"].generated_tokens for i in range(len(prompts))]
-        return Outcome(min(len(prompts), pages // per_request), seconds, tokens)
+        found = [done[f"req_{i}"] for i in range(len(prompts))]
+        times = [one.timestamps for one in found]
+        tpot = [(at[-1] - at[0]) / (new_tokens - 1) for at in times] if new_tokens > 1 else []
+        rows = min(len(prompts), pages // per_request)
+        return Outcome(rows, seconds, [one.generated_tokens for one in found], [at[0] - start for at in times], tpot)
 
     return run

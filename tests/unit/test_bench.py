@@ -206,13 +206,22 @@ def test_latency(monkeypatch, capsys, here):
     text, data = run("latency", monkeypatch, capsys, *words)
     one, two = data["cells"]
     assert "skipped" in one["systems"]["llama.cpp"][0]
-    assert "llama.cpp" not in two["systems"]
+    assert set(one["systems"]) - set(two["systems"]) == {"kvpress SnapKV", "llama.cpp"}  # they take one prompt
+    assert "generate_batch: not in this test" in text
     for cell in (one, two):
-        (ours,), (theirs,) = cell["systems"]["kvkeep h2o 16"], cell["systems"]["transformers"]
-        assert ours["sample"] == theirs["sample"]  # nothing is evicted
+        (ours,), (dense,), (theirs,) = (cell["systems"][k] for k in ("kvkeep h2o 16", "kvkeep full", "transformers"))
+        assert ours["sample"] == dense["sample"] == theirs["sample"]  # nothing is evicted
         assert len(ours["first_s"]) == len(theirs["first_s"]) == len(ours["tpot_s"]) == cell["rows"]
         assert max(ours["first_s"]) < ours["seconds"]
     assert "1 row x 12 tokens + 3 new" in text
+
+
+def test_a_paged_cache_has_room_for_all_rows():
+    latency, batch = import_module("latency"), import_module("peers.transformers_batch")
+    options = latency.argparse.Namespace(layers=1, dtype="float32", policy="h2o", budget=16, chunk=5, new=3)
+    pages = {system.name: system.options for system in latency.systems(3, 40, options)}["generate_batch"]
+    per_request = -(-(40 + 3) // batch.PAGE_TOKENS)
+    assert pages["kv_bytes"] // (batch.PAGE_TOKENS * pages["token_bytes"]) >= 3 * per_request
 
 
 def test_latency_over_histories(monkeypatch, capsys):
