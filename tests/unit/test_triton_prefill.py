@@ -256,7 +256,7 @@ def test_the_output_may_be_torch_s(statistic, monkeypatch):
 
 def test_torch_is_preferred_for_long_prompts_of_which_few_rows_count(monkeypatch):
     monkeypatch.setattr(prefill_launch, "TORCH_ROWS", 8)
-    work = prefill_ops.Prefill(*whole_prompt(), PLAIN)
+    work = prefill_ops.Prefill(*whole_prompt(dtype=torch.bfloat16), PLAIN)
     on_gpu = type("OnGPU", (torch.Tensor,), {"is_cuda": property(lambda self: True)})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     there = dataclasses.replace(work, query=work.query.as_subclass(on_gpu))
@@ -269,6 +269,8 @@ def test_torch_is_preferred_for_long_prompts_of_which_few_rows_count(monkeypatch
     }
     assert there.prefers_torch(Nothing())
     assert not work.prefers_torch(Nothing())
+    assert not dataclasses.replace(there, query=there.query.float()).prefers_torch(Nothing())  # torch has no flash
+    assert not dataclasses.replace(there, values=there.values[..., :8]).prefers_torch(Nothing())  # attention for these
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)  # it could not look for padding
     assert not there.prefers_torch(Nothing())
 

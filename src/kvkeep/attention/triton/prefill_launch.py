@@ -49,7 +49,12 @@ class Prefill:
         few = isinstance(statistic, Nothing) or (
             isinstance(statistic.rows, int) and 0 <= statistic.rows * TORCH_SHARE <= T
         )
-        return few and T >= TORCH_ROWS and self.query.is_cuda and self.fits_torch()
+        return few and T >= TORCH_ROWS and self.query.is_cuda and self._flashes() and self.fits_torch()
+
+    def _flashes(self) -> bool:
+        """Whether torch has flash attention for this; otherwise it would make the whole matrix of probabilities."""
+        half = self.query.dtype in (torch.bfloat16, torch.float16)
+        return half and self.query.shape[-1] == self.values.shape[-1]
 
     def fits_torch(self) -> bool:
         """Whether columns are positions, for all that torch's attention knows is a causal mask over columns."""
