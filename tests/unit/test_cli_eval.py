@@ -1,6 +1,8 @@
 """``kvkeep eval``: what it prints and writes, how it goes on, and every bad input as one line and exit code 2."""
 
+import io
 import json
+import re
 
 import model_folders
 import pytest
@@ -11,7 +13,10 @@ from kvkeep.cli import grid
 from kvkeep.cli.console import parse_budget
 from kvkeep.cli.main import app
 from kvkeep.errors import BudgetError, InputError
+from kvkeep.evals.plan import Cell, Planned
+from kvkeep.evals.setup import PLAIN
 from kvkeep.models import load as loading
+from kvkeep.registry import parse
 
 QUICK = ("--tasks", "perplexity", "--policies", "full,local", "--limit", 2, "--window", 40, "--budgets", "20%,12")
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 10
@@ -100,6 +105,24 @@ def test_a_bar_shows_cells_and_the_time_left(tmp_path, monkeypatch):
     assert [f"{n}/3" in stderr for n in range(5)] == [True, True, True, False, False]
     assert "perplexity" in stderr
     assert "left" in stderr
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_bar_keeps_its_numbers_beside_a_long_name(monkeypatch, width):
+    file = io.StringIO()
+    monkeypatch.setattr(
+        "kvkeep.cli.console.err", lambda: grid.console.Console(file=file, force_terminal=True, width=width)
+    )
+    name = "scissorhands_release:quantile=0.95,window=200,recent=20"
+    cell = Cell("agreement", "context=1024", name, "20%", 0)
+    with grid._progress(1234) as on_cell:
+        on_cell(Planned(cell, parse(name), PLAIN, (1,), (1,)))
+    frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).splitlines()
+    frame = next(text for text in reversed(frames) if "agreement 20%" in text)
+    assert "…" in frame
+    assert "0/1234" in frame
+    assert "0:00:00 time left -:--:--" in frame
+    assert len(frame) <= width
 
 
 def test_without_matplotlib_there_is_a_table_and_a_hint(tmp_path, monkeypatch):

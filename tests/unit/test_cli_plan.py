@@ -234,8 +234,13 @@ def test_default_budgets():
 def test_no_memory_no_rows():
     found = as_json()
     assert found["memory_bytes"] is found["full"]["rows"] is found["bandwidth"] is None
-    assert "rows that fit" not in plan().stdout
-    assert "tokens/s" not in plan().stdout
+    text = " ".join(plan().stdout.split())
+    assert "rows that fit" not in text
+    assert "tokens/s" not in text
+    assert "how many rows fit: --memory 24GiB; how fast they are at most: --bandwidth 100GB/s, or --measure" in text
+    text = plan("--memory", "1GiB", "--bandwidth", "1GB/s").stdout
+    assert "--memory" not in text
+    assert "--measure" not in text
 
 
 def test_a_configuration_file_a_folder_and_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from kvkeep import plots
 from kvkeep.cli import console
@@ -31,6 +32,9 @@ from kvkeep.models.text import Writer
 
 EMBEDDED = "embedded"
 """How results name the model of the package."""
+
+_BAR = 20
+"""Width of the bar in columns."""
 
 _PURPOSE = "Give some text to measure on, or leave --text out for the package's own."
 
@@ -107,15 +111,16 @@ def _options(request: Request) -> list[Options]:
 @contextmanager
 def _progress(cells: int) -> Iterator[Callable[[Planned], None]]:
     """A bar with the time left, for a person who is waiting; after Ctrl-C it says how to go on."""
+    screen = console.err()
+    room = max(12, screen.width - _BAR - 2 * len(str(cells)) - len("  /  0:00:00  time left  0:00:00"))
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=room)),
+        BarColumn(bar_width=_BAR),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("time left", style="dim"),
         TimeRemainingColumn(),
     )
-    screen = console.err()
     bar = Progress(*columns, console=screen, disable=not screen.is_terminal or not cells, transient=True)
     line = bar.add_task("starting", total=cells)
     begun: list[Cell] = []
@@ -124,7 +129,7 @@ def _progress(cells: int) -> Iterator[Callable[[Planned], None]]:
         cell = planned.cell
         if cell not in begun:
             begun.append(cell)
-        bar.update(line, completed=len(begun) - 1, description=f"{cell.task} {cell.policy} {cell.budget}", refresh=True)
+        bar.update(line, completed=len(begun) - 1, description=f"{cell.task} {cell.budget} {cell.policy}", refresh=True)
 
     try:
         with bar:

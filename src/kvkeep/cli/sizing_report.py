@@ -40,6 +40,8 @@ def show(plan: Plan, *, json: bool) -> None:
         filled.add_row(name, cell(plan.full), cell(plan.bounded))
     screen.print(filled)
     screen.print()
+    if missing := _not_asked(plan):
+        screen.print(Text(missing, "dim"))
     screen.print(Text(f"counted: {'; '.join(COUNTED)}", "dim"))
     screen.print(Text(f"not counted: {'; '.join(NOT_COUNTED)}", "dim"))
     for line in notes(plan):
@@ -122,6 +124,16 @@ def _head(plan: Plan) -> dict[str, str]:
         how = "given" if plan.device is None else f"measured on {plan.device}"
         cells["bandwidth"] = f"{show_bytes(round(plan.bandwidth))}/s, {how}"
     return cells
+
+
+def _not_asked(plan: Plan) -> str:
+    """What else could be said."""
+    hints = []
+    if plan.memory is None:
+        hints.append("how many rows fit: --memory 24GiB")
+    if plan.bandwidth is None:
+        hints.append("how fast they are at most: --bandwidth 100GB/s, or --measure")
+    return "; ".join(hints)
 
 
 def _show_count(number: int) -> str:
