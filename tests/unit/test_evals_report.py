@@ -7,6 +7,7 @@ import pytest
 from kvkeep import plots
 from kvkeep.errors import InputError
 from kvkeep.evals import curves, report
+from kvkeep.evals.measures import MEASURES
 
 POLICIES = ("local", "h2o", "tova")
 
@@ -59,9 +60,18 @@ def test_tables_have_policies_down_and_budgets_across_in_order():
     assert recalls.rows["full"] == ["", "", "", "90%"]
     assert recalls.rows["tova"] == ["25%", "25%", "25%", ""]
     assert found["perplexity (context=1)"].rows["h2o"] == ["123", "123", "123", ""]
-    assert found["KL(full ‖ bounded), nats (context=1)"].rows["h2o"] == ["0.012", "0.012", "0.012"]
+    assert found["KL(full ‖ bounded), nats (context=1)"].rows["h2o"] == ["0.0120", "0.0120", "0.0120"]
     assert found["KV memory held, % of a full cache (recall, context=1)"].rows["local"] == ["5%", "20%", "30%", ""]
     assert len(found) == 7
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(57.0, "57.0"), (58.21, "58.2"), (1234.5, "1234"), (99.96, "100"), (0.00123, "0.00123"), (0.0, "0")],
+)
+def test_numbers_of_a_column_have_equally_many_digits(value, shown):
+    row = {"task": "perplexity", "score": {"perplexity": value}}
+    assert next(m for m in MEASURES if m.key == "perplexity").show([row]) == shown
 
 
 def test_a_grid_that_is_not_finished_has_empty_cells():

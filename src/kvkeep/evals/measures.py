@@ -74,8 +74,13 @@ class Measure:
         if math.isnan(found.mean):
             return "–"
         if self.decimals is None:
-            return f"{found.mean:.3g}" + (f"±{found.half:.2g}" if found.n > 1 else "")
+            return _digits(found.mean) + (f"±{found.half:.2g}" if found.n > 1 else "")
         return f"{found.mean:.{self.decimals}f}" + (f"±{found.half:.{self.decimals}f}%" if found.n > 1 else "%")
+
+
+def _digits(value: float) -> str:
+    """Three digits, and none of a large number lost: ``57.0``, ``0.0665``, ``1234``."""
+    return f"{value:.0f}" if abs(value) >= 99.95 or value == 0 else f"{value:#.3g}"
 
 
 MEASURES = (
