@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from kvkeep.layer import Layer
     from kvkeep.memory import Memory
+    from kvkeep.models.compiled import compile_layers
     from kvkeep.models.hf import attach
     from kvkeep.models.packed import pack_weights
     from kvkeep.models.text import Sampling
@@ -70,6 +71,7 @@ _HOME = {
     "View": "types:View",
     "attach": "models.hf:attach",
     "budget_from_ratio": "budget:from_ratio",
+    "compile_layers": "models.compiled:compile_layers",
     "option": "policies.base:option",
     "pack_weights": "models.packed:pack_weights",
     "parse": "registry:parse",
@@ -109,6 +111,7 @@ __all__ = [
     "attach",
     "available_policies",
     "budget_from_ratio",
+    "compile_layers",
     "option",
     "pack_weights",
     "parse",

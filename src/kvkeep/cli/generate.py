@@ -63,6 +63,7 @@ class Batch:
         skip_bad: whether lines that cannot be run are set aside instead of stopping the job.
         max_rows: sequences at once.
         kv_memory: bytes that they may take together.
+        compile: whether norms and feed-forward layers are compiled.
     """
 
     input: str
@@ -70,6 +71,7 @@ class Batch:
     skip_bad: bool
     max_rows: int | None
     kv_memory: int | None
+    compile: bool
 
 
 @one_line_errors
@@ -128,6 +130,14 @@ def generate(
         str | None,
         typer.Option(metavar="SIZE", help="KV memory for all of them, e.g. 2GiB or 500MB.", rich_help_panel=_JOB),
     ] = None,
+    compile: Annotated[  # noqa: A002  the option's name
+        bool,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Compile norms and feed-forward layers with torch.compile first, for a GPU.",
+            rich_help_panel=_JOB,
+        ),
+    ] = False,
     policy: Annotated[
         str,
         typer.Option(
@@ -205,7 +215,7 @@ def generate(
     The text goes to standard output as it is written, a short summary to standard error.
     """
     model, prompt_file = _standard_input(model, source, prompt_file)
-    batch = _batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory)
+    batch = _batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
     if batch and (prompt is not None or prompt_file is not None or compare or keep_ratio is not None):
         raise InputError("--input runs a file of prompts; --prompt, --compare and --keep-ratio are for a single one.")
     request = Request(
@@ -254,13 +264,13 @@ def _parse_budget(text: str) -> int:
 
 
 def _batch(
-    source: str | None, output: str | None, *, skip_bad: bool, max_rows: int | None, kv_memory: str | None
+    source: str | None, output: str | None, *, skip_bad: bool, max_rows: int | None, kv_memory: str | None, layers: bool
 ) -> Batch | None:
     """The options of a batch job, if it is one."""
     if source is None:
-        if output is not None or skip_bad or max_rows is not None or kv_memory is not None:
+        if output is not None or skip_bad or max_rows is not None or kv_memory is not None or layers:
             raise InputError(
-                "--output, --skip-bad, --max-rows and --kv-memory belong to a batch job: give --input FILE."
+                "--output, --skip-bad, --max-rows, --kv-memory and --compile belong to a batch job: give --input FILE."
             )
         return None
     if output is None:
@@ -268,7 +278,7 @@ def _batch(
     if max_rows is not None and max_rows < 1:
         raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
     size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
-    return Batch(input=source, output=output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=size)
+    return Batch(input=source, output=output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=size, compile=layers)
 
 
 def _standard_input(model: str | None, source: str | None, file: str | None) -> tuple[str | None, str | None]:

@@ -47,12 +47,17 @@ class WaitError(Exception):
 
 
 class NoWaiting:
-    """A context in which whatever waits for the device raises `WaitError`."""
+    """A context in which whatever waits for the device raises `WaitError`.
+
+    Compiled layers run uncompiled in it: torch compiles nothing while somebody watches its operations, and does not
+    come back to code that it met like this.
+    """
 
     def __init__(self) -> None:
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
+        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._stack.enter_context(_Operators())
         self._stack.enter_context(_Methods())
 

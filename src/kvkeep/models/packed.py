@@ -45,14 +45,16 @@ def pack_weights(model: nn.Module, rows: int = 32) -> int:
     """Replace the linear layers of a model that runs on a CPU, in place, and return how many were replaced.
 
     The plain weights are given up, so nothing is held twice, and the model can no longer be trained or saved. Layers
-    that are no plain ones (quantised, with hooks, on another device, in another number format) and weights that
-    something else uses, such as tied embeddings, stay as they are.
+    that are no plain ones (quantised, with hooks, on another device, in another number format), parts of compiled ones
+    and weights that something else uses, such as tied embeddings, stay as they are.
     """
     formats = {dtype for dtype in FORMATS if _works(dtype)}
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    compiled = {id(m) for top in model.modules() if top._compiled_call_impl is not None for m in top.modules()}
     found = [
         (parent, name)
         for parent in model.modules()
+        if id(parent) not in compiled
         for name, child in parent.named_children()
         if type(child) is nn.Linear and _is_plain(child, formats) and uses[id(child.weight)] == 1
     ]
