@@ -1,5 +1,7 @@
 """Decode steps that are recorded: nothing in them waits for the device, and they change no token."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -8,7 +10,7 @@ import kvkeep
 from kvkeep import eviction
 from kvkeep.attention.triton import switch
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.graph import bucket, refusal
+from kvkeep.engine.graph import Graphs, _Step, bucket, refusal
 from kvkeep.engine.waits import NoWaiting, WaitError
 from kvkeep.models.text import Sampling
 from kvkeep.native import ops
@@ -180,3 +182,79 @@ def test_a_policy_that_waits_is_run_without(caplog, monkeypatch):
     assert "waits for the device in aten::_local_scalar_dense, test_graph.py:" in reason
     assert reason in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_one_number_of_rows_that_is_refused_lets_go_of_the_others(monkeypatch):
+    record = Graphs._record
+
+    def only_one(graphs, size, rows):
+        if size > 1:
+            raise WaitError("out of memory")
+        return record(graphs, size, rows)
+
+    monkeypatch.setattr(Graphs, "_record", only_one)
+    engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=2, graphs=True)
+    engine.add(requests((4, 9))[0])
+    for _ in range(3):
+        engine.step()
+    assert engine._runner.graphs._steps.keys() == {1}
+    engine.add(requests((4, 3))[0])
+    engine.step()
+    engine.step()
+    assert not engine._runner.graphs._steps
+
+
+class Stream:
+    """Of a device that is not there."""
+
+    def __init__(self, device=None):
+        self.device = device
+
+    def wait_stream(self, other):
+        pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_runs_on_its_own_stream_and_leaves_it_even_if_it_fails(fails, monkeypatch):
+    main = Stream()
+    current, runs = [main], []
+
+    @contextmanager
+    def use(stream):
+        before, current[0] = current[0], stream
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    class Capture:
+        def __init__(self, graph, *, pool, stream, capture_error_mode):
+            self.stream = stream
+
+        def __enter__(self):
+            current[0] = self.stream
+
+        def __exit__(self, *error):
+            if fails:  # like torch's, before it is back on its stream
+                raise RuntimeError("operation not permitted when stream is capturing")
+            current[0] = main
+
+    class Graph:
+        def replay(self):
+            runs.append("replay")
+
+    for name, fake in {"Stream": Stream, "stream": use, "graph": Capture, "CUDAGraph": Graph}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    step = _Step(model("llama"), {}, 1, cache=None)
+    monkeypatch.setattr(step, "forward", lambda: runs.append(current[0]) or torch.ones(1))
+    if fails:
+        with pytest.raises(RuntimeError, match="not permitted"):
+            step.capture(None)
+    else:
+        step.capture(None)
+        assert step._replay().equal(torch.ones(1))
+        assert runs.pop() == "replay"
+    assert current == [main]
+    assert len(set(runs)) == 1
+    assert main not in runs

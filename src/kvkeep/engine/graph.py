@@ -82,6 +82,7 @@ class Graphs:
                 self._steps[size] = self._record(size, rows)
             except WaitError as reason:
                 self._refuse(rows.policy, str(reason))
+                self.clear()  # what was recorded for other numbers of rows is not used any more
                 return None
         return self._steps[size].run(batch)[: len(batch.rows)]
 
@@ -131,7 +132,6 @@ class _Step:
         with torch.inference_mode(False):  # written in inference mode and out of it
             self._inputs = torch.zeros((3, size, 1), dtype=torch.long, device=model.device)
             self._real = torch.zeros((size, 1), dtype=torch.bool, device=model.device)
-            self._host = torch.zeros((3, size, 1), dtype=torch.long, pin_memory=model.device.type == "cuda")
         self._replay: _Run | None = None
 
     def run(self, batch: Batch) -> Float[Tensor, "size V"]:
@@ -142,8 +142,9 @@ class _Step:
         ids = chain((tokens[0] if tokens else 0 for tokens in batch.tokens), [0] * (size - len(batch.tokens)))
         positions = [0 if one is None else one.length - 1 for one in fed]
         real = [int(one is not None) for one in fed]
-        self._host.copy_(torch.tensor([[*ids], positions, real])[..., None])
-        self._inputs.copy_(self._host, non_blocking=True)
+        pinned = self._inputs.is_cuda  # a new one each time: the last one may still be on its way
+        host = torch.tensor([[*ids], positions, real], pin_memory=pinned)[..., None]
+        self._inputs.copy_(host, non_blocking=True)
         return (self._replay or self.forward)()
 
     def forward(self) -> Float[Tensor, "size V"]:
@@ -162,14 +163,18 @@ class _Step:
 
     def capture(self, pool: Any) -> None:
         """Record `forward`; from now on `run` replays it."""
-        stream = torch.cuda.Stream(self._model.device)
-        stream.wait_stream(torch.cuda.current_stream(self._model.device))
+        before = torch.cuda.current_stream(self._model.device)
+        stream = torch.cuda.Stream(self._model.device)  # the default one for captures may be on another device
+        stream.wait_stream(before)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 self.forward()
-        torch.cuda.current_stream(self._model.device).wait_stream(stream)
+        before.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(before),  # a capture that fails stays on its stream
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             logits = self.forward()
 
         def replay() -> Tensor:
