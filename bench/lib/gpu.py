@@ -6,6 +6,7 @@ import gc
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -117,12 +118,14 @@ class Bench:
         sizes: what.
         end: no cell begins later, in seconds of `time.monotonic`.
         notes: what there is to say below the tables.
+        lost: whether the device has stopped answering.
     """
 
     device: torch.device
     sizes: Sizes
     end: float = math.inf
     notes: list[str] = field(default_factory=list)
+    lost: bool = False
 
     @property
     def on_gpu(self) -> bool:
@@ -184,46 +187,61 @@ class Bench:
         """A call as a CUDA graph, so that Python's time to start it is not measured; where there is none, the call."""
         if not self.on_gpu:
             return step
+        before = torch.cuda.current_stream(self.device)
         stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        stream.wait_stream(before)
         with torch.cuda.stream(stream):
             for _ in range(3):
                 step()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        before.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.stream(before), torch.cuda.graph(graph, stream=stream):
                 step()
         except RUN_OUT:
             raise
         except RuntimeError as error:
-            self.notes.append(f"{name}: not recorded as a CUDA graph: {str(error).splitlines()[0]}")
+            self.notes.append(f"{name}: not recorded as a CUDA graph: {first_line(error)}")
             return step
         return graph.replay
 
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self.end
+
     def cells(self, asked: Sequence[object], name: str) -> Iterator[object]:
-        """What is asked, one by one, until the time is over."""
+        """What is asked, one by one, until the time is over or the device is lost."""
         for one in asked:
-            if time.monotonic() > self.end:
-                self.notes.append(f"{name}: {one} and what follows was not run: the time was over")
+            if self.lost or self.is_over:
+                why = "the device does not answer any more" if self.lost else "the time was over"
+                self.notes.append(f"{name}: {one} and what follows was not run: {why}")
                 return
             yield one
 
     @contextmanager
     def survives(self, name: str) -> Iterator[None]:
-        """Go on without what does not fit into memory, and say so."""
+        """Go on without what does not fit into memory, or fails, and say so."""
         try:
             yield
         except RUN_OUT:
             self.notes.append(f"{name}: out of memory")
-        finally:
+        except Exception as error:
+            traceback.print_exc()
+            self.notes.append(f"{name}: failed: {type(error).__name__}: {first_line(error)}")
+        try:
             self.tidy()
+        except RuntimeError:  # after a fault in a kernel every call fails
+            self.lost = True
 
 
 def _timed(step: Step) -> float:
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def middle(seconds: Sequence[float]) -> float:

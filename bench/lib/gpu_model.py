@@ -37,7 +37,7 @@ def shrinking(bench: Bench, rows: int, run: Callable[[int], dict], tries: int = 
         try:
             return run(rows)
         except RUN_OUT:
-            rows, tries = int(0.85 * rows), tries - 1
+            rows, tries = int(0.85 * rows), 0 if bench.is_over else tries - 1
         bench.tidy()
     return None
 
@@ -60,8 +60,10 @@ def bounded_step(bench: Bench, policy: str, budget: int, rows: int, history: int
         return runner.run(batch, memory).argmax(dim=-1)
 
     step()
-    if runner.graphs is not None:
-        bench.notes += [f"{name}: no CUDA graph: {why}" for name, why in runner.graphs.refused.items()]
+    for name, why in runner.graphs.refused.items() if runner.graphs else ():
+        if "out of memory" in why:
+            raise torch.OutOfMemoryError(why)  # fewer rows can be recorded
+        bench.notes.append(f"{name}: no CUDA graph: {why}")
     return step
 
 
@@ -103,7 +105,7 @@ def timed(bench: Bench, name: str, make: Callable[[int], Step], rows: int, atten
     found = shrinking(bench, rows, run)
     bench.tidy()
     if found is None:
-        bench.notes.append(f"{name}, {attended} tokens: not one row fits")
+        bench.notes.append(f"{name}, {attended} tokens: nothing fits")
     return found
 
 
@@ -114,7 +116,8 @@ def decode(bench: Bench) -> list[dict]:
     asked += [(kind, n) for n in sizes.contexts for kind in DENSE]
     _ = bench.model  # before memory is looked at
     for name, tokens in bench.cells(asked, "b"):
-        found += _largest_batch(bench, name, tokens)
+        with bench.survives(f"b: {name}, {tokens}"):
+            found += _largest_batch(bench, name, tokens)
     return found
 
 
@@ -135,13 +138,15 @@ def histories(bench: Bench) -> list[dict]:
     """(f) Decode steps of a few rows after histories of many lengths."""
     sizes, found = bench.sizes, []
     rows, budget = sizes.history_rows, sizes.budgets[len(sizes.budgets) // 2]
-    for history in bench.cells(sizes.histories, "f"):
-        held = min(budget, history)
-        for name, make in (
-            ("kvkeep h2o", partial(bounded_step, bench, "h2o", held, history=history)),
-            ("DynamicCache", partial(dense_step, bench, "DynamicCache", tokens=history)),
-        ):
-            cell = timed(bench, name, make, rows, (held if name != "DynamicCache" else history) + 1)
+    asked = [(history, name) for history in sizes.histories for name in ("kvkeep h2o", "DynamicCache")]
+    for history, name in bench.cells(asked, "f"):
+        held = history if name == "DynamicCache" else min(budget, history)
+        if name == "DynamicCache":
+            make = partial(dense_step, bench, name, tokens=history)
+        else:
+            make = partial(bounded_step, bench, "h2o", held, history=history)
+        with bench.survives(f"f: {name}, {history}"):
+            cell = timed(bench, name, make, rows, held + 1)
             found += [{**cell, "history": history}] if cell else []
     return found
 
@@ -161,22 +166,27 @@ def throughput(bench: Bench) -> list[dict]:
     """(e) New tokens per second over prompts and new tokens together, each system at its largest batch."""
     sizes, found = bench.sizes, []
     _ = bench.model
-    for prompt, new in bench.cells(sizes.workloads, "e"):
-        budget = round(sizes.ratio * (prompt + new))
-        ours = bounded_row_bytes(sizes.config, sizes.dtype, "h2o", budget)
-        theirs = (prompt + new) * token_bytes(sizes.config, sizes.dtype)
-        for name, row, run in (
-            ("kvkeep h2o", ours, partial(engine_run, bench, prompt=prompt, new=new, budget=budget)),
-            ("transformers", theirs, partial(generate_run, bench, prompt=prompt, new=new)),
-        ):
-            rows = largest(bench, row, "kvkeep" if name.startswith("kvkeep") else "DynamicCache")
-            cell = shrinking(bench, min(rows, sizes.throughput_rows), run)
-            bench.tidy()
-            if cell is None:
-                bench.notes.append(f"e: {name}, {prompt}+{new}: not one row fits")
-            else:
-                found.append({"name": name, "prompt": prompt, "new": new, **cell})
+    asked = [(name, prompt, new) for prompt, new in sizes.workloads for name in ("kvkeep h2o", "transformers")]
+    for name, prompt, new in bench.cells(asked, "e"):
+        with bench.survives(f"e: {name}, {prompt}+{new}"):
+            cell = _throughput(bench, name, prompt, new)
+            found += [{"name": name, "prompt": prompt, "new": new, **cell}] if cell else []
     return found
+
+
+def _throughput(bench: Bench, name: str, prompt: int, new: int) -> dict | None:
+    """One system of part e."""
+    sizes, budget = bench.sizes, round(bench.sizes.ratio * (prompt + new))
+    if name == "transformers":
+        rows = largest(bench, (prompt + new) * token_bytes(sizes.config, sizes.dtype), "DynamicCache")
+        run = partial(generate_run, bench, prompt=prompt, new=new)
+    else:
+        rows = largest(bench, bounded_row_bytes(sizes.config, sizes.dtype, "h2o", budget), "kvkeep")
+        run = partial(engine_run, bench, prompt=prompt, new=new, budget=budget)
+    cell = shrinking(bench, min(rows, sizes.throughput_rows), run)
+    if cell is None:
+        bench.notes.append(f"e: {name}, {prompt}+{new}: nothing fits")
+    return cell
 
 
 def prompts(bench: Bench, rows: int, length: int) -> torch.Tensor:

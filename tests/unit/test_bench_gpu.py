@@ -87,6 +87,66 @@ def test_a_part_that_fails_and_a_time_that_is_over_are_noted(monkeypatch, capsys
     ]
 
 
+def test_a_cell_that_fails_does_not_take_the_others_with_it(monkeypatch, capsys):
+    gpu, model = import_module("gpu"), import_module("lib.gpu_model")
+    honest = model.dense_step
+
+    def dense_step(bench, kind, rows, tokens):
+        if kind == "DynamicCache":
+            raise RuntimeError("no kernel image is available\nfor this device")
+        return honest(bench, kind, rows, tokens)
+
+    monkeypatch.setattr(model, "dense_step", dense_step)
+    _, data = run(monkeypatch, capsys, "--only", "b")
+    assert [one["name"] for one in data["parts"]["b"]] == ["kvkeep local", "kvkeep h2o", "StaticCache"]
+    assert data["notes"] == ["b: DynamicCache, 12: failed: RuntimeError: no kernel image is available"]
+    assert gpu.targets(data["parts"]) == data["targets"]
+
+
+def test_a_device_that_is_lost_ends_it_with_what_there_is(monkeypatch, capsys):
+    import_module("gpu")
+    layer, shared = import_module("lib.gpu_layer"), import_module("lib.gpu")
+    honest, tidy = layer._bandwidth, shared.Bench.tidy
+    lost = []
+
+    def bandwidth(bench, rows, slots):
+        if rows == 2:
+            lost.append(1)
+            raise RuntimeError("an illegal memory access was encountered")
+        return honest(bench, rows, slots)
+
+    def fails(bench):
+        if lost:
+            raise RuntimeError("an illegal memory access was encountered")
+        tidy(bench)
+
+    monkeypatch.setattr(layer, "_bandwidth", bandwidth)
+    monkeypatch.setattr(shared.Bench, "tidy", fails)
+    _, data = run(monkeypatch, capsys, "--only", "a,c")
+    assert [one["rows"] for one in data["parts"]["a"]] == [1]
+    assert data["notes"] == [
+        "a: 2 x 8: failed: RuntimeError: an illegal memory access was encountered",
+        "c: SDPA and what follows was not run: the device does not answer any more",
+    ]
+
+
+def test_a_step_that_is_too_large_to_be_recorded_is_tried_with_fewer_rows(monkeypatch):
+    model, shared = import_module("lib.gpu_model"), import_module("lib.gpu")
+    bench = shared.Bench(torch.device("cpu"), shared.DRY)
+    graphs = import_module("kvkeep.engine.graph")
+    honest = graphs.Graphs._record
+
+    def record(self, size, rows):
+        if size > 1:
+            raise graphs.WaitError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return honest(self, size, rows)
+
+    monkeypatch.setattr(graphs.Graphs, "_record", record)
+    cell = model._largest_batch(bench, "local", 8)[0]
+    assert cell["rows"] == 1
+    assert bench.notes == []
+
+
 def test_what_does_not_fit_is_tried_with_fewer_rows():
     model, shared = import_module("lib.gpu_model"), import_module("lib.gpu")
     bench = shared.Bench(torch.device("cpu"), shared.DRY)
@@ -102,6 +162,10 @@ def test_what_does_not_fit_is_tried_with_fewer_rows():
     assert tried == [100, 85, 72, 61]
     assert model.shrinking(bench, 1000, run) is None
     assert model.shrinking(bench, 0, run) is None
+    tried.clear()
+    bench.end = 0.0
+    assert model.shrinking(bench, 1000, run) is None
+    assert tried == [1000]  # each attempt takes its time
 
 
 def test_targets():
