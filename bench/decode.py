@@ -3,6 +3,7 @@
     python bench/decode.py                                    # a short look: 1 and 8 rows, 512 and 2048 tokens
     python bench/decode.py --full [--dtype bfloat16]          # 1, 8, 32 rows x 512, 2048, 8192 tokens
     python bench/decode.py --rows 32 --contexts 8192          # one cell
+    python bench/decode.py --compile [--no-pack]              # kvkeep with compiled layers, too
 
 A step runs a 12-layer model on one token per row and takes the argmax. Caches are filled with random keys and values,
 so no prompt is fed. Interleaved: transformers with DynamicCache and StaticCache, kvkeep's `full`, and a policy at
@@ -29,6 +30,7 @@ from lib import (
     speed_config,
     speed_model,
     spread,
+    twin,
 )
 from lib.sizes import GIB, half_of_memory, token_bytes, weight_bytes
 from peers import kvkeep as bounded
@@ -62,18 +64,23 @@ class System:
 
 @dataclass(frozen=True)
 class Models:
-    """The same weights under transformers' own attention, and packed under kvkeep's."""
+    """The same weights under transformers' own attention, packed under kvkeep's, and with compiled layers as well."""
 
     dense: LlamaForCausalLM
     bounded: LlamaForCausalLM
+    compiled: LlamaForCausalLM | None
 
     @classmethod
-    def build(cls, dtype: torch.dtype, layers: int) -> Models:
-        first = speed_model(dtype, layers, attach=False)
-        second = LlamaForCausalLM(speed_config(layers)).eval()
+    def build(cls, options: argparse.Namespace) -> Models:
+        first = speed_model(getattr(torch, options.dtype), options.layers, attach=False)
+        second = LlamaForCausalLM(speed_config(options.layers)).eval()
         second.load_state_dict(first.state_dict(), assign=True)
-        kvkeep.pack_weights(second)
-        return cls(first, kvkeep.attach(second))
+        if not options.no_pack:
+            kvkeep.pack_weights(second)
+        third = kvkeep.attach(twin(second)) if options.compile else None
+        if third is not None:
+            print(f"Layers compiled: {kvkeep.compile_layers(third)}")
+        return cls(first, kvkeep.attach(second), third)
 
 
 def slots(budget: str, context: int) -> int:
@@ -95,6 +102,9 @@ def systems(models: Models, rows: int, context: int, *, policy: str, budgets: li
             fill = partial(bounded.filled_cache, models.bounded, policy, budget, **shape)
             name = f"{policy} {budget} ({budget / context:.0%})"
             found.append(System(name, budget + 1, lambda fill=fill: (models.bounded, fill())))
+            if models.compiled is not None:
+                compiled = System(f"{name}, compiled", budget + 1, lambda fill=fill: (models.compiled, fill()))
+                found.append(compiled)
     return found
 
 
@@ -166,6 +176,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budgets", nargs="+", default=["4%", "10%", "20%", "60%", "100%", "512"])
     parser.add_argument("--repeats", type=positive, default=9)
     parser.add_argument("--memory", type=float, default=half_of_memory() / GIB, help="GiB for caches at one time")
+    parser.add_argument("--compile", action="store_true", help="kvkeep with compiled layers as well")
+    parser.add_argument("--no-pack", action="store_true", help="leave kvkeep's weights as torch has them")
     options = parser.parse_args()
     options.rows = options.rows or ([1, 8, 32] if options.full else [1, 8])
     options.contexts = options.contexts or ([512, 2048, 8192] if options.full else [512, 2048])
@@ -182,7 +194,7 @@ def main() -> None:
         f"{options.bandwidth.copy / 1e9:.1f} GB/s copied"
     )
     print(f"kvkeep's kernel: {kernel()}")
-    models = Models.build(getattr(torch, options.dtype), options.layers)
+    models = Models.build(options)
     cells = [cell(models, rows, context, options) for rows in options.rows for context in options.contexts]
     bandwidth = {"read": options.bandwidth.read, "copy": options.bandwidth.copy}
     data = {name: value for name, value in vars(options).items() if name != "bandwidth"}

@@ -18,6 +18,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
+from kvkeep.models.packed import PackedLinear
 from kvkeep.native import native
 
 SPEED_MODEL = LlamaConfig(
@@ -66,6 +67,13 @@ def speed_model(
     torch.manual_seed(0)
     model = LlamaForCausalLM(speed_config(layers)).eval().to(dtype)
     return kvkeep.attach(model) if attach else model
+
+
+def twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A second model on the same weights, to be compiled."""
+    packed = (module for module in model.modules() if isinstance(module, PackedLinear))
+    shared = [*model.parameters(), *model.buffers(), *packed]
+    return copy.deepcopy(model, {id(one): one for one in shared})
 
 
 def interleaved(tasks: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, list[float]]:

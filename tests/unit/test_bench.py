@@ -12,6 +12,7 @@ from transformers import LlamaConfig
 
 import kvkeep
 from kvkeep.models.bandwidth import Bandwidth
+from kvkeep.models.packed import PackedLinear
 
 BENCH = Path(__file__).parents[2] / "bench"
 if not BENCH.is_dir():
@@ -130,6 +131,33 @@ def test_decode(monkeypatch, capsys):
     one = cell["systems"]["h2o 8 (40%)"]
     assert len(one["ms"]) == 2
     assert one["mbu"] == pytest.approx(one["bytes"] / (sum(one["ms"]) / 2 / 1e3) / 1e9)
+
+
+def test_decode_with_compiled_layers(monkeypatch, capsys):
+    decode = import_module("decode")
+    monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(1e9, 5e8))
+    compiled = []
+    monkeypatch.setattr(kvkeep, "compile_layers", lambda model: compiled.append(model) or 5)
+    words = ["--rows", "2", "--contexts", "20", "--repeats", "1", "--budgets", "8", "--compile"]
+    text, data = run("decode", monkeypatch, capsys, *words)
+    assert list(data["cells"][0]["systems"])[3:] == ["h2o 8 (40%)", "h2o 8 (40%), compiled"]
+    assert "Layers compiled: 5" in text
+    (model,) = compiled
+    assert isinstance(model.lm_head, PackedLinear) == torch.backends.mkldnn.is_available()
+    run("decode", monkeypatch, capsys, *words, "--no-pack")
+    assert not isinstance(compiled[1].lm_head, PackedLinear)
+
+
+def test_a_twin_shares_weights_and_nothing_else():
+    lib = import_module("lib")
+    model = lib.speed_model(layers=1)
+    kvkeep.pack_weights(model)
+    other = lib.twin(model)
+    ids = torch.tensor([[3, 1, 4]])
+    torch.testing.assert_close(other(ids).logits, model(ids).logits, rtol=0, atol=0)
+    assert other.model.layers[0].mlp is not model.model.layers[0].mlp
+    shared = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(one is two for one, two in shared)
 
 
 def test_decode_takes_turns_when_caches_do_not_fit_together(monkeypatch, capsys):
