@@ -22,6 +22,7 @@ CASES = [
     Case("snapkv:decode=score,kernel=5,pool=avg", 40, (60, *(1,) * 200), heads=1, group=1),
     *variant("pyramidkv:window=3,kernel=5", budgets=(4, 16)),
     Case("pyramidkv:window=2,pool=avg,decode=score", 12, CHAT, heads=1),
+    Case("pyramidkv:window=4", 20, (60, *(1,) * 200), pads=(0, 7), heads=1),
 ]
 
 TIES = [

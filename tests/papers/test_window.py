@@ -19,6 +19,7 @@ CASES = [
     *variant("streaming_llm:sinks=0", budgets=(1, 7)),
     Case("streaming_llm:sinks=1", 3, (2, 1, 9, 1, 1, 40, 1), chunk=8),
     Case("local", 16, (24, *DECODE), inputs="sink"),
+    Case("local", 16, (24, *(1,) * 200), pads=(0, 5)),
     Case("streaming_llm", 16, (24, *(1,) * 200), inputs="sink", group=1, pads=(0,)),
 ]
 
