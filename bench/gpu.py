@@ -5,10 +5,10 @@
     python bench/gpu.py --only b --out gpu.json         # adds to what the file has
     python bench/gpu.py --dry-run                       # tiny shapes on a CPU: does the script run?
 
-Parts: (a) bandwidth of the decode kernel, (b) decode steps of an 8 B-shaped random Llama, (c) what eviction adds to a
-layer's step, (d) what a report adds to a prompt's attention, (e) throughput, (f) speed over the length of the
-history. Parts run in the order a, c, d, b, f, e. With --out every part is written when it is done and is not done
-again, unless --only names it. Without a CUDA device the exit code is 2.
+Parts: (k) are the kernels right on this device, (a) bandwidth of the decode kernel, (b) decode steps of an 8 B-shaped
+random Llama, (c) what eviction adds to a layer's step, (d) what a report adds to a prompt's attention, (e) throughput,
+(f) speed over the length of the history. They run in the order k, a, c, d, b, f, e. With --out every part is written
+when it is done and is not done again, unless --only names it. Without a CUDA device the exit code is 2.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from pathlib import Path
 import torch
 from lib import finish, show
 from lib import gpu as shared
+from lib import gpu_check as check
 from lib import gpu_layer as layer
 from lib import gpu_model as model
 
 from kvkeep.attention.triton import switch
 
 PARTS = {
+    "k": (check, check.check),
     "a": (layer, layer.bandwidth),
     "c": (layer, layer.overhead),
     "d": (layer, layer.prefill),

@@ -35,8 +35,10 @@ def test_all_parts(monkeypatch, capsys, tmp_path):
     out = tmp_path / "gpu.json"
     text, data = run(monkeypatch, capsys, "--out", str(out))
     assert data["notes"] == []
-    assert list(data["parts"]) == ["a", "c", "d", "b", "f", "e"]
+    assert list(data["parts"]) == ["k", "a", "c", "d", "b", "f", "e"]
     parts = data["parts"]
+    assert len(parts["k"]) == 6 + 8 + 2 * 5 + 1  # outputs, fields of reports, policies, recorded steps
+    assert all(one["error"] <= one["limit"] for one in parts["k"])
     assert [(one["rows"], one["bytes"]) for one in parts["a"]] == [
         (1, 2 * 8 * 2 * 16 * 4 + 8 * 2 * 8),
         (2, 2 * (2 * 8 * 2 * 16 * 4 + 8 * 2 * 8)),
@@ -51,9 +53,25 @@ def test_all_parts(monkeypatch, capsys, tmp_path):
     assert [one["history"] for one in parts["f"]] == [16, 16, 32, 32]
     assert {one["name"]: one["tokens"] for one in parts["e"]} == {"kvkeep h2o": 6, "transformers": 6}
     assert all(one["complete"] for one in parts["e"])
-    for title in ("(a)", "(b)", "(c)", "(d)", "(e)", "(f)", "targets"):
+    for title in ("(k)", "(a)", "(b)", "(c)", "(d)", "(e)", "(f)", "targets"):
         assert title in text
     assert json.loads(out.read_text())["parts"].keys() == parts.keys()
+
+
+def test_a_kernel_that_is_wrong_is_named(monkeypatch, capsys):
+    import_module("gpu")
+    check = import_module("lib.gpu_check")
+    honest = check.attend
+
+    def attend(*tensors, **options):
+        out, report = honest(*tensors, **options)
+        return (out * torch.nan if out.dtype == torch.float16 else out), report
+
+    monkeypatch.setattr(check, "attend", attend)
+    _, data = run(monkeypatch, capsys, "--only", "k")
+    wrong = [one["name"] for one in data["parts"]["k"] if one["error"] > one["limit"]]
+    assert wrong == ["token, float16, head dim 256, Low: output", "prompt, float16, head dim 64, Low: output"]
+    assert data["notes"] == [f"k: WRONG, so no other figure means anything: {'; '.join(wrong)}"]
 
 
 def test_what_is_done_is_not_done_again(monkeypatch, capsys, tmp_path):
@@ -65,7 +83,7 @@ def test_what_is_done_is_not_done_again(monkeypatch, capsys, tmp_path):
         gpu, "PARTS", {name: (room, lambda b, n=name: done.append(n) or []) for name, (room, _) in gpu.PARTS.items()}
     )
     _, data = run(monkeypatch, capsys, "--out", str(out))
-    assert done == ["c", "b", "f", "e"]
+    assert done == ["k", "c", "b", "f", "e"]
     assert list(data["parts"]) == ["a", "d"]
     done.clear()
     run(monkeypatch, capsys, "--out", str(out), "--only", "a")
@@ -199,5 +217,5 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 def test_parts_have_names():
     gpu = import_module("gpu")
     assert gpu.letters("a,d") == ["a", "d"]
-    with pytest.raises(gpu.argparse.ArgumentTypeError, match="there are a,b,c,d,e,f"):
+    with pytest.raises(gpu.argparse.ArgumentTypeError, match="there are a,b,c,d,e,f,k"):
         gpu.letters("a,x")
