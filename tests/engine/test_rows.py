@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 
 from kvkeep import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
 from kvkeep.engine import Engine, Request
@@ -129,6 +130,19 @@ def test_bad_requests_are_refused_and_do_no_harm():
     assert not engine.busy
     longest = Request(prompt=(1, 2, 3), policy="full", sampling=Sampling(max_new_tokens=6))
     assert engine.generate([longest])[0].token_ids == alone("gpt2", (1, 2, 3), 6, "full", 8, 512)
+
+
+def test_an_engine_made_in_inference_mode_runs_outside_of_it():
+    with torch.inference_mode():
+        engine = Engine(model("llama"), policy="h2o", budget=8, rows=2)
+        engine.add(Request(prompt=(1, 2, 3), sampling=Sampling(max_new_tokens=9), budget=6))
+        engine.step()
+    asked = Sampling(max_new_tokens=4)
+    while engine.busy:
+        engine.step()
+    for budget in (8, 7):
+        (result,) = engine.generate([Request(prompt=(4, 5, 6), sampling=asked, budget=budget)])
+        assert result.token_ids == alone("llama", (4, 5, 6), 4, "h2o", budget, 512)
 
 
 def test_one_job_at_a_time():

@@ -14,7 +14,7 @@ from kvkeep.cache import BoundedCache, BoundedLayer
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, Cascade
+from kvkeep.store import Block, Cascade, inference
 from kvkeep.types import EMPTY
 
 
@@ -80,6 +80,7 @@ class Rows:
         self.row_bytes = self.memory().allocated_bytes
         self.allocate(0)
 
+    @inference
     def allocate(self, count: int) -> None:
         """Make the memory for so many rows, all of them empty."""
         self._parts.clear()
@@ -93,6 +94,7 @@ class Rows:
             if self.policy.spreads:
                 layer.block.budget = layer.block.seen.new_full((count, heads), budget)
 
+    @inference
     def begin(self, row: int, *, budget: int, sequence: int = 0) -> None:
         """Empty a row for a new sequence.
 
