@@ -57,6 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--limit-s", type=float, default=400.0, help="no cell begins later; the last takes up to two minutes"
     )
+    parser.add_argument("--compile", action="store_true", help="in part b: compiled layers beside plain ones")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
     return parser.parse_args()
 
@@ -121,7 +122,7 @@ def main() -> int:
     device = torch.device("cpu" if options.dry_run else "cuda")
     name = "dry run" if options.dry_run else torch.cuda.get_device_name(device)
     sizes = shared.DRY if options.dry_run else shared.FULL
-    bench = shared.Bench(device, sizes, end=time.monotonic() + options.limit_s)
+    bench = shared.Bench(device, sizes, end=time.monotonic() + options.limit_s, compile=options.compile)
     parts = earlier(options.out, name)
     wanted = [one for one in PARTS if one in options.only] if options.only else [p for p in PARTS if p not in parts]
     print(f"{name}: {bench.copy_speed / 1e9:.0f} GB/s copied; kernels: {switch.kernels().detail}")

@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
+from lib import twin
 
 Step = Callable[[], object]
 
@@ -119,6 +120,7 @@ class Bench:
         end: no cell begins later, in seconds of `time.monotonic`.
         notes: what there is to say below the tables.
         lost: whether the device has stopped answering.
+        compile: whether decode steps are measured with compiled layers, too.
     """
 
     device: torch.device
@@ -126,6 +128,7 @@ class Bench:
     end: float = math.inf
     notes: list[str] = field(default_factory=list)
     lost: bool = False
+    compile: bool = False
 
     @property
     def on_gpu(self) -> bool:
@@ -142,6 +145,14 @@ class Bench:
                 return LlamaForCausalLM(self.sizes.config).eval()
         finally:
             torch.set_default_dtype(before)
+
+    @cached_property
+    def compiled(self) -> LlamaForCausalLM:
+        """The same weights, with compiled layers."""
+        model = twin(self.model)
+        if not kvkeep.compile_layers(model, "inductor" if self.on_gpu else "eager"):
+            self.notes.append("No layer could be compiled; the log says why.")
+        return model
 
     @cached_property
     def copy_speed(self) -> float:

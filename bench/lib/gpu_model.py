@@ -21,6 +21,7 @@ from lib.gpu import RUN_OUT, Bench, Step, fill, middle
 from lib.sizes import bounded_row_bytes, token_bytes, weight_bytes
 
 POLICIES = ("local", "h2o")
+COMPILED = ", compiled"
 DENSE = ("DynamicCache", "StaticCache")
 MARGIN = {"kvkeep": 1.1, "DynamicCache": 1.25, "StaticCache": 1.45}
 """What a row takes beside its keys and values: copies of a layer, activations, logits."""
@@ -42,9 +43,9 @@ def shrinking(bench: Bench, rows: int, run: Callable[[int], dict], tries: int = 
     return None
 
 
-def bounded_step(bench: Bench, policy: str, budget: int, rows: int, history: int) -> Step:
+def bounded_step(bench: Bench, policy: str, budget: int, rows: int, *, history: int, compiled: bool = False) -> Step:
     """A decode step of the engine, recorded, over slots that have seen a history."""
-    model = kvkeep.attach(bench.model)
+    model = kvkeep.attach(bench.compiled if compiled else bench.model)
     memory = Rows(model, kvkeep.parse(policy), budget)
     memory.allocate(rows)
     config = model.config
@@ -113,6 +114,7 @@ def decode(bench: Bench) -> list[dict]:
     """(b) Decode steps, each system at its largest batch: kvkeep at budgets, transformers at contexts."""
     sizes, found = bench.sizes, []
     asked = [(policy, n) for n in sizes.budgets for policy in POLICIES]
+    asked += [(f"h2o{COMPILED}", n) for n in sizes.budgets if bench.compile]
     asked += [(kind, n) for n in sizes.contexts for kind in DENSE]
     _ = bench.model  # before memory is looked at
     for name, tokens in bench.cells(asked, "b"):
@@ -128,8 +130,9 @@ def _largest_batch(bench: Bench, name: str, tokens: int) -> list[dict]:
         rows = largest(bench, tokens * token_bytes(sizes.config, sizes.dtype), name)
         cell = timed(bench, name, partial(dense_step, bench, name, tokens=tokens), rows, tokens + 1)
     else:
-        rows = largest(bench, bounded_row_bytes(sizes.config, sizes.dtype, name, tokens), "kvkeep")
-        make = partial(bounded_step, bench, name, tokens, history=max(sizes.contexts))
+        policy, compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
+        rows = largest(bench, bounded_row_bytes(sizes.config, sizes.dtype, policy, tokens), "kvkeep")
+        make = partial(bounded_step, bench, policy, tokens, history=max(sizes.contexts), compiled=compiled)
         cell = timed(bench, f"kvkeep {name}", make, rows, tokens + 1)
     return [cell] if cell else []
 

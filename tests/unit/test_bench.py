@@ -148,6 +148,17 @@ def test_decode_with_compiled_layers(monkeypatch, capsys):
     assert not isinstance(compiled[1].lm_head, PackedLinear)
 
 
+def test_decode_steps_for_a_gpu_with_compiled_layers():
+    shared, model = import_module("lib.gpu"), import_module("lib.gpu_model")
+    bench = shared.Bench(torch.device("cpu"), shared.DRY, compile=True)
+    found = model.decode(bench)
+    assert [one["name"] for one in found[:3]] == ["kvkeep local", "kvkeep h2o", "kvkeep h2o, compiled"]
+    assert bench.notes == []
+    compiled = [part for part in bench.compiled.modules() if part._compiled_call_impl is not None]
+    assert len(compiled) == 2 * 3
+    assert not [part for part in bench.model.modules() if part._compiled_call_impl is not None]
+
+
 def test_a_twin_shares_weights_and_nothing_else():
     lib = import_module("lib")
     model = lib.speed_model(layers=1)
