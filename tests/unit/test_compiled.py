@@ -201,12 +201,13 @@ def test_layers_with_hooks_stay_plain():
 
 
 @needs_onednn
-def test_packed_layers_stay_plain_and_compiled_ones_are_not_packed():
+def test_packed_layers_stay_plain_and_compiled_ones_are_not_packed(caplog):
     made, other = model(), model()
     plain = tokens(made)
     assert pack_weights(made) == 2 * 7 + 1
     assert compile_layers(made, backend="eager") == 2 * 2
     assert made.model.layers[0].mlp._compiled_call_impl is None
+    assert said(caplog) == []
     assert tokens(made) == plain
     assert compile_layers(other, backend="eager") == 2 * 3
     assert pack_weights(other) == 2 * 4 + 1
