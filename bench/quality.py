@@ -48,7 +48,7 @@ POLICIES = (
 )
 BUDGETS = "4%,10%,20%,60%"
 LOOK = 6
-SHOWN = {"recall": (100.0, 0), "perplexity": (1.0, 1), "early": (100.0, 0)}
+SHOWN = {"recall": (100.0, 0), "rise": (100.0, 1), "early": (100.0, 0)}
 MARKS = ("<!-- quality: begin -->", "<!-- quality: end -->")
 
 
@@ -76,8 +76,9 @@ def early(row: Row) -> float:
     return sum(row["score"]["kept"][:5])
 
 
-def perplexity(row: Row) -> float:
-    return row["score"]["perplexity"]
+def full_perplexities(windows: list[Row]) -> dict[int, float]:
+    """Of the full cache, for each seed."""
+    return {row["seed"]: row["score"]["perplexity"] for row in windows if row["policy"] == "full"}
 
 
 def collect(rows: list[Row], number: Callable[[Row], float]) -> dict[str, dict[str, list[float]]]:
@@ -125,22 +126,27 @@ def main() -> None:
     options.limit = options.limit if options.full else LOOK
     rows = evaluate(options)
     recalls, windows = of_task(rows, "recall"), of_task(rows, "perplexity")
+    full = full_perplexities(windows)
     data = {
         "recall": collect(recalls, accuracy),
-        "perplexity": collect(windows, perplexity),
+        # seeds read other windows, which differ by more than policies do: so every seed is compared with itself
+        "rise": collect(windows, lambda row: row["score"]["perplexity"] / full[row["seed"]] - 1),
         "early": collect(recalls, early),
     }
     tables = {name: table(found, *SHOWN[name]) for name, found in data.items()}
     columns = ["policy", *BUDGETS.split(",")]
     report("Recall, % right", columns, tables["recall"], {})
     report("Kept tokens from the first half of the prompt, %", columns, tables["early"], {})
-    report("Perplexity", columns, tables["perplexity"], {"bench": "quality", "seeds": options.seeds, **data})
+    title = f"Perplexity above the full cache's, % (which has {', '.join(f'{found:.1f}' for found in full.values())})"
+    report(
+        title, columns, tables["rise"], {"bench": "quality", "seeds": options.seeds, "full_perplexity": full, **data}
+    )
     if options.write:
         titles = {
             "recall": f"Recall in percent, {recalls[0]['rows']} questions per seed, prompts of {options.context} "
             f"tokens, mean ± half range over {len(options.seeds)} seeds",
             "early": "Share of the kept tokens that stand in the first half of the prompt, in percent",
-            "perplexity": f"Perplexity, windows of {round(windows[0]['text_tokens'])} tokens",
+            "rise": f"{title}, windows of {round(windows[0]['text_tokens'])} tokens".replace("%", "in percent"),
         }
         text = options.write.read_text(encoding="utf-8")
         before, _, rest = text.partition(MARKS[0])

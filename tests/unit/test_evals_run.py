@@ -222,14 +222,6 @@ def test_every_seed_has_rows_of_its_own(tmp_path):
     assert timeless(alone.rows) == timeless(rows[2:4])
 
 
-def test_what_no_seed_changes_is_run_once(tmp_path):
-    text = dataclasses.replace(OPTIONS, text="some words of another text " * 20)
-    grid = laid_out("local", BUDGETS[:1], "perplexity,recall", text, seeds=(0, 1))
-    assert [(p.cell.task, p.cell.seed) for p in grid.planned] == [("perplexity", None), ("recall", 0), ("recall", 1)]
-    run(laid_out("local", options=text, seeds=(4,)), writer(), Records(tmp_path))
-    assert {p.cell for p in laid_out("local", options=text, seeds=(5,)).planned} == Records(tmp_path).done
-
-
 def test_notes_are_said_once_however_many_seeds():
     notes = laid_out(tasks="recall,perplexity", seeds=(0, 1, 2)).notes
     assert len(notes) == len(set(notes)) == len(laid_out(tasks="recall,perplexity").notes)

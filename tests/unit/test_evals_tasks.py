@@ -85,6 +85,20 @@ def test_a_file_is_cut_into_windows_that_follow_each_other():
     assert torch.equal(found[:, 1:].flatten(), ids[:60])
 
 
+def test_seeds_take_windows_in_turn():
+    text = "the quick brown fox jumps over the lazy dog and the cat " * 20
+    ids = torch.tensor(writer().checkpoint.tokenizer(text)["input_ids"])
+    n = len(ids) // 20  # windows of the whole text
+    for seed in range(n):
+        found = texts.windows(writer().checkpoint, Options(text=text, seed=seed), rows=4, length=21)
+        assert found[:, 1:].tolist() == [
+            ids[20 * (place % n) : 20 * (place % n) + 20].tolist() for place in range(4 * seed, 4 * seed + 4)
+        ]
+    few = [texts.windows(writer().checkpoint, Options(text=text, seed=seed), rows=n + 1, length=21) for seed in (0, 1)]
+    assert torch.equal(*few)
+    assert len(few[0]) == n
+
+
 def test_a_short_file_is_one_short_window_and_a_very_short_one_is_refused():
     text = "the quick brown fox jumps over the lazy dog and the cat " * 2
     n = len(writer().checkpoint.tokenizer(text)["input_ids"])

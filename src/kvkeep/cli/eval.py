@@ -90,7 +90,7 @@ def evaluate(
         str,
         typer.Option(
             metavar="LIST",
-            help="Chooses questions and the package's own text. Several seeds, as 0,1,2, give a mean and a range.",
+            help="Chooses questions and windows of the text. Several seeds, as 0,1,2, give a mean and a range.",
             rich_help_panel=_TASKS,
         ),
     ] = "0",

@@ -84,7 +84,7 @@ class Cell:
         case: which part of it.
         policy: the policy.
         budget: the budget, as the user asked for it.
-        seed: the seed of its data; ``None`` if they are the same under every seed.
+        seed: the seed of its data.
         setup: what else of the cache is not as the policy has it by itself.
     """
 
@@ -92,7 +92,7 @@ class Cell:
     case: str
     policy: str
     budget: str
-    seed: int | None
+    seed: int
     setup: str = ""
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ def split_policies(text: str) -> list[Policy]:
     return list(dict.fromkeys(map(parse, pieces)))
 
 
-def grid(checkpoint: Checkpoint, task: Task, wanted: Wanted, seed: int | None) -> list[Planned]:
+def grid(checkpoint: Checkpoint, task: Task, wanted: Wanted, seed: int) -> list[Planned]:
     """All cells of a task whose data come from this seed.
 
     Raises:

@@ -77,7 +77,7 @@ def lay_out(
         name: the model's name in results.
         tasks: the tasks.
         wanted: policies and budgets.
-        options: the user's choices about tasks, once for each seed. What no seed changes is measured once.
+        options: the user's choices about tasks, once for each seed.
 
     Raises:
         InputError: a task cannot be made with these options.
@@ -87,9 +87,8 @@ def lay_out(
     parts = []
     for own in options:
         for kind in tasks:
-            if (seeded := kind.seeded(own)) or own is options[0]:
-                task = kind.load(checkpoint, own)
-                parts.append(Part(task, plan.grid(checkpoint, task, wanted, own.seed if seeded else None)))
+            task = kind.load(checkpoint, own)
+            parts.append(Part(task, plan.grid(checkpoint, task, wanted, own.seed)))
     reads_text = any(kind.name in TEXT_TASKS for kind in tasks)
     return Grid(name, checkpoint, parts, texts.notes(options[0]) if reads_text else [])
 

@@ -28,7 +28,7 @@ class Options:
     """What the user can choose about tasks.
 
     Attributes:
-        seed: chooses questions and the package's own text.
+        seed: chooses questions, windows of a text, and the package's own text.
         limit: questions per context, or texts, instead of each task's own number.
         text: content of a text file; ``None`` for the package's own text.
         contexts: lengths of recall prompts in tokens.
@@ -105,11 +105,6 @@ class Task(abc.ABC):
         Raises:
             InputError: the data or the options cannot be used with this model.
         """
-
-    @classmethod
-    def seeded(cls, options: Options) -> bool:
-        """Whether another seed gives other data; a text of the user's is the same under all."""
-        return options.text is None
 
     @abc.abstractmethod
     def settings(self) -> dict[str, Any]:

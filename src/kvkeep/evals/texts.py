@@ -30,7 +30,7 @@ def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int)
 
     Args:
         checkpoint: the model that is meant.
-        options: the text, and the seed of the package's own.
+        options: the text, and a seed: it chooses which of a long text's windows, or the package's own sentences.
         rows: texts, or fewer if the file is shorter.
         length: tokens of each, or fewer if the whole file is shorter.
 
@@ -42,7 +42,7 @@ def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int)
     if options.text is None:
         texts = [_own_tokens(checkpoint, options.seed * 1_000_003 + row, body) for row in range(rows)]
     else:
-        texts = _cut(_tokens(checkpoint, options.text), rows, body)
+        texts = _cut(_tokens(checkpoint, options.text), rows, body, options.seed)
     return torch.stack([torch.cat([begin, text]) for text in texts])
 
 
@@ -82,14 +82,17 @@ def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, "
     return ids[:length]
 
 
-def _cut(ids: Int[Tensor, " n"], rows: int, length: int) -> list[Int[Tensor, " length"]]:
+def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[Tensor, " length"]]:
+    """Windows that follow each other, the next seed's where these end; after the text's last one comes its first."""
     if len(ids) < SHORTEST:
         raise InputError(
             f"The text has only {len(ids)} tokens; less than {SHORTEST} say nothing about a cache. Give a longer file "
             "with --text, or none for the package's own text."
         )
     length = min(length, len(ids))
-    return [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)][:rows]
+    starts = range(0, len(ids) - length + 1, length)
+    chosen = [starts[(seed * rows + row) % len(starts)] for row in range(min(rows, len(starts)))]
+    return [ids[start : start + length] for start in (chosen if rows < len(starts) else starts)]
 
 
 def _tokens(checkpoint: Checkpoint, text: str) -> Int[Tensor, " n"]:

@@ -72,11 +72,6 @@ class Recall(Task):
         }
         return cls(options, wording, questions, tuple(notes))
 
-    @classmethod
-    def seeded(cls, options: Options) -> bool:
-        """Always: the seed chooses the questions."""
-        return True
-
     def settings(self) -> dict[str, Any]:
         """Questions, facts, depths and wording."""
         return {
