@@ -8,8 +8,8 @@ import torch
 import kvkeep
 from kvkeep import attention, registry, scores
 from kvkeep.attention import reference
-from kvkeep.attention.triton import blocks, ops, prefill_ops, switch
-from kvkeep.attention.triton.launch import Limits
+from kvkeep.attention.triton import blocks, launch, ops, prefill_ops, switch
+from kvkeep.attention.triton.launch import Added, Limits
 from kvkeep.errors import InputError
 from kvkeep.eviction import fuses
 from kvkeep.noise import Gumbel
@@ -135,9 +135,37 @@ def test_equals_the_reference(D, G):
         check(problem(S, D, G, dtype), Mass(), AttentionOptions(scaling=D**-0.5))
 
 
-def test_small_tiles_and_many_splits(monkeypatch):
+@pytest.mark.parametrize(("S", "splits"), [(48, 1), (49, 2), (70, 2), (80, 2), (81, 3)])
+def test_small_tiles_and_many_splits(monkeypatch, S, splits):
     monkeypatch.setitem(blocks.DECODE, "", {1024: blocks.Decode(16, 32, 4, 1)})
-    check(problem(70, 40, 3, torch.bfloat16, E=24, Hk=2), Mass(gain=2.0), OPTIONS["all"])
+    arguments = problem(S, 40, 3, torch.bfloat16, E=24, Hk=2)
+    arguments[4][2, :, :-1], arguments[4][2, :, -1] = -1, NOW  # all that a row holds is in the last slot
+    arguments[1][2, :, -1], arguments[2][2, :, -1] = 0.5, 2.0
+    check(arguments, Mass(gain=2.0), OPTIONS["all"])
+    assert launch.Scratch(*arguments[:3], keeps=False).splits == splits
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 63, 64, 79])
+def test_a_new_token_enters_any_split(monkeypatch, place):
+    monkeypatch.setitem(blocks.DECODE, "", {1024: blocks.Decode(16, 32, 4, 1)})
+    q, k, v, now, _ = problem(80, 40, 3, torch.float32, Hk=2)
+    others = torch.arange(79, dtype=torch.int32, device=DEVICE)
+    positions = torch.cat([others[:place], others.new_full((1,), -1), others[place:]]).repeat(5, 2, 1)
+    k, v = k.nan_to_num(0.1), v.nan_to_num(0.1)
+    new, now = (k[:, :, :1] + 1, v[:, :, :1] + 1), torch.full_like(now, 79)
+    after = positions.clone()
+    after[:, :, place] = 79
+    full = [
+        torch.cat([old[:, :, :place], one, old[:, :, place + 1 :]], dim=2) for old, one in zip((k, v), new, strict=True)
+    ]
+    out = ops.step(
+        q, (k, v, positions), new, now,
+        options=OPTIONS["plain"], wanted=None, added=Added((), is_score=False), limits=Limits(seen=now[:, 0] + 1),
+    )  # fmt: skip
+    torch.testing.assert_close((k, v), tuple(full), rtol=0, atol=0)
+    assert torch.equal(positions, after)
+    want, _ = reference.attend(q, *full, now, after, statistic=Nothing(), options=OPTIONS["plain"])
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
 
 
 SINKS = torch.tensor([0.3, -1.0, 60.0, -torch.inf], device=DEVICE)

@@ -36,6 +36,7 @@ def attend_split(
 ):  # fmt: skip
     """One split of one head's slots, for all query heads that share them; grid ``(B·Hk, splits)``.
 
+    The last split takes the rest of at most a tile: with a new token there is one slot more than the budget.
     With `APPENDS` the row's new token is written into the head's free slot first; its key and value take part from
     registers, its position is written by the kernel that comes after; `slots` receives the slot. `KEEPS`: `logits`.
 
@@ -53,6 +54,7 @@ def attend_split(
     row, group = (head // Hk).to(tl.int64), (head % Hk).to(tl.int64)
     g, d, e = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     begin = split * SPLIT
+    end = tl.where(split == tl.num_programs(1) - 1, S, begin + SPLIT)
     at = tl.load(now + row * now_row).to(tl.int32)
     heads = query + row * query_row + (group * G + g[:, None]) * query_head
     q = tl.load(heads + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
@@ -66,7 +68,7 @@ def attend_split(
     if APPENDS:
         own = free_slot(positions, S, SCAN)
         tl.store(slots + head, own, mask=split == 0)
-        here = (own >= begin) & (own < begin + SPLIT)
+        here = (own >= begin) & (own < end)
         fresh_key = moved(
             new_keys + row * new_key_row + group * new_key_head, keys + own.to(tl.int64) * key_slot, d, D, here
         )
@@ -83,9 +85,10 @@ def attend_split(
             tl.store(logits + g * S + own, own_x, mask=here & (g < G))
         peak, total = tl.where(here, own_x, peak), tl.where(here, 1.0, total)
         mix = tl.where(here, fresh_value[None, :], mix)
-    inside = begin + tl.arange(0, SPLIT)
-    newest = tl.max(tl.load(positions + inside, mask=inside < S, other=-1), 0)
-    stop = tl.where(newest >= 0, SPLIT, 0)  # a row that is young has whole splits of empty slots
+    inside, rest = begin + tl.arange(0, SPLIT), begin + SPLIT + tl.arange(0, TILE)
+    newest = tl.max(tl.load(positions + inside, mask=inside < end, other=-1), 0)
+    newest = tl.maximum(newest, tl.max(tl.load(positions + rest, mask=rest < end, other=-1), 0))
+    stop = tl.where(newest >= 0, end - begin, 0)  # a row that is young has whole splits of empty slots
     for start in range(0, stop, TILE):
         slot = begin + start + tl.arange(0, TILE)
         position = tl.load(positions + slot, mask=slot < S, other=-1).to(tl.int32)

@@ -59,7 +59,7 @@ class Scratch:
         B, Hk, S, D = keys.shape
         G, E = query.shape[1] // Hk, values.shape[-1]
         self.sizes = blocks.decode(keys.device, D * keys.element_size(), S)
-        self.splits = -(-S // self.sizes.split)
+        self.splits = max(1, -(-(S - self.sizes.slots) // self.sizes.split))  # a rest of a tile is no split
         self.heads, self.keeps = B * Hk, keeps
         self.shape = {"G": G, "E": E, "Hk": Hk, "S": S}
         parts = self.heads * self.splits * G
