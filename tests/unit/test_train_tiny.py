@@ -1,6 +1,8 @@
+import dataclasses
 import random
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +168,16 @@ def test_rate_rises_and_falls():
     assert factors[-1] == 0.02
     assert curriculum.stage_at(total + 1, 1.0) == curriculum.STAGES[-1]
     assert curriculum.STAGES[-1].length == 2048
+
+
+def test_a_mixed_stage_has_shorter_batches_with_facts_that_fit():
+    stage = curriculum.Stage(1, 2048, 1.0, Shape((8, 28), 0.9), shorter=0.5)
+    drawn = [stage.drawn(random.Random(i)) for i in range(400)]
+    counts = Counter((one.length, one.shape.facts) for one in drawn)
+    assert counts.keys() == {(2048, (8, 28)), (1024, (8, 28)), (512, (8, 16))}
+    assert 150 < counts[2048, (8, 28)] < 250
+    assert {one.batch_tokens for one in drawn} == {8192}
+    assert dataclasses.replace(stage, shorter=0.0).drawn(random.Random(0)).length == 2048
 
 
 def test_questions_fit_the_context_and_are_spread(tokenizer):

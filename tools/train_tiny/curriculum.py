@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from .documents import Recall, Row, Shape
 class Stage:
     """One stage: ``tokens`` of rows of ``length``, of which a share are recall documents.
 
-    Early batches are small: finding out how to look up takes steps, not tokens.
+    Early batches are small: finding out how to look up takes steps, not tokens. A share of the batches may be
+    ``shorter``, of half or a quarter of the length, so that what short texts ask is not forgotten.
     """
 
     tokens: int
@@ -24,6 +25,15 @@ class Stage:
     recall: float
     shape: Shape
     batch_tokens: int = 8192
+    shorter: float = 0.0
+
+    def drawn(self, rng: random.Random) -> Stage:
+        """The stage of one batch: its length, with no more facts than have room in half of it."""
+        if rng.random() >= self.shorter:
+            return self
+        length = self.length // rng.choice((2, 4))
+        low, high = self.shape.facts
+        return replace(self, length=length, shape=replace(self.shape, facts=(low, min(high, length // 32))))
 
 
 STAGES = (
@@ -50,6 +60,7 @@ STAGES = (
     Stage(6_000_000, 512, 0.9, Shape((4, 16), 0.5, changes=0.7, plain=0.03), 4096),
     Stage(3_000_000, 1024, 0.8, Shape((6, 24), 0.7, changes=0.7, plain=0.03)),
     Stage(11_000_000, 2048, 0.75, Shape((8, 32), 0.9, changes=0.7, plain=0.03)),
+    Stage(15_000_000, 2048, 0.8, Shape((8, 28), 0.9, changes=0.7, plain=0.02), shorter=0.5),
 )
 WARM_UP = 200_000
 DECAY = 0.25
@@ -85,6 +96,7 @@ class Mixture:
 
     def batch(self, rng: random.Random, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of tokens and their weights in the loss, together ``batch_tokens`` tokens."""
+        stage = stage.drawn(rng)
         rows = [self._row(rng, stage) for _ in range(max(1, stage.batch_tokens // stage.length))]
         tokens = torch.from_numpy(np.stack([row[0] for row in rows]))
         return tokens, torch.from_numpy(np.stack([row[1] for row in rows]))

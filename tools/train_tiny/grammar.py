@@ -86,6 +86,15 @@ SUBJECTS = (
     ),
     *("the {thing} whose owner is {owner}", "the {thing} which is {owner}'s property", "the {thing} going to {owner}"),
     *("the {thing} held by {owner}", "the {thing} made for {owner}", "the {thing} that had come to {owner}"),
+    *(
+        "the {thing} among {owner}'s belongings",
+        "the {thing}, a belonging of {owner}'s,",
+        "the {thing} lent to {owner}",
+    ),
+    *("the {thing} known to belong to {owner}", "the {thing} coming to {owner}", "the {thing} promised to {owner}"),
+    *("the {thing} which fell to {owner}", "the {thing} reserved for {owner}", "the {thing} dear to {owner}"),
+    *("the {thing} sent to {owner}", "the {thing} returning to {owner}", "the {thing} handed to {owner}"),
+    *("the {thing} waiting for {owner}", "the {thing} due to {owner}", "the {thing} in the care of {owner}"),
 )
 OWNED = (
     *(
