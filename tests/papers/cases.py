@@ -130,7 +130,10 @@ def _drift(case: Case, n: int, generator: torch.Generator) -> tuple[Tensor, Tens
 
 def _twins(case: Case, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Few different keys, so that many tokens are identical; small integers and a scaling of 1/2, so that float32
-    computes every logit exactly and identical keys tie to the last bit, whichever slots they sit in."""
+    computes every logit exactly and identical keys tie to the last bit, whichever slots they sit in.
+
+    Matrix products may add the rows of different columns in different orders (it depends on the processor), so where
+    equal sums have to tie, a case should have no more than two probabilities in each: rows that count times group."""
     queries = torch.randint(-2, 3, (case.heads * case.group, n, D), generator=generator).float()
     kinds = torch.randint(-1, 2, (case.heads, 5, D), generator=generator).float()
     return queries, kinds[:, torch.randint(5, (n,), generator=generator)]

@@ -27,7 +27,7 @@ CASES = [
 TIES = [
     Case(f"ahakv:recent=2,value_prior=false{options}", budget, (24, *DECODE), inputs=inputs, group=group)
     for options in ("", ",recent_accumulation=false,clamp=false")
-    for budget, inputs, group in ((5, "twins", 1), (16, "twins", 4), (7, "constant", 2), (8, "hard", 2))
+    for budget, inputs, group in ((5, "twins", 1), (16, "twins", 1), (7, "constant", 1), (8, "hard", 2))
 ]
 
 ABLATED = "recent_accumulation=false,sg_softmax=false,value_prior=false"

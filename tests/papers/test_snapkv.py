@@ -29,8 +29,9 @@ TIES = [
     Case(f"snapkv:{options},decode={decode}", budget, (24, *DECODE), inputs=inputs, group=group)
     for decode in ("local", "score")
     for options, budget, inputs, group in (
-        ("window=3", 5, "twins", 1),
-        ("window=3", 16, "twins", 4),
+        ("window=2", 5, "twins", 1),
+        ("window=2", 16, "twins", 1),
+        ("window=1", 16, "twins", 2),
         ("window=3", 7, "constant", 2),
         ("window=3", 8, "hard", 2),
         ("window=2,kernel=3,pool=avg", 7, "constant", 2),

@@ -19,7 +19,7 @@ CASES = [
 TIES = [
     Case(policy, budget, (24, *DECODE), inputs=inputs, group=group)
     for policy in ("topk", "topk:h2=0.5")
-    for budget, inputs, group in ((5, "twins", 1), (16, "twins", 4), (7, "constant", 2), (6, "sink", 2), (8, "hard", 2))
+    for budget, inputs, group in ((5, "twins", 1), (16, "twins", 2), (7, "constant", 2), (6, "sink", 2), (8, "hard", 2))
 ]
 
 

@@ -13,7 +13,7 @@ CASES = [
     *(
         Case(policy, budget, (24, *DECODE), inputs=inputs, group=group)
         for policy in ("tova", "tova:per_head=true", "tova:protect_last=true")
-        for budget, inputs, group in ((5, "twins", 1), (16, "twins", 4), (7, "constant", 2), (6, "sink", 2))
+        for budget, inputs, group in ((5, "twins", 1), (16, "twins", 2), (7, "constant", 2), (6, "sink", 2))
     ),
     Case("tova", 8, (24, *DECODE), inputs="hard", group=4),
     Case("tova", 5, (24, *(1,) * 200), group=1),

@@ -50,7 +50,8 @@ def held(positions):
 
 @pytest.mark.parametrize(("family", "policy"), PAIRS)
 def test_each_row_of_a_batch_gets_what_it_gets_alone(family, policy):
-    model = kvkeep.attach(build(family))
+    # the keys of a repeated token have the same norm up to rounding, which in float32 may depend on the batch
+    model = kvkeep.attach(build(family, torch.float64 if policy == "knorm" else torch.float32))
     policy = f"{policy}:{SMALL.get(policy, '')}"
     ids, mask = padded_batch()
     cache = kvkeep.BoundedCache(model.config, policy=policy, budget=9)
