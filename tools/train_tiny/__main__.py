@@ -14,6 +14,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for token files and checkpoints")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the token budget (try 10 on a GPU)")
+    parser.add_argument(
+        "--onward", action="store_true", help="go on from the package's weights and tokenizer, not from nothing"
+    )
     parser.add_argument("--questions", type=int, default=400, help="word questions per context length in `evaluate`")
     options = parser.parse_args()
     steps = ("prepare", "train", "export", "evaluate") if options.step == "all" else (options.step,)
@@ -26,11 +29,11 @@ def run(step: str, options: argparse.Namespace) -> None:
     if step == "prepare":
         from .prepare import prepare
 
-        prepare(options.data, options.work)
+        prepare(options.data, options.work, onward=options.onward)
     elif step == "train":
         from .train import train
 
-        train(options.work, device=options.device, scale=options.scale)
+        train(options.work, device=options.device, scale=options.scale, onward=options.onward)
     elif step == "export":
         from .export import export
 

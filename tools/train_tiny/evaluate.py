@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from . import corpus, quick
 from .card import write_card
-from .export import LOG, PACKAGE
 from .observe import observe
+from .paths import PACKAGE
 from .prepare import load_tokenizer
+from .train import tokens_trained
 
 CONTEXTS = (512, 1024, 2048)
 SEED = 100_000
@@ -102,6 +103,6 @@ def measure(work: Path, device: str, n: int) -> dict[str, Any]:
 def report(work: Path, device: str, n: int) -> None:
     """Measure, keep the figures next to the script, and write the card."""
     results = measure(work, device, n)
-    results["tokens_trained"] = int(LOG.read_text().splitlines()[-1].split(",")[0])  # the log of the exported weights
+    results["tokens_trained"] = tokens_trained()
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     write_card(results, PACKAGE / "README.md")

@@ -12,11 +12,9 @@ from transformers import GenerationConfig, LlamaForCausalLM
 from kvkeep.models.tiny import CHECKSUM, WEIGHTS
 
 from .model import CONTEXT, build
+from .paths import LOG, PACKAGE
 from .prepare import load_tokenizer
 from .tokenizer import SPECIAL, save
-
-PACKAGE = Path(__file__).parents[2] / "src" / "kvkeep" / "models" / "tiny"
-LOG = Path(__file__).parent / "log.csv"
 
 
 def load_checkpoint(work: Path) -> LlamaForCausalLM:

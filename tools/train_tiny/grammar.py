@@ -225,6 +225,20 @@ CHANGE_SAYS: dict[str, tuple[str, ...]] = {
         ),
         *("was made {value}", "is {value}", "is now {value}", "has been dyed {value}", "has changed to {value}"),
         *("got a coat of {value}", "was given another colour: {value}", "went {value}", "is {value} by now"),
+        *(
+            "has been coloured {value}",
+            "has been turned {value}",
+            "has been repainted in {value}",
+            "has come out {value}",
+        ),
+        *("has been given a {value} colour", "has gone {value}", "was repainted {value}", "had to be made all {value}"),
+        *(
+            "is to be seen in {value}",
+            "has been washed {value}",
+            "was stained {value}",
+            "looks {value}",
+            "shines {value}",
+        ),
     ),
     "place": (
         *(
@@ -235,6 +249,9 @@ CHANGE_SAYS: dict[str, tuple[str, ...]] = {
         ),
         *("has been taken to the {value}", "is now in the {value}", "has been carried into the {value}"),
         *("has gone to the {value}", "went to the {value}", "was sent to the {value}", "has been put in the {value}"),
+        *("has been carried to the {value}", "has been sent to the {value}", "has ended up in the {value}"),
+        *("has been shifted into the {value}", "came to the {value}", "stands in the {value}", "lies in the {value}"),
+        *("has found its place in the {value}", "has been left in the {value}", "was transferred to the {value}"),
     ),
     "word": (
         *(
@@ -244,17 +261,39 @@ CHANGE_SAYS: dict[str, tuple[str, ...]] = {
             "shows the word {value}",
         ),
         *("has had its word changed to {value}", "has another word on it: {value}", "has been given a word, {value}"),
+        *("has received another word: {value}", "has had the word {value} on it", "now has a new word: {value}"),
+        *("got a new word on it: {value}", "has had another word written on it: {value}", "has a fresh word, {value}"),
+        *("carries a new word: {value}", "has been marked with a new word, {value}", "has for its new word {value}"),
         *("had its word changed to {value}", "has a different word on it: {value}", "got the word {value}"),
     ),
     "number": (
         *("has got a new number: {value}", "was given the number {value}", "has the number {value}"),
         *("has had its number changed to {value}", "has another number on it: {value}", "got the number {value}"),
+        *("has received another number: {value}", "has had the number {value} on it", "now has a new number: {value}"),
+        *(
+            "got a new number on it: {value}",
+            "has had another number written on it: {value}",
+            "has a fresh number, {value}",
+        ),
+        *(
+            "carries a new number: {value}",
+            "has been marked with a new number, {value}",
+            "has for its new number {value}",
+        ),
         *("had its number changed to {value}", "has a different number on it: {value}", "shows the number {value}"),
     ),
     "owner": (
         *("has been sold to {value}", "was sold to {value}", "belongs to {value}", "now belongs to {value}"),
         *("has gone to {value}", "went to {value}", "has been given to {value}", "was given to {value}"),
         *("has been handed on to {value}", "is {value}'s", "is owned by {value}", "has fallen to {value}"),
+        *("has come to {value}", "has passed into the hands of {value}", "has been left to {value}", "fell to {value}"),
+        *("has changed hands and belongs to {value}", "has moved on to {value}", "has been passed on to {value}"),
+        *(
+            "has got {value} for a new owner",
+            "has been won by {value}",
+            "has been bought by {value}",
+            "is with {value}",
+        ),
     ),
 }
 CHANGE_NOUN_FIRST = (
@@ -265,9 +304,16 @@ CHANGE_NOUN_FIRST = (
         "they changed the {noun} of # to {value}",
     ),
     *("the {noun} on # is another one: {value}", "the {noun} for # has become {value}"),
+    *("the {noun} on # has become {value}", "the {noun} of # has been {value}", "the {noun} on # reads {value}"),
+    *("the new {noun} of # is {value}", "you find another {noun} on #: {value}", "the {noun} now on # is {value}"),
 )
 CHANGE_TAILS = (
     *("",) * 8,
+    " rather than that",
+    " instead of what it was",
+    " as a change",
+    " and nothing else",
+    " in its stead",
     " now",
     " again",
     " at last",

@@ -12,6 +12,7 @@ from kvkeep.models.tiny.recall import draw_facts
 
 from . import corpus, tokenizer
 from .model import CONTEXT
+from .paths import PACKAGE
 from .pools import KINDS, MATERIALS_ALLOWED, NAMES, THINGS_ALLOWED, VALUES, Lexicon, with_values
 
 SEED = 20
@@ -29,14 +30,17 @@ def recall_sentences(n: int, seed: int) -> list[str]:
     return found
 
 
-def prepare(data: Path, work: Path) -> None:
-    """Write ``tokenizer.json``, the words and the token files into the work folder."""
+def prepare(data: Path, work: Path, *, onward: bool = False) -> None:
+    """Write ``tokenizer.json`` (``onward``: the package's), the words and the token files into the work folder."""
     work.mkdir(parents=True, exist_ok=True)
     training, validation = corpus.novels(data, held_out=False), corpus.novels(data, held_out=True)
     stories = corpus.stories(data)
     random.Random(SEED).shuffle(stories)
     kept, stories = stories[:100], stories[100:]
-    words = tokenizer.train(tokenizer.sample(training, stories, recall_sentences(20_000, SEED), SEED))
+    if onward:
+        words = Tokenizer.from_file(str(PACKAGE / "tokenizer.json"))
+    else:
+        words = tokenizer.train(tokenizer.sample(training, stories, recall_sentences(20_000, SEED), SEED))
     words.save(str(work / "tokenizer.json"))
     tokenizer.save(words, work / "tokenizer", context=CONTEXT)
     (work / "words.json").write_text(json.dumps(tokenizer.plain_words(words)))

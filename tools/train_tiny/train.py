@@ -7,12 +7,16 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+
+from kvkeep.models.tiny import WEIGHTS
 
 from . import corpus, quick
 from .curriculum import Mixture, Stage, rate_factor, stage_at, total_tokens
@@ -20,6 +24,7 @@ from .documents import Recall
 from .model import build
 from .optim import Optimizer
 from .parallel import Replicas
+from .paths import LOG, PACKAGE
 from .prepare import load_tokenizer
 
 SEED = 7
@@ -32,15 +37,17 @@ COLUMNS = ("tokens", "length", "rate", "train_loss", "answer_loss", "facts", "re
 class Trainer:
     """Model, optimizer and data of one run, and how far it has come."""
 
-    def __init__(self, work: Path, device: str, scale: float) -> None:
+    def __init__(self, work: Path, device: str, scale: float, *, onward: bool = False) -> None:
         self.work, self.device, self.scale = work, device, scale
         self.tokenizer = load_tokenizer(work)
         self.begin = self.tokenizer.token_to_id(corpus.BEGIN)
         self.model: Any = build(SEED, device)
+        if onward:
+            self.model.load_state_dict(load_file(PACKAGE / WEIGHTS), strict=False)  # the output is the embedding
         self.optimizer = Optimizer(self.model)
         threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)) if device == "cpu" else 1
         self.replicas = Replicas(self.model, threads=threads, piece_tokens=2048 if device == "cpu" else 65536)
-        self.seen = 0
+        self.seen = self.begun = tokens_trained() if onward else 0
         self.mixture = self._mixture()
         self.validation = {n: corpus.load(work / f"validation_{n}.npz") for n in ("novels", "stories")}
         self.filler = json.loads((work / "validation_filler.json").read_text())
@@ -59,12 +66,12 @@ class Trainer:
     def save(self) -> None:
         """Write the checkpoint; a crash in the middle leaves the last one whole."""
         temporary = self._checkpoint.with_suffix(".part")
-        torch.save({"seen": self.seen, "optimizer": self.optimizer.state()}, temporary)
+        torch.save({"seen": self.seen, "begun": self.begun, "optimizer": self.optimizer.state()}, temporary)
         os.replace(temporary, self._checkpoint)
 
     def _resume(self) -> None:
         state = torch.load(self._checkpoint, map_location=self.device, weights_only=True)
-        self.seen = state["seen"]
+        self.seen, self.begun = state["seen"], state["begun"]
         self.optimizer.load(state["optimizer"])
 
     def step(self) -> tuple[float, float]:
@@ -73,7 +80,7 @@ class Trainer:
         tokens, weights = self.mixture.batch(rng, stage_at(self.seen, self.scale))
         tokens, weights = tokens.to(self.device), weights.to(self.device)
         each = self.replicas.gradients(tokens, weights)
-        self.optimizer.step(rate_factor(self.seen, self.scale))
+        self.optimizer.step(rate_factor(self.seen, self.scale, self.begun))
         self.seen += tokens.numel()
         answers = weights[:, 1:] >= 4
         return each.mean().item(), each[answers].mean().item()
@@ -100,9 +107,19 @@ class Trainer:
                 "recall_numbers": quick.share(outcomes, "number"), **text}  # fmt: skip
 
 
-def train(work: Path, *, device: str, scale: float) -> None:
-    """Train until the curriculum is done; safe to stop and start again at any time."""
-    trainer = Trainer(work, device, scale)
+def tokens_trained() -> int:
+    """Tokens that the weights of the package have had."""
+    return int(LOG.read_text().splitlines()[-1].split(",")[0])
+
+
+def train(work: Path, *, device: str, scale: float, onward: bool = False) -> None:
+    """Train until the curriculum is done, ``onward`` from the weights of the package or from nothing.
+
+    Safe to stop and start again at any time: the checkpoint in the work folder goes before.
+    """
+    trainer = Trainer(work, device, scale, onward=onward)
+    if onward and not (work / "log.csv").exists():
+        shutil.copyfile(LOG, work / "log.csv")
     (work / "train.pid").write_text(str(os.getpid()))
     saved, started, measured, window = time.monotonic(), time.monotonic(), trainer.seen, []
     stopped: list[int] = []
@@ -131,8 +148,8 @@ def means(window: list[tuple[float, float]]) -> tuple[float, float]:
 def record(trainer: Trainer, window: list[tuple[float, float]], speed: float) -> None:
     """Measure, and add one line to the log."""
     loss, answer = means(window)
-    line = {"tokens": trainer.seen, "rate": rate_factor(trainer.seen, trainer.scale), "train_loss": loss,
-            "answer_loss": answer, "tokens_per_s": speed, **trainer.measure()}  # fmt: skip
+    line = {"tokens": trainer.seen, "rate": rate_factor(trainer.seen, trainer.scale, trainer.begun),
+            "train_loss": loss, "answer_loss": answer, "tokens_per_s": speed, **trainer.measure()}  # fmt: skip
     path = trainer.work / "log.csv"
     is_new = not path.exists()
     with path.open("a", newline="") as file:
