@@ -76,6 +76,60 @@ def test_another_budget_may_come_while_a_prompt_is_being_fed():
     assert found[second] == alone("llama", short, 3, "h2o", 9, 5)
 
 
+SHARING = [policy for policy in POLICIES if not policy.startswith(("adakv", "pyramidkv", "spatten"))]
+
+
+def keeps_down(policy: str) -> bool:
+    """Whether a policy evicts generated tokens, too."""
+    found = kvkeep.parse(policy)
+    return found.evicts and not found.grows
+
+
+def test_policies_run_side_by_side():
+    """All of them in one batch, two requests each: every policy's rows are cut from the same memory."""
+    rng = random.Random(5)
+    order = [policy for policy in SHARING for _ in range(2)]
+    rng.shuffle(order)
+    requests = [
+        Request(
+            prompt=prompt_of(i, rng.randint(1, 30)),
+            sampling=Sampling(max_new_tokens=rng.randint(9, 14)),
+            policy=policy,
+            budget=rng.choice((CAPACITY - 2, CAPACITY)) if keeps_down(policy) else 64,
+        )
+        for i, policy in enumerate(order)
+    ]
+    engine = Engine(model("llama"), policy="local", budget=64, rows=len(order), prefill_chunk=2000)
+    numbers = [engine.add(request) for request in requests]
+    together, results = 0, {}
+    while engine.busy:
+        events = engine.step()
+        together = max(together, len({requests[numbers.index(event.id)].policy for event in events}))
+        results |= {event.id: event.result for event in events if event.result}
+    assert together == len(SHARING)
+    for number, request in zip(numbers, requests, strict=True):
+        new = request.sampling.max_new_tokens
+        whole = alone("llama", request.prompt, new, request.policy, request.budget, None)
+        assert results[number].token_ids == whole, request.policy
+
+
+@pytest.mark.parametrize("other", ["spatten", "adakv:window=4", "pyramidkv:window=4", "h2o:recent=3"])
+def test_policies_that_need_other_rows_take_turns(other):
+    engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=4, prefill_chunk=None)
+    shares = other.startswith("h2o")
+    asked = Sampling(max_new_tokens=6)
+    requests = [Request(prompt=prompt_of(i, 20), sampling=asked, policy=other if i % 2 else None) for i in range(4)]
+    numbers = [engine.add(request) for request in requests]
+    kinds, results = [], {}
+    while engine.busy:
+        events = engine.step()
+        kinds.append({numbers.index(event.id) % 2 for event in events})
+        results |= {event.id: event.result for event in events if event.result}
+    assert ({0, 1} in kinds) == shares
+    for number, request in zip(numbers, requests, strict=True):
+        assert results[number].token_ids == alone("llama", request.prompt, 6, request.policy or "h2o", CAPACITY, None)
+
+
 @dataclass(frozen=True)
 class Arrival:
     """A request of a made-up schedule: when it comes, what it wants, and when it is cancelled, if it is."""

@@ -1,6 +1,7 @@
 """Decode steps that are recorded: nothing in them waits for the device, and they change no token."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_numbers_of_rows():
 def test_one_step_for_each_number_of_rows():
     engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=7, graphs=True)
     engine.generate(requests(*((4, 3 + 2 * i) for i in range(7))))
-    sizes = set(engine._runner.graphs._steps)
+    sizes = {size for _, size in engine._runner.graphs._steps}
     assert sizes == {1, 2, 4, 6, 7}
 
 
@@ -128,6 +129,17 @@ def test_what_was_recorded_goes_with_the_rows():
     assert after is not before
     engine.generate([Request(prompt=(1, 2), sampling=Sampling(max_new_tokens=1), policy="local")])
     assert not engine._runner.graphs._steps
+
+
+def test_steps_of_several_policies_run_as_they_are_and_those_of_one_are_recorded_again():
+    engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=2, graphs=True)
+    short, long = requests((4, 3), (5, 9))
+    mixed = [replace(short, policy="tova"), long]
+    for request, result in zip(mixed, engine.generate(mixed), strict=True):
+        new = request.sampling.max_new_tokens
+        assert result.token_ids == alone("llama", request.prompt, new, request.policy or "h2o", CAPACITY, 512)
+    assert engine._runner.graphs.refused == {}
+    assert engine._runner.graphs._steps.keys() == {(engine.policy, 1)}  # when the other one had gone
 
 
 def test_by_default_only_where_there_is_cuda():
@@ -187,17 +199,17 @@ def test_a_policy_that_waits_is_run_without(caplog, monkeypatch):
 def test_one_number_of_rows_that_is_refused_lets_go_of_the_others(monkeypatch):
     record = Graphs._record
 
-    def only_one(graphs, size, rows):
+    def only_one(graphs, policy, size, rows):
         if size > 1:
             raise WaitError("out of memory")
-        return record(graphs, size, rows)
+        return record(graphs, policy, size, rows)
 
     monkeypatch.setattr(Graphs, "_record", only_one)
     engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=2, graphs=True)
     engine.add(requests((4, 9))[0])
     for _ in range(3):
         engine.step()
-    assert engine._runner.graphs._steps.keys() == {1}
+    assert engine._runner.graphs._steps.keys() == {(engine.policy, 1)}
     engine.add(requests((4, 3))[0])
     engine.step()
     engine.step()

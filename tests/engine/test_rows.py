@@ -13,8 +13,7 @@ from .models import VOCABULARY, alone, model
 
 
 def storage(engine):
-    layers = engine._rows._layers.values()
-    return [tensor.data_ptr() for layer in layers for tensor in layer.block.store.tensors()]
+    return [tensor.data_ptr() for block in engine._rows._blocks for tensor in block.store.tensors()]
 
 
 def test_a_thousand_requests_with_random_cancels():
@@ -70,6 +69,29 @@ def test_a_policy_whose_row_does_not_fit_is_refused_at_the_door():
     engine.add(Request(prompt=(1, 2), sampling=wish, policy="knorm"))
     assert sum(event.result is not None for _ in range(9) if engine.busy for event in engine.step()) == 2
     assert not engine.busy
+
+
+@pytest.mark.parametrize("spare", [0, 10_000])
+def test_state_of_another_policy_is_made_when_there_is_memory_for_it(spare):
+    one = Engine(model("llama"), policy="local", budget=20, rows=1).row_bytes
+    two = Engine(model("llama"), policy="ahakv:recent=4", budget=20, rows=1).row_bytes
+    assert two > one
+    engine = Engine(model("llama"), policy="local", budget=20, rows=3, kv_memory=3 * one + spare)
+    before = storage(engine)
+    asked = Sampling(max_new_tokens=8)
+    wishes = [Request(prompt=(1, 2, i), sampling=asked, policy=p) for i, p in enumerate(("local", "ahakv:recent=4"))]
+    local = engine.add(wishes[0])
+    aha = engine.add(wishes[1])
+    steps, results = [], {}
+    while engine.busy:
+        events = engine.step()
+        steps.append({event.id for event in events})
+        results |= {event.id: event.result for event in events if event.result}
+        assert engine.memory().allocated_bytes <= 3 * one + spare
+    assert ({local, aha} in steps) == (spare > 0)
+    assert (storage(engine) == before) == (spare > 0)
+    for number, wish in ((local, wishes[0]), (aha, wishes[1])):
+        assert results[number].token_ids == alone("llama", wish.prompt, 8, wish.policy, 20, 512)
 
 
 def test_a_finished_row_is_free_at_the_next_step():

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep.cache import BoundedCache
 from kvkeep.cli import compare, console
-from kvkeep.cli.generate import DEFAULT_BUDGET, Request
+from kvkeep.cli.request import DEFAULT_BUDGET, Request
 from kvkeep.memory import Memory
 from kvkeep.models import text
 from kvkeep.models.device import parse_device, parse_dtype

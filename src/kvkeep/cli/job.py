@@ -18,7 +18,7 @@ from kvkeep import budget as budgets
 from kvkeep.cli import console
 from kvkeep.cli.completion import sampling_of
 from kvkeep.cli.files import read_again
-from kvkeep.cli.generate import DEFAULT_BUDGET, Batch, Request
+from kvkeep.cli.request import DEFAULT_BUDGET, Batch, Request
 from kvkeep.engine import Engine
 from kvkeep.engine.engine import DEFAULT_ROWS
 from kvkeep.engine.jobs import BadLine, Line, Output, read
@@ -261,6 +261,7 @@ def _progress(total: int, done: int) -> Iterator[Callable[[int, int], None]]:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
+        TextColumn("time left", style="dim"),
         TimeRemainingColumn(),
     )
     bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True)

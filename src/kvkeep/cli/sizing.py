@@ -15,8 +15,8 @@ from kvkeep import budget as budgets
 from kvkeep.attention import cpu
 from kvkeep.cache import BoundedCache
 from kvkeep.cli import console
-from kvkeep.cli.generate import DEFAULT_BUDGET
 from kvkeep.cli.plan import Request
+from kvkeep.cli.request import DEFAULT_BUDGET
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models.bandwidth import Bandwidth, measure_bandwidth
 from kvkeep.models.device import DTYPES, parse_device, parse_dtype

@@ -224,15 +224,15 @@ class Engine:
         return Generation(self._count, request, policy, budget, ends, tail)
 
     def _admit(self) -> None:
-        """Fill free rows; turn to another policy when nobody of this one is left; keep the rows in use together."""
+        """Fill free rows; make others for a policy that needs them, when all are free; keep those in use together."""
         if (turn := self._scheduler.next_policy()) is not None and turn != self._rows.policy:
             waiting = self._scheduler.waiting
-            self._rows.allocate(0)  # the memory is for one policy at a time
+            self._rows.allocate(0)  # before there is memory for others
             self._turn_to(turn)
             self._scheduler.waiting = waiting
-        for one in self._scheduler.admit(self._rows.policy):
+        for one in self._scheduler.admit(self._rows.takes):
             one.mark("started")
-            self._rows.begin(cast(int, one.row), budget=one.budget, sequence=one.request.sequence)
+            self._rows.begin(cast(int, one.row), policy=one.policy, budget=one.budget, sequence=one.request.sequence)
         while (gap := self._scheduler.close_gap()) is not None:
             self._rows.move(*gap)
 
@@ -242,7 +242,7 @@ class Engine:
             self._runner.graphs.clear()
         self._rows = Rows(self.model, policy, self.budget, **self._options)
         count = self._rows_that_fit(self._rows)
-        self._rows.allocate(count)
+        self._rows.allocate(count, most_bytes=self._kv_memory)
         self._scheduler = Scheduler(count, self._chunk, alone=policy.cascades)
 
     def _rows_that_fit(self, rows: Rows) -> int:
@@ -277,6 +277,8 @@ class Engine:
 
     def _end(self, one: Generation) -> Result:
         """Let go of a generation."""
+        if one.row is not None:
+            self._rows.end(one.row)
         self._scheduler.leave(one)
         del self._all[one.id]
         return one.result()

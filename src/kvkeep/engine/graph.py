@@ -64,40 +64,41 @@ class Graphs:
         self.refused: dict[str, str] = {}
         self._model = model
         self._options = options
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[tuple[Policy, int], _Step] = {}
         self._memory: tuple[Rows, int] | None = None
         self._pool: Any = None
 
     def run(self, batch: Batch, rows: Rows) -> Float[Tensor, "n V"] | None:
         """The logits of a decode step; ``None`` if it is none, or cannot be recorded: then nothing was done."""
         decodes = batch.start == 0 and not batch.fresh and all(len(tokens) < 2 for tokens in batch.tokens)
-        if not decodes or spec(rows.policy) in self.refused:
+        size = bucket(len(batch.rows), rows.count)
+        policy = rows.sole(0, size) if decodes else None  # rows of several policies have too many orders to record
+        if policy is None or spec(policy) in self.refused:
             return None
         if self._memory != (rows, rows.version):
             self.clear()
             self._memory = (rows, rows.version)
-        size = bucket(len(batch.rows), rows.count)
-        if size not in self._steps:
+        if (policy, size) not in self._steps:
             try:
-                self._steps[size] = self._record(size, rows)
+                self._steps[policy, size] = self._record(policy, size, rows)
             except WaitError as reason:
-                self._refuse(rows.policy, str(reason))
-                self.clear()  # what was recorded for other numbers of rows is not used any more
+                self._refuse(policy, str(reason))
+                self._steps = {key: step for key, step in self._steps.items() if key[0] != policy}  # not used any more
                 return None
-        return self._steps[size].run(batch)[: len(batch.rows)]
+        return self._steps[policy, size].run(batch)[: len(batch.rows)]
 
     def clear(self) -> None:
         """Let go of what was recorded, and of the rows that it reads and writes."""
         self._steps.clear()
         self._memory = self._pool = None
 
-    def _record(self, size: int, rows: Rows) -> _Step:
+    def _record(self, policy: Policy, size: int, rows: Rows) -> _Step:
         """Record a step over so many rows, all of them padding: it may be run any number of times and changes nothing.
 
         Raises:
             WaitError: the step cannot be recorded.
         """
-        if reason := refusal(rows.policy):
+        if reason := refusal(policy):
             raise WaitError(reason)
         step = _Step(self._model, self._options, size, rows.part(0, size, fresh=False))
         with NoWaiting():

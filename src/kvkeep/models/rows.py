@@ -12,10 +12,15 @@ from transformers.cache_utils import Cache
 
 from kvkeep.cache import BoundedCache, BoundedLayer
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.layer import Layer
 from kvkeep.memory import Memory
+from kvkeep.models.segments import Segment, Segments, segments
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, Cascade, inference
 from kvkeep.types import EMPTY
+
+_MOST_PARTS = 64
+"""Ranges of rows that are remembered; with several policies in the rows there can be many."""
 
 
 class RowLayer(BoundedLayer):
@@ -31,7 +36,7 @@ class RowLayer(BoundedLayer):
 
 
 class Rows:
-    """Rows of slots in all layers of a model, under one policy.
+    """Rows of slots in all layers of a model, made for one policy and shared by others that have room in them.
 
     Args:
         model: the model, attached.
@@ -43,7 +48,7 @@ class Rows:
     Attributes:
         count: rows there is memory for; none before `allocate`.
         version: changes with the tensors that the rows are made of; as long as it is the same, they are, too.
-        row_bytes: what one row takes.
+        row_bytes: what one row takes under the policy that they were made for.
 
     Raises:
         UnsupportedModelError: the model has layers with a state that is not made of slots.
@@ -62,12 +67,16 @@ class Rows:
         self.count = 0
         self.version = 0
         self._config = model.config
+        self._budget = budget
+        self._most_bytes: int | None = None
         self._options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
-        self._numbers: dict[int, list[int]] = {}
-        self._parts: dict[tuple[int, int], Cache] = {}
-        probe = self._cache(budget)
-        self._layers = probe.bounded_layers()
-        if len(self._layers) < len(probe.layers):
+        self._numbers: dict[tuple[Policy, int], list[int]] = {}
+        self._layers: dict[Policy, list[Layer]] = {}
+        self._owners: list[Policy | None] = []
+        self._parts: dict[tuple[Segment, ...], Cache] = {}
+        probe = self._cache(policy, budget)
+        found = probe.bounded_layers()
+        if len(found) < len(probe.layers):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has layers that keep a state instead of keys and values (state-space or "
                 "convolution layers), which the engine cannot give to one row at a time. Use model.generate with a "
@@ -75,75 +84,135 @@ class Rows:
             )
         with torch.inference_mode():  # one token shows the shapes of every layer's keys and values
             model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
-        self._like = [layer.store for layer in self._layers.values()]
+        self._like = [layer.store for layer in found.values()]
         self.allocate(1)
         self.row_bytes = self.memory().allocated_bytes
         self.allocate(0)
 
     @inference
-    def allocate(self, count: int) -> None:
-        """Make the memory for so many rows, all of them empty."""
+    def allocate(self, count: int, *, most_bytes: int | None = None) -> None:
+        """Make the memory for so many rows, all of them empty; later, other policies may add state up to a limit."""
         self._parts.clear()
         self.version += 1
         self.count = count
-        for layer, like in zip(self._layers.values(), self._like, strict=True):
-            heads, budget = like.keys.shape[1], max(layer.budgets)
+        self._most_bytes = most_bytes
+        self._owners = [None] * count
+        starts = {str(i): 0.0 for i in range(len(self.policy.slots))}  # a new token's state is written with it
+        self._blocks = []
+        for budget, like in zip(self.numbers(self.policy, self._budget), self._like, strict=True):
+            heads = like.keys.shape[1]
             keys, values = (x[:, :, :1].expand(count, -1, -1, -1) for x in (like.keys, like.values))
-            layer.block = Block(keys, values, numbers=[self.policy.most(budget, heads)], starts=self.policy.slots)
-            layer.block.budget = budget
-            if self.policy.spreads:
-                layer.block.budget = layer.block.seen.new_full((count, heads), budget)
+            block = Block(keys, values, numbers=[self.policy.most(budget, heads)], starts=starts)
+            block.budget = block.seen.new_full((count, heads), budget) if self.policy.spreads else budget
+            self._blocks.append(block)
+
+    def takes(self, policy: Policy) -> bool:
+        """Whether a sequence under this policy can have one of the rows while others run under theirs."""
+        if policy == self.policy:
+            return True
+        if any(one.cascades or one.spreads for one in (policy, self.policy)):
+            return False  # layers share tables of the whole batch, or heads have budgets of their own
+        numbers = self.numbers(policy, self._budget)
+        if any(number >= block.store.capacity for number, block in zip(numbers, self._blocks, strict=True)):
+            return False
+        missing = len(policy.slots) - len(self._blocks[0].state)
+        if missing <= 0 or self._most_bytes is None:
+            return True
+        more = missing * sum(4 * block.store.positions.numel() for block in self._blocks)
+        return self.memory().allocated_bytes + more <= self._most_bytes
 
     @inference
-    def begin(self, row: int, *, budget: int, sequence: int = 0) -> None:
-        """Empty a row for a new sequence.
+    def begin(self, row: int, *, budget: int, policy: Policy | None = None, sequence: int = 0) -> None:
+        """Empty a row for a new sequence, under a policy that the rows take or under the one they were made for.
 
         Raises:
             BudgetError: the policy protects more than the budget.
         """
-        for layer, number in zip(self._layers.values(), self.numbers(budget), strict=True):
-            block = layer.block
+        owner = self._owners[row] = self.policy if policy is None else policy
+        numbers = self.numbers(owner, budget)
+        if len(owner.slots) > len(self._blocks[0].state):
+            for block in self._blocks:
+                block.add_state(len(owner.slots))
+            self._renew()
+        for block, number in zip(self._blocks, numbers, strict=True):
             if isinstance(block.budget, int) and block.budget != number:
                 block.budget = block.seen.new_full((self.count, 1), block.budget)
-                self._parts.clear()
-                self.version += 1
+                self._renew()
             if isinstance(block.budget, Tensor):
                 block.budget[row] = number
-            block.store.positions[row] = EMPTY
-            block.seen[row] = block.prompt[row] = 0
             block.sequences[row] = sequence
+        self._empty(row)
+
+    @inference
+    def end(self, row: int) -> None:
+        """Let go of a row: whatever policy the rows beside it have, nothing in it is in their way."""
+        self._owners[row] = None
+        self._empty(row)
 
     def move(self, source: int, target: int) -> None:
         """Let a sequence go on in another row; what layers share under a cascading policy does not move."""
-        for layer in self._layers.values():
-            block = layer.block
+        self._owners[target] = self._owners[source]
+        for block in self._blocks:
             tensors = [*block.store.tensors(), *block.state.values(), block.seen, block.prompt, block.sequences]
             for tensor in [*tensors, *([block.budget] if isinstance(block.budget, Tensor) else [])]:
                 tensor[target] = tensor[source]
+        self.end(source)
+
+    def sole(self, start: int, stop: int) -> Policy | None:
+        """The policy of all rows of a range, ``None`` if there are several."""
+        found = segments(self._owners, start, stop, self.policy)
+        return found[0].policy if len(found) == 1 else None
 
     def part(self, start: int, stop: int, *, fresh: bool) -> Cache:
         """A range of rows as the cache of one run of the model; ``fresh``: all of them begin a new prompt."""
-        if fresh or (start, stop) not in self._parts:
-            cascade = Cascade(min(self._layers)) if self.policy.cascades else None
-            parts = [layer.part(start, stop, cascade=cascade) for layer in self._layers.values()]
-            for part in parts:
-                part.columns = int(not fresh)  # a prompt that goes on has its beginning in the slots
-            self._parts[start, stop] = Cache(layers=cast(Any, [RowLayer(part) for part in parts]))
-        return self._parts[start, stop]
+        key = segments(self._owners, start, stop, self.policy)
+        if fresh or key not in self._parts:
+            if len(self._parts) >= _MOST_PARTS:
+                self._parts.clear()
+            cascade = Cascade(0) if self.policy.cascades else None
+            columns = int(not fresh)  # a prompt that goes on has its beginning in the slots
+            layers = [self._layer(i, key, columns, cascade) for i in range(len(self._blocks))]
+            self._parts[key] = Cache(layers=cast(Any, [RowLayer(layer) for layer in layers]))
+        return self._parts[key]
 
-    def numbers(self, budget: int) -> list[int]:
+    def numbers(self, policy: Policy, budget: int) -> list[int]:
         """A budget, spread over the layers.
 
         Raises:
             BudgetError: the policy protects more than the budget.
         """
-        if budget not in self._numbers:
-            self._numbers[budget] = [max(layer.budgets) for layer in self._cache(budget).bounded_layers().values()]
-        return self._numbers[budget]
+        if (policy, budget) not in self._numbers:
+            layers = self._cache(policy, budget).bounded_layers().values()
+            self._numbers[policy, budget] = [max(layer.budgets) for layer in layers]
+        return self._numbers[policy, budget]
 
     def memory(self) -> Memory:
         """Bytes over all rows and layers, summed over real tensors."""
-        return sum((layer.block.memory() for layer in self._layers.values()), Memory())
+        return sum((block.memory() for block in self._blocks), Memory())
 
-    def _cache(self, budget: int) -> BoundedCache:
-        return BoundedCache(self._config, self.policy, budget, **self._options)
+    def _layer(self, index: int, those: tuple[Segment, ...], columns: int, cascade: Cascade | None) -> Layer:
+        """Rows of one layer: those of one policy, or of several side by side."""
+        start, parts = those[0].start, []
+        for one in those:
+            if one.policy not in self._layers:
+                found = self._cache(one.policy, self._budget).bounded_layers()
+                self._layers[one.policy] = list(found.values())
+            layer = self._layers[one.policy][index]
+            layer.block, layer.allocated = self._blocks[index].under(one.policy.slots), True
+            part = layer.part(one.start, one.stop, cascade=cascade)
+            part.columns = columns
+            parts.append((slice(one.start - start, one.stop - start), part))
+        return parts[0][1] if len(parts) == 1 else Segments(parts)
+
+    def _empty(self, row: int) -> None:
+        for block in self._blocks:
+            block.store.positions[row] = EMPTY
+            block.seen[row] = block.prompt[row] = 0
+
+    def _renew(self) -> None:
+        """The tensors have changed: what was made of them is out of date."""
+        self._parts.clear()
+        self.version += 1
+
+    def _cache(self, policy: Policy, budget: int) -> BoundedCache:
+        return BoundedCache(self._config, policy, budget, **self._options)

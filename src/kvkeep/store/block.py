@@ -131,6 +131,17 @@ class Block:
         part.budget = self.budget[start:stop] if isinstance(self.budget, Tensor) else self.budget
         return part
 
+    def under(self, starts: Mapping[str, float]) -> Block:
+        """The same slots for another policy, whose state lies in the first of this block's state tensors."""
+        other = copy.copy(self)
+        other.state = dict(zip(starts, self.state.values(), strict=False))
+        return other
+
+    def add_state(self, n: int) -> None:
+        """Make state tensors until there are ``n``; what is there stays where it is."""
+        for i in range(len(self.state), n):
+            self.state[str(i)] = self.store.positions.new_zeros(self.store.positions.shape, dtype=torch.float32)
+
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
         index = index.to(self.seen.device)

@@ -1,0 +1,68 @@
+"""Neighbouring rows under several policies: one run of the model, and in each layer one step for each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvkeep.layer import Layer
+from kvkeep.policies.base import Policy
+from kvkeep.types import AttentionOptions
+
+
+class Segment(NamedTuple):
+    """Neighbouring rows under one policy."""
+
+    policy: Policy
+    start: int
+    stop: int
+
+
+def segments(owners: Sequence[Policy | None], start: int, stop: int, default: Policy) -> tuple[Segment, ...]:
+    """Cut a range of rows where the policy changes; rows that belong to nobody go with those before them."""
+    policy = next((one for one in owners[start:stop] if one is not None), default)
+    found = [Segment(policy, start, start)]
+    for row, owner in enumerate(owners[start:stop], start):
+        if owner is not None and owner != found[-1].policy:
+            found.append(Segment(owner, row, row))
+        found[-1] = found[-1]._replace(stop=row + 1)
+    return tuple(found)
+
+
+class Segments(Layer):
+    """A layer that is made of the layers of neighbouring rows; it holds nothing itself.
+
+    The model's matrices are read once for all rows; attention, statistics and eviction run once for each part.
+
+    Args:
+        parts: the rows of each, counted from the first part's first row, and its layer.
+    """
+
+    def __init__(self, parts: Sequence[tuple[slice, Layer]]) -> None:
+        self._segments = parts
+        self.window = parts[0][1].window
+
+    def open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
+        """Check that the tensors fit."""
+        for rows, part in self._segments:
+            part.open(keys[rows], values[rows])
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        *,
+        options: AttentionOptions,
+        real: Bool[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B Hq T E"]:
+        """`Layer.step` of every part on its own rows."""
+        done = [
+            part.step(query[rows], keys[rows], values[rows], options=options, real=None if real is None else real[rows])
+            for rows, part in self._segments
+        ]
+        return torch.cat(done)
