@@ -5,7 +5,7 @@
 Three questions, each run resumable (start the same command again):
   stream   streaming_llm and h2o in slot positions, cache of 256, all tokens
   sizes    both at caches of 64, 128, 256 and 512 tokens, fed in chunks of an eighth of that, 50 000 tokens
-  true     the same two with true positions, up to 20 000 tokens: past the trained length the model breaks
+  true     the same two with true positions, up to 20 000 tokens, and the full cache: past the trained length it breaks
 The text is repeated if it is too short. Every row of DIR/stream.jsonl covers 10 000 tokens. Plot: DIR/stream.png.
 """
 
@@ -51,7 +51,9 @@ def runs(tokens: int, chunk: int) -> list[Run]:
     """All streams. A token also sees its own chunk, so small caches are compared under small chunks."""
     policies = ("streaming_llm", "h2o")
     tokens = -(-tokens // WINDOW) * WINDOW
-    short = [Run("true", p, 256, "true", min(tokens, 20_000), chunk) for p in policies]
+    few = min(tokens, 20_000)
+    short = [Run("true", p, 256, "true", few, chunk) for p in policies]
+    short.append(Run("true", "full", few, "true", few, chunk))
     sizes = [
         Run("sizes", p, size, "slot", min(tokens, 50_000), max(1, min(chunk, size // 8)))
         for size in (64, 128, 256, 512)

@@ -54,7 +54,8 @@ def test_both_policies_are_asked_at_four_sizes_in_slot_positions_and_past_the_tr
     streams = [run for run in found if run.question == "stream"]
     assert {(run.policy, run.positions) for run in streams} == {(policy, "slot") for policy in POLICIES}
     assert all(run.tokens >= 4_000_000 for run in streams)
-    assert {(run.policy, run.positions) for run in found if run.question == "true"} == {(p, "true") for p in POLICIES}
+    true = {(run.policy, run.positions) for run in found if run.question == "true"}
+    assert true == {(policy, "true") for policy in (*POLICIES, "full")}
     assert len({run.name for run in found}) == len(found)
 
 
