@@ -46,6 +46,7 @@ def bench(monkeypatch):
             "latency",
             "prefill_memory",
             "overhead",
+            "mixed",
             "kernel",
             "products",
         }:
@@ -213,6 +214,21 @@ def test_products(monkeypatch, capsys):
     assert [cell["flop"] for cell in data["cells"]] == [flop, 3 * flop]
     assert all(len(cell[f"{name}_s"]) == 2 for cell in data["cells"] for name in ("plain", "packed"))
     assert "3 rows" in text
+
+
+def test_overhead(monkeypatch, capsys):
+    text, data = run("overhead", monkeypatch, capsys, "--rows", "2", "--budget", "40", "--repeats", "2")
+    assert data["policies"]["local"]["step_ratio"] == data["policies"]["local"]["layer_ratio"] == 1.0
+    assert {"h2o", "ahakv", "scissorhands"} <= data["policies"].keys()
+    assert "2 rows x 40 slots" in text
+
+
+def test_mixed(monkeypatch, capsys):
+    words = ["--each", "2", "--budget", "40", "--prompt", "3", "--new", "4", "--repeats", "2"]
+    text, data = run("mixed", monkeypatch, capsys, *words)
+    assert data["same"] == 8
+    assert [len(seconds) for seconds in data["seconds"].values()] == [2, 2, 2]
+    assert "8 of 8 requests have the same tokens" in text
 
 
 def test_throughput(monkeypatch, capsys, here):

@@ -154,10 +154,10 @@ def test_a_step_that_is_too_large_to_be_recorded_is_tried_with_fewer_rows(monkey
     graphs = import_module("kvkeep.engine.graph")
     honest = graphs.Graphs._record
 
-    def record(self, size, rows):
+    def record(self, policy, size, rows):
         if size > 1:
             raise graphs.WaitError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return honest(self, size, rows)
+        return honest(self, policy, size, rows)
 
     monkeypatch.setattr(graphs.Graphs, "_record", record)
     cell = model._largest_batch(bench, "local", 8)[0]
