@@ -47,9 +47,11 @@ CONFIGS = {
 
 @functools.cache
 def model(name):
-    """A random model whose logits are far apart, so that rounding decides nothing."""
+    """A random model whose logits are far apart, so that rounding decides nothing; in float64 as ``NAME-double``."""
     torch.manual_seed(3)
-    made = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    made = AutoModelForCausalLM.from_config(CONFIGS[name.removesuffix("-double")]).eval()
+    if name.endswith("-double"):
+        made = made.double()
     for parameter in made.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(8)

@@ -85,10 +85,17 @@ def keeps_down(policy: str) -> bool:
     return found.evicts and not found.grows
 
 
-def test_policies_run_side_by_side():
-    """All of them in one batch, two requests each: every policy's rows are cut from the same memory."""
+@pytest.mark.parametrize(
+    ("name", "policies"),
+    [("llama", [p for p in SHARING if p != "knorm"]), ("llama-double", ["knorm", "h2o", "keydiff"])],
+)
+def test_policies_run_side_by_side(name, policies):
+    """All of them in one batch, two requests each: every policy's rows are cut from the same memory.
+
+    Keys of a repeated token have the same norm up to rounding, which in float32 depends on the batch: no knorm there.
+    """
     rng = random.Random(5)
-    order = [policy for policy in SHARING for _ in range(2)]
+    order = [policy for policy in policies for _ in range(2)]
     rng.shuffle(order)
     requests = [
         Request(
@@ -99,17 +106,17 @@ def test_policies_run_side_by_side():
         )
         for i, policy in enumerate(order)
     ]
-    engine = Engine(model("llama"), policy="local", budget=64, rows=len(order), prefill_chunk=2000)
+    engine = Engine(model(name), policy="local", budget=64, rows=len(order), prefill_chunk=2000)
     numbers = [engine.add(request) for request in requests]
     together, results = 0, {}
     while engine.busy:
         events = engine.step()
         together = max(together, len({requests[numbers.index(event.id)].policy for event in events}))
         results |= {event.id: event.result for event in events if event.result}
-    assert together == len(SHARING)
+    assert together == len(policies)
     for number, request in zip(numbers, requests, strict=True):
         new = request.sampling.max_new_tokens
-        whole = alone("llama", request.prompt, new, request.policy, request.budget, None)
+        whole = alone(name, request.prompt, new, request.policy, request.budget, None)
         assert results[number].token_ids == whole, request.policy
 
 
