@@ -13,13 +13,26 @@ history is one prompt through one row, on the embedded model, or with --speed-mo
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from lib import arguments, counted, finish, kernel, median_ms, positive, show, speed_config, speed_model, spread
-from lib.cells import System, alternating, pooled, ran, saved_model, skipped
+from lib import (
+    arguments,
+    counted,
+    finish,
+    interleaved,
+    kernel,
+    median_ms,
+    positive,
+    show,
+    speed_config,
+    speed_model,
+    spread,
+)
+from lib.cells import System, alternating, asked, leaving_out, pooled, ran, saved_model, skipped
 from lib.sizes import token_bytes
 
 from kvkeep.engine import Engine, Request
@@ -65,7 +78,7 @@ def cell(model: str, rows: int, context: int, options: argparse.Namespace) -> di
         "prompt_tokens": context,
         "new_tokens": options.new,
     }
-    found = alternating(systems(rows, context, options), work, options.repeats)
+    found = alternating(asked(systems(rows, context, options), options), work, options.repeats)
     lines = []
     for name, runs in ran(found).items():
         first, tpot = pooled(runs, "first_s"), pooled(runs, "tpot_s")
@@ -77,49 +90,58 @@ def cell(model: str, rows: int, context: int, options: argparse.Namespace) -> di
     return {"rows": rows, "context": context, "systems": found}
 
 
-def engine(options: argparse.Namespace) -> Engine:
-    """One row."""
+def engines(options: argparse.Namespace) -> tuple[Engine, Engine]:
+    """Two of one row each, on one model."""
     if options.speed_model:
         model = speed_model(getattr(torch, options.dtype), options.layers)
     else:
         with quiet():
             model = read_weights(find(tiny.path()), options.dtype, "cpu")
-    return Engine(model, policy=options.policy, budget=options.budget, rows=1, prefill_chunk=options.chunk)
+    settings = {"policy": options.policy, "budget": options.budget, "rows": 1, "prefill_chunk": options.chunk}
+    return Engine(model, **settings), Engine(model, **settings)
 
 
-def gaps(one: Engine, tokens: int, new: int) -> tuple[float, list[float]]:
-    """Seconds until the first token after a history of ``tokens``, and between the following ones."""
-    vocabulary = one.model.config.vocab_size
-    prompt = random.Random(0).choices(range(vocabulary), k=tokens)
+def begun(one: Engine, tokens: int, new: int) -> tuple[float, Callable[[], object]]:
+    """Seconds until the first token after a history of ``tokens``, and what draws the next ones."""
+    prompt = random.Random(0).choices(range(one.model.config.vocab_size), k=tokens)
     start = time.perf_counter()
-    request = Request(prompt=prompt, sampling=Sampling(max_new_tokens=new), ignore_end=True)
-    times = [time.perf_counter() for _ in one.stream(request)]
-    return times[0] - start, [after - before for before, after in itertools.pairwise(times)]
+    stream = one.stream(Request(prompt=prompt, sampling=Sampling(max_new_tokens=new), ignore_end=True))
+    next(stream)
+    return time.perf_counter() - start, partial(next, stream)
+
+
+def beside(pair: tuple[Engine, Engine], tokens: int, new: int) -> tuple[float, dict[str, list[float]]]:
+    """Seconds until the first token of a history, and of each token after it and after the shortest one, in turn."""
+    first, old = begun(pair[0], tokens, new)
+    _, young = begun(pair[1], HISTORIES[0], new)
+    return first, interleaved({"old": old, "young": young}, new - 1, warmup=0)
 
 
 def history(options: argparse.Namespace) -> None:
     """Time per token after histories of 1024 tokens, four times as many, and so on."""
-    one = engine(options)
+    pair = engines(options)
     tokens = HISTORIES[0]
-    gaps(one, tokens, options.history_new)
+    beside(pair, tokens, options.history_new)
     lines, data = [], []
     while tokens <= options.history:
-        first, between = gaps(one, tokens, options.history_new)
-        data.append({"history": tokens, "first_s": first, "tpot_ms": [1e3 * gap for gap in between]})
-        ratio = median_ms(between) / median_ms([gap / 1e3 for gap in data[0]["tpot_ms"]])
-        lines.append([f"{tokens:,}", spread(between), f"{ratio:.2f}x", f"{1e6 * first / tokens:.0f}"])
+        first, times = beside(pair, tokens, options.history_new)
+        old, young = times["old"], times["young"]
+        data.append({"history": tokens, "first_s": first, **{f"{n}_ms": [1e3 * t for t in times[n]] for n in times}})
+        ratio = median_ms(old) / median_ms(young)
+        lines.append([f"{tokens:,}", spread(old), spread(young), f"{ratio:.2f}x", f"{1e6 * first / tokens:.0f}"])
         tokens *= 4
     name = "the model for speed" if options.speed_model else "the embedded model"
+    short = f"after {HISTORIES[0]:,}, in turn"
     show(
         f"kvkeep {options.policy} {options.budget}, chunk {options.chunk}, {options.dtype}, on {name}",
-        ["history, tokens", "ms per token (quartiles)", "vs shortest", "us per prompt token"],
+        ["history, tokens", "ms per token (quartiles)", short, "ratio", "us per prompt token"],
         lines,
     )
     finish({"bench": "latency --history", **vars(options), "lengths": data})
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = arguments(__doc__)
+    parser = leaving_out(arguments(__doc__))
     parser.add_argument("--full", action="store_true", help="1 and 8 rows x 2048 and 8192 tokens, 3 runs")
     parser.add_argument("--rows", type=positive, nargs="+")
     parser.add_argument("--contexts", type=positive, nargs="+", help="prompt tokens; 32768 is possible, too")
@@ -131,7 +153,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--history", type=positive, nargs="?", const=HISTORIES[1], help="longest history; nothing else is run"
     )
-    parser.add_argument("--history-new", type=positive, default=128, help="tokens that are timed after each history")
+    parser.add_argument(
+        "--history-new", type=positive, default=257, help="tokens after each history; all but the first are timed"
+    )
     parser.add_argument("--speed-model", action="store_true", help="for --history, instead of the embedded model")
     options = parser.parse_args()
     if min(options.new, options.history_new) < 2:

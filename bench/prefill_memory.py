@@ -13,7 +13,7 @@ import argparse
 
 import torch
 from lib import arguments, finish, kernel, positive, show, speed_config
-from lib.cells import System, alternating, middle, ran, saved_model, skipped
+from lib.cells import System, alternating, asked, leaving_out, middle, ran, saved_model, skipped
 from lib.sizes import MIB, bounded_row_bytes, token_bytes
 
 COLUMNS = ["system", "peak MiB", "vs transformers", "seconds", "tokens/s"]
@@ -46,7 +46,7 @@ def cell(model: str, context: int, options: argparse.Namespace) -> dict:
         "prompt_tokens": context,
         "new_tokens": 1,
     }
-    found = alternating(systems(options), work, options.repeats)
+    found = alternating(asked(systems(options), options), work, options.repeats)
     peaks = {name: middle(runs, "peak_bytes") for name, runs in ran(found).items()}
     lines = []
     for name, runs in ran(found).items():
@@ -61,7 +61,7 @@ def cell(model: str, context: int, options: argparse.Namespace) -> dict:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = arguments(__doc__)
+    parser = leaving_out(arguments(__doc__))
     parser.add_argument("--full", action="store_true", help="2048, 8192, 32768 tokens, 3 runs")
     parser.add_argument("--contexts", type=positive, nargs="+", help="prompt tokens; 65536 is possible, too")
     parser.add_argument("--policy", default="h2o")

@@ -15,7 +15,7 @@ import math
 
 import torch
 from lib import arguments, finish, kernel, positive, show, speed_config
-from lib.cells import System, alternating, middle, ran, saved_model, skipped
+from lib.cells import System, alternating, asked, leaving_out, middle, ran, saved_model, skipped
 from lib.sizes import MIB, bounded_row_bytes, token_bytes
 
 SHORT, LONG = ["512+32"], ["512+32", "512+512", "512+1024", "2048+256"]
@@ -66,7 +66,7 @@ def cell(model: str, prompt: int, new: int, options: argparse.Namespace) -> dict
         "new_tokens": new,
         "limit_s": options.limit_s,
     }
-    found = alternating(systems(prompt, new, options), work, options.repeats)
+    found = alternating(asked(systems(prompt, new, options), options), work, options.repeats)
     speeds = {name: speed(runs) for name, runs in ran(found).items()}
     lines = []
     for name, runs in ran(found).items():
@@ -94,7 +94,7 @@ def speed(runs: list[dict]) -> float:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = arguments(__doc__)
+    parser = leaving_out(arguments(__doc__))
     parser.add_argument("--full", action="store_true", help="1 GiB and four workloads")
     parser.add_argument("--workloads", type=lengths, nargs="+", help="for example 512+32 2048+256")
     parser.add_argument(

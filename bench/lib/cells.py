@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -36,6 +37,19 @@ class System:
     name: str
     peer: str
     options: Mapping[str, int | str | None]
+
+
+def leaving_out(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """An option for those who cannot wait."""
+    parser.add_argument("--without", nargs="+", default=[], metavar="SYSTEM", help="leave these lines of the table out")
+    return parser
+
+
+def asked(systems: list[System], options: argparse.Namespace) -> list[System]:
+    """The systems that are to run."""
+    if unknown := set(options.without) - {system.name for system in systems}:
+        raise SystemExit(f"--without {' '.join(unknown)}: there are only {', '.join(s.name for s in systems)}")
+    return [system for system in systems if system.name not in options.without]
 
 
 @contextmanager

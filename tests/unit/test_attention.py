@@ -105,6 +105,31 @@ def test_no_block_is_larger_than_asked(monkeypatch):
     assert len(sizes) > 10
 
 
+@pytest.mark.parametrize(("statistic", "rows"), [(Nothing(), 0), (Mass(rows=3), 3), (Mass(), 17)])
+def test_only_rows_that_count_have_their_probabilities_made(statistic, rows, monkeypatch):
+    made = []
+    honest = cpu._softmax
+    monkeypatch.setattr(cpu, "_softmax", lambda logits, *rest: made.append(logits.shape[3]) or honest(logits, *rest))
+    q, k, v, now, positions = problem(B=1, T=17)
+    cpu.attend(q, k, v, now, positions, statistic=statistic, options=OPTIONS["plain"])
+    assert sum(made) == rows
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("limit", [1, 700, 2**20])
+def test_fused_blocks_of_any_size_equal_the_reference(limit, shared, monkeypatch):
+    monkeypatch.setattr(cpu, "BLOCK_BYTES", limit)
+    q, k, v, now, positions = problem(T=9, S=21, E=4, pads=3)
+    positions = positions[:, :1] if shared else positions
+    arguments = {"statistic": Mass(rows=2), "options": OPTIONS["window"]}
+    out, report = cpu.attend(q, k, v, now, positions, **arguments)
+    want, expected = reference.attend(q, k, v, now, positions.expand(-1, 2, -1), **arguments)
+    real = (now >= 0)[:, None, :, None].expand_as(out)
+    torch.testing.assert_close(out[real].double(), want[real], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(report.mass.double(), expected.mass, atol=1e-5, rtol=1e-5)
+    assert out.isfinite().all()
+
+
 def test_a_row_that_sees_nothing_is_finite_and_counts_for_nothing():
     q, k, v, now, positions = problem(T=1)
     out, report = cpu.attend(

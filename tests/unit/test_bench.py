@@ -256,6 +256,16 @@ def test_batches_are_as_large_as_fits():
     assert systems["kvkeep h2o 20%"]["budget"] == 6
 
 
+def test_systems_can_be_left_out():
+    cells = import_module("lib.cells")
+    systems = [cells.System("one", "kvkeep", {}), cells.System("two words", "kvpress", {})]
+    parser = cells.leaving_out(cells.argparse.ArgumentParser())
+    assert cells.asked(systems, parser.parse_args([])) == systems
+    assert cells.asked(systems, parser.parse_args(["--without", "two words"])) == systems[:1]
+    with pytest.raises(SystemExit, match="only one, two words"):
+        cells.asked(systems, parser.parse_args(["--without", "three"]))
+
+
 def test_latency(monkeypatch, capsys, here):
     words = ["--rows", "1", "2", "--contexts", "12", "--new", "3", "--budget", "16", "--chunk", "5"]
     text, data = run("latency", monkeypatch, capsys, *words)
@@ -284,7 +294,7 @@ def test_latency_over_histories(monkeypatch, capsys):
     monkeypatch.setattr(import_module("latency"), "HISTORIES", (2, 8))
     _, data = run("latency", monkeypatch, capsys, *words)
     assert [line["history"] for line in data["lengths"]] == [2, 8]
-    assert [len(line["tpot_ms"]) for line in data["lengths"]] == [2, 2]
+    assert [(len(line["old_ms"]), len(line["young_ms"])) for line in data["lengths"]] == [(2, 2), (2, 2)]
 
 
 def test_prefill_memory(monkeypatch, capsys, here):
