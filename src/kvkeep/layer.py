@@ -214,10 +214,10 @@ class Layer:
     ) -> Float[Tensor, "B Hq T E"]:
         """Attend over slots ∪ chunk, then keep the best of both."""
         first = self.columns == 0  # the slots are empty: nothing to join, and all heads agree on positions
-        B, Hk, T, _ = keys.shape
+        (B, Hk, T, _), used = keys.shape, self.store.used()
 
         def joined(slots: Tensor, chunk: Tensor) -> Tensor:
-            return chunk if first else torch.cat([slots, chunk], dim=2)
+            return chunk if first else torch.cat([slots[:, :, :used], chunk], dim=2)
 
         new = self._advance(T, real)
         query, keys = self._rotation.unrotated(query, keys, new)

@@ -223,7 +223,8 @@ def test_the_slots_and_one_chunk_are_all_that_a_prefill_ever_holds(monkeypatch):
 
     monkeypatch.setattr(module, "attend", spy)
     feed(Layer(H2O(), budget=8, prefill_chunk=5), 43)
-    assert max(widths) == 8 + 1 + 5
+    assert widths[:3] == [5, 5 + 5, 8 + 5]  # empty slots are not attended to
+    assert max(widths) == 8 + 5
     assert len(widths) == 9
 
 

@@ -1,15 +1,19 @@
 """Attention in plain torch, in blocks of query rows: what runs on a CPU, and on any device without a kernel.
 
 The matrix of probabilities exists for one block of rows at a time (about `BLOCK_BYTES`), whatever the prompt's
-length. Softmax and statistics are float32. Half-precision keys and values are widened a block of slots at a time in
-decode, so no copy of the store is made.
+length; rows of a prompt that no statistic counts go through torch's fused attention, which never has it. Softmax and
+statistics are float32. Half-precision keys and values are widened a block of slots at a time in decode, so no copy of
+the store is made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvkeep import scores
 from kvkeep.statistic import Rows, Statistic
@@ -61,10 +65,14 @@ def attend(
         keys, values = keys.to(wide), values.to(wide)  # one layer of a prompt, widened once for all blocks
     out = query.new_empty((B, Hk, Hq // Hk, T, values.shape[-1]))
     sums = {name: torch.zeros((B, Hk, S), dtype=torch.float32, device=query.device) for name in statistic.fields}
-    rows = max(1, BLOCK_BYTES // (4 * B * Hq * S))
-    for start in range(0, T, rows):
-        block = slice(start, min(start + rows, T))
+    silent = 0 if T == 1 or options.softcap is not None or options.sinks is not None else _silent(selected, statistic)
+    for block in _blocks(0, silent, 4 * B * S * (1 if key_positions.shape[1] == 1 else Hq)):
         n = S - T + block.stop  # keys after the block's last row are in its future
+        hidden = _hidden(query_positions[:, block], key_positions[:, :, :n], options.window, decode=False)
+        fused = _fused(grouped[:, :, :, block], keys[:, :, :n], values[:, :, :n], hidden, options.scaling)
+        out[:, :, :, block] = fused.to(out.dtype)
+    for block in _blocks(silent, T, 4 * B * Hq * S):
+        n = S - T + block.stop
         hidden = _hidden(query_positions[:, block], key_positions[:, :, :n], options.window, decode=T == 1)
         p = _softmax(_logits(grouped[:, :, :, block], keys[:, :, :n], options), hidden, options.sinks)
         if options.top is not None and T == 1:
@@ -75,6 +83,36 @@ def attend(
             for name, reduced in statistic.reduce(part).items():
                 statistic.join(sums[name][:, :, :n], reduced)
     return out.flatten(1, 2), Report(sums)
+
+
+def _blocks(start: int, stop: int, row_bytes: int) -> Iterator[slice]:
+    """Rows from ``start`` to ``stop``, as many at a time as `BLOCK_BYTES` hold."""
+    rows = max(1, BLOCK_BYTES // row_bytes)
+    for first in range(start, stop, rows):
+        yield slice(first, min(first + rows, stop))
+
+
+def _silent(selected: Bool[Tensor, "B T"], statistic: Statistic) -> int:
+    """How many rows there are before the first one that the statistic counts."""
+    if not statistic.fields:
+        return selected.shape[1]
+    counted = selected.any(dim=0).nonzero()
+    return int(counted[0]) if len(counted) else selected.shape[1]
+
+
+def _fused(
+    query: Float[Tensor, "B Hk G T D"],
+    keys: Float[Tensor, "B Hk S D"],
+    values: Float[Tensor, "B Hk S E"],
+    hidden: Bool[Tensor, "B H 1 T S"],
+    scaling: float,
+) -> Float[Tensor, "B Hk G T E"]:
+    """The output alone. A row that sees nothing sees everything instead, so that it is finite."""
+    shown = ~(hidden & ~hidden.all(dim=-1, keepdim=True))
+    mask = shown.expand(-1, -1, query.shape[2] if shown.shape[1] > 1 else 1, -1, -1).flatten(1, 2)
+    wide = query.to(keys.dtype).flatten(1, 2)
+    out: Tensor = scaled_dot_product_attention(wide, keys, values, mask, scale=scaling, enable_gqa=True)
+    return out.view(*query.shape[:4], -1)
 
 
 def _hidden(

@@ -79,6 +79,13 @@ class DenseStore:
         self.positions[:, :, :n] = positions
         self.positions[:, :, n:] = EMPTY
 
+    def used(self) -> int:
+        """Slots up to the last occupied one of any head; on a GPU, where asking means waiting, all of them."""
+        if self.positions.device.type != "cpu":
+            return self.capacity
+        occupied = (self.positions >= 0).flatten(0, 1).any(dim=0).nonzero()
+        return int(occupied[-1]) + 1 if len(occupied) else 0
+
     def clear(self) -> None:
         """Empty every slot."""
         self.positions.fill_(EMPTY)
