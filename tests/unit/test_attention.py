@@ -115,6 +115,19 @@ def test_only_rows_that_count_have_their_probabilities_made(statistic, rows, mon
     assert sum(made) == rows
 
 
+@pytest.mark.parametrize("same", [False, True])
+def test_heads_that_hold_the_same_share_one_mask(same, monkeypatch):
+    masks = []
+    honest = cpu.scaled_dot_product_attention
+    monkeypatch.setattr(
+        cpu, "scaled_dot_product_attention", lambda q, k, v, mask, **o: masks.append(mask) or honest(q, k, v, mask, **o)
+    )
+    q, k, v, now, positions = problem(T=9, S=21)
+    positions = positions[:, :1].expand_as(positions).contiguous() if same else positions
+    cpu.attend(q, k, v, now, positions, statistic=Nothing(), options=OPTIONS["plain"])
+    assert {mask.shape[1] for mask in masks} == {1 if same else 4}
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("limit", [1, 700, 2**20])
 def test_fused_blocks_of_any_size_equal_the_reference(limit, shared, monkeypatch):

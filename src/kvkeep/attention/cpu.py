@@ -63,6 +63,7 @@ def attend(
     wide = torch.promote_types(query.dtype, torch.float32)
     if T > 1:
         keys, values = keys.to(wide), values.to(wide)  # one layer of a prompt, widened once for all blocks
+        key_positions = _agreed(key_positions)
     out = query.new_empty((B, Hk, Hq // Hk, T, values.shape[-1]))
     sums = {name: torch.zeros((B, Hk, S), dtype=torch.float32, device=query.device) for name in statistic.fields}
     silent = 0 if T == 1 or options.softcap is not None or options.sinks is not None else _silent(selected, statistic)
@@ -83,6 +84,12 @@ def attend(
             for name, reduced in statistic.reduce(part).items():
                 statistic.join(sums[name][:, :, :n], reduced)
     return out.flatten(1, 2), Report(sums)
+
+
+def _agreed(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H2 S"]:
+    """One head's positions where all heads hold the same: the mask is then made once, not for every query head."""
+    first = positions[:, :1]
+    return first if torch.equal(positions, first.expand_as(positions)) else positions
 
 
 def _blocks(start: int, stop: int, row_bytes: int) -> Iterator[slice]:
