@@ -26,8 +26,15 @@ from tools.train_tiny.observe import first_share, small_share, top_share  # noqa
 from tools.train_tiny.optim import Optimizer, orthogonalise  # noqa: E402
 from tools.train_tiny.parallel import Replicas  # noqa: E402
 from tools.train_tiny.quick import Outcome, answer_all, questions  # noqa: E402
+from tools.train_tiny.words import Words, collect  # noqa: E402
 
 SHAPE = Shape(facts=(3, 8), filler=0.7)
+LETTERS = [first + second for first in "bcdfgklmnprst" for second in "aeiou"]
+WORDS = Words(
+    common=tuple(f"word{first}{last}" for first in LETTERS for last in LETTERS),
+    rare=tuple(f"rare{pair}" for pair in LETTERS),
+    names=tuple(f"Name{pair}" for pair in LETTERS),
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +50,7 @@ def texts(tokenizer):
 
 @pytest.fixture(scope="module")
 def recall(tokenizer, texts):
-    return Recall(tokenizer, [f"word{chr(97 + i)}" for i in range(26)] * 5, [texts])
+    return Recall(tokenizer, WORDS, [texts])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -66,6 +73,16 @@ def test_nothing_held_out_is_in_a_recall_document(recall, tokenizer):
     assert not words & {*HELD_OUT.names, *HELD_OUT.things}
 
 
+def test_words_of_the_texts_are_sorted_by_what_they_can_serve_as(tokenizer, tmp_path):
+    text = "The sun saw Gudrunna and her frimblet, then the thimble and Tamsin. "
+    words = collect([text * 5], tokenizer)
+    assert words.names == ("Gudrunna",)  # neither the evaluation's name nor the first word of a sentence
+    assert words.rare == ("frimblet",)
+    assert "then" in words.common
+    words.save(tmp_path / "words.json")
+    assert Words.load(tmp_path / "words.json") == words
+
+
 def test_wordings_are_not_shared():
     for kind in pools.KINDS:
         other = HELD_OUT.kind(kind.name)
@@ -80,7 +97,7 @@ def test_no_wording_of_the_training_has_a_phrase_of_the_evaluation():
     rng = random.Random(4)
     held_out = [text for kind in HELD_OUT.kinds for text in (*kind.statements, *kind.corrections, *kind.questions)]
     assert all(any(phrase in text.lower() for phrase in grammar.HELD_OUT_PHRASES) for text in held_out)
-    lexica = [pools.draw_lexicon(rng, [f"word{i}" for i in range(100)]) for _ in range(60)]
+    lexica = [pools.draw_lexicon(rng, WORDS) for _ in range(60)]
     for kind in (*pools.KINDS, *(kind for lexicon in lexica for kind in lexicon.kinds)):
         for text in (*kind.statements, *kind.corrections, *kind.questions):
             assert not [phrase for phrase in grammar.HELD_OUT_PHRASES if phrase in text.lower()], text
@@ -100,7 +117,7 @@ def test_grammar_puts_keys_before_values_and_leaves_no_gap(kind):
 
 def test_the_last_correction_is_what_is_asked_for():
     rng = random.Random(2)
-    lexicon = pools.draw_lexicon(rng, [f"word{i}" for i in range(100)])
+    lexicon = pools.draw_lexicon(rng, WORDS)
     for _ in range(30):
         facts = [f for f in _draw(lexicon, rng) if f.kind.name == "number"]
         said, last = _statements(rng, facts, lexicon, changes=True)

@@ -95,9 +95,9 @@ def _recall(results: dict[str, Any]) -> str:
 
 One question at the end of a text about one of the 16 facts in it, exact answers in percent. Names, things and
 wordings were kept out of the training (a wording's single words may have been in other sentences). `words`: so many
-questions whose answer is a word, by kind in the next columns; `four digits` and `corrected` (a fact that was stated
-with another word before): a quarter as many each; `guess`: the chance of a guess among the text's values of the same
-kind.
+questions whose answer is a word, by kind in the next columns; `corrected`: as many about a fact that was stated with
+another word before; `four digits`: a quarter as many; `guess`: the chance of a guess among the text's values of the
+same kind.
 
 {_aims(results)}
 

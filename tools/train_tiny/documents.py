@@ -20,6 +20,7 @@ from kvkeep.models.tiny.wordings import Lexicon
 from .corpus import Corpus
 from .drills import Drill
 from .pools import ASKS, LEADS, draw_lexicon, plain_lexicon
+from .words import Words
 
 REPLIES = ("All right.", "I see.", "I will remember that.", "Very well.", "Yes.", "Noted.")
 STORY_REQUESTS = ("Tell me a story.", "Please tell me a story.", "I would like to hear a story.", "A story, please.")
@@ -100,7 +101,7 @@ class Writer:
 class Recall:
     """Writes recall documents of one shape."""
 
-    def __init__(self, tokenizer: Tokenizer, words: Sequence[str], corpora: Sequence[Corpus]) -> None:
+    def __init__(self, tokenizer: Tokenizer, words: Words, corpora: Sequence[Corpus]) -> None:
         self._tokenizer = tokenizer
         self._words = words
         self._corpora = corpora

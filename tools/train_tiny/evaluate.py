@@ -27,7 +27,7 @@ SAMPLES = (("Once upon a time", 1), ("One day, a little girl named Lily", 2), ("
 
 
 def recall_table(model: Any, tokenizer: Tokenizer, filler: list[str] | None, tokens: int, n: int) -> dict[str, Any]:
-    """Exact recall of one fact among 16, at the end of a text: ``n`` word answers, a quarter as many of the others."""
+    """Exact recall of one fact among 16, asked at the end: ``n`` words, ``n`` corrected ones, ``n / 4`` numbers."""
     common: dict[str, Any] = {"facts": 16, "tokens": tokens, "seed": SEED}
     words = quick.answer_all(
         model, tokenizer, quick.questions(tokenizer, filler, n=n, kinds=quick.KINDS[:-1], **common)
@@ -38,7 +38,7 @@ def recall_table(model: Any, tokenizer: Tokenizer, filler: list[str] | None, tok
     corrected = quick.answer_all(
         model,
         tokenizer,
-        quick.questions(tokenizer, filler, n=n // 4, kinds=quick.KINDS[:-1], corrected=True, **common),
+        quick.questions(tokenizer, filler, n=n, kinds=quick.KINDS[:-1], corrected=True, **common),
     )
     return {
         "words": quick.share(words),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from kvkeep.models.tiny.wordings import COLOURS, HELD_OUT, PLACES, Kind, Lexicon, pool
 
 from . import grammar
+from .words import Words
 
 NAMES = pool(
     "Adam Agnes Alan Albert Alice Amelia Andrew Anna Arthur Beatrice Ben Bertha Bessie Bruno Carl Caroline Cecil "
@@ -128,24 +129,38 @@ def plain_lexicon(is_short: Callable[[str], bool]) -> Lexicon:
     return Lexicon(names, materials, things, kinds)
 
 
-def draw_lexicon(rng: random.Random, words: Sequence[str]) -> Lexicon:
-    """Fresh pools for one document; ``words`` are ordinary words that serve as things and values, too."""
+def draw_lexicon(rng: random.Random, words: Words) -> Lexicon:
+    """Fresh pools for one document; ``words`` of the texts serve as things, names and values, too."""
     taken = {*HELD_OUT.things, *HELD_OUT.materials}
-    loose = [w for w in rng.sample(words, 60) if w not in taken]
-    words = [w for w in rng.sample(words, 80) if w not in taken]
+    loose = [w for w in rng.sample(words.common, 60) if w not in taken]
+    common = [w for w in rng.sample(words.common, 80) if w not in taken]
+    rare = rng.sample(words.rare, 50)
     things = rng.sample(THINGS_ALLOWED, 30)
-    if rng.random() < 0.4:
-        other = words[:15] if rng.random() < 0.4 else [invent_name(rng).lower() for _ in range(15)]
-        things[:15] = other
-    names = rng.sample(NAMES, 20) if rng.random() < 0.4 else [invent_name(rng) for _ in range(20)]
-    if rng.random() < 0.3:
-        names = [*names[:10], *(invent_name(rng) for _ in range(10))]
-    values = (*rng.sample(VALUES, 10), *words[40:], *(invent_name(rng).lower() for _ in range(8)))
+    if rng.random() < 0.5:
+        things[:20] = rng.choice((common[:20], rare[:20], rare[:20], _invented(rng, 20, str.lower)))
+    names = [*_some_names(rng, words, 10), *_some_names(rng, words, 10)]
+    values = (*rng.sample(VALUES, 10), *common[40:], *rare[20:35], *_invented(rng, 8, str.lower))
     kinds = tuple(with_loose_wordings(with_values(kind, values), rng, loose) for kind in KINDS)
     materials = list(MATERIALS_ALLOWED)
     if rng.random() < 0.7:  # any word may stand before a thing: the held-out ones have never stood there
-        materials = [*rng.sample(loose, 6), *(invent_name(rng).lower() for _ in range(6)), *rng.sample(materials, 14)]
+        materials = [*rng.sample(loose, 6), *rare[35:43], *_invented(rng, 6, str.lower), *rng.sample(materials, 14)]
     return Lexicon(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(materials)), tuple(dict.fromkeys(things)), kinds)
+
+
+def _invented(rng: random.Random, n: int, form: Callable[[str], str] = str) -> list[str]:
+    return [form(invent_name(rng)) for _ in range(n)]
+
+
+def _some_names(rng: random.Random, words: Words, n: int) -> list[str]:
+    """Names of one sort: well known, invented, of the novels' people and towns, or a rare word with a capital."""
+    sort = rng.random()
+    if sort < 0.25:
+        return rng.sample(NAMES, n)
+    if sort < 0.5:
+        return _invented(rng, n)
+    if sort < 0.85:
+        return rng.sample(words.names, n)
+    return [word.capitalize() for word in rng.sample(words.rare, n)]
 
 
 def with_values(kind: Kind, values: Sequence[str]) -> Kind:

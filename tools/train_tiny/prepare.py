@@ -14,6 +14,7 @@ from . import corpus, tokenizer
 from .model import CONTEXT
 from .paths import PACKAGE
 from .pools import KINDS, MATERIALS_ALLOWED, NAMES, THINGS_ALLOWED, VALUES, Lexicon, with_values
+from .words import collect
 
 SEED = 20
 
@@ -43,7 +44,7 @@ def prepare(data: Path, work: Path, *, onward: bool = False) -> None:
         words = tokenizer.train(tokenizer.sample(training, stories, recall_sentences(20_000, SEED), SEED))
     words.save(str(work / "tokenizer.json"))
     tokenizer.save(words, work / "tokenizer", context=CONTEXT)
-    (work / "words.json").write_text(json.dumps(tokenizer.plain_words(words)))
+    collect(training, words).save(work / "words.json")
     for name, texts, share in (
         ("novels", training, 0.25),
         ("stories", stories, 1.0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,12 +47,6 @@ def sample(novels: Sequence[str], stories: Sequence[str], documents: Sequence[st
     rng = random.Random(seed)
     parts = [text[at : at + 60_000] for text in novels for at in [rng.randrange(max(1, len(text) - 60_000))]]
     return [*parts, *stories, *documents]
-
-
-def plain_words(tokenizer: Tokenizer) -> list[str]:
-    """Lower-case words of four letters and more that are one token, in the order of their frequency."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return [token[1:] for token, _ in vocabulary if re.fullmatch("Ġ[a-z]{4,}", token)]
 
 
 def save(tokenizer: Tokenizer, folder: Path, *, context: int) -> None:

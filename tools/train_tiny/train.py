@@ -26,6 +26,7 @@ from .optim import Optimizer
 from .parallel import Replicas
 from .paths import LOG, PACKAGE
 from .prepare import load_tokenizer
+from .words import Words
 
 SEED = 7
 CHECKPOINT_EVERY_S = 240.0
@@ -60,7 +61,7 @@ class Trainer:
 
     def _mixture(self) -> Mixture:
         novels, stories = corpus.load(self.work / "novels.npz"), corpus.load(self.work / "stories.npz")
-        words = json.loads((self.work / "words.json").read_text())
+        words = Words.load(self.work / "words.json")
         return Mixture(Recall(self.tokenizer, words, (novels, stories)), novels, stories, self.begin)
 
     def save(self) -> None:
