@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from kvkeep.cli import job
 from kvkeep.cli.main import app
 from kvkeep.engine import Result
-from kvkeep.engine.jobs import COMPLETION, Line, Output, read
+from kvkeep.engine.jobs import COMPLETION, Line, read
+from kvkeep.engine.output import Output
 from kvkeep.errors import InputError
 from kvkeep.models.text import Sampling
 
@@ -162,6 +163,11 @@ def test_a_file_for_bad_lines_that_cannot_be_written(tmp_path):
         ({"prompt": "x", "options": {"stop": [1]}}, '"stop"'),
         ({"prompt": "x", "options": [1]}, "no JSON object"),
         ({"prompt": "x", "options": {"policy": "h20"}}, "h2o"),
+        ({"prompt": "x", "options": {"temperature": 10**400}}, "too large a number"),
+        ({"prompt": "x\ud83d"}, "half of a character"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "half of a character"),
+        ({"prompt": "x", "options": {"\ud83d": 1}}, "no option"),
+        ("[" * 100_000, "nested too deeply"),
         ({"prompt": "x", "options": {"budget": 99}}, "99 is more than"),
         ({"prompt": "x" * 400, "options": {"policy": "full"}}, "does not evict"),
     ],
@@ -212,6 +218,61 @@ def test_a_torn_line_is_written_again(ten, tmp_path):
         assert len(target.read_text().splitlines()) == 10
 
 
+@pytest.mark.parametrize("text", ['{"my": "notes"}', "{\n}", "notes", '{"prompt": "Hello"}\n'])
+def test_a_file_that_is_no_output_is_left_alone(tmp_path, text):
+    source, target = write(tmp_path / "in.jsonl", {"prompt": "Hello"}), tmp_path / "notes"
+    target.write_text(text)
+    result = run("-i", source, "-o", target, "--budget", 24)
+    assert result.exit_code == 2
+    assert "is no completion" in " ".join(result.output.split())
+    assert target.read_text() == text
+
+
+def test_an_output_of_another_input_is_refused_before_anything_is_generated(ten, tmp_path):
+    target, lines = tmp_path / "out.jsonl", ten.read_text().splitlines()
+    assert run("-i", ten, "-o", target, "--budget", 24).exit_code == 0
+    whole = target.read_text()
+    for text, reason in [
+        ("\n".join(lines[:5]), "completion of line 6"),
+        ("\n".join([*lines[:-1], '{"prompt": "another"}']), "Line 11 of the input is not the one"),
+    ]:
+        ten.write_text(text)
+        result = run("-i", ten, "-o", target, "--budget", 24)
+        assert result.exit_code == 2
+        assert reason in " ".join(result.output.split())
+        assert target.read_text() == whole
+
+
+def test_half_a_character_in_a_field_comes_through(tmp_path):
+    source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "id": "\ud83d", "options": {"max_new_tokens": 2}})
+    for _ in range(2):
+        result = run("-i", source, "-o", tmp_path / "out.jsonl")
+        assert result.exit_code == 0, result.output
+    assert completions(tmp_path / "out.jsonl")[1]["id"] == "\ud83d"
+
+
+def test_messages_in_rows_that_follow_from_a_memory(tmp_path):
+    chat = [{"role": "user", "content": "Tell me a story."}]
+    source = write(tmp_path / "in.jsonl", *({"messages": chat, "options": {"max_new_tokens": 3}} for _ in range(4)))
+    result = run("-i", source, "-o", tmp_path / "out.jsonl", "--budget", 16, "--kv-memory", "120kB", "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert told["rows"] == min(4, 120_000 // told["row_bytes"]) > 0
+    assert [told["lines"], told["done"]] == [4, 4]
+    prompt = "<|user|> Tell me a story.<|end|><|assistant|>"
+    raw = write(tmp_path / "raw.jsonl", {"prompt": prompt, "options": {"max_new_tokens": 3}})
+    assert run("-i", raw, "-o", tmp_path / "raw.out", "--budget", 16, "--raw").exit_code == 0
+    expected = completions(tmp_path / "raw.out")[1][COMPLETION]["text"]
+    assert {e[COMPLETION]["text"] for e in completions(tmp_path / "out.jsonl").values()} == {expected}
+
+
+def test_a_budget_that_no_memory_holds(tmp_path):
+    source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 10**12}})
+    result = run("-i", source, "-o", tmp_path / "out.jsonl", "--policy", "full")
+    assert result.exit_code == 2, result.output
+    assert "Out of memory" in result.output
+
+
 def test_a_full_disk_loses_nothing(tmp_path):
     line = Line(1, "{}", "d", {}, next(read(write(tmp_path / "x", {"prompt": "a"}), lambda p: [1], Sampling())).request)
     result = Result(0, (1,), "a", "stop", 1, (), 0.0, 0.1, None)
@@ -243,18 +304,23 @@ def test_a_closed_pipe_ends_the_job_quietly(ten):
 
 def test_killed_ten_times_at_random_moments(tmp_path):
     entries = [
-        {"prompt": f"There was a dog, and it had {i}", "n": i, "options": {"max_new_tokens": 12}} for i in range(80)
+        {"prompt": f"There was a dog, and it had {i}", "n": i, "options": {"max_new_tokens": 12}} for i in range(120)
     ]
     source, target = write(tmp_path / "in.jsonl", *entries), tmp_path / "out.jsonl"
     rng = random.Random(3)
     args = ["generate", "-i", str(source), "-o", str(target), "--budget", "16", "--max-rows", "4", "--raw"]
     sizes = []
-    for _ in range(10):
+    for i in range(10):
         child = os.fork()
         if not child:
             sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the child never returns
             app(args)
             os._exit(0)
+        if i % 3 == 0:  # any time, while it loads or resumes as well
+            time.sleep(rng.random() * 0.4)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            continue
         enough = (sizes[-1] if sizes else 0) + rng.randrange(700)
         while not target.exists() or target.stat().st_size <= enough:
             assert not os.waitpid(child, os.WNOHANG)[0], "the job ended before it was killed"
@@ -263,9 +329,9 @@ def test_killed_ten_times_at_random_moments(tmp_path):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         sizes.append(target.stat().st_size)
-    assert len(target.read_text().splitlines()) < 80
+    assert len(target.read_text().splitlines()) < 120
     assert run(*args[1:]).exit_code == 0
     lines = [json.loads(text) for text in target.read_text().splitlines()]
-    assert sorted(entry["n"] for entry in lines) == list(range(80))
-    assert len({entry[COMPLETION]["line"] for entry in lines}) == 80
+    assert sorted(entry["n"] for entry in lines) == list(range(120))
+    assert len({entry[COMPLETION]["line"] for entry in lines}) == 120
     assert sizes == sorted(set(sizes))

@@ -1,6 +1,8 @@
 """A thousand requests through eight rows: nothing leaks, nothing is lost, the memory stays what it was."""
 
+import contextlib
 import random
+import re
 
 import pytest
 import torch
@@ -18,12 +20,12 @@ def storage(engine):
 
 def test_a_thousand_requests_with_random_cancels():
     rng = random.Random(7)
-    engine = Engine(model("qwen3"), policy="h2o", budget=8, rows=8, prefill_chunk=24)
+    engine = Engine(model("qwen3"), policy="h2o", budget=8, rows=8, prefill_chunk=6)
     before, places = engine.memory().allocated_bytes, storage(engine)
     results, cancelled, added = {}, set(), {}
     while len(results) < 1000:
         while len(added) < 1000 and len(added) - len(results) < 20:
-            prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 9)))
+            prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice((2, 5, 9, 20))))
             new = rng.randint(1, 4)
             added[engine.add(Request(prompt=prompt, sampling=Sampling(max_new_tokens=new)))] = (prompt, new)
         for event in engine.step():
@@ -36,6 +38,9 @@ def test_a_thousand_requests_with_random_cancels():
             assert engine.cancel(number) is None
         assert engine.memory().allocated_bytes == before
     assert not engine.busy
+    assert not engine._scheduler.running
+    assert engine._scheduler._rows == [None] * 8
+    assert not any(block.store.positions.ge(0).any() for block in engine._rows._blocks)
     assert results.keys() == added.keys()
     assert len(cancelled) > 20
     assert storage(engine) == places
@@ -44,8 +49,8 @@ def test_a_thousand_requests_with_random_cancels():
             assert result.finish_reason == "cancelled"
         else:
             assert len(result.token_ids) == added[number][1]
-    for number in rng.sample(sorted(results.keys() - cancelled), 10):
-        assert results[number].token_ids == alone("qwen3", *added[number], "h2o", 8, 24)
+    for number in rng.sample(sorted(results.keys() - cancelled), 40):
+        assert results[number].token_ids == alone("qwen3", *added[number], "h2o", 8, 6)
 
 
 def test_memory_follows_from_the_rows():
@@ -55,8 +60,34 @@ def test_memory_follows_from_the_rows():
     fitted = Engine(model("llama"), policy="h2o", budget=20, kv_memory=5 * one.row_bytes + 7)
     assert fitted.rows == 5
     assert fitted.memory().allocated_bytes <= 5 * one.row_bytes + 7
-    with pytest.raises(BudgetError, match="Not one row fits"):
+    with pytest.raises(BudgetError, match=r"Not one row fits.* or a budget of 19 or less"):
         Engine(model("llama"), budget=20, kv_memory=one.row_bytes - 1)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "scissorhands", "ahakv:recent=3", "streaming_llm:sinks=4"])
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.2, 0.0])
+def test_the_budget_that_is_advised_is_the_largest_that_fits(policy, share):
+    memory = int(Engine(model("llama"), policy=policy, budget=40, rows=1).row_bytes * share) + 1
+    with pytest.raises(BudgetError, match="Not one row fits") as refused:
+        Engine(model("llama"), policy=policy, budget=40, kv_memory=memory)
+    advised = re.search(r"a budget of (\d+) or less", str(refused.value))
+    fitting = []
+    for budget in range(1, 40):
+        with contextlib.suppress(BudgetError):
+            Engine(model("llama"), policy=policy, budget=budget, kv_memory=memory)
+            fitting.append(budget)
+    assert (int(advised[1]) if advised else None) == max(fitting, default=None)
+
+
+@pytest.mark.parametrize(("length", "chunk", "fits"), [(16, 8, True), (17, 8, False), (17, None, True), (16, 1, False)])
+def test_a_chunk_of_one_token_counts_as_generated_from_the_start(length, chunk, fits):
+    engine = Engine(model("llama"), policy="snapkv:window=4,decode=grow", budget=14, rows=1, prefill_chunk=chunk)
+    request = Request(prompt=(1,) * length, sampling=Sampling(max_new_tokens=1))
+    if fits:
+        assert len(engine.generate([request])[0].token_ids) == 1
+    else:
+        with pytest.raises(CapacityError, match="does not evict generated tokens"):
+            engine.add(request)
 
 
 def test_a_policy_whose_row_does_not_fit_is_refused_at_the_door():

@@ -53,6 +53,16 @@ def test_top_k_top_p_and_min_p_leave_what_transformers_leaves():
     check(Sampling(temperature=1.4, top_k=20, top_p=0.8, min_p=0.1), together)
 
 
+def test_numbers_at_the_end_of_their_range():
+    for sampling in (
+        Sampling(temperature=1e-46),
+        Sampling(temperature=1e-46, top_k=10**400),
+        Sampling(temperature=1e-9),
+    ):
+        assert frequencies(sampling, 50)[LOGITS.argmax()] == 1
+    check(Sampling(temperature=1.0, top_k=10**400), LOGITS.softmax(dim=-1)[0])
+
+
 def test_rows_with_different_wishes_do_not_meet():
     samplings = [
         Sampling(temperature=1.0, top_k=1),

@@ -21,11 +21,12 @@ from kvkeep.cli.files import read_again
 from kvkeep.cli.request import DEFAULT_BUDGET, Batch, Request
 from kvkeep.engine import Engine
 from kvkeep.engine.engine import DEFAULT_ROWS
-from kvkeep.engine.jobs import BadLine, Line, Output, read
+from kvkeep.engine.jobs import BadLine, Line, read
+from kvkeep.engine.output import Output, as_line
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.models import text
 from kvkeep.models.compiled import compile_layers
-from kvkeep.models.device import parse_device, parse_dtype
+from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.load import Checkpoint, Model, embedded, find, read_weights
 from kvkeep.models.packed import pack_weights
 from kvkeep.models.quiet import quiet
@@ -64,13 +65,20 @@ def serve(request: Request, batch: Batch) -> None:
             console.progress(f"loading {name} …")
             model = read_weights(checkpoint, request.dtype, request.device)
             rows = min(count, batch.max_rows or (count if batch.kv_memory else DEFAULT_ROWS))
-            pack_weights(model, rows)
+            with enough_memory(model.device):
+                engine = _engine(model, checkpoint, request, kv_memory=batch.kv_memory, rows=rows, budget=budget)
+            pack_weights(model, engine.rows)
             if batch.compile:
                 console.progress("compiling …")
                 console.note(f"{console.count(compile_layers(model), 'layer')} compiled")
-            engine = _engine(model, checkpoint, request, kv_memory=batch.kv_memory, rows=rows, budget=budget)
+            trained = checkpoint.trained_length
+            if trained and longest > trained:
+                console.note(
+                    f"{longest} tokens in one line are more than the {trained} that the model was trained for."
+                )
             bad = _set_aside(lines(), engine, batch)
-            total = sum(line.number not in bad for line in lines())
+            good = (line for line in lines() if isinstance(line, Line) and line.number not in bad)
+            total = output.check(good)
             console.progress(
                 f"{spec(policy)}, budget {budget}: {console.count(engine.rows, 'row')} of "
                 f"{console.show_bytes(engine.row_bytes)}"
@@ -161,7 +169,7 @@ def _set_aside(lines: Iterator[Line | BadLine], engine: Engine, batch: Batch) ->
         target = Path("stdout.bad" if batch.output == "-" else f"{batch.output}.bad")
         entries = ({"line": b.number, "reason": b.reason, "text": b.text} for b in bad)
         try:
-            target.write_text("".join(json.dumps(e, ensure_ascii=False) + "\n" for e in entries), encoding="utf-8")
+            target.write_bytes(b"".join(map(as_line, entries)))
         except OSError as error:
             raise InputError(f"{target}, for lines that cannot be run, cannot be written: {error.strerror}.") from error
         console.note(f"{console.count(len(bad), 'line')} cannot be run; see {target}")
@@ -206,7 +214,12 @@ def _run(engine: Engine, lines: Iterator[Line], output: Output, *, total: int, a
             f"{console.show_rate(new / seconds)} tokens/s"
         )
     if stopped():
-        console.note(f"stopped after {done} of {console.count(total, 'line')}; the same command goes on from there")
+        on = (
+            "give --output FILE to go on another time"
+            if output.name == STANDARD_OUTPUT
+            else "the same command goes on from there"
+        )
+        console.note(f"stopped after {done} of {console.count(total, 'line')}; {on}")
         raise typer.Exit(INTERRUPTED)
 
 

@@ -20,7 +20,7 @@ from kvkeep.errors import BudgetError, CapacityError, InputError
 from kvkeep.memory import Memory
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Model, Tokenizer, position_limit
-from kvkeep.models.rows import Rows
+from kvkeep.models.rows import Rows, largest_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
 
@@ -204,7 +204,7 @@ class Engine:
                 self._rows_that_fit(Rows(self.model, policy, self.budget, **self._options))
             self._known.add((policy, budget))
         total = len(request.prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
-        needed = total - max(0, len(request.prompt) - (budget - policy.spare)) if policy.evicts else total
+        needed = total - max(0, self._at_once(request) - (budget - policy.spare)) if policy.evicts else total
         if needed > budget and (policy.grows or not policy.evicts):
             raise CapacityError(
                 f"{spec(policy)} does not evict generated tokens: {len(request.prompt)} tokens of the prompt and "
@@ -222,6 +222,11 @@ class Engine:
         ends = frozenset() if request.ignore_end else self._end_ids
         tail = StopText(self._decode, request.stop) if self.tokenizer else None
         return Generation(self._count, request, policy, budget, ends, tail)
+
+    def _at_once(self, request: Request) -> int:
+        """Tokens of a prompt that come several at a time; a chunk of one counts as generated."""
+        n = len(request.prompt)
+        return 0 if self._chunk == 1 else n if self._chunk is None else n - (n % self._chunk == 1)
 
     def _admit(self) -> None:
         """Fill free rows; make others for a policy that needs them, when all are free; keep those in use together."""
@@ -255,10 +260,11 @@ class Engine:
             return self._wanted or DEFAULT_ROWS
         fits = self._kv_memory // rows.row_bytes
         if not fits:
+            found = largest_budget(self.model, rows.policy, self.budget, self._kv_memory, **self._options)
+            advice = "." if found is None else f", or a budget of {found} or less."
             raise BudgetError(
                 f"Not one row fits: {spec(rows.policy)} with a budget of {self.budget} takes {rows.row_bytes} bytes "
-                f"per row, and there are {self._kv_memory}. Give more memory, or a budget of about "
-                f"{max(1, self.budget * self._kv_memory // rows.row_bytes)}."
+                f"per row, and there are {self._kv_memory}. Give more memory{advice}"
             )
         return min(fits, self._wanted or fits)
 

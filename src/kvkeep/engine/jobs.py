@@ -7,16 +7,15 @@ in the output file is done, so a job that was stopped goes on where it was.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
-from kvkeep.engine.request import Request, Result
+from kvkeep.engine.request import Request
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models.text import Sampling
 
@@ -102,6 +101,10 @@ def _parse(
         return Line(number, text, _digest(raw), fields, request, options)
     except json.JSONDecodeError as error:
         return BadLine(number, text, f"it is no JSON ({error})")
+    except RecursionError:
+        return BadLine(number, text, "its lists or objects are nested too deeply")
+    except UnicodeEncodeError:  # JSON may name half of a pair of UTF-16, as "\\ud83d"
+        return BadLine(number, text, "its text has half of a character")
     except (ValueError, KVKeepError) as error:  # also bytes that are no UTF-8
         return BadLine(number, text, str(error).rstrip("."))
 
@@ -118,12 +121,15 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
     if messages is None:
         if not isinstance(prompt, str):
             raise InputError('its "prompt" is no text')
+        prompt.encode()
         return prompt
     is_chat = isinstance(messages, list) and messages
     if not is_chat or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     ):
         raise InputError('its "messages" are no list of {"role": "…", "content": "…"}')
+    for message in messages:
+        message["content"].encode()
     return cast(list[dict[str, str]], messages)
 
 
@@ -141,136 +147,9 @@ def _request(prompt: Sequence[int], options: object, defaults: Sampling) -> Requ
         if not all(isinstance(text, str) for text in rest["stop"]):
             raise InputError('its option "stop" is no text or list of texts')
     chosen = {name: value for name, value in options.items() if name in _SAMPLING}
-    chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
+    try:
+        chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
+    except OverflowError:
+        raise InputError("one of its options is too large a number") from None
     sampling = dataclasses.replace(defaults, **chosen)
     return Request(prompt=prompt, sampling=sampling, **rest)
-
-
-class Output:
-    """Where a job writes its completions: each line complete before the next begins.
-
-    Args:
-        file: open for writing.
-        name: what messages call it.
-        made_by: the settings that all completions of a file have in common, e.g. the model; written with each.
-        done: lines that an earlier run has done, with their fingerprints.
-    """
-
-    def __init__(self, file: IO[bytes], name: str, made_by: Mapping[str, Any], done: dict[int, str] | None = None):
-        self._file, self.name, self._made_by = file, name, dict(made_by)
-        self.done = {} if done is None else done
-
-    @classmethod
-    def open(cls, path: Path, made_by: Mapping[str, Any]) -> Output:
-        """Open a file; what it holds is done. A pipe or a device has nothing to go on from.
-
-        Raises:
-            InputError: the file cannot be read or written, or holds something else.
-        """
-        to_file = path.is_file() or not path.exists()
-        try:
-            file = path.open("ab+" if to_file else "wb")
-        except OSError as error:
-            raise InputError(f"The output {path} cannot be written: {error.strerror}.") from error
-        try:
-            done = _take_up(file, path, made_by) if to_file else {}
-        except InputError:
-            file.close()
-            raise
-        return cls(file, str(path), made_by, done)
-
-    def has(self, line: Line) -> bool:
-        """Whether a line has been done.
-
-        Raises:
-            InputError: the line was another one when it was done.
-        """
-        if line.number not in self.done:
-            return False
-        if self.done[line.number] != line.digest:
-            raise InputError(
-                f"Line {line.number} of the input is not the one that {self.name} was written for. Give another "
-                "output file."
-            )
-        return True
-
-    def write(self, line: Line, result: Result) -> None:
-        """Write one completion.
-
-        Raises:
-            InputError: the disk is full or fails; what was complete before stays.
-        """
-        own = {"options": line.options} if line.options else {}
-        origin = {"line": line.number, "digest": line.digest, "made_by": self._made_by, **own}
-        completion = {**origin, **_completion(result)}
-        text = json.dumps({**line.fields, COMPLETION: completion}, ensure_ascii=False)
-        try:
-            self._file.write(text.encode() + b"\n")
-            self._file.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise InputError(
-                f"{self.name} cannot be written: {error.strerror}. {len(self.done)} lines are complete; when that is "
-                "mended, the same command goes on after them."
-            ) from error
-        self.done[line.number] = line.digest
-
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):  # what cannot be written has been reported
-            self._file.close()
-
-
-def _take_up(file: IO[bytes], path: Path, made_by: Mapping[str, Any]) -> dict[int, str]:
-    """What an earlier run has done; a line in whose middle it was killed is cut off, and generated again."""
-    done: dict[int, str] = {}
-    file.seek(0)
-    end = 0
-    for raw in file:
-        if raw.endswith(b"\n"):
-            end += len(raw)
-            number, digest = _was_done(raw, path, made_by)
-            done[number] = digest
-    file.truncate(end)
-    return done
-
-
-def _was_done(raw: bytes, path: Path, made_by: Mapping[str, Any]) -> tuple[int, str]:
-    """The number and the fingerprint of a line that an earlier run has done."""
-    try:
-        completion = json.loads(raw)[COMPLETION]
-        found = int(completion["line"]), str(completion["digest"])
-        other = dict(completion["made_by"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path} holds a line that is no completion, so this job cannot go on there. Give another output file."
-        ) from error
-    if other != made_by:
-        raise InputError(
-            f"{path} was written with {_differences(other, made_by)}, and this job has "
-            f"{_differences(made_by, other)}. Give another output file, or the same settings."
-        )
-    return found
-
-
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The settings in which one differs from the other, as ``name=value``; what is missing has its default."""
-    names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
-    return ", ".join(f"{name}={json.dumps(one[name])}" if name in one else f"the default {name}" for name in names)
-
-
-def _completion(result: Result) -> dict[str, Any]:
-    found = {
-        "text": result.text,
-        "finish_reason": result.finish_reason,
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": len(result.token_ids),
-        "ttft_s": result.ttft_s,
-        "tpot_s": result.tpot_s,
-    }
-    if result.logprobs:
-        found["logprobs"] = [dataclasses.asdict(entry) for entry in result.logprobs]
-    return found

@@ -50,11 +50,12 @@ def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: I
     def column(values: list[float]) -> Float[Tensor, "n 1"]:
         return torch.tensor(values, dtype=torch.float32, device=logits.device)[:, None]
 
-    logits = logits / column([s.temperature for s in samplings])
+    tiny = torch.finfo(torch.float32).tiny  # a temperature that float32 would round to 0 takes the best token
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / column([max(s.temperature, tiny) for s in samplings])
     if any(s.top_k or s.top_p is not None or s.min_p is not None for s in samplings):
         V = logits.shape[-1]
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        top_k = column([float(s.top_k or V) for s in samplings])
+        top_k = column([float(min(s.top_k or V, V)) for s in samplings])
         out = torch.arange(V, device=logits.device) >= top_k
         p = ordered.masked_fill(out, -torch.inf).softmax(dim=-1)
         top_p = column([1.0 if s.top_p is None else s.top_p for s in samplings])

@@ -59,5 +59,6 @@ def enough_memory(device: torch.device) -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
         raise InputError(
-            f"Out of memory on {device}. Lower the budget, set --prefill-chunk, or take a smaller dtype or model."
+            f"Out of memory on {device}. Lower the budget or --max-rows, set --prefill-chunk, or take a smaller dtype "
+            "or model."
         ) from error

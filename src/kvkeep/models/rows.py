@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvkeep.cache import BoundedCache, BoundedLayer
-from kvkeep.errors import UnsupportedModelError
+from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.layer import Layer
 from kvkeep.memory import Memory
 from kvkeep.models.segments import Segment, Segments, segments
@@ -216,3 +217,29 @@ class Rows:
 
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:
         return BoundedCache(self._config, policy, budget, **self._options)
+
+
+def largest_budget(model: PreTrainedModel, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
+    """The largest budget under another one of which one row fits into so many bytes; ``None`` if there is none.
+
+    Args:
+        model: the model, attached.
+        policy: what the row is made for.
+        below: a budget of which no row fits.
+        memory: bytes.
+        options: as for `Rows`.
+    """
+
+    @cache
+    def size(budget: int) -> int:
+        return Rows(model, policy, budget, **options).row_bytes
+
+    low, high = policy.least, below
+    try:
+        while low < high - 1 and size(low) <= memory:  # bytes grow with the budget in a line, but for rounding
+            share = (memory - size(low)) / (size(high) - size(low))
+            guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
+            low, high = (guess, high) if size(guess) <= memory else (low, guess)
+        return low if low < below and size(low) <= memory else None
+    except BudgetError:  # the policy protects more than its least says
+        return None
