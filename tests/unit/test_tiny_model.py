@@ -3,6 +3,7 @@ import random
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvkeep.errors import ModelFileError
@@ -46,6 +47,15 @@ def test_missing_weights_are_refused(tmp_path):
         tiny.check(tmp_path / tiny.WEIGHTS, "0")
 
 
+@pytest.mark.parametrize("text", [None, "", " \n"])
+def test_a_missing_checksum_is_refused(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(tiny, "__file__", str(tmp_path / "__init__.py"))
+    if text is not None:
+        (tmp_path / tiny.CHECKSUM).write_text(text)
+    with pytest.raises(ModelFileError, match=r"missing or empty.*install kvkeep again"):
+        tiny.path()
+
+
 def test_architecture():
     config = json.loads((FOLDER / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
@@ -53,6 +63,15 @@ def test_architecture():
     assert config["max_position_embeddings"] >= 2048
     assert config["vocab_size"] == 4096
     assert config["tie_word_embeddings"]
+    assert config["dtype"] == "bfloat16"
+    assert config["hidden_act"] == "silu"  # SwiGLU; RoPE and RMSNorm are what the class has
+    assert config["rope_parameters"]["rope_theta"] == 100_000
+    assert config["pad_token_id"] not in (None, config["eos_token_id"], config["bos_token_id"])
+
+
+def test_weights_are_bfloat16():
+    with safe_open(FOLDER / tiny.WEIGHTS, "pt") as weights:
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118  no mapping
 
 
 def test_parameters(model):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Int
@@ -33,21 +37,14 @@ KEEP_RATIO = 0.2
 DISTANCE_TOKENS = 1500
 PROMPT_TOKENS = 1990
 POLICIES = (
-    "full",
-    "snapkv",
-    "tova",
-    "ahakv:sinks=4",
-    "h2o",
-    "scissorhands",
-    "keydiff",
-    "random",
-    "streaming_llm",
-    "local",
+    *("full", "topk_dynamic", "snapkv", "adakv", "pyramidkv", "nacl", "tova", "topk", "ahakv:sinks=4", "keydiff"),
+    *("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten", "knorm", "random"),
+    *("sparse_fixed", "sparse_strided", "streaming_llm", "local"),
 )
 NEXT = (
-    ("kvkeep generate -p 'Tell me a story.' --budget 64 --compare", "a bounded and a full cache side by side"),
-    ("kvkeep policies", "what each policy keeps, and when it fails"),
-    ("kvkeep eval --tasks recall --budgets 10%,20%,60% --output results", "measure all of this"),
+    ("generate -p 'Tell me a story.' --budget 64 --compare", "a bounded and a full cache side by side"),
+    ("policies", "what each policy keeps, and when it fails"),
+    ("eval --tasks recall --budgets 10%,20%,60% --output results", "measure all of this"),
 )
 
 
@@ -115,7 +112,7 @@ def ask_everyone(screen: Console, writer: text.Writer, seed: int) -> None:
     for column in (1, 4, 5):
         table.columns[column].justify = "right"
     full_bytes = 0
-    with Live(table, console=screen, auto_refresh=False, vertical_overflow="visible") as live:
+    with Live(table, console=screen, auto_refresh=False) as live:  # a low screen sees the head until all are there
         for answer in _answers(writer, prompt, budget):
             full_bytes = full_bytes or answer.held_bytes
             verdict = Text("right", "green") if asked.right(answer.text) else Text("wrong", "red")
@@ -129,10 +126,13 @@ def ask_everyone(screen: Console, writer: text.Writer, seed: int) -> None:
 
 
 def show_next(screen: Console) -> None:
-    """Three commands to go on with."""
+    """Three commands to go on with, as this shell can call them."""
     _title(screen, "3  What to try next")
+    script = Path(sys.argv[0])
+    program = os.path.relpath(script) if script.name == "kvkeep" else "python -m kvkeep"
+    program = "kvkeep" if shutil.which("kvkeep") else program
     for command, purpose in NEXT:
-        screen.print(Text("  " + command, "bold"), soft_wrap=True)
+        screen.print(Text(f"  {program} {command}", "bold"), soft_wrap=True)
         screen.print(Text("    " + purpose, "dim"))
 
 
@@ -182,8 +182,7 @@ def _question(writer: text.Writer, seed: int) -> tuple[Question, Int[Tensor, "1 
 def _stated(asked: Question) -> str:
     """The sentence that states the asked fact."""
     fact = asked.facts[-1]
-    sentences = asked.prompt.replace("? ", "?|").replace(". ", ".|").replace("! ", "!|").split("|")
-    return next(s for s in sentences if fact.value in s and fact.thing in s and fact.owner in s)
+    return next(said for said in map(fact.say, fact.kind.statements) if said in asked.prompt)
 
 
 def _end_line(screen: Console) -> None:

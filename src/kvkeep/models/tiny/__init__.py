@@ -30,7 +30,11 @@ def path() -> Path:
         Reads the weights once (10 MB).
     """
     folder = Path(__file__).parent
-    check(folder / WEIGHTS, (folder / CHECKSUM).read_text(encoding="ascii").split()[0])
+    checksum = folder / CHECKSUM
+    words = checksum.read_text(encoding="utf-8", errors="replace").split() if checksum.is_file() else []
+    if not words:
+        raise ModelFileError(f"{checksum} is missing or empty: the installation is incomplete; install kvkeep again")
+    check(folder / WEIGHTS, words[0])
     return folder
 
 
