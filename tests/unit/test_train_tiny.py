@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import random
 import re
 import sys
@@ -74,10 +75,12 @@ def test_nothing_held_out_is_in_a_recall_document(recall, tokenizer):
 
 
 def test_words_of_the_texts_are_sorted_by_what_they_can_serve_as(tokenizer, tmp_path):
-    text = "The sun saw Gudrunna and her frimblet, then the thimble and Tamsin. "
+    text = (
+        "The sun saw Gudrunna and her frimblet, then the thimble and Tamsin. You mustn't, Destruction is destruction. "
+    )
     words = collect([text * 5], tokenizer)
     assert words.names == ("Gudrunna",)  # neither the evaluation's name nor the first word of a sentence
-    assert words.rare == ("frimblet",)
+    assert words.rare == ("destruction", "frimblet")
     assert "then" in words.common
     words.save(tmp_path / "words.json")
     assert Words.load(tmp_path / "words.json") == words
@@ -97,7 +100,9 @@ def test_no_wording_of_the_training_has_a_phrase_of_the_evaluation():
     rng = random.Random(4)
     held_out = [text for kind in HELD_OUT.kinds for text in (*kind.statements, *kind.corrections, *kind.questions)]
     assert all(any(phrase in text.lower() for phrase in grammar.HELD_OUT_PHRASES) for text in held_out)
-    lexica = [pools.draw_lexicon(rng, WORDS) for _ in range(60)]
+    phrases = {word for phrase in grammar.HELD_OUT_PHRASES for word in re.findall("[a-z]+", phrase)}
+    words = dataclasses.replace(WORDS, common=tuple(sorted(phrases - {"owner", "thing"})) * 4)  # would be, by chance
+    lexica = [pools.draw_lexicon(rng, words) for _ in range(60)]
     for kind in (*pools.KINDS, *(kind for lexicon in lexica for kind in lexicon.kinds)):
         for text in (*kind.statements, *kind.corrections, *kind.questions):
             assert not [phrase for phrase in grammar.HELD_OUT_PHRASES if phrase in text.lower()], text
@@ -175,6 +180,48 @@ def test_optimizer_learns_and_goes_on_where_it_was():
     other = build(1, "cpu")
     Optimizer(other).load(optimizer.state())
     assert torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+def test_training_goes_on_where_it_was_killed(tokenizer, texts, tmp_path, monkeypatch):
+    from tools.train_tiny import train
+
+    def work(name):
+        folder = tmp_path / name
+        folder.mkdir()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        WORDS.save(folder / "words.json")
+        for part in ("novels", "stories", "validation_novels", "validation_stories"):
+            corpus.save(texts, folder / f"{part}.npz")
+        (folder / "validation_filler.json").write_text(json.dumps({"novels": ["The sun was warm."] * 50}))
+        return folder
+
+    stage = curriculum.Stage(640, 64, 1.0, Shape((2, 3), 0.1, plain=1.0), 128)
+    monkeypatch.setattr(curriculum, "STAGES", (stage,))
+    monkeypatch.setattr(train, "MEASURE_EVERY", 256)
+    monkeypatch.setattr(train.Trainer, "_measure", lambda *_: dict.fromkeys(train.COLUMNS[5:-1], 0.0) | {"length": 64})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    whole, broken = work("whole"), work("broken")
+    train.train(whole, device="cpu", scale=1.0)
+
+    def killed(trainer, honest=train.Trainer.step):
+        if trainer.seen >= 384:
+            raise KeyboardInterrupt  # the line of 256 tokens is in the log, the checkpoint has fewer
+        found = honest(trainer)
+        if trainer.seen == 128:
+            trainer.save()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(broken, device="cpu", scale=1.0)
+    assert [line.split(",")[0] for line in (broken / "log.csv").read_text().splitlines()] == ["tokens", "256"]
+    train.train(broken, device="cpu", scale=1.0)
+    logs = [[line.split(",")[:-1] for line in (f / "log.csv").read_text().splitlines()] for f in (whole, broken)]
+    assert [line[0] for line in logs[1]] == ["tokens", "384", "640"]
+    assert logs[0][-1][0] == "640"
+    weights = [torch.load(f / "checkpoint.pt", weights_only=True)["optimizer"]["weights"] for f in (whole, broken)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_rate_rises_and_falls():

@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def run(step: str, options: argparse.Namespace) -> None:
-    """Run one step; the imports wait for it, since ``prepare`` needs no torch."""
+    """Run one step; the imports wait for it, since help needs no torch."""
     if step == "prepare":
         from .prepare import prepare
 

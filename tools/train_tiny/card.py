@@ -10,7 +10,7 @@ from .corpus import HELD_OUT_AUTHORS
 
 FILLERS = {"novels": "novels of held-out authors", "stories": "held-out stories", "own": "the package's own sentences"}
 
-AIMS = {"words": 0.95, "numbers": 0.80, "corrected": 0.85}
+AIMS = {"words": 0.95, "numbers": 0.80, "corrected": 0.85, "worst tenth": 0.88}
 
 
 def write_card(results: dict[str, Any], path: Path) -> None:
@@ -26,11 +26,12 @@ def _percent(share: float) -> str:
 def _aims(results: dict[str, Any]) -> str:
     """What the training aims at and what was reached, at the worst of the context lengths."""
     tables = [table for key, table in results["recall"].items() if key.startswith("novels/")]
+    tables = [{**table, "worst tenth": min(table["deciles"])} for table in tables]
     reached = {name: min(table[name] for table in tables) for name in AIMS}
     missed = [name for name, aim in AIMS.items() if reached[name] < aim]
     lines = [f"{name} {_percent(reached[name])} % (aim {_percent(aim)} %)" for name, aim in AIMS.items()]
     verdict = "The aims are reached." if not missed else f"Not reached: {', '.join(missed)}; training goes on."
-    return f"Worst of the three lengths: {', '.join(lines)}. {verdict}"
+    return f"Worst of the three lengths, between novels: {', '.join(lines)}. {verdict}"
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -103,7 +104,7 @@ same kind.
 
 {first}
 
-Word answers by where in the text the fact stands (a tenth of the questions each):
+Word answers by where in the text the fact stands:
 
 {second}"""
 
@@ -141,7 +142,8 @@ def _attention(results: dict[str, Any]) -> str:
     return f"""## Attention
 
 In percent, mean over heads, on two recall texts and two passages of held-out novels of 2 048 tokens. Mass is the sum
-of attention probabilities that a key receives; keys are ranked by it.
+of attention probabilities that a key receives over all rows; keys are ranked by it. The other two leave out the first
+64 rows, which see few tokens.
 
 {_table(head, [*rows, ["mean", *mean]])}"""
 

@@ -63,7 +63,7 @@ def deciles(outcomes: list[quick.Outcome]) -> list[float]:
 def story(model: Any, tokenizer: Any, start: str, seed: int) -> str:
     """150 tokens after a beginning, drawn at temperature 0.7 from the 40 most likely tokens."""
     torch.manual_seed(seed)
-    ids = tokenizer(tokenizer.bos_token + " " + start, return_tensors="pt")
+    ids = tokenizer(tokenizer.bos_token + " " + start, return_tensors="pt").to(model.device)
     out = model.generate(**ids, do_sample=True, temperature=0.7, top_k=40, max_new_tokens=150)
     return tokenizer.decode(out[0], skip_special_tokens=True).strip()
 

@@ -428,6 +428,11 @@ NOUNS = pool(
 """What something is to its owner, for ``@``."""
 
 
+def is_held_out(text: str) -> bool:
+    """Whether any of the evaluation's phrases is in a wording."""
+    return any(phrase in text.lower() for phrase in HELD_OUT_PHRASES)
+
+
 def statement(kind: str, rng: random.Random) -> str:
     """A sentence that states a fact of this kind."""
     said = _said(kind, rng, SAYS[kind], NOUN_FIRST, COLOUR_FIRST)

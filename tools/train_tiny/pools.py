@@ -170,7 +170,7 @@ def with_values(kind: Kind, values: Sequence[str]) -> Kind:
 
 GLUE = pool("that you we they it he she i could can would must may has had was be to of in at so now then there all if")
 LOOSE_LEADS = (
-    *("", "", "", "* * that ", "* could * that ", "* has * ", "* * * ", "* can * the {noun} on ", "at * "),
+    *("", "", "", "* * that ", "* would * that ", "* has * ", "* * * ", "at * "),
     *("~ that ", "~ that ", "~ ", "~, "),
 )
 LOOSE_SUBJECTS = (
@@ -238,7 +238,7 @@ CHANGES = (
 NOUN_FIRST = (
     "the {noun} on #: {value}",
     "the {noun} * #: {value}",
-    "* could * the {noun} on #: {value}",
+    "* was * the {noun} for #: {value}",
     "* * the {noun} on #: {value}",
     "* the {noun} of #; it * {value}",
     "the {noun} * * # is {value}",
@@ -274,8 +274,11 @@ def with_loose_wordings(kind: Kind, rng: random.Random, words: Sequence[str]) ->
         return " ".join(rng.choice(words if rng.random() < 0.6 else GLUE) for _ in range(rng.randint(0, 5)))
 
     def fill(text: str) -> str:
-        filled = "".join(rng.choice(words) if c == "*" else some() if c == "~" else c for c in text)
-        return " ".join(filled.replace(" ,", ",").split())
+        while True:
+            filled = "".join(rng.choice(words) if c == "*" else some() if c == "~" else c for c in text)
+            filled = " ".join(filled.replace(" ,", ",").split())
+            if not grammar.is_held_out(filled):
+                return filled
 
     subjects = LOOSE_OWNED if kind.name == "owner" else LOOSE_SUBJECTS
     statements, questions = list(rng.sample(kind.statements, 4)), list(rng.sample(kind.questions, 4))

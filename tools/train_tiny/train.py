@@ -121,6 +121,7 @@ def train(work: Path, *, device: str, scale: float, onward: bool = False) -> Non
     trainer = Trainer(work, device, scale, onward=onward)
     if onward and not (work / "log.csv").exists():
         shutil.copyfile(LOG, work / "log.csv")
+    forget_after(work / "log.csv", trainer.seen)
     (work / "train.pid").write_text(str(os.getpid()))
     saved, started, measured, window = time.monotonic(), time.monotonic(), trainer.seen, []
     stopped: list[int] = []
@@ -137,6 +138,13 @@ def train(work: Path, *, device: str, scale: float, onward: bool = False) -> Non
             trainer.save()
             saved = time.monotonic()
     trainer.save()
+
+
+def forget_after(log: Path, seen: int) -> None:
+    """Drop the lines of a log that are newer than the checkpoint: what they tell of was lost, and comes again."""
+    if log.exists():
+        head, *lines = log.read_text().splitlines(keepends=True)
+        log.write_text("".join([head, *(line for line in lines if int(line.split(",")[0]) <= seen)]))
 
 
 def means(window: list[tuple[float, float]]) -> tuple[float, float]:

@@ -40,7 +40,7 @@ def collect(texts: Sequence[str], tokenizer: Tokenizer) -> Words:
     small: Counter[str] = Counter()
     capital: Counter[str] = Counter()
     for text in texts:
-        small.update(re.findall(r"\b[a-z]{4,10}\b", text))
+        small.update(re.findall(r"\b[a-z]{4,11}\b(?!')", text))
         capital.update(re.findall(r"(?<=[a-z,] )[A-Z][a-z]{3,10}\b", text))  # not where a sentence begins
     taken = {word.lower() for pool in (HELD_OUT.names, HELD_OUT.things, HELD_OUT.materials) for word in pool}
 
