@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,7 +49,7 @@ POLICIES = (
 )
 BUDGETS = "4%,10%,20%,60%"
 LOOK = 6
-SHOWN = {"recall": (100.0, 0), "rise": (100.0, 1), "early": (100.0, 0)}
+SHOWN = {"recall": (100.0, 0), "middle": (100.0, 0), "rise": (100.0, 1), "early": (100.0, 0)}
 MARKS = ("<!-- quality: begin -->", "<!-- quality: end -->")
 
 
@@ -69,6 +70,12 @@ def evaluate(options: argparse.Namespace) -> list[Row]:
 
 def accuracy(row: Row) -> float:
     return row["score"]["accuracy"]
+
+
+def middle(row: Row) -> float:
+    """The same of questions whose fact stands in the middle six tenths of the text."""
+    right, asked = map(sum, zip(*row["score"]["by_depth"][2:8], strict=True))
+    return right / asked if asked else math.nan
 
 
 def early(row: Row) -> float:
@@ -129,6 +136,7 @@ def main() -> None:
     full = full_perplexities(windows)
     data = {
         "recall": collect(recalls, accuracy),
+        "middle": collect(recalls, middle),
         # seeds read other windows, which differ by more than policies do: so every seed is compared with itself
         "rise": collect(windows, lambda row: row["score"]["perplexity"] / full[row["seed"]] - 1),
         "early": collect(recalls, early),
@@ -136,6 +144,7 @@ def main() -> None:
     tables = {name: table(found, *SHOWN[name]) for name, found in data.items()}
     columns = ["policy", *BUDGETS.split(",")]
     report("Recall, % right", columns, tables["recall"], {})
+    report("Recall of facts in the middle six tenths of the text, % right", columns, tables["middle"], {})
     report("Kept tokens from the first half of the prompt, %", columns, tables["early"], {})
     title = f"Perplexity above the full cache's, % (which has {', '.join(f'{found:.1f}' for found in full.values())})"
     report(
@@ -145,6 +154,7 @@ def main() -> None:
         titles = {
             "recall": f"Recall in percent, {recalls[0]['rows']} questions per seed, prompts of {options.context} "
             f"tokens, mean ± half range over {len(options.seeds)} seeds",
+            "middle": "The same of facts in the middle six tenths of the text, in percent",
             "early": "Share of the kept tokens that stand in the first half of the prompt, in percent",
             "rise": f"{title}, windows of {round(windows[0]['text_tokens'])} tokens".replace("%", "in percent"),
         }
