@@ -64,19 +64,20 @@ class System:
 
 @dataclass(frozen=True)
 class Models:
-    """The same weights under transformers' own attention, packed under kvkeep's, and with compiled layers as well."""
+    """The same weights under transformers' own attention, under kvkeep's as batch jobs lay them out, and compiled."""
 
     dense: LlamaForCausalLM
     bounded: LlamaForCausalLM
     compiled: LlamaForCausalLM | None
 
     @classmethod
-    def build(cls, options: argparse.Namespace) -> Models:
+    def build(cls, options: argparse.Namespace, rows: int) -> Models:
         first = speed_model(getattr(torch, options.dtype), options.layers, attach=False)
         second = LlamaForCausalLM(speed_config(options.layers)).eval()
         second.load_state_dict(first.state_dict(), assign=True)
         if not options.no_pack:
-            kvkeep.pack_weights(second)
+            packed = kvkeep.pack_weights(second, rows, if_faster=True)
+            print(f"Weights with {counted(rows)}: {'packed' if packed else 'plain, which is as fast'}")
         third = kvkeep.attach(twin(second)) if options.compile else None
         if third is not None:
             print(f"Layers compiled: {kvkeep.compile_layers(third)}")
@@ -194,8 +195,10 @@ def main() -> None:
         f"{options.bandwidth.copy / 1e9:.1f} GB/s copied"
     )
     print(f"kvkeep's kernel: {kernel()}")
-    models = Models.build(options)
-    cells = [cell(models, rows, context, options) for rows in options.rows for context in options.contexts]
+    cells = []
+    for rows in options.rows:
+        models = Models.build(options, rows)
+        cells += [cell(models, rows, context, options) for context in options.contexts]
     bandwidth = {"read": options.bandwidth.read, "copy": options.bandwidth.copy}
     data = {name: value for name, value in vars(options).items() if name != "bandwidth"}
     finish({"bench": "decode", **data, "bandwidth": bandwidth, "weights": weight_bytes(models.dense), "cells": cells})

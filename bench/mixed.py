@@ -21,7 +21,7 @@ import kvkeep
 def tasks(options: argparse.Namespace, answers: dict[str, list[Sequence[int]]]) -> dict[str, Callable[[], None]]:
     """The three ways; what they generate is left in ``answers``."""
     model = speed_model(getattr(torch, options.dtype), options.layers)
-    kvkeep.pack_weights(model)
+    kvkeep.pack_weights(model, if_faster=True)
     random = torch.Generator().manual_seed(1)
     shape = (options.each * len(options.policies), options.prompt)
     prompts = torch.randint(0, model.config.vocab_size, shape, generator=random).tolist()

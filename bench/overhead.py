@@ -28,7 +28,7 @@ def random_tokens(config: LlamaConfig, rows: int, T: int, dtype: torch.dtype) ->
 
 def model_steps(policies: list[str], rows: int, budget: int, layers: int, dtype: torch.dtype):
     model = speed_model(dtype, layers)
-    kvkeep.pack_weights(model)
+    kvkeep.pack_weights(model, rows, if_faster=True)
     token = torch.randint(0, model.config.vocab_size, (rows, 1))
 
     def stepper(policy: str):

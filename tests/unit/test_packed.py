@@ -1,3 +1,4 @@
+import time
 import weakref
 
 import pytest
@@ -107,3 +108,35 @@ def test_a_packed_model_generates_the_same_tokens():
     found = Engine(model, budget=10, rows=3).generate(requests)
     assert [r.token_ids for r in found] == [r.token_ids for r in plain]
     assert len({tuple(r.token_ids) for r in plain}) > 1
+
+
+@needs_onednn
+@pytest.mark.parametrize("faster", [False, True])
+def test_packs_only_where_that_is_faster_if_asked(monkeypatch, faster):
+    waits = {nn.Linear: 0.002, PackedLinear: 0.001} if faster else {nn.Linear: 0.0, PackedLinear: 0.002}
+
+    def slow(kind, honest):
+        monkeypatch.setattr(kind, "forward", lambda self, x: (time.sleep(waits[kind]), honest(self, x))[1])
+
+    slow(nn.Linear, nn.Linear.forward)
+    slow(PackedLinear, PackedLinear.forward)
+    model = llama()
+    assert pack_weights(model, 3, if_faster=True) == (2 * 7 + 1 if faster else 0)
+    assert all(type(m) is not nn.Linear for m in model.modules()) == faster
+
+
+@needs_onednn
+def test_a_sample_of_the_weights_is_timed(monkeypatch):
+    made = []
+
+    class Watched(PackedLinear):
+        def __init__(self, linear, rows):
+            made.append((linear.weight.nbytes, rows))
+            super().__init__(linear, rows)
+
+    monkeypatch.setattr(packed, "PackedLinear", Watched)
+    monkeypatch.setattr(packed, "_TIMED_BYTES", 40_000)
+    monkeypatch.setattr(packed, "_works", lambda dtype: True)
+    packed._faster([m for m in llama().modules() if type(m) is nn.Linear], 5)
+    assert 20_000 < sum(size for size, _ in made) <= 40_000
+    assert {rows for _, rows in made} == {5}

@@ -67,7 +67,7 @@ def serve(request: Request, batch: Batch) -> None:
             rows = min(count, batch.max_rows or (count if batch.kv_memory else DEFAULT_ROWS))
             with enough_memory(model.device):
                 engine = _engine(model, checkpoint, request, kv_memory=batch.kv_memory, rows=rows, budget=budget)
-            pack_weights(model, engine.rows)
+            pack_weights(model, engine.rows, if_faster=True)
             if batch.compile:
                 console.progress("compiling …")
                 console.note(f"{console.count(compile_layers(model), 'layer')} compiled")
