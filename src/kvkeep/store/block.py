@@ -111,6 +111,8 @@ class Block:
         Raises:
             CapacityError: a row would hold more tokens than its budget.
         """
+        if isinstance(self.budget, int) and bool((needed <= self.budget).all()):
+            return  # nearly always, and four small operators less
         room = torch.as_tensor(self.budget, device=needed.device).expand_as(needed)
         endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
         for row, head in (~endless & (needed > room)).nonzero()[:1].tolist():
