@@ -63,6 +63,8 @@ STAGES = (
     Stage(11_000_000, 2048, 0.75, Shape((8, 32), 0.9, changes=0.7, plain=0.03)),
     Stage(16_000_000, 3072, 0.8, Shape((8, 28), 0.95, changes=0.7, plain=0.02), 12288, shorter=0.5),
     Stage(13_000_000, 3072, 0.85, Shape((8, 28), 0.95, changes=0.8, plain=0.01), 12288, shorter=0.5),
+    Stage(22_000_000, 3072, 0.9, Shape((8, 28), 0.95, changes=0.8, plain=0.01), 12288, shorter=0.5),
+    Stage(16_000_000, 3072, 0.8, Shape((8, 28), 0.95, changes=0.8, plain=0.01), 12288, shorter=0.5),
 )
 WARM_UP = 200_000
 DECAY = 0.25
