@@ -278,6 +278,7 @@ def test_authors_and_stories(tmp_path):
     assert corpus.author(Path("Hardy_Tess_1891.txt")) == corpus.author(Path("ENG18711_Hardy.txt")) == "Hardy"
     known = corpus.names_in("one day, Lily ran. then Lily sat. and Lily ate. with Lily, by Lily. he saw Lily and Lily.")
     assert corpus.recase('lily ran. "hi," said lily. i am here.', known) == 'Lily ran. "Hi," said Lily. I am here.'
+    assert corpus.recase("it's lily's. let's go.", {*known, "s"}) == "It's Lily's. Let's go."
     (tmp_path / "novels").mkdir()
     (tmp_path / "novels" / "Hardy_A_1880.txt").write_text("He  came in. " * 50)
     (tmp_path / "novels" / "Eliot_B_1880.txt").write_text("Other. " * 50)

@@ -49,7 +49,7 @@ def novels(data: Path, *, held_out: bool) -> list[str]:
 
 def recase(story: str, capitalised: set[str]) -> str:
     """Capitals for a lower-cased story: after a stop, in ``I``, and in words that have one elsewhere."""
-    story = re.sub(r"[a-z]+", lambda m: m[0].capitalize() if m[0] in capitalised else m[0], story)
+    story = re.sub(r"(?<!')\b[a-z]+", lambda m: m[0].capitalize() if m[0] in capitalised else m[0], story)
     return re.sub(r"(^|[.!?]\s+[\"']?|\n[\"']?|[\s(]\")([a-z])", lambda m: m[1] + m[2].upper(), story)
 
 

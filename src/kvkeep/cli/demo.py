@@ -9,7 +9,7 @@ import typer
 from kvkeep.cli.console import Debug, one_line_errors
 
 STORY_BUDGET = 128
-SEED = 3
+SEED = 8
 
 
 @one_line_errors
