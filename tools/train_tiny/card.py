@@ -57,8 +57,8 @@ facts in its context it talks nonsense.
 - Architecture: `LlamaForCausalLM`, 6 layers, 256 wide, 4 query heads and 2 KV heads of 64, SwiGLU of 640, tied
   embeddings, RoPE with theta 100 000, byte-level BPE of 4 096 tokens (every digit is one), bfloat16.
 - Chat template: `<|begin|><|user|> question<|end|><|assistant|> answer<|end|>`.
-- Training: {results["tokens_trained"] / 1e6:.1f} million tokens on two to four CPU cores: novels, stories, and recall documents
-  that the script writes itself. `python -m tools.train_tiny all --data DIR --work DIR` trains a model like it; this one
+- Training: {results["tokens_trained"] / 1e6:.1f} million tokens on two to four CPU cores: novels, stories, and recall
+  documents that the script writes itself. `python -m tools.train_tiny all --data DIR --work DIR` trains a model like it; this one
   was stopped and resumed while its documents and stages were still being changed (`docs/log.md` says how), so the same
   command will not give the same weights.
 
