@@ -58,9 +58,9 @@ facts in its context it talks nonsense.
   embeddings, RoPE with theta 100 000, byte-level BPE of 4 096 tokens (every digit is one), bfloat16.
 - Chat template: `<|begin|><|user|> question<|end|><|assistant|> answer<|end|>`.
 - Training: {results["tokens_trained"] / 1e6:.1f} million tokens on two to four CPU cores: novels, stories, and recall
-  documents that the script writes itself. `python -m tools.train_tiny all --data DIR --work DIR` trains a model like it; this one
-  was stopped and resumed while its documents and stages were still being changed (`docs/log.md` says how), so the same
-  command will not give the same weights.
+  documents that the script writes itself. `python -m tools.train_tiny all --data DIR --work DIR` trains a model
+  like it; this one was stopped and resumed while its documents and stages were still being changed (`docs/log.md`
+  says how), so the same command will not give the same weights.
 
 ![loss and recall during training](training.png)
 
