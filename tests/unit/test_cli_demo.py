@@ -37,7 +37,7 @@ def test_another_question_was_not_chosen(monkeypatch):
     monkeypatch.setattr(showcase, "DISTANCE_TOKENS", 100)
     monkeypatch.setattr(showcase, "STORY_TOKENS", 2)
     monkeypatch.setattr(showcase, "POLICIES", ("full",))
-    done = CliRunner().invoke(app, ["demo", "--seed", "2"], env={"COLUMNS": "100"})
+    done = CliRunner().invoke(app, ["demo", "--seed", "3"], env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.output
     assert "Asked at the end" in done.stdout
     assert "was chosen" not in done.stdout

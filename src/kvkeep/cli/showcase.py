@@ -104,7 +104,8 @@ def ask_everyone(screen: Console, writer: text.Writer, seed: int) -> None:
     screen.print(f"Asked at the end: {asked.prompt.rsplit('. ', 1)[-1]!r} The answer is {fact.value!r}.")
     if seed == SEED:
         screen.print(
-            "This question was chosen because the full cache answers it; another --seed may ask one it cannot."
+            "This question was chosen because the full cache answers it and the newest tokens alone do not; another "
+            "--seed may ask one of which neither is true."
         )
     screen.print()
     table = console.table("policy", "budget", "answer", "", "KV memory", "of full")
