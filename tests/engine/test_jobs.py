@@ -218,7 +218,7 @@ def test_a_torn_line_is_written_again(ten, tmp_path):
         assert len(target.read_text().splitlines()) == 10
 
 
-@pytest.mark.parametrize("text", ['{"my": "notes"}', "{\n}", "notes", '{"prompt": "Hello"}\n'])
+@pytest.mark.parametrize("text", ['{"my": "notes"}', "{\n}", "notes", '{"prompt": "Hello"}\n', "[" * 100_000])
 def test_a_file_that_is_no_output_is_left_alone(tmp_path, text):
     source, target = write(tmp_path / "in.jsonl", {"prompt": "Hello"}), tmp_path / "notes"
     target.write_text(text)

@@ -130,7 +130,7 @@ def _take_up(file: IO[bytes], path: Path, made_by: Mapping[str, Any]) -> dict[in
 def _is_json(raw: bytes) -> bool:
     try:
         json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
@@ -149,7 +149,7 @@ def _was_done(raw: bytes, path: Path, made_by: Mapping[str, Any]) -> tuple[int, 
         completion = json.loads(raw)[COMPLETION]
         found = int(completion["line"]), str(completion["digest"])
         other = dict(completion["made_by"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path} holds a line that is no completion, so this job cannot go on there. Give another output file."
         ) from error
