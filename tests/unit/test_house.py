@@ -11,7 +11,7 @@ TESTING = "testing"
 # the lower floor first; rooms on one floor never import each other
 FLOORS = [
     {"version", "types", "errors", "noise"},
-    {"scores", "statistic", "memory", "budget", "chunks", "rotation", "native", "theory"},
+    {"runs", "scores", "statistic", "memory", "budget", "chunks", "rotation", "native", "theory"},
     {"attention", "store", "policies"},
     {"registry", "eviction", "rope"},
     {"layer"},

@@ -1,0 +1,137 @@
+"""Files of results that survive whatever happens: one writer at a time, whole or absent, on the disk when it matters.
+
+Batch jobs, evaluations and analyses all write their results through these functions.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from kvkeep.errors import InputError
+
+if sys.platform != "win32":  # Windows has no POSIX locks: nothing keeps a second writer out there
+    import fcntl
+
+_TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+
+
+class Lock:
+    """The right to write to a file or folder, held until it is released or the process ends, however it ends.
+
+    The lock belongs to the file or folder itself, so nothing is left behind that would have to be removed. On file
+    systems that have no locks it keeps nobody out.
+
+    Args:
+        target: an open file, or a folder that exists.
+        name: what messages call it.
+
+    Raises:
+        InputError: another process, or another part of this one, is writing there.
+    """
+
+    def __init__(self, target: IO[bytes] | Path, name: str):
+        self._own = os.open(target, os.O_RDONLY) if isinstance(target, Path) else None
+        descriptor = target.fileno() if self._own is None else self._own  # type: ignore[union-attr]
+        if sys.platform == "win32":
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                self.release()
+                raise InputError(
+                    f"Another run is writing to {name}. Two writers would mix up or lose results: wait for the other "
+                    "one to end, or give another output."
+                ) from error
+
+    def release(self) -> None:
+        """Let others write; a file that was given stays open, and locked until it is closed."""
+        if self._own is not None:
+            os.close(self._own)
+            self._own = None
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace a file at once: after a crash or a power cut it holds the old content or the new one, never a part.
+
+    The new content is written to a file of a random name beside it, so a link that waits there is not followed.
+
+    Raises:
+        OSError: it cannot be written; the old content stays.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
+    beside = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            sync(file)
+        os.chmod(beside, 0o666 & ~_umask())  # mkstemp makes files that only their owner can read
+        beside.replace(path)
+    except BaseException:
+        with suppress(OSError):  # a full disk needs the room
+            beside.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def sync(file: IO[bytes]) -> None:
+    """Wait until what was written is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Read a file that holds a JSON object; ``None`` if there is no file.
+
+    Raises:
+        InputError: it cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read: {error}. Remove it, or choose another --output folder.") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds no JSON object. Remove it, or choose another --output folder.")
+    return found
+
+
+def finite(value: Any) -> Any:
+    """The same value without numbers that JSON cannot hold: NaN and infinity become null."""
+    if isinstance(value, dict):
+        return {str(key): finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _umask() -> int:
+    """The process's mask of permissions, which can be read only by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until a folder's entries are on the disk, where the system can say so."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

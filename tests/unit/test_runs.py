@@ -1,0 +1,81 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvkeep.errors import InputError
+from kvkeep.runs import Lock, finite, read_object, write_whole
+
+
+def test_one_writer_at_a_time(tmp_path):
+    with Lock(tmp_path, "results"), pytest.raises(InputError, match="Another run is writing to results"):
+        Lock(tmp_path, "results")
+    Lock(tmp_path, "results").release()
+
+
+def test_a_file_is_free_again_when_it_is_closed(tmp_path):
+    path = tmp_path / "out"
+    with path.open("ab") as one, path.open("ab") as other:
+        Lock(one, "out")
+        with pytest.raises(InputError):
+            Lock(other, "out")
+    with path.open("ab") as later:
+        Lock(later, "out")
+
+
+def test_a_killed_writer_holds_nothing(tmp_path):
+    code = f"""
+import os, pathlib
+from kvkeep.runs import Lock
+lock = Lock(pathlib.Path({str(tmp_path)!r}), "results")
+os.kill(os.getpid(), 9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    Lock(tmp_path, "results").release()
+
+
+def test_a_link_beside_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / ".index.html.new").symlink_to(victim)
+    write_whole(tmp_path / "index.html", b"page")
+    assert victim.read_text() == "precious"
+    assert (tmp_path / "index.html").read_bytes() == b"page"
+
+
+def test_what_is_written_can_be_read_by_others_as_usual(tmp_path):
+    before = os.umask(0o022)
+    try:
+        write_whole(tmp_path / "a", b"")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_failed_write_leaves_the_old_content_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "a"
+    path.write_text("old")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, b"new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a", "old")]
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[", b"[]", b"1", b"", b"[" * 100_000, b"1" * 10_000])
+def test_a_file_that_holds_no_object_is_refused(tmp_path, content):
+    path = tmp_path / "run.json"
+    assert read_object(path) is None
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"run\.json"):
+        read_object(path)
+
+
+def test_numbers_that_json_cannot_hold_become_null():
+    found = finite({1: [float("nan"), (float("inf"), 2.0)], "b": {"c": -float("inf")}})
+    assert json.dumps(found, allow_nan=False) == '{"1": [null, [null, 2.0]], "b": {"c": null}}'
