@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -11,13 +10,12 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
-import torch
-
 from kvkeep.errors import CapacityError
 from kvkeep.evals import plan, texts
 from kvkeep.evals.plan import Planned, Wanted
 from kvkeep.evals.records import Records
 from kvkeep.evals.task import Options, Task
+from kvkeep.models import fingerprint as fingerprints
 from kvkeep.models.device import enough_memory
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
@@ -156,9 +154,5 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(writer: Writer) -> str:
-    """Tells other weights under the same name: a hash of the beginning of every parameter."""
-    digest = hashlib.sha256()
-    for name, parameter in writer.model.named_parameters():
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().flatten()[:64].to("cpu", torch.float32).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    """Tells other weights under the same name."""
+    return fingerprints.fingerprint(writer.model)
