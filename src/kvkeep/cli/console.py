@@ -33,6 +33,7 @@ _BYTES: dict[str, int] = {
     **{f"{prefix}B": 1000**power for prefix, power in (("k", 1), ("K", 1), ("M", 2), ("G", 3), ("T", 4))},
     **{f"{prefix}iB": 1024**power for prefix, power in (("K", 1), ("M", 2), ("G", 3), ("T", 4))},
 }
+_OUT_OF_MEMORY = "This machine has too little memory for that. Give it less to do at once, or free some memory."
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))  # all but tab and line break
 
 
@@ -60,12 +61,11 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except KVKeepError as error:
+        except (KVKeepError, MemoryError) as found:
             if kwargs.get("debug"):
-                traceback.print_exception(error)
-            message = " ".join(str(error).split())
-            err().print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)
-            raise typer.Exit(BAD_INPUT) from error
+                traceback.print_exception(found)
+            error(_OUT_OF_MEMORY if isinstance(found, MemoryError) else str(found))
+            raise typer.Exit(BAD_INPUT) from found
 
     return wrapper
 
@@ -75,6 +75,11 @@ def progress(message: str) -> None:
     console = err()
     if console.is_terminal:
         console.print(Text(message, "dim"), soft_wrap=True)
+
+
+def error(message: str) -> None:
+    """Say in one line what went wrong."""
+    err().print(Text.assemble(("error: ", "bold red"), printable(" ".join(message.split()))), soft_wrap=True)
 
 
 def note(message: str) -> None:

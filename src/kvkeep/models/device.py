@@ -55,10 +55,18 @@ def enough_memory(device: torch.device) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; on the CPU only the text tells
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
             raise
         raise InputError(
             f"Out of memory on {device}. Lower the budget or --max-rows, set --prefill-chunk, or take a smaller dtype "
             "or model."
         ) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; on a CPU torch says so only in the text of the error."""
+    told = ("allocate memory", "not enough memory")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+    )

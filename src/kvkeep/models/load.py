@@ -30,7 +30,7 @@ from transformers import (
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import tiny
-from kvkeep.models.device import enough_memory, parse_device, parse_dtype
+from kvkeep.models.device import enough_memory, is_out_of_memory, parse_device, parse_dtype
 from kvkeep.models.hf import attach
 from kvkeep.models.quiet import no_conversion_service
 
@@ -131,7 +131,7 @@ def read_weights(checkpoint: Checkpoint, dtype: str = "auto", device: str = "aut
         InputError: unknown dtype, a device that this machine does not have, or one with too little memory.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
-    with _explained(checkpoint.name, "Its weights cannot be read"), no_conversion_service():
+    with enough_memory(place), _explained(checkpoint.name, "Its weights cannot be read"), no_conversion_service():
         read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], AutoModelForCausalLM.from_pretrained)
         model, report = read(
             checkpoint.name,
@@ -274,6 +274,8 @@ def _explained(name: str, what: str) -> Iterator[None]:
     except KVKeepError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise _explain(name, what, error) from error
 
 
