@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.errors import InputError
@@ -27,7 +27,7 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
     """
     source = "Standard input" if file == STANDARD_INPUT else f"The {kind} {file}"
     try:
-        data = sys.stdin.buffer.read() if file == STANDARD_INPUT else Path(file).expanduser().read_bytes()
+        data = sys.stdin.buffer.read() if file == STANDARD_INPUT else _in_full(file).read_bytes()
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
@@ -60,8 +60,8 @@ def read_again(file: str, *, kind: str) -> Iterator[Path]:
     Raises:
         InputError: it cannot be copied.
     """
-    path = Path(file).expanduser()
-    if file != STANDARD_INPUT and not (path.is_fifo() or path.is_char_device() or path.is_socket()):
+    path = _in_full(file)
+    if file != STANDARD_INPUT and not _is_stream(path):
         yield path  # also one that does not exist: whoever reads it says so
         return
     with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
@@ -77,3 +77,17 @@ def read_again(file: str, *, kind: str) -> Iterator[Path]:
             name = "Standard input" if file == STANDARD_INPUT else f"The {kind} {file}"
             raise InputError(f"{name} cannot be read, or copied to {folder}: {error.strerror}.") from error
         yield copy
+
+
+def _in_full(file: str) -> Path:
+    """The path with the home folder for ``~``, where there is one."""
+    with suppress(RuntimeError):  # ~ of a user that does not exist: a name like any other
+        return Path(file).expanduser()
+    return Path(file)
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a file can be read only once."""
+    with suppress(OSError):  # e.g. a name that is too long: whoever reads it says so
+        return path.is_fifo() or path.is_char_device() or path.is_socket()
+    return False

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli import analyze, demo, env, generate, plan, policies, theory
+from kvkeep.cli import analyze, console, demo, env, generate, plan, policies, theory
 from kvkeep.cli import eval as evaluation
 from kvkeep.version import __version__
 
@@ -50,7 +50,8 @@ def kvkeep(
 
 
 def run() -> None:
-    """Entry point of the command ``kvkeep``: never a traceback for Ctrl-C or a closed pipe."""
+    """Entry point of the command ``kvkeep``: never a traceback for Ctrl-C, or for a stream that is closed or full."""
+    _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" instead of failing
@@ -61,6 +62,25 @@ def run() -> None:
             sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
+    except OSError as error:
+        if error.filename is not None:
+            raise  # a file, which whoever opened it explains
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush does not fail again
+        if not isinstance(error, BrokenPipeError):
+            console.error(f"Standard output cannot be written: {error.strerror}.")
         sys.exit(1)
+
+
+def _open_closed_streams() -> None:
+    """Give a standard stream that the caller has closed a file that cannot be read or written, as the closed one.
+
+    Without it the next file that is opened would take the stream's number, and get what is meant for the stream.
+    Standard error has nobody to whom it could fail, so what goes there is dropped.
+    """
+    for name, flags, mode in (
+        ("stdin", os.O_WRONLY, "r"),
+        ("stdout", os.O_RDONLY, "w"),
+        ("stderr", os.O_WRONLY, "w"),
+    ):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.open(os.devnull, flags), mode))  # noqa: SIM115  as long as the process
