@@ -13,26 +13,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvkeep.cli import job
 from kvkeep.cli.main import app
-from kvkeep.engine import Result
-from kvkeep.engine.jobs import COMPLETION, Line, read
+from kvkeep.engine.jobs import COMPLETION, parse
 from kvkeep.engine.output import Output
 from kvkeep.errors import InputError
 from kvkeep.models.text import Sampling
 
-
-def run(*args):
-    return CliRunner().invoke(app, ["generate", *map(str, args)])
-
-
-def write(path, *entries):
-    path.write_text("".join((e if isinstance(e, str) else json.dumps(e)) + "\n" for e in entries))
-    return path
-
-
-def completions(path):
-    return {entry[COMPLETION]["line"]: entry for entry in map(json.loads, path.read_text().splitlines())}
+from .commands import completions, result_of, run, write
 
 
 @pytest.fixture
@@ -106,7 +93,9 @@ def test_a_completion_says_what_it_was_made_with(tmp_path):
     target = tmp_path / "out.jsonl"
     assert run("-i", source, "-o", target, "--budget", 20, "--seed", 3, "-n", 4).exit_code == 0
     one, two = (completions(target)[line][COMPLETION] for line in (1, 2))
-    settings = {"model": "embedded", "policy": "h2o", "budget": 20, "seed": 3, "max_new_tokens": 4}
+    settings = {"format": 2, "model": "embedded", "policy": "h2o", "budget": 20, "seed": 3, "max_new_tokens": 4}
+    weights = one["made_by"].pop("weights")
+    assert (len(weights), two["made_by"].pop("weights")) == (16, weights)
     assert one["made_by"] == two["made_by"] == settings
     assert (one["options"], two.get("options")) == (options, None)
 
@@ -274,16 +263,15 @@ def test_a_budget_that_no_memory_holds(tmp_path):
 
 
 def test_a_full_disk_loses_nothing(tmp_path):
-    line = Line(1, "{}", "d", {}, next(read(write(tmp_path / "x", {"prompt": "a"}), lambda p: [1], Sampling())).request)
-    result = Result(0, (1,), "a", "stop", 1, (), 0.0, 0.1, None)
-    with pytest.raises(InputError, match="No space left"), Output.open(Path("/dev/full"), {}) as output:
-        output.write(line, result)
+    line = parse(1, b'{"prompt": "a"}', lambda prompt: [1], Sampling())
+    with pytest.raises(InputError, match="No space left"), Output.open(Path("/dev/full")) as output:
+        output.write(line, result_of())
 
 
 def test_ctrl_c_ends_after_a_line_and_says_how_to_go_on(ten, tmp_path, monkeypatch):
     target = tmp_path / "out.jsonl"
-    kept = job.Output.write
-    monkeypatch.setattr(job.Output, "write", lambda self, *a: (kept(self, *a), os.kill(os.getpid(), signal.SIGINT))[0])
+    kept = Output.write
+    monkeypatch.setattr(Output, "write", lambda self, *a: (kept(self, *a), os.kill(os.getpid(), signal.SIGINT))[0])
     result = run("-i", ten, "-o", target, "--budget", 24, "--max-rows", 2)
     assert result.exit_code == 130
     assert "goes on from there" in result.output

@@ -1,7 +1,7 @@
-"""Batch jobs: one request per line in, one completion per line out, in any order, and nothing twice.
+"""The lines of a batch job: one request per line in, one completion per line out, in any order, and nothing twice.
 
 A line in: ``{"prompt": "…"}`` or ``{"messages": […]}``, with ``"options": {…}`` if it wants its own; all other fields
-are carried through. A line out: these fields, and the completion with the number of the line it belongs to. What is
+are carried through. A line out: the completion with the number of the line it belongs to, and these fields. What is
 in the output file is done, so a job that was stopped goes on where it was.
 """
 
@@ -10,18 +10,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from kvkeep.engine.request import Request
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models.text import Sampling
 
+Encode: TypeAlias = Callable[[str | Sequence[Mapping[str, str]]], Sequence[int]]
+"""Turns a prompt or a list of messages into token ids."""
+
 COMPLETION = "completion"
 """Field of an output line that holds what was generated."""
 
+MAX_DEPTH = 200
+"""Levels of lists and objects in a line: far fewer than Python can read and write at any depth of its own stack."""
+
+_MAX_REASON = 300
 _SAMPLING = {field.name for field in dataclasses.fields(Sampling)}
 _REQUEST = {"policy", "budget", "stop", "ignore_end", "logprobs"}
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -39,7 +47,6 @@ class Line:
 
     Attributes:
         number: its number in the file, from 1.
-        text: the line itself.
         digest: a fingerprint of its text, to see whether an output belongs to it.
         fields: what is carried through.
         request: what is asked of the engine.
@@ -47,7 +54,6 @@ class Line:
     """
 
     number: int
-    text: str
     digest: str
     fields: Mapping[str, Any]
     request: Request
@@ -59,58 +65,86 @@ class BadLine:
     """A line that cannot be run, and why."""
 
     number: int
-    text: str
     reason: str
 
 
-def read(
-    path: Path, encode: Callable[[str | Sequence[Mapping[str, str]]], Sequence[int]], defaults: Sampling
-) -> Iterator[Line | BadLine]:
-    """Read a job line by line; empty lines count, but ask for nothing.
-
-    Args:
-        path: the JSONL file.
-        encode: turns a prompt or a list of messages into token ids.
-        defaults: the sampling of lines that do not say otherwise.
+def read(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a job with their numbers from 1; empty lines count, but ask for nothing.
 
     Raises:
-        InputError: the file cannot be read, or is not UTF-8.
+        InputError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if raw.strip():
-                    yield _parse(number, raw, encode, defaults)
+                    yield number, raw
     except OSError as error:
         raise InputError(f"The input {path} cannot be read: {error.strerror}.") from error
 
 
-def _parse(
-    number: int, raw: bytes, encode: Callable[[str | Sequence[Mapping[str, str]]], Sequence[int]], defaults: Sampling
-) -> Line | BadLine:
-    text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line | BadLine:
+    """What a line asks for, or why it cannot be run.
+
+    Args:
+        number: its number in the file.
+        raw: the line.
+        encode: turns a prompt or a list of messages into token ids.
+        defaults: the sampling of a line that does not say otherwise.
+    """
     try:
-        fields = json.loads(raw.decode("utf-8-sig"))
+        fields = _DECODER.decode(raw.decode("utf-8-sig"))
         if not isinstance(fields, dict):
             raise InputError('it is no JSON object like {"prompt": "…"}')
+        if _depth(fields) > MAX_DEPTH:
+            raise RecursionError
         prompt, options = _prompt(fields), fields.pop("options", None)
         if COMPLETION in fields:
             raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
         options = {} if options is None else options
-        request = _request(encode(prompt), options, defaults)
-        return Line(number, text, _digest(raw), fields, request, options)
+        return Line(number, digest(raw), fields, _request(encode(prompt), options, defaults), options)
     except json.JSONDecodeError as error:
-        return BadLine(number, text, f"it is no JSON ({error})")
+        return BadLine(number, f"it is no JSON ({error})")
     except RecursionError:
-        return BadLine(number, text, "its lists or objects are nested too deeply")
+        return BadLine(number, f"its lists or objects are nested too deeply, more than {MAX_DEPTH} levels")
     except UnicodeEncodeError:  # JSON may name half of a pair of UTF-16, as "\\ud83d"
-        return BadLine(number, text, "its text has half of a character")
+        return BadLine(number, "its text has half of a character")
     except (ValueError, KVKeepError) as error:  # also bytes that are no UTF-8
-        return BadLine(number, text, str(error).rstrip("."))
+        return BadLine(number, reason_of(error))
 
 
-def _digest(raw: bytes) -> str:
-    return hashlib.sha256(raw.strip()).hexdigest()[:16]
+def digest(raw: bytes) -> str:
+    """A fingerprint of a line; white space around it does not count."""
+    return hashlib.sha256(raw.strip()).hexdigest()[:32]
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, as part of a sentence; a line of megabytes is not repeated in it."""
+    text = str(error).rstrip(".")
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} …"
+
+
+def _no_constant(name: str) -> float:
+    raise InputError(f"it holds {name}, which JSON does not have")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise InputError(f"its number {text[:40]} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_float)
+
+
+def _depth(value: object) -> int:
+    """How many levels of lists and objects there are, without recursion."""
+    depth, level = 0, [value]
+    while found := [part for part in level if isinstance(part, dict | list)]:
+        level = [part for one in found for part in (one.values() if isinstance(one, dict) else one)]
+        depth += 1
+    return depth
 
 
 def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
@@ -141,15 +175,14 @@ def _request(prompt: Sequence[int], options: object, defaults: Sampling) -> Requ
             raise InputError(f'there is no option "{name}"; there are {", ".join(sorted(_TYPES))}')
         if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] != (bool,)):
             raise InputError(f"its option {name}={json.dumps(value)} is no {_TYPES[name][-1].__name__}")
+        if isinstance(value, int) and abs(value) >= 2**63:
+            raise InputError(f"its option {name} is too large a number")
     rest = {name: value for name, value in options.items() if name in _REQUEST}
     if "stop" in rest:
         rest["stop"] = (rest["stop"],) if isinstance(rest["stop"], str) else tuple(rest["stop"])
         if not all(isinstance(text, str) for text in rest["stop"]):
             raise InputError('its option "stop" is no text or list of texts')
     chosen = {name: value for name, value in options.items() if name in _SAMPLING}
-    try:
-        chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
-    except OverflowError:
-        raise InputError("one of its options is too large a number") from None
+    chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
     sampling = dataclasses.replace(defaults, **chosen)
     return Request(prompt=prompt, sampling=sampling, **rest)

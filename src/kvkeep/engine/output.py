@@ -1,66 +1,140 @@
-"""Where a batch job writes its completions: whole lines, so that a job that was stopped goes on where it was."""
+"""Where a batch job writes its completions: whole lines, so that a job that was stopped goes on where it was.
+
+A line begins with the completion, and the completion with the number and the fingerprint of the line that it belongs
+to. So the first bytes of a line show who wrote it, also where the machine stopped before the rest was written.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+import re
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from kvkeep import runs
 from kvkeep.engine.jobs import COMPLETION, Line
 from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
 
+FORMAT = 2
+"""Version of the lines; those of version 1 name neither it nor the model's weights, and have the completion last."""
+
+SYNC_S = 2.0
+"""What was written is brought to the disk with the first line after so many seconds."""
+
+_NOT_IN_ALL = ("format", "weights")
+_BEGINNING = f'{{"{COMPLETION}": {{"line": %d, "digest": "%s", '
+_WRITTEN_HERE = re.compile(rb'\{"completion": \{"line": \d+, "digest": "[0-9a-f]{32}", ')
+
 
 class Output:
-    """Where a job writes its completions: each line complete before the next begins.
+    """Where a job writes its completions: each line complete before the next begins, nothing foreign overwritten.
 
     Args:
         file: open for writing.
         name: what messages call it.
-        made_by: the settings that all completions of a file have in common, e.g. the model; written with each.
-        done: lines that an earlier run has done, with their fingerprints.
+        path: where the file stands, if it is one that a job can go on in.
+
+    Attributes:
+        name: what messages call it.
+        done: lines that are complete, with their fingerprints.
+        n_unknown: how many of them were written before weights were noted.
+        made_by: the settings that they were written with; empty if there are none.
     """
 
-    def __init__(self, file: IO[bytes], name: str, made_by: Mapping[str, Any], done: dict[int, str] | None = None):
-        self._file, self.name, self._made_by = file, name, dict(made_by)
-        self.done = {} if done is None else done
+    def __init__(self, file: IO[bytes], name: str, path: Path | None = None):
+        self._file, self.name, self._path = file, name, path
+        self.done: dict[int, str] = {}
+        self.n_unknown = 0
+        self.made_by: dict[str, Any] = {}
+        self._own: dict[str, Any] = {}
+        self._torn: bytes = b""
+        self._synced = time.monotonic()
 
     @classmethod
-    def open(cls, path: Path, made_by: Mapping[str, Any]) -> Output:
-        """Open a file; what it holds is done. A pipe or a device has nothing to go on from.
+    def open(cls, path: Path) -> Output:
+        """Open a file for this job alone; what it holds is done. A pipe or a device has nothing to go on from.
 
         Raises:
-            InputError: the file cannot be read or written, or holds something else.
+            InputError: the file cannot be read or written, another job is writing to it, or it holds something else.
         """
-        to_file = path.is_file() or not path.exists()
         try:
+            to_file = path.is_file() or not path.exists()
             file = path.open("ab+" if to_file else "wb")
         except OSError as error:
             raise InputError(f"The output {path} cannot be written: {error.strerror}.") from error
+        output = cls(file, str(path), path if to_file else None)
         try:
-            done = _take_up(file, path, made_by) if to_file else {}
+            if to_file:
+                runs.Lock(file, str(path))
+                file.seek(0)
+                output._take_up(file)
         except InputError:
             file.close()
             raise
-        return cls(file, str(path), made_by, done)
+        return output
 
-    def has(self, line: Line) -> bool:
-        """Whether a line has been done.
+    def _take_up(self, file: IO[bytes]) -> None:
+        """Note what an earlier run has done, and a line in whose middle it was killed."""
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                self._torn = raw
+                return
+            number, digest, made_by = _was_done(raw, self.name)
+            if self.made_by and (differences := _differences(self.made_by, made_by)):
+                raise InputError(
+                    f"{self.name} holds completions of different jobs, with {differences[0]} and with "
+                    f"{differences[1]}. Give another output file."
+                )
+            self.done[number] = digest
+            self.n_unknown += "weights" not in made_by
+            self.made_by = {**made_by, **self.made_by}
+
+    def agree(self, made_by: Mapping[str, Any]) -> None:
+        """Take the settings that all completions of a file have in common; they are written with each.
+
+        The weights may be left out until they are known, and the settings given once more with them.
 
         Raises:
-            InputError: the line was another one when it was done.
+            InputError: the file was written with others.
         """
-        if line.number not in self.done:
-            return False
-        if self.done[line.number] != line.digest:
+        self._own = {"format": FORMAT, **made_by}
+        if self.made_by and (differences := _differences(self.made_by, self._own)):
             raise InputError(
-                f"Line {line.number} of the input is not the one that {self.name} was written for. Give another "
-                "output file."
+                f"{self.name} was written with {differences[0]}, and this job has {differences[1]}. Give another "
+                "output file, or the same settings and weights."
             )
-        return True
+
+    def check(self, digests: Mapping[int, str]) -> None:
+        """See that what the file holds belongs to an input; nothing is changed.
+
+        Args:
+            digests: the fingerprints of the input's lines that can be run, by their numbers.
+
+        Raises:
+            InputError: a line was another one when it was done, or is not there any more, or the file ends with
+                something that no run of this job can have left.
+        """
+        for number, known in self.done.items():
+            if number in digests and not _same(known, digests[number]):
+                raise InputError(
+                    f"Line {number} of the input is not the one that {self.name} was written for. Give another "
+                    "output file."
+                )
+        if missing := self.done.keys() - digests.keys():
+            raise InputError(
+                f"{self.name} holds a completion of line {min(missing)}, which the input has not, or which cannot be "
+                "run any more. Give another output file, or the input that it was written for."
+            )
+        if self._torn and not _is_ours(self._torn, digests):
+            raise InputError(
+                f"{self.name} ends without a line break, and what stands there is no completion that was cut short. "
+                "Give another output file, or remove that line."
+            )
 
     def write(self, line: Line, result: Result) -> None:
         """Write one completion.
@@ -69,11 +143,49 @@ class Output:
             InputError: the disk is full or fails; what was complete before stays.
         """
         own = {"options": line.options} if line.options else {}
-        origin = {"line": line.number, "digest": line.digest, "made_by": self._made_by, **own}
-        completion = {**origin, **_completion(result)}
-        try:
-            self._file.write(as_line({**line.fields, COMPLETION: completion}))
+        origin = {"line": line.number, "digest": line.digest, "made_by": self._own, **own}
+        completion = runs.finite({**origin, **_completion(result)})
+        with self._explained():
+            self._cut()
+            self._file.write(as_line({COMPLETION: completion, **line.fields}))
             self._file.flush()
+            if self._path and time.monotonic() - self._synced > SYNC_S:
+                self._sync()
+        self.done[line.number] = line.digest
+
+    def finish(self) -> set[int]:
+        """Bring everything to the disk, and return the numbers of the lines that are there, read by the file's name.
+
+        Raises:
+            InputError: the disk is full or fails.
+        """
+        with self._explained():
+            self._cut()
+            self._file.flush()
+            if self._path is None:
+                return set(self.done)
+            self._sync()
+        found = Output(self._file, self.name)
+        with contextlib.suppress(OSError, InputError), self._path.open("rb") as file:
+            found._take_up(file)
+        return {number for number, digest in found.done.items() if self.done.get(number) == digest}
+
+    def _cut(self) -> None:
+        """Remove a line that was cut short; it is generated again."""
+        if self._torn:
+            self._file.seek(-len(self._torn), 2)
+            self._file.truncate()
+            self._torn = b""
+
+    def _sync(self) -> None:
+        runs.sync(self._file)
+        self._synced = time.monotonic()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn a disk's failure into an error of kvkeep."""
+        try:
+            yield
         except BrokenPipeError:
             raise
         except OSError as error:
@@ -81,25 +193,6 @@ class Output:
                 f"{self.name} cannot be written: {error.strerror}. {len(self.done)} lines are complete; when that is "
                 "mended, the same command goes on after them."
             ) from error
-        self.done[line.number] = line.digest
-
-    def check(self, lines: Iterable[Line]) -> int:
-        """See that what is done belongs to these lines, and count them.
-
-        Raises:
-            InputError: a line was another one when it was done, or is not there any more.
-        """
-        count, missing = 0, set(self.done)
-        for line in lines:
-            self.has(line)
-            missing.discard(line.number)
-            count += 1
-        if missing:
-            raise InputError(
-                f"{self.name} holds a completion of line {min(missing)}, which the input has not, or which cannot be "
-                "run any more. Give another output file, or the input that it was written for."
-            )
-        return count
 
     def __enter__(self) -> Output:
         return self
@@ -109,62 +202,47 @@ class Output:
             self._file.close()
 
 
-def _take_up(file: IO[bytes], path: Path, made_by: Mapping[str, Any]) -> dict[int, str]:
-    """What an earlier run has done; a line in whose middle it was killed is cut off, and generated again.
-
-    What no run of a job can have left there is not touched: a line that was torn is the beginning of an object.
-    """
-    done: dict[int, str] = {}
-    file.seek(0)
-    end = 0
-    for raw in file:
-        if raw.endswith(b"\n") or not raw.startswith(b"{") or _is_json(raw):
-            number, digest = _was_done(raw, path, made_by)
-            if raw.endswith(b"\n"):
-                end += len(raw)
-                done[number] = digest
-    file.truncate(end)
-    return done
-
-
-def _is_json(raw: bytes) -> bool:
-    try:
-        json.loads(raw)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def as_line(fields: Mapping[str, Any]) -> bytes:
-    """A line of JSON; half of a character, which UTF-8 cannot hold, stays the escape that it was."""
+    """A line of strict JSON; half of a character, which UTF-8 cannot hold, stays the escape that it was."""
     try:
-        return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:
-        return json.dumps(fields).encode() + b"\n"
+        return json.dumps(fields, allow_nan=False).encode() + b"\n"
 
 
-def _was_done(raw: bytes, path: Path, made_by: Mapping[str, Any]) -> tuple[int, str]:
-    """The number and the fingerprint of a line that an earlier run has done."""
+def _was_done(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
+    """The number, the fingerprint and the settings of a line that an earlier run has done."""
     try:
         completion = json.loads(raw)[COMPLETION]
-        found = int(completion["line"]), str(completion["digest"])
-        other = dict(completion["made_by"])
+        return int(completion["line"]), str(completion["digest"]), dict(completion["made_by"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
-            f"{path} holds a line that is no completion, so this job cannot go on there. Give another output file."
+            f"{name} holds a line that is no completion, so this job cannot go on there. Give another output file."
         ) from error
-    if other != made_by:
-        raise InputError(
-            f"{path} was written with {_differences(other, made_by)}, and this job has "
-            f"{_differences(made_by, other)}. Give another output file, or the same settings."
+
+
+def _same(known: str, digest: str) -> bool:
+    """Whether two fingerprints are of the same line; version 1 noted the first half."""
+    return known == digest or (len(known) == 16 and digest.startswith(known))
+
+
+def _is_ours(torn: bytes, digests: Mapping[int, str]) -> bool:
+    """Whether the beginning of a line is one that was written here."""
+    beginnings = ((_BEGINNING % entry).encode() for entry in digests.items())
+    return bool(_WRITTEN_HERE.match(torn)) or any(beginning.startswith(torn) for beginning in beginnings)
+
+
+def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
+    """In what one's settings differ from another's, in words of both; what not all lines name may be missing."""
+    optional = {name for name in _NOT_IN_ALL if name not in one or name not in other}
+    names = sorted(name for name in {*one, *other} - optional if one.get(name) != other.get(name))
+
+    def words(settings: Mapping[str, Any]) -> str:
+        return ", ".join(
+            f"{name}={json.dumps(settings[name])}" if name in settings else f"the default {name}" for name in names
         )
-    return found
 
-
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The settings in which one differs from the other, as ``name=value``; what is missing has its default."""
-    names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
-    return ", ".join(f"{name}={json.dumps(one[name])}" if name in one else f"the default {name}" for name in names)
+    return (words(one), words(other)) if names else None
 
 
 def _completion(result: Result) -> dict[str, Any]:
