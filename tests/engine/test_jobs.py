@@ -323,3 +323,7 @@ def test_killed_ten_times_at_random_moments(tmp_path):
     assert sorted(entry["n"] for entry in lines) == list(range(120))
     assert len({entry[COMPLETION]["line"] for entry in lines}) == 120
     assert sizes == sorted(set(sizes))
+    unbroken = tmp_path / "unbroken.jsonl"
+    assert run("-i", source, "-o", unbroken, *args[5:]).exit_code == 0
+    texts = {number: entry[COMPLETION]["text"] for number, entry in completions(unbroken).items()}
+    assert {entry[COMPLETION]["line"]: entry[COMPLETION]["text"] for entry in lines} == texts

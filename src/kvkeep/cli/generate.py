@@ -70,7 +70,11 @@ def generate(
     ] = None,
     skip_bad: Annotated[
         bool,
-        typer.Option("--skip-bad", help="Set lines that cannot be run aside in OUTPUT.bad.", rich_help_panel=_JOB),
+        typer.Option(
+            "--skip-bad",
+            help="Set lines that cannot be run aside in OUTPUT.bad, or on standard error for -.",
+            rich_help_panel=_JOB,
+        ),
     ] = False,
     max_rows: Annotated[
         int | None,
