@@ -103,6 +103,7 @@ FOREIGN = [
     b"null",
     b'{"completion": null}\n',
     b'{"completion": {"line": 1, "digest": "d", "made_by": 3}}\n',
+    b'{"completion": {"line": 1e999, "digest": "d", "made_by": {}}}\n',
     b"[" * 100_000,
 ]
 KEYS = st.sampled_from(["completion", "line", "digest", "made_by", "id"])
@@ -273,6 +274,15 @@ def test_what_is_written_comes_to_the_disk_every_few_seconds_and_at_the_end(tmp_
     whole = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
     sizes = [len(b"".join(whole[:n])) for n in range(5)]
     assert synced == [sizes[2], sizes[4], sizes[4]]
+
+
+def test_an_output_that_the_disk_does_not_give_back(tmp_path, monkeypatch):
+    def broken(self, file):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Output, "_take_up", broken)
+    with pytest.raises(InputError, match="cannot be read: Input/output error"):
+        Output.open(tmp_path / "out.jsonl")
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000])

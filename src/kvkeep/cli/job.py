@@ -196,7 +196,7 @@ def _set_aside(entries: Iterator[Mapping[str, object]], count: int, batch: Batch
 def _lines(source: Path, read_line: Read, todo: Mapping[int, str]) -> Iterator[Line]:
     """Read lines that were surveyed once more; one whose text has changed since is left out."""
     for number, raw in read(source):
-        if todo.get(number) == digest(raw):
+        if number in todo and digest(raw) == todo[number]:
             line = read_line(number, raw)
             if isinstance(line, Line):
                 yield line

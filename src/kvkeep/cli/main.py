@@ -63,8 +63,8 @@ def run() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except OSError as error:
-        if error.filename is not None:
-            raise  # a file, which whoever opened it explains
+        if error.filename is not None or error.strerror is None:
+            raise  # no stream: a file, which has a name, or the network
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush does not fail again
         if not isinstance(error, BrokenPipeError):
             console.error(f"Standard output cannot be written: {error.strerror}.")

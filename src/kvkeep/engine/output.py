@@ -73,6 +73,9 @@ class Output:
                 runs.Lock(file, str(path))
                 file.seek(0)
                 output._take_up(file)
+        except OSError as error:
+            file.close()
+            raise InputError(f"The output {path} cannot be read: {error.strerror}.") from error
         except InputError:
             file.close()
             raise
@@ -215,7 +218,7 @@ def _was_done(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
     try:
         completion = json.loads(raw)[COMPLETION]
         return int(completion["line"]), str(completion["digest"]), dict(completion["made_by"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise InputError(
             f"{name} holds a line that is no completion, so this job cannot go on there. Give another output file."
         ) from error
