@@ -20,7 +20,7 @@ from kvkeep.cli.completion import sampling_of
 from kvkeep.cli.files import read_again
 from kvkeep.cli.request import DEFAULT_BUDGET, Batch, Request
 from kvkeep.engine import Engine
-from kvkeep.engine.engine import DEFAULT_ROWS
+from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.engine.jobs import BadLine, Line, read
 from kvkeep.engine.output import Output, as_line
 from kvkeep.errors import InputError, KVKeepError, PolicyError
