@@ -42,7 +42,7 @@ def load(work: Work) -> Run:
             rows=engine.rows,
             seconds=time.perf_counter() - start,
             tokens=[result.token_ids for result in results],
-            first_s=[result.queued_s + result.ttft_s for result in results],
+            first_s=[result.ttft_s for result in results],
             tpot_s=[result.tpot_s for result in results if result.tpot_s is not None],
         )
 

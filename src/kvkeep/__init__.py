@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.engine.engine import Engine
     from kvkeep.engine.request import Event, Request, Result
     from kvkeep.errors import (
+        BrokenCacheError,
         BudgetError,
         CapacityError,
         InputError,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AttentionOptions": "types:AttentionOptions",
     "BoundedCache": "cache:BoundedCache",
+    "BrokenCacheError": "errors:BrokenCacheError",
     "Budget": "types:Budget",
     "BudgetError": "errors:BudgetError",
     "CapacityError": "errors:CapacityError",
@@ -83,6 +85,7 @@ _HOME = {
 __all__ = [
     "AttentionOptions",
     "BoundedCache",
+    "BrokenCacheError",
     "Budget",
     "BudgetError",
     "CapacityError",

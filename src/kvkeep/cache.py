@@ -13,23 +13,18 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
 )
 
-from kvkeep import budget as budgets
-from kvkeep.errors import InputError, PolicyError, UnsupportedModelError, UnsupportedOperationError
+from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.layer import Layer
+from kvkeep.layout import Layout
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
-from kvkeep.rope import rotation_for
+from kvkeep.registry import parse
 from kvkeep.store import Cascade
 
 ATTENTION = "kvkeep"
 """The name under which the attention function is registered with transformers."""
-
-_SUPPORTED_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp"}
 
 
 class HandedKeys(Tensor):
@@ -192,15 +187,14 @@ class BoundedCache(Cache):
         if not isinstance(self.policy, Policy):
             raise PolicyError(f"{policy!r} is neither a policy nor the name of one.")
         self.budget = budget
-        _check_layer_types(config.get_text_config(decoder=True))
+        layout = Layout.of(
+            config, self.policy, prefill_chunk=prefill_chunk, layer_budget=layer_budget, positions=positions
+        )
+        self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
+        self._first = min(layout.windows, default=0)
+        cascade = Cascade(self._first) if self.policy.cascades else None
         layers = DynamicCache(config=config).layers
-        windows = _windows(layers)
-        how = self.policy.layer_budget if layer_budget is None else layer_budget
-        spread = _spread(how, budget, len(windows), self.policy.least)
-        rotation = rotation_for(config, positions, own=self.policy.position_mode)
-        self.position_mode: Literal["true", "slot"] = "true" if rotation is None else "slot"
-        cascade = _cascade(self.policy, windows, prefill_chunk) if self.policy.cascades else None
-        for (index, window), numbers in zip(windows.items(), spread, strict=True):
+        for (index, window), numbers in zip(layout.windows.items(), layout.spread(budget), strict=True):
             bounded = Layer(
                 self.policy,
                 numbers,
@@ -208,7 +202,7 @@ class BoundedCache(Cache):
                 window=window,
                 prefill_chunk=prefill_chunk,
                 sequences=sequences,
-                rotation=rotation,
+                rotation=layout.rotation,
                 cascade=cascade,
             )
             layers[index] = BoundedLayer(bounded)
@@ -236,6 +230,25 @@ class BoundedCache(Cache):
         """Bytes over all layers with slots, summed over real tensors."""
         return sum((layer.memory() for layer in self.bounded_layers().values()), Memory())
 
+    def update(
+        self,
+        key_states: Float[Tensor, "B Hk T D"],
+        value_states: Float[Tensor, "B Hk T E"],
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
+        """Hand new keys and values to a layer; with the first layer's, a step begins.
+
+        Raises:
+            BrokenCacheError: the step before failed in some layer, so the layers have seen different tokens.
+        """
+        if layer_idx == self._first:
+            seen = {layer.columns for layer in self.bounded_layers().values()}
+            if len(seen) > 1:
+                raise BrokenCacheError(f"layers have seen between {min(seen)} and {max(seen)} tokens")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def activate_past_recording(self) -> None:
         """Refuse what assisted decoding needs.
 
@@ -245,7 +258,7 @@ class BoundedCache(Cache):
         _refuse_rollback()
 
     def __repr__(self) -> str:
-        return f"BoundedCache(policy={spec(self.policy)!r}, budget={self.budget}, layers={len(self.layers)})"
+        return f"BoundedCache(policy='{self.policy}', budget={self.budget}, layers={len(self.layers)})"
 
 
 def unwrap(keys: Tensor) -> tuple[Tensor, BoundedLayer | None]:
@@ -256,48 +269,8 @@ def unwrap(keys: Tensor) -> tuple[Tensor, BoundedLayer | None]:
         return keys.as_subclass(Tensor), keys.layer
 
 
-def _spread(how: str | Sequence[float], budget: int | Sequence[int], layers: int, least: int) -> list[Sequence[int]]:
-    """Each layer's budgets, one number for all rows or one per row."""
-    numbers = budgets.check(budget)
-    if how == "uniform":
-        return [numbers] * layers
-    return list(zip(*(budgets.per_layer(how, number, layers, least=least) for number in numbers), strict=True))
-
-
-def _windows(layers: Sequence[object]) -> dict[int, int | None]:
-    """The layers with keys and values, each with its sliding window; not those with a state of fixed size."""
-    return {
-        i: layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        for i, layer in enumerate(layers)
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-    }
-
-
-def _cascade(policy: Policy, windows: dict[int, int | None], prefill_chunk: int | None) -> Cascade:
-    """What layers share under a policy that prunes through them."""
-    if prefill_chunk or any(windows.values()):
-        raise UnsupportedOperationError(
-            f"{spec(policy)} prunes through the layers of a model, which works neither with sliding windows "
-            "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
-        )
-    return Cascade(min(windows, default=0))
-
-
 def _refuse_rollback() -> NoReturn:
     raise UnsupportedOperationError(
         "A bounded cache cannot be cropped: tokens that are evicted cannot come back, so a rollback would leave a "
         "history that never was. Assisted decoding needs rollbacks: run it with transformers' DynamicCache."
     )
-
-
-def _check_layer_types(config: PreTrainedConfig) -> None:
-    types = set(getattr(config, "layer_types", None) or ())
-    if getattr(config, "attention_chunk_size", None) is not None:
-        types.add("chunked_attention")
-    if getattr(config, "num_kv_shared_layers", None):
-        types.add("layers that share the keys of others")
-    if strange := types - _SUPPORTED_TYPES:
-        raise UnsupportedModelError(
-            f"{type(config).__name__} has {', '.join(sorted(strange))}, whose cache kvkeep cannot bound. Supported "
-            f"layer types: {', '.join(sorted(_SUPPORTED_TYPES))}."
-        )

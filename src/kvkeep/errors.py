@@ -8,6 +8,7 @@
     ├── PolicyError (ValueError)         unknown policy, unknown or bad option
     ├── InputError (ValueError)          a prompt, file or option of the user that cannot be used
     ├── ShapeError (ValueError)          tensors that do not fit the cache
+    ├── BrokenCacheError                 a cache in which a step failed half way
     ├── ModelFileError (OSError)         a model folder that is missing, incomplete, unsafe or corrupted
     ├── UnsupportedModelError            a model that the attention interface does not reach
     └── UnsupportedOperationError        something that cannot be done after tokens were evicted
@@ -41,6 +42,20 @@ class ShapeError(KVKeepError, ValueError):
     """Tensors do not fit the cache: another model, batch size, dtype or attention mask."""
 
 
+class BrokenCacheError(KVKeepError):
+    """A step failed half way, so the layers of a cache no longer hold tokens of the same text.
+
+    Args:
+        why: how that is known.
+    """
+
+    def __init__(self, why: str):
+        super().__init__(
+            f"The cache cannot go on: {why}, so its tokens are not those of any text. Call reset() and feed the text "
+            "again, or make a new cache."
+        )
+
+
 class ModelFileError(KVKeepError, OSError):
     """A model folder is missing, incomplete, corrupted or holds weights that are not safetensors."""
 
@@ -51,3 +66,11 @@ class UnsupportedModelError(KVKeepError):
 
 class UnsupportedOperationError(KVKeepError):
     """The operation needs tokens that an evicting cache no longer has."""
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in one line: what kvkeep says itself, or the kind of the error and the beginning of its message."""
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, KVKeepError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

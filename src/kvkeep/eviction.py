@@ -22,6 +22,21 @@ from kvkeep.types import EMPTY, AttentionOptions, Budget, State, View
 _LATER = torch.iinfo(torch.int32).max
 
 
+def check_room(
+    policy: Policy, block: Block, coming: int | Int[Tensor, " B"], *, is_decode: bool, window: int | None
+) -> None:
+    """Refuse new tokens that a policy which does not evict them has no room for.
+
+    Raises:
+        CapacityError: a row would hold more tokens than its budget.
+    """
+    if not policy.evicts:
+        block.check_room((block.seen + coming)[:, None], window=window)
+    elif policy.grows and is_decode:
+        more = torch.as_tensor(coming, device=block.seen.device).view(-1, 1)
+        block.check_room(block.held() + more, window=window)
+
+
 def append(
     policy: Policy,
     block: Block,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,8 +19,8 @@ from kvkeep import budget as budgets
 from kvkeep import scores
 from kvkeep.attention import attend
 from kvkeep.chunks import in_chunks
-from kvkeep.errors import BudgetError, ShapeError
-from kvkeep.eviction import append, cut, evict, fused, fuses
+from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError
+from kvkeep.eviction import append, check_room, cut, evict, fused, fuses
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.rotation import AsItIs, Rotation
@@ -36,9 +37,8 @@ class Layer:
         index: the layer's number in the model, a key of counter-based randomness.
         window: sliding window of the layer in tokens; its budget is then ``min(budget, window)``.
         prefill_chunk: cut each row's prompt into chunks of this many tokens; ``None`` takes it whole.
-        sequences: identity of each row for randomness; all 0 if not given, so that a row's result does not
-            depend on its place in the batch.
-        rotation: the model's rotary embedding, for slot positions: keys are then stored unrotated and attended at their
+        sequences: identity of each row for randomness; all 0 if not given, whatever a row's place in the batch.
+        rotation: the model's rotary embedding, for slot positions: keys are stored unrotated and attended at their
             rank in the cache. ``None``: true positions.
         cascade: what this layer shares with the others, for a policy that prunes through the depth of the model.
 
@@ -75,6 +75,7 @@ class Layer:
         self.columns = 0
         self.allocated = False
         self._rows_moved = False
+        self._broken = False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index = index
         self._prefill_chunk = prefill_chunk
@@ -107,25 +108,27 @@ class Layer:
         Raises:
             ShapeError: the tensors do not fit what the layer holds.
             CapacityError: the policy does not evict and the budget is exhausted.
+            BrokenCacheError: an earlier step failed before its end.
         """
+        if self._broken:
+            raise BrokenCacheError("a step failed between its beginning and its end")
         T = query.shape[2]
         self.open(keys, values)
         coming = T if real is None else real.sum(dim=1)
-        if not self.policy.evicts:
-            self.block.check_room((self.seen + coming)[:, None], window=self.window)
-        elif self.policy.grows and T == 1:
-            more = torch.as_tensor(coming, device=self.seen.device).view(-1, 1)
-            self.block.check_room(self.block.held() + more, window=self.window)
+        check_room(self.policy, self.block, coming, is_decode=T == 1, window=self.window)
+        self._broken = True  # until the step has come to its end
         if T == 1:
-            return self._decode(query, keys, values, options, real)
-        size = self._prefill_chunk or T
-        return in_chunks(
-            lambda q, k, v, r: self._prefill(q, k, v, options, r), query, keys, values, real=real, size=size
-        )
+            out = self._decode(query, keys, values, options, real)
+        else:
+            feed = partial(self._prefill, options)
+            out = in_chunks(feed, query, keys, values, real=real, size=self._prefill_chunk or T)
+        self._broken = False
+        return out
 
     def reset(self) -> None:
         """Forget everything; the memory stays allocated, unless rows were moved or heads have budgets of their own."""
         self.columns = 0
+        self._broken = False
         if self._cascade is not None:
             self._cascade.clear()
         if self._rows_moved or self.policy.spreads:  # budgets have changed: the next step makes new ones
@@ -142,13 +145,13 @@ class Layer:
             if self._cascade is not None and self._cascade.first == self._index:
                 self._cascade.select_rows(index)
 
-    def part(self, start: int, stop: int, *, cascade: Cascade | None = None) -> Layer:
-        """A range of rows as a layer of its own, at its beginning, that shares this one's slots."""
-        part = copy.copy(self)
-        part.block = self.block.part(start, stop)
-        part.columns = 0
-        part._cascade = cascade
-        return part
+    def over(self, block: Block, *, columns: int, cascade: Cascade | None = None) -> Layer:
+        """The same layer over slots that somebody else owns and has counted ``columns`` columns in."""
+        other = copy.copy(self)
+        other.block, other.allocated = block, True
+        other.columns = columns
+        other._cascade = cascade
+        return other
 
     def memory(self) -> Memory:
         """Bytes of this layer; zeros before the first step."""
@@ -206,10 +209,10 @@ class Layer:
 
     def _prefill(
         self,
+        options: AttentionOptions,
         query: Float[Tensor, "B Hq T D"],
         keys: Float[Tensor, "B Hk T D"],
         values: Float[Tensor, "B Hk T E"],
-        options: AttentionOptions,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
         """Attend over slots ∪ chunk, then keep the best of both."""
@@ -224,16 +227,15 @@ class Layer:
         shared = new.to(torch.int32)[:, None]
         positions = joined(self.store.positions, shared.expand(B, Hk, T))
         left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
-        view = self._view(joined(self.store.keys, keys), joined(self.store.values, values), left, new=new >= 0)
+        held = [joined(self.store.keys, keys), joined(self.store.values, values)]
+        for tensor in (
+            [] if first else held
+        ):  # the slots' part is a copy; what empty ones were left with must not matter
+            tensor[:, :, :used].masked_fill_((positions[:, :, :used] < 0)[..., None], 0.0)
+        view = self._view(*held, left, new=new >= 0)
         turned = self._rotation.at_ranks(query, view.keys, positions, new)
-        out, report = attend(
-            *turned,
-            view.values,
-            new,
-            shared if first else positions,
-            statistic=self.policy.wants(view),
-            options=options,
-        )
+        where = (new, shared if first else positions)
+        out, report = attend(*turned, view.values, *where, statistic=self.policy.wants(view), options=options)
         state = {
             name: joined(self.state[name], self.state[name].new_full((B, Hk, T), start))
             for name, start in self.policy.slots.items()

@@ -1,6 +1,5 @@
 """Batch jobs as tests run them: the command, its files, and results made by hand."""
 
-import dataclasses
 import json
 
 from typer.testing import CliRunner
@@ -32,10 +31,5 @@ def completions(path):
 
 def result_of(**fields):
     """A result with one token."""
-    made = dict.fromkeys(field.name for field in dataclasses.fields(Result))
-    made |= {"id": 0, "token_ids": (1,), "text": "a", "finish_reason": "stop", "prompt_tokens": 1, "logprobs": ()}
-    made |= {"queued_s": 0.0, "ttft_s": 0.1}
-    result = object.__new__(Result)  # whichever fields a result has
-    for name, value in (made | fields).items():
-        object.__setattr__(result, name, value)
-    return result
+    made = {"id": 0, "token_ids": (1,), "text": "a", "finish_reason": "stop", "prompt_tokens": 1, "logprobs": ()}
+    return Result(**made | {"queued_s": 0.0, "ttft_s": 0.1, "prefill_s": 0.1, "tpot_s": None} | fields)

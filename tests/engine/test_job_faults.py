@@ -16,6 +16,8 @@ from kvkeep.cli import job, main
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.jobs import COMPLETION, Line
 from kvkeep.engine.output import Output
+from kvkeep.engine.request import Event
+from kvkeep.engine.runner import Runner
 from kvkeep.engine.survey import Survey
 from kvkeep.errors import InputError
 from kvkeep.models.device import enough_memory, is_out_of_memory
@@ -90,7 +92,7 @@ def failing_steps(monkeypatch, fails):
         return [
             event
             if event.result is None or not fails(event.id)
-            else type(event)(event.id, 1, "", result_of(finish_reason="error", error="the step ran into a wall."))
+            else Event(event.id, None, "", result_of(finish_reason="error", error="the step ran into a wall."))
             for event in step(self)
         ]
 
@@ -108,6 +110,25 @@ def test_lines_that_fail_are_counted_and_tried_again(files, monkeypatch, as_json
     if as_json:
         told = json.loads(result.stdout)
         assert (told["lines"], told["done"], told["failed"]) == (6, 4, 2)
+    monkeypatch.undo()
+    whole(files)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a wall."), MemoryError(), ValueError("\n\x1b[31m")], ids=repr)
+def test_a_step_that_fails_costs_the_lines_of_its_batch(files, monkeypatch, error):
+    step, calls = Runner.run, iter(range(1000))
+
+    def failing(self, *args, **kwargs):
+        if next(calls) == 1:
+            raise error
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "run", failing)
+    result = job_of(files, "--max-rows", 2)
+    assert result.exit_code == 1, result.said
+    assert "of 6 lines failed, first line" in result.said
+    assert "\x1b" not in result.output
+    assert 0 < len(completions(files[1])) < N
     monkeypatch.undo()
     whole(files)
 

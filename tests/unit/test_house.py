@@ -14,7 +14,7 @@ FLOORS = [
     {"runs", "scores", "statistic", "memory", "budget", "chunks", "rotation", "native", "theory"},
     {"attention", "store", "policies"},
     {"registry", "eviction", "rope"},
-    {"layer"},
+    {"layer", "layout"},
     {"cache"},
     {"models", "plots"},
     {"engine"},
@@ -26,7 +26,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 ABOVE_ALL = {TESTING, "__init__", "__main__"}
 
 ONE_ROOM = {
-    "transformers": {"models", "cache", "rope"},
+    "transformers": {"models", "cache", "layout", "rope"},
     "tokenizers": {"models"},
     "huggingface_hub": {"models"},
     "triton": {"attention"},

@@ -44,7 +44,7 @@ def attend(
     Args:
         query: new queries.
         keys: slots, unordered; with ``T > 1`` the last ``T`` must be the queries' own keys in their order.
-        values: the slots' values.
+        values: the slots' values. With ``T > 1`` keys and values of empty slots must be finite.
         query_positions: true positions, -1 for padding: such rows return an undefined, finite output.
         key_positions: true positions of the slots, -1 for empty; ``Hk`` may be 1 when all heads agree.
         statistic: what to report.
@@ -78,12 +78,20 @@ def attend(
         p = _softmax(_logits(grouped[:, :, :, block], keys[:, :, :n], options), hidden, options.sinks)
         if options.top is not None and T == 1:
             p = scores.only_top(p, key_positions == query_positions[:, :, None], options.top)
-        out[:, :, :, block] = _mix(p, values[:, :, :n]).to(out.dtype)
+        mixed = _mix(p, values[:, :, :n])
+        if T == 1 and not _is_finite(mixed):  # 0 × NaN: what an empty slot was left with must not matter
+            mixed = _mix(p, values.masked_fill((key_positions < 0)[..., None], 0.0))
+        out[:, :, :, block] = mixed.to(out.dtype)
         if sums:
             part = Rows(p, selected[:, block], query_positions[:, block], key_positions[:, :, :n])
             for name, reduced in statistic.reduce(part).items():
                 statistic.join(sums[name][:, :, :n], reduced)
     return out.flatten(1, 2), Report(sums)
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether all numbers are finite; on a GPU, where asking means waiting, the answer is no."""
+    return x.device.type == "cpu" and bool(x.isfinite().all())
 
 
 def _agreed(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H2 S"]:

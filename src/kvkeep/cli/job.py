@@ -16,7 +16,7 @@ from kvkeep.cli.files import read_again
 from kvkeep.cli.request import DEFAULT_BUDGET, Batch, Request
 from kvkeep.cli.run_lines import STANDARD_OUTPUT, run
 from kvkeep.engine import Engine, aside
-from kvkeep.engine.engine import DEFAULT_ROWS
+from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.engine.jobs import BadLine, Line, digest, parse, read
 from kvkeep.engine.output import Output
 from kvkeep.engine.survey import Survey

@@ -122,8 +122,8 @@ def _work(
         for event in finished:
             assert event.result is not None
             line = running.pop(event.id)
-            if reason := getattr(event.result, "error", None):
-                failed[line.number] = str(reason)
+            if event.result.finish_reason == "error":
+                failed[line.number] = str(event.result.error)
             else:
                 output.write(line, event.result)
         new += sum(event.token_id is not None for event in events)

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, cast
 
-from jaxtyping import Float
-from torch import Tensor
-
 from kvkeep import budget as budgets
-from kvkeep.cache import BoundedCache
 from kvkeep.engine import sampler
+from kvkeep.engine.admission import Admission
 from kvkeep.engine.request import Event, Generation, Request, Result
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.scheduler import Batch, Scheduler
-from kvkeep.engine.stops import StopText
-from kvkeep.errors import BudgetError, CapacityError, InputError
+from kvkeep.errors import InputError, one_line
 from kvkeep.memory import Memory
 from kvkeep.models.hf import attach
-from kvkeep.models.load import Model, Tokenizer, position_limit
-from kvkeep.models.rows import Rows, largest_budget
+from kvkeep.models.load import Model, Tokenizer
+from kvkeep.models.rows import Rows
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse, spec
+from kvkeep.registry import parse
 
-DEFAULT_ROWS = 16
+NO_NUMBERS = (
+    "The model's logits are NaN or infinite, so they name no token. Its weights are damaged, or its numbers overflow "
+    "in this dtype: try bfloat16 or float32."
+)
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -70,16 +73,23 @@ class Engine:
         self.tokenizer = tokenizer
         self.policy = parse(policy) if isinstance(policy, str) else policy
         self.budget = budget
-        self._wanted, self._kv_memory, self._chunk = rows, kv_memory, prefill_chunk
+        self._kv_memory, self._chunk = kv_memory, prefill_chunk
         self._options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
+        self._admission = Admission(
+            self.model,
+            tokenizer,
+            policy=self.policy,
+            budget=budget,
+            rows=rows,
+            kv_memory=kv_memory,
+            chunk=prefill_chunk,
+            options=self._options,
+        )
         self._runner = Runner(self.model, graphs=self.model.device.type == "cuda" if graphs is None else graphs)
-        self._limit = position_limit(self.model)
-        self._end_ids = _end_ids(self.model)
         self._all: dict[int, Generation] = {}
         self._count = 0
-        self._known: set[tuple[Policy, int]] = set()
-        self._vocabulary: int = self.model.config.get_text_config(decoder=True).vocab_size
-        self._turn_to(self.policy)
+        self._unreported: list[Event] = []
+        self._rows, self._scheduler = self._make_rows(self.policy)
 
     @property
     def rows(self) -> int:
@@ -93,13 +103,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits or runs."""
-        return bool(self._all)
+        """Whether a request waits or runs, or an interrupted step has left something to report."""
+        return bool(self._all or self._unreported)
 
     @property
     def has_room(self) -> bool:
         """Whether fewer requests wait than there are rows: time to add more."""
-        return len(self._scheduler.waiting) < self.rows
+        return len(self._scheduler.waiting) < max(1, self.rows)
 
     def memory(self) -> Memory:
         """Bytes of all rows, summed over real tensors."""
@@ -115,18 +125,28 @@ class Engine:
             CapacityError: its policy never evicts and the budget does not hold all of it.
             PolicyError: its policy does not exist.
         """
-        one = self.check(request)
+        one = self._admission.check(request, self._count)
         self._count += 1
         self._all[one.id] = one
         self._scheduler.waiting.append(one)
         return one.id
 
     def step(self) -> list[Event]:
-        """Bring every running sequence one token further, prompts one chunk."""
-        self._admit()
-        events: list[Event] = []
-        for batch in self._scheduler.plan():
-            events += self._take(batch, self._runner.run(batch, self._rows))
+        """Bring every running sequence one token further, prompts one chunk.
+
+        A run of the model that fails ends the requests of its batch with ``finish_reason="error"`` and harms no other.
+        An interrupt (Ctrl-C) ends them, too; what the step had brought until then is reported by the next one.
+        """
+        events, self._unreported = self._unreported, []
+        try:
+            with self._guard(events, self._beginning):
+                self._admit(events)
+            for batch in self._scheduler.plan():
+                with self._guard(events, lambda batch=batch: batch.requests):  # type: ignore[misc]
+                    self._advance(batch, events)
+        except BaseException:
+            self._unreported = events
+            raise
         return events
 
     def cancel(self, number: int) -> Result | None:
@@ -182,104 +202,101 @@ class Engine:
         finally:  # whoever stops listening wants no more tokens
             for number in list(self._all):
                 self.cancel(number)
+            self._unreported.clear()
 
-    def check(self, request: Request) -> Generation:
-        """What `add` would run, without adding it, or an error that says why it cannot.
+    def check(self, request: Request) -> None:
+        """Refuse what `add` would refuse, without adding it.
 
         Raises:
             KVKeepError: see `add`.
         """
-        chosen = self.policy if request.policy is None else request.policy
-        policy = parse(chosen) if isinstance(chosen, str) else chosen
-        budget = self.budget if request.budget is None else request.budget
-        budgets.check(budget)
-        if budget > self.budget:
-            raise BudgetError(
-                f"A budget of {budget} is more than the engine's {self.budget}: its rows have memory for no more. Make "
-                "an engine with a larger budget, or ask for less."
-            )
-        if (policy, budget) not in self._known:
-            BoundedCache(self.model.config, policy, budget, **self._options)  # refuses what does not go together
-            if self._kv_memory is not None and policy not in {known for known, _ in self._known}:
-                self._rows_that_fit(Rows(self.model, policy, self.budget, **self._options))
-            self._known.add((policy, budget))
-        total = len(request.prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
-        needed = total - max(0, self._at_once(request) - (budget - policy.spare)) if policy.evicts else total
-        if needed > budget and (policy.grows or not policy.evicts):
-            raise CapacityError(
-                f"{spec(policy)} does not evict generated tokens: {len(request.prompt)} tokens of the prompt and "
-                f"{request.sampling.max_new_tokens} new ones need {needed} slots, and the budget is {budget}."
-            )
-        if self._limit is not None and total > self._limit:
-            raise InputError(
-                f"The model has learned positions for {self._limit} tokens; the request needs {total}. Shorten the "
-                "prompt or ask for fewer new tokens."
-            )
-        if max(request.prompt) >= self._vocabulary or min(request.prompt) < 0:
-            raise InputError(f"The prompt has tokens outside of the model's vocabulary of {self._vocabulary}.")
-        if request.stop and self.tokenizer is None:
-            raise InputError("Stop texts need a tokenizer: make the engine with one.")
-        ends = frozenset() if request.ignore_end else self._end_ids
-        tail = StopText(self._decode, request.stop) if self.tokenizer else None
-        return Generation(self._count, request, policy, budget, ends, tail)
+        self._admission.check(request, self._count)
 
-    def _at_once(self, request: Request) -> int:
-        """Tokens of a prompt that come several at a time; a chunk of one counts as generated."""
-        n = len(request.prompt)
-        return 0 if self._chunk == 1 else n if self._chunk is None else n - (n % self._chunk == 1)
+    @contextmanager
+    def _guard(self, events: list[Event], touched: Callable[[], list[Generation]]) -> Iterator[None]:
+        """End the requests that were touched by what fails; an interrupt goes on to the caller."""
+        try:
+            yield
+        except BaseException as error:
+            _log.warning("A step failed: %s", one_line(error), exc_info=_log.isEnabledFor(logging.DEBUG))
+            self._rows.renew()  # a layer that was left half way refuses to go on
+            events += [self._fail(one, one_line(error)) for one in touched() if one.id in self._all]
+            if not isinstance(error, Exception):
+                raise
 
-    def _admit(self) -> None:
+    def _beginning(self) -> list[Generation]:
+        """Requests that have a row, and none of whose tokens were fed."""
+        return [one for one in self._scheduler.running if not one.fed]
+
+    def _admit(self, events: list[Event]) -> None:
         """Fill free rows; make others for a policy that needs them, when all are free; keep those in use together."""
-        if (turn := self._scheduler.next_policy()) is not None and turn != self._rows.policy:
-            waiting = self._scheduler.waiting
-            self._rows.allocate(0)  # before there is memory for others
-            self._turn_to(turn)
-            self._scheduler.waiting = waiting
+        while (turn := self._scheduler.next_policy()) is not None and (turn != self._rows.policy or not self.rows):
+            with self._guard(events, lambda turn=turn: self._waiting_for(turn)):  # type: ignore[misc]
+                self._turn_to(turn)
         for one in self._scheduler.admit(self._rows.takes):
-            one.mark("started")
-            self._rows.begin(cast(int, one.row), policy=one.policy, budget=one.budget, sequence=one.request.sequence)
+            with self._guard(events, lambda one=one: [one]):  # type: ignore[misc]
+                one.mark("started")
+                row = cast(int, one.row)
+                self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=one.request.sequence)
         while (gap := self._scheduler.close_gap()) is not None:
-            self._rows.move(*gap)
+            with self._guard(events, lambda gap=gap: [gap[0]]):  # type: ignore[misc]
+                self._rows.move(gap[1], cast(int, gap[0].row))
+
+    def _waiting_for(self, policy: Policy) -> list[Generation]:
+        """Requests that wait for rows under a policy."""
+        return [one for one in self._scheduler.waiting if one.policy == policy]
 
     def _turn_to(self, policy: Policy) -> None:
-        """Make rows for a policy."""
-        if self._runner.graphs is not None:
-            self._runner.graphs.clear()
-        self._rows = Rows(self.model, policy, self.budget, **self._options)
-        count = self._rows_that_fit(self._rows)
-        self._rows.allocate(count, most_bytes=self._kv_memory)
-        self._scheduler = Scheduler(count, self._chunk, alone=policy.cascades)
-
-    def _rows_that_fit(self, rows: Rows) -> int:
-        """How many rows like these there are to be.
+        """Replace the rows, none of which is taken, by rows for another policy; if that fails, there are new old ones.
 
         Raises:
             BudgetError: there is no memory for one.
         """
-        if self._kv_memory is None:
-            return self._wanted or DEFAULT_ROWS
-        fits = self._kv_memory // rows.row_bytes
-        if not fits:
-            found = largest_budget(self.model, rows.policy, self.budget, self._kv_memory, **self._options)
-            advice = "." if found is None else f", or a budget of {found} or less."
-            raise BudgetError(
-                f"Not one row fits: {spec(rows.policy)} with a budget of {self.budget} takes {rows.row_bytes} bytes "
-                f"per row, and there are {self._kv_memory}. Give more memory{advice}"
-            )
-        return min(fits, self._wanted or fits)
+        before, count, waiting = self._rows, self.rows, self._scheduler.waiting
+        before.allocate(0)  # before there is memory for others
+        try:
+            self._rows, self._scheduler = self._make_rows(policy)
+            self._scheduler.waiting = waiting
+        except BaseException:
+            before.allocate(count, most_bytes=self._kv_memory)
+            raise
 
-    def _take(self, batch: Batch, logits: Float[Tensor, "n V"]) -> list[Event]:
-        """Choose the next tokens of the rows that are ready for one."""
-        ready = batch.ready()
+    def _make_rows(self, policy: Policy) -> tuple[Rows, Scheduler]:
+        """Rows for a policy, and who runs in them.
+
+        Raises:
+            BudgetError: there is no memory for one.
+        """
+        if self._runner.graphs is not None:
+            self._runner.graphs.clear()
+        rows = Rows(self.model, policy, self.budget, **self._options)
+        rows.allocate(self._admission.rows_that_fit(rows), most_bytes=self._kv_memory)
+        return rows, Scheduler(rows.count, self._chunk, alone=policy.cascades)
+
+    def _advance(self, batch: Batch, events: list[Event]) -> None:
+        """Run the model over a batch, then choose the next tokens of the rows that are ready for one."""
+        logits = self._runner.run(batch, self._rows)
+        ready = batch.commit()
         if not ready:
-            return []
+            return
         places, those = [i for i, _ in ready], [one for _, one in ready]
         chosen = logits if len(those) == len(logits) else logits[places]
-        events = [one.take(token) for one, token in zip(those, sampler.draw(chosen, those), strict=True)]
-        return [
-            replace(event, result=self._end(self._all[event.id])) if self._all[event.id].finish_reason else event
-            for event in events
-        ]
+        for one, token in zip(those, sampler.draw(chosen, those), strict=True):
+            with self._guard(events, lambda one=one: [one]):  # type: ignore[misc]
+                events.append(self._fail(one, NO_NUMBERS) if token is None else self._take(one, token))
+
+    def _take(self, one: Generation, token: int) -> Event:
+        """Add a token to a generation, which may be its last."""
+        event = one.take(token)
+        return replace(event, result=self._end(one)) if one.finish_reason else event
+
+    def _fail(self, one: Generation, error: str) -> Event:
+        """End a generation that cannot go on."""
+        text = ""
+        with suppress(Exception):  # perhaps it is the tokenizer that fails
+            text = one.tail.end() if one.tail else ""
+        one.finish("error", error)
+        return Event(one.id, None, text, self._end(one))
 
     def _end(self, one: Generation) -> Result:
         """Let go of a generation."""
@@ -288,13 +305,3 @@ class Engine:
         self._scheduler.leave(one)
         del self._all[one.id]
         return one.result()
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        assert self.tokenizer is not None
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-
-def _end_ids(model: Model) -> frozenset[int]:
-    """The tokens with which a model ends its text."""
-    ids = model.generation_config.eos_token_id if model.generation_config else None
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from kvkeep.engine.waits import NoWaiting, WaitError
 from kvkeep.models.load import Model
 from kvkeep.models.rows import Rows
 from kvkeep.policies.base import Policy
-from kvkeep.registry import spec
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +59,7 @@ class Graphs:
     """
 
     def __init__(self, model: Model, options: dict[str, Any]) -> None:
-        self.refused: dict[str, str] = {}
+        self.refused: dict[Policy, str] = {}
         self._model = model
         self._options = options
         self._steps: dict[tuple[Policy, int], _Step] = {}
@@ -73,7 +71,7 @@ class Graphs:
         decodes = batch.start == 0 and not batch.fresh and all(len(tokens) < 2 for tokens in batch.tokens)
         size = bucket(len(batch.rows), rows.count)
         policy = rows.sole(0, size) if decodes else None  # rows of several policies have too many orders to record
-        if policy is None or spec(policy) in self.refused:
+        if policy is None or policy in self.refused:
             return None
         if self._memory != (rows, rows.version):
             self.clear()
@@ -84,6 +82,8 @@ class Graphs:
             except WaitError as reason:
                 self._refuse(policy, str(reason))
                 self._steps = {key: step for key, step in self._steps.items() if key[0] != policy}  # not used any more
+                rows.renew()  # the attempt ended in the middle of a layer
+                self._memory = (rows, rows.version)  # the tensors are the same
                 return None
         return self._steps[policy, size].run(batch)[: len(batch.rows)]
 
@@ -112,7 +112,7 @@ class Graphs:
         return step
 
     def _refuse(self, policy: Policy, reason: str) -> None:
-        self.refused[spec(policy)] = reason
+        self.refused[policy] = reason
         _log.warning(
             "Decode steps under %s are not recorded as CUDA graphs, which would be faster: %s.", policy, reason
         )
@@ -137,14 +137,12 @@ class _Step:
 
     def run(self, batch: Batch) -> Float[Tensor, "size V"]:
         """Feed the batch's tokens."""
-        size = self._real.shape[0]
-        fed = [one if tokens else None for one, tokens in zip(batch.rows, batch.tokens, strict=True)]
-        fed += [None] * (size - len(fed))
-        ids = chain((tokens[0] if tokens else 0 for tokens in batch.tokens), [0] * (size - len(batch.tokens)))
-        positions = [0 if one is None else one.length - 1 for one in fed]
-        real = [int(one is not None) for one in fed]
+        padding = [0] * (self._real.shape[0] - len(batch.rows))
+        ids = [*(tokens[0] if tokens else 0 for tokens in batch.tokens), *padding]
+        positions = [*batch.positions, *padding]
+        real = [*map(len, batch.tokens), *padding]
         pinned = self._inputs.is_cuda  # a new one each time: the last one may still be on its way
-        host = torch.tensor([[*ids], positions, real], pin_memory=pinned)[..., None]
+        host = torch.tensor([ids, positions, real], pin_memory=pinned)[..., None]
         self._inputs.copy_(host, non_blocking=True)
         return (self._replay or self.forward)()
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 from torch import Tensor
 
+from kvkeep import budget as budgets
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import InputError
 from kvkeep.models.text import Sampling
 from kvkeep.policies.base import Policy
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,8 @@ class Request:
         sequence: identity for policies with randomness: equal requests with equal identity keep the same tokens.
 
     Raises:
-        InputError: there is no token, or a number is out of range.
+        InputError: there is no token, something has another type, or a number is out of range.
+        BudgetError: the budget is no whole number of 1 or more.
     """
 
     prompt: Sequence[int]
@@ -45,12 +48,69 @@ class Request:
     sequence: int = 0
 
     def __post_init__(self) -> None:
-        if not len(self.prompt):
-            raise InputError("The prompt has no tokens.")
-        if any(not text for text in self.stop):
-            raise InputError("An empty stop text would end every generation before it begins.")
-        if self.logprobs is not None and not 0 <= self.logprobs <= 100:
-            raise InputError(f"logprobs={self.logprobs} is outside 0 … 100.")
+        object.__setattr__(self, "prompt", _token_ids(self.prompt))
+        object.__setattr__(self, "stop", _texts(self.stop))
+        object.__setattr__(self, "sequence", _whole("sequence", self.sequence, -(2**63), 2**63 - 1))
+        if not isinstance(self.sampling, Sampling):
+            raise InputError(f"sampling={self.sampling!r} is no kvkeep.Sampling.")
+        if not isinstance(self.ignore_end, bool):
+            raise InputError(f"ignore_end={self.ignore_end!r} is neither True nor False.")
+        if self.policy is not None and not isinstance(self.policy, str | Policy):
+            raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
+        if self.budget is not None:
+            budgets.check(self.budget)
+        if self.logprobs is not None:
+            object.__setattr__(self, "logprobs", _whole("logprobs", self.logprobs, 0, 100))
+
+
+def _token_ids(prompt: object) -> tuple[int, ...]:
+    """Token ids as Python's numbers; they may come as a list, an array or a tensor of one axis.
+
+    Raises:
+        InputError: there are none, or they are something else.
+    """
+    found = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    if isinstance(found, str | bytes) or not isinstance(found, Iterable):
+        raise InputError(f"The prompt is {_kind(found)}; give token ids, for example tokenizer(text).input_ids.")
+    ids = tuple(found)
+    if not ids:
+        raise InputError("The prompt has no tokens.")
+    if set(map(type, ids)) == {int}:
+        return ids
+    return tuple(_whole("A token id of the prompt", one, -(2**63), 2**63 - 1) for one in ids)
+
+
+def _texts(stop: object) -> tuple[str, ...]:
+    """Stop texts.
+
+    Raises:
+        InputError: they are no texts, or one is empty.
+    """
+    found = (stop,) if isinstance(stop, str) else stop
+    texts = tuple(found) if isinstance(found, Iterable) else (found,)
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(f"stop={stop!r} is no text and no sequence of texts.")
+    if not all(texts):
+        raise InputError("An empty stop text would end every generation before it begins.")
+    return texts
+
+
+def _whole(name: str, value: object, low: int, high: int) -> int:
+    """A whole number, also of NumPy.
+
+    Raises:
+        InputError: it is something else, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise InputError(f"{name}={value!r} is no whole number.")
+    number = operator.index(value)
+    if not low <= number <= high:
+        raise InputError(f"{name}={number} is outside {low} … {high}.")
+    return number
+
+
+def _kind(value: object) -> str:
+    return "a text" if isinstance(value, str | bytes) else f"of the type {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -76,12 +136,15 @@ class Result:
         id: the number that `Engine.add` gave.
         token_ids: the new tokens, the end token included.
         text: the same as text, without special tokens and without a stop text; empty without a tokenizer.
-        finish_reason: ``stop`` (the model or a stop text ended it), ``length`` or ``cancelled``.
+        finish_reason: ``stop`` (the model or a stop text ended it), ``length``, ``cancelled``, or ``error`` (a step
+            failed; the tokens before it are there).
         prompt_tokens: length of the prompt.
         logprobs: one entry per token, if asked for.
-        queued_s: time until the request got a row.
-        ttft_s: time from then to the first token; ``None`` if there was none.
+        queued_s: time from the request's arrival until it got a row.
+        ttft_s: time from the request's arrival to its first token, the queue included; ``None`` if there was none.
+        prefill_s: time from getting a row to the first token, ``ttft_s - queued_s``; ``None`` if there was none.
         tpot_s: time per further token; ``None`` if there was only one.
+        error: what failed; ``None`` unless that is why it ended.
     """
 
     id: int
@@ -92,7 +155,9 @@ class Result:
     logprobs: tuple[Logprob, ...]
     queued_s: float
     ttft_s: float | None
+    prefill_s: float | None
     tpot_s: float | None
+    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,13 +166,13 @@ class Event:
 
     Attributes:
         id: the number that `Engine.add` gave.
-        token_id: the new token.
+        token_id: the new token; ``None`` if the step failed.
         text: text that has become final, often a word, sometimes nothing.
-        result: the whole, if this was the last token.
+        result: the whole, if this was the last token, or if the step failed.
     """
 
     id: int
-    token_id: int
+    token_id: int | None
     text: str
     result: Result | None = None
 
@@ -124,9 +189,10 @@ class Generation:
         ends: tokens that end the text.
         tail: turns tokens into text and looks for stop texts; ``None`` without a tokenizer.
         row: its row; ``None`` while it waits.
-        fed: prompt tokens that the model has seen.
+        fed: tokens that the model has seen, of the prompt and new ones; moves when a step has succeeded.
         token_ids: the new tokens.
         finish_reason: why it has ended; ``None`` while it runs.
+        error: what failed, if that is why.
         used: which tokens of the vocabulary occur in it, for a repetition penalty.
     """
 
@@ -141,6 +207,7 @@ class Generation:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: str | None = None
     used: Tensor | None = None
     times: dict[str, float] = field(default_factory=dict)
 
@@ -152,14 +219,9 @@ class Generation:
         self.times[what] = time.perf_counter()
 
     @property
-    def length(self) -> int:
-        """Tokens that the model has seen once all of this step are fed."""
-        return self.fed + len(self.token_ids)
-
-    @property
     def prompt_left(self) -> int:
         """Prompt tokens that the model has not seen."""
-        return len(self.request.prompt) - self.fed
+        return max(0, len(self.request.prompt) - self.fed)
 
     def take(self, token_id: int) -> Event:
         """Add a new token, and see whether it is the last one."""
@@ -175,9 +237,9 @@ class Generation:
             piece += self.tail.end()
         return Event(self.id, token_id, piece)
 
-    def finish(self, reason: FinishReason) -> None:
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Note why it ends."""
-        self.finish_reason = reason
+        self.finish_reason, self.error = reason, error
         self.mark("last")
 
     def result(self) -> Result:
@@ -193,6 +255,8 @@ class Generation:
             prompt_tokens=len(self.request.prompt),
             logprobs=tuple(self.logprobs),
             queued_s=started - at["added"],
-            ttft_s=at["first"] - started if n else None,
+            ttft_s=at["first"] - at["added"] if n else None,
+            prefill_s=at["first"] - started if n else None,
             tpot_s=(at["last"] - at["first"]) / (n - 1) if n > 1 else None,
+            error=self.error,
         )

@@ -47,11 +47,10 @@ class Runner:
         device = self._model.device
         T = max(map(len, batch.tokens))
         ids, positions, real = [], [], []
-        for one, tokens in zip(batch.rows, batch.tokens, strict=True):
+        for first, tokens in zip(batch.positions, batch.tokens, strict=True):
             pad = T - len(tokens)  # in front, so that the last column is everybody's last token
-            seen = 0 if one is None else one.length - len(tokens)
             ids.append([0] * pad + list(tokens))
-            positions.append([0] * pad + list(range(seen, seen + len(tokens))))
+            positions.append([0] * pad + list(range(first, first + len(tokens))))
             real.append([False] * pad + [True] * len(tokens))
         mask = None if all(map(all, real)) else torch.tensor(real, device=device)
         out = self._model(

@@ -17,8 +17,8 @@ from kvkeep.models.text import Sampling
 from kvkeep.noise import uniform
 
 
-def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> list[int]:
-    """The next token of every row.
+def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> list[int | None]:
+    """The next token of every row; ``None`` where the logits name none, since one is NaN or the largest infinite.
 
     Args:
         logits: the model's, one row per generation.
@@ -26,16 +26,16 @@ def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> lis
     """
     logits = logits.float()
     penalised = _penalised(logits, generations)
-    tokens = penalised.argmax(dim=-1)
+    best, tokens = penalised.max(dim=-1)  # NaN counts as the largest
     drawn = [i for i, one in enumerate(generations) if one.request.sampling.temperature > 0]
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
         chosen = [generations[i] for i in drawn]
         steps = torch.tensor([len(one.token_ids) for one in chosen], device=logits.device)
         tokens[index] = choose(penalised[index], [one.request.sampling for one in chosen], steps)
-    found: list[int] = tokens.tolist()
+    found: list[int] = tokens.masked_fill_(~best.isfinite(), -1).tolist()
     _note(logits, found, generations)
-    return found
+    return [None if token < 0 else token for token in found]
 
 
 def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
@@ -62,6 +62,7 @@ def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: I
         out |= ((p.cumsum(dim=-1) - p) >= top_p) & (top_p < 1.0)
         p = ordered.masked_fill(out, -torch.inf).softmax(dim=-1)
         out |= p < column([s.min_p or 0.0 for s in samplings]) * p[:, :1]
+        out[:, 0] = False  # the likeliest token stays, whatever rounding makes of a limit
         logits = torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(out, -torch.inf))
     seeds = torch.tensor([s.seed for s in samplings], dtype=torch.int64, device=logits.device)
     u = uniform(0, seeds, steps).double()[:, None]
@@ -97,7 +98,7 @@ def _note(logits: Float[Tensor, "n V"], tokens: Sequence[int], generations: Sequ
     """Write down the log-probabilities of rows that ask for them."""
     for i, (token, one) in enumerate(zip(tokens, generations, strict=True)):
         n = one.request.logprobs
-        if n is None:
+        if n is None or token < 0:
             continue
         logp = logits[i].log_softmax(dim=-1)
         best = logp.topk(min(n, len(logp)))

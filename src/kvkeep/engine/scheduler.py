@@ -18,18 +18,20 @@ PATIENCE = 4
 
 @dataclass(frozen=True)
 class Batch:
-    """One run of the model over neighbouring rows.
+    """One run of the model over neighbouring rows. Nothing of a request changes before `commit`.
 
     Attributes:
         start: the first row.
         rows: who is fed in each row from ``start`` on; ``None``: nobody, the row only stands between others.
         tokens: what each is fed; the same number of lists as rows, empty for ``None``.
+        positions: where the first token of each stands in its sequence.
         fresh: whether all of them begin their prompt.
     """
 
     start: int
     rows: Sequence[Generation | None]
     tokens: Sequence[Sequence[int]]
+    positions: Sequence[int]
     fresh: bool
 
     @property
@@ -37,8 +39,20 @@ class Batch:
         """The row after the last."""
         return self.start + len(self.rows)
 
-    def ready(self) -> list[tuple[int, Generation]]:
-        """Those whose next token follows from this run, each with its place in the batch."""
+    @property
+    def requests(self) -> list[Generation]:
+        """Those that are fed."""
+        return [one for one in self.rows if one is not None]
+
+    def commit(self) -> list[tuple[int, Generation]]:
+        """Note that the model has seen the tokens.
+
+        Returns:
+            Those whose next token follows from this run, each with its place in the batch.
+        """
+        for one, tokens in zip(self.rows, self.tokens, strict=True):
+            if one is not None:
+                one.fed += len(tokens)
         return [(i, one) for i, one in enumerate(self.rows) if one is not None and one.prompt_left == 0]
 
 
@@ -98,8 +112,8 @@ class Scheduler:
         elif one in self.waiting:
             self.waiting.remove(one)
 
-    def close_gap(self) -> tuple[int, int] | None:
-        """Let the last row go on in the first free one, if nobody waits for it: from where to where."""
+    def close_gap(self) -> tuple[Generation, int] | None:
+        """Let the last sequence go on in the first free row, if nobody waits for it: which, and the row it had."""
         taken = [i for i, one in enumerate(self._rows) if one is not None]
         if self.waiting or self._alone or not taken or taken[-1] < len(taken):
             return None
@@ -109,7 +123,7 @@ class Scheduler:
         if one.prompt_left:
             return None
         self._rows[source], self._rows[target], one.row = None, one, target
-        return source, target
+        return one, source
 
     def plan(self) -> list[Batch]:
         """What the model runs in this step: at most a chunk of prompts, and one token for every other row."""
@@ -118,7 +132,13 @@ class Scheduler:
             decoding.pop()
         groups = [(i, [one]) for i, one in enumerate(decoding) if one] if self._alone else [(0, decoding)]
         steps = [
-            Batch(start, group, [one.token_ids[-1:] if one else [] for one in group], fresh=False)
+            Batch(
+                start,
+                group,
+                [one.token_ids[-1:] if one else [] for one in group],
+                [one.fed if one else 0 for one in group],
+                fresh=False,
+            )
             for start, group in groups
             if group
         ]
@@ -141,6 +161,4 @@ class Scheduler:
                 break
             group.append(other)
         tokens = [one.request.prompt[one.fed : one.fed + chunk] for one in group]
-        for one, fed in zip(group, tokens, strict=True):
-            one.fed += len(fed)
-        return [Batch(first.row, group, tokens, fresh)]
+        return [Batch(first.row, group, tokens, [one.fed for one in group], fresh)]

@@ -14,14 +14,15 @@ from transformers.cache_utils import Cache
 from kvkeep.cache import BoundedCache, BoundedLayer
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.layer import Layer
+from kvkeep.layout import Layout
 from kvkeep.memory import Memory
 from kvkeep.models.segments import Segment, Segments, segments
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, Cascade, inference
+from kvkeep.store import Block, Cascade, DenseStore, inference
 from kvkeep.types import EMPTY
 
-_MOST_PARTS = 64
-"""Ranges of rows that are remembered; with several policies in the rows there can be many."""
+_MOST = 64
+"""Ranges of rows, and policies, whose layers are remembered; what is forgotten is made again when it is needed."""
 
 
 class RowLayer(BoundedLayer):
@@ -48,7 +49,7 @@ class Rows:
 
     Attributes:
         count: rows there is memory for; none before `allocate`.
-        version: changes with the tensors that the rows are made of; as long as it is the same, they are, too.
+        version: incremented whenever tensors of the rows, or what was made of them, are replaced.
         row_bytes: what one row takes under the policy that they were made for.
 
     Raises:
@@ -71,10 +72,11 @@ class Rows:
         self._budget = budget
         self._most_bytes: int | None = None
         self._options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
-        self._numbers: dict[tuple[Policy, int], list[int]] = {}
+        self._layouts: dict[Policy, Layout] = {}
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Policy | None] = []
-        self._parts: dict[tuple[Segment, ...], Cache] = {}
+        self._cascades: list[Cascade | None] = []
+        self._parts: dict[tuple[tuple[Segment, ...], Cascade | None], Cache] = {}
         probe = self._cache(policy, budget)
         found = probe.bounded_layers()
         if len(found) < len(probe.layers):
@@ -93,19 +95,30 @@ class Rows:
     @inference
     def allocate(self, count: int, *, most_bytes: int | None = None) -> None:
         """Make the memory for so many rows, all of them empty; later, other policies may add state up to a limit."""
-        self._parts.clear()
-        self.version += 1
+        self.renew()
+        self._layers.clear()
+        self._blocks = []  # the old memory is free before there is new memory
         self.count = count
         self._most_bytes = most_bytes
         self._owners = [None] * count
+        self._cascades = [None] * count
+        try:
+            self._blocks = [
+                self._block(budget, like)
+                for budget, like in zip(self.numbers(self.policy, self._budget), self._like, strict=True)
+            ]
+        except BaseException:
+            self.count = 0
+            raise
+
+    def _block(self, budget: int, like: DenseStore) -> Block:
+        """One layer's slots, all of them empty."""
         starts = {str(i): 0.0 for i in range(len(self.policy.slots))}  # a new token's state is written with it
-        self._blocks = []
-        for budget, like in zip(self.numbers(self.policy, self._budget), self._like, strict=True):
-            heads = like.keys.shape[1]
-            keys, values = (x[:, :, :1].expand(count, -1, -1, -1) for x in (like.keys, like.values))
-            block = Block(keys, values, numbers=[self.policy.most(budget, heads)], starts=starts)
-            block.budget = block.seen.new_full((count, heads), budget) if self.policy.spreads else budget
-            self._blocks.append(block)
+        heads = like.keys.shape[1]
+        keys, values = (x[:, :, :1].expand(self.count, -1, -1, -1) for x in (like.keys, like.values))
+        block = Block(keys, values, numbers=[self.policy.most(budget, heads)], starts=starts)
+        block.budget = block.seen.new_full((self.count, heads), budget) if self.policy.spreads else budget
+        return block
 
     def takes(self, policy: Policy) -> bool:
         """Whether a sequence under this policy can have one of the rows while others run under theirs."""
@@ -130,15 +143,16 @@ class Rows:
             BudgetError: the policy protects more than the budget.
         """
         owner = self._owners[row] = self.policy if policy is None else policy
+        self._cascades[row] = Cascade(0) if owner.cascades else None
         numbers = self.numbers(owner, budget)
-        if len(owner.slots) > len(self._blocks[0].state):
+        if any(len(owner.slots) > len(block.state) for block in self._blocks):
+            self.renew()
             for block in self._blocks:
                 block.add_state(len(owner.slots))
-            self._renew()
         for block, number in zip(self._blocks, numbers, strict=True):
             if isinstance(block.budget, int) and block.budget != number:
+                self.renew()
                 block.budget = block.seen.new_full((self.count, 1), block.budget)
-                self._renew()
             if isinstance(block.budget, Tensor):
                 block.budget[row] = number
             block.sequences[row] = sequence
@@ -147,12 +161,15 @@ class Rows:
     @inference
     def end(self, row: int) -> None:
         """Let go of a row: whatever policy the rows beside it have, nothing in it is in their way."""
-        self._owners[row] = None
+        if (shared := self._cascades[row]) is not None:
+            self._parts = {key: part for key, part in self._parts.items() if key[1] is not shared}
+        self._owners[row] = self._cascades[row] = None
         self._empty(row)
 
+    @inference
     def move(self, source: int, target: int) -> None:
-        """Let a sequence go on in another row; what layers share under a cascading policy does not move."""
-        self._owners[target] = self._owners[source]
+        """Let a sequence go on in another row."""
+        self._owners[target], self._cascades[target] = self._owners[source], self._cascades[source]
         for block in self._blocks:
             tensors = [*block.store.tensors(), *block.state.values(), block.seen, block.prompt, block.sequences]
             for tensor in [*tensors, *([block.budget] if isinstance(block.budget, Tensor) else [])]:
@@ -165,16 +182,23 @@ class Rows:
         return found[0].policy if len(found) == 1 else None
 
     def part(self, start: int, stop: int, *, fresh: bool) -> Cache:
-        """A range of rows as the cache of one run of the model; ``fresh``: all of them begin a new prompt."""
-        key = segments(self._owners, start, stop, self.policy)
-        if fresh or key not in self._parts:
-            if len(self._parts) >= _MOST_PARTS:
-                self._parts.clear()
-            cascade = Cascade(0) if self.policy.cascades else None
-            columns = int(not fresh)  # a prompt that goes on has its beginning in the slots
-            layers = [self._layer(i, key, columns, cascade) for i in range(len(self._blocks))]
-            self._parts[key] = Cache(layers=cast(Any, [RowLayer(layer) for layer in layers]))
+        """A range of rows as the cache of one run of the model; ``fresh``: all of them begin a new prompt.
+
+        Under a policy that cascades a range has one row only.
+        """
+        found = segments(self._owners, start, stop, self.policy)
+        if fresh:
+            return self._cache_of(found, columns=0)
+        key = (found, self._cascades[start])
+        if key not in self._parts:
+            _make_room(self._parts)
+            self._parts[key] = self._cache_of(found, columns=1)  # its beginning is in the slots
         return self._parts[key]
+
+    def renew(self) -> None:
+        """Forget what was made of the rows' tensors: these are about to be replaced, or a step failed on them."""
+        self._parts.clear()
+        self.version += 1
 
     def numbers(self, policy: Policy, budget: int) -> list[int]:
         """A budget, spread over the layers.
@@ -182,26 +206,30 @@ class Rows:
         Raises:
             BudgetError: the policy protects more than the budget.
         """
-        if (policy, budget) not in self._numbers:
-            layers = self._cache(policy, budget).bounded_layers().values()
-            self._numbers[policy, budget] = [max(layer.budgets) for layer in layers]
-        return self._numbers[policy, budget]
+        if policy not in self._layouts:
+            _make_room(self._layouts)
+            self._layouts[policy] = Layout.of(self._config, policy, **self._options)
+        return self._layouts[policy].slots(budget)
 
     def memory(self) -> Memory:
         """Bytes over all rows and layers, summed over real tensors."""
         return sum((block.memory() for block in self._blocks), Memory())
 
-    def _layer(self, index: int, those: tuple[Segment, ...], columns: int, cascade: Cascade | None) -> Layer:
-        """Rows of one layer: those of one policy, or of several side by side."""
+    def _cache_of(self, those: tuple[Segment, ...], *, columns: int) -> Cache:
+        """The layers of some rows, as a model takes them."""
+        layers = [RowLayer(self._layer(i, those, columns)) for i in range(len(self._blocks))]
+        return Cache(layers=cast(Any, layers))
+
+    def _layer(self, index: int, those: tuple[Segment, ...], columns: int) -> Layer:
+        """Some rows of one layer: of one policy, or of several side by side."""
         start, parts = those[0].start, []
         for one in those:
             if one.policy not in self._layers:
-                found = self._cache(one.policy, self._budget).bounded_layers()
-                self._layers[one.policy] = list(found.values())
-            layer = self._layers[one.policy][index]
-            layer.block, layer.allocated = self._blocks[index].under(one.policy.slots), True
-            part = layer.part(one.start, one.stop, cascade=cascade)
-            part.columns = columns
+                _make_room(self._layers)
+                self._layers[one.policy] = list(self._cache(one.policy, self._budget).bounded_layers().values())
+            block = self._blocks[index].under(one.policy.slots).part(one.start, one.stop)
+            cascade = self._cascades[one.start]
+            part = self._layers[one.policy][index].over(block, columns=columns, cascade=cascade)
             parts.append((slice(one.start - start, one.stop - start), part))
         return parts[0][1] if len(parts) == 1 else Segments(parts)
 
@@ -210,13 +238,14 @@ class Rows:
             block.store.positions[row] = EMPTY
             block.seen[row] = block.prompt[row] = 0
 
-    def _renew(self) -> None:
-        """The tensors have changed: what was made of them is out of date."""
-        self._parts.clear()
-        self.version += 1
-
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:
         return BoundedCache(self._config, policy, budget, **self._options)
+
+
+def _make_room(remembered: dict[Any, Any]) -> None:
+    """Keep what is remembered bounded."""
+    if len(remembered) >= _MOST:
+        remembered.clear()
 
 
 def largest_budget(model: PreTrainedModel, policy: Policy, below: int, memory: int, **options: Any) -> int | None:

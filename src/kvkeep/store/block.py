@@ -160,6 +160,8 @@ class Block:
         counters = [self.seen, self.prompt, self.sequences, *([self.budget] if isinstance(self.budget, Tensor) else [])]
         per_slot = [*self.store.tensors(), *self.state.values()]
         positions = self.store.positions
+        if not positions.numel():
+            return Memory()  # no rows
         per_token = bytes_of([self.store.keys, self.store.values]) // (positions.numel() // positions.shape[1])
         return Memory(
             allocated_bytes=bytes_of([*per_slot, *counters]),

@@ -1,0 +1,155 @@
+"""Which requests an engine takes: everything that can be refused is refused before a request waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvkeep.engine.request import Generation, Request
+from kvkeep.engine.stops import StopText
+from kvkeep.errors import BudgetError, CapacityError, InputError
+from kvkeep.layout import Layout
+from kvkeep.models.load import Model, Tokenizer, position_limit
+from kvkeep.models.rows import Rows, largest_budget
+from kvkeep.policies.base import Policy
+from kvkeep.registry import parse
+
+DEFAULT_ROWS = 16
+
+MOST_POLICIES = 64
+"""Policies whose layout is remembered; what is forgotten is made again when it is needed."""
+
+
+class Admission:
+    """Checks requests, and says how many rows there may be.
+
+    Args:
+        model: the model, attached.
+        tokenizer: the engine's, if it has one.
+        policy: the policy of requests that do not name one.
+        budget: the most tokens that a request may keep.
+        rows: how many rows the user wants.
+        kv_memory: bytes that all rows may take together.
+        chunk: prompt tokens that are fed in one step.
+        options: of the cache: ``layer_budget`` and ``positions``.
+
+    Raises:
+        KVKeepError: the policy does not go together with the model or the options.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None,
+        *,
+        policy: Policy,
+        budget: int,
+        rows: int | None,
+        kv_memory: int | None,
+        chunk: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._model, self._tokenizer, self._policy, self._budget = model, tokenizer, policy, budget
+        self._wanted, self._kv_memory, self._chunk, self._options = rows, kv_memory, chunk, options
+        self._limit = position_limit(model)
+        self._end_ids = _end_ids(model)
+        self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+        self._layouts = {policy: Layout.of(model.config, policy, **options)}
+
+    def check(self, request: Request, number: int) -> Generation:
+        """The beginning of a request's generation.
+
+        Args:
+            request: what is asked for.
+            number: what the generation is called.
+
+        Raises:
+            KVKeepError: the engine cannot run it; see `Engine.add`.
+        """
+        chosen = self._policy if request.policy is None else request.policy
+        policy = parse(chosen) if isinstance(chosen, str) else chosen
+        budget = self._budget if request.budget is None else request.budget
+        if budget > self._budget:
+            raise BudgetError(
+                f"A budget of {budget} is more than the engine's {self._budget}: its rows have memory for no more. "
+                "Make an engine with a larger budget, or ask for less."
+            )
+        total = len(request.prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
+        self._check_room(request, policy, budget, total)
+        if self._limit is not None and total > self._limit:
+            raise InputError(
+                f"The model has learned positions for {self._limit} tokens; the request needs {total}. Shorten the "
+                "prompt or ask for fewer new tokens."
+            )
+        if max(request.prompt) >= self._vocabulary or min(request.prompt) < 0:
+            raise InputError(f"The prompt has tokens outside of the model's vocabulary of {self._vocabulary}.")
+        if request.stop and self._tokenizer is None:
+            raise InputError("Stop texts need a tokenizer: make the engine with one.")
+        ends = frozenset() if request.ignore_end else self._end_ids
+        tail = StopText(self._decode, request.stop) if self._tokenizer else None
+        return Generation(number, request, policy, budget, ends, tail)
+
+    def rows_that_fit(self, rows: Rows) -> int:
+        """How many rows like these there are to be.
+
+        Raises:
+            BudgetError: there is no memory for one.
+        """
+        if self._kv_memory is None:
+            return self._wanted or DEFAULT_ROWS
+        fits = self._kv_memory // rows.row_bytes
+        if not fits:
+            found = largest_budget(self._model, rows.policy, self._budget, self._kv_memory, **self._options)
+            advice = "." if found is None else f", or a budget of {found} or less."
+            raise BudgetError(
+                f"Not one row fits: {rows.policy} with a budget of {self._budget} takes {rows.row_bytes} bytes "
+                f"per row, and there are {self._kv_memory}. Give more memory{advice}"
+            )
+        return min(fits, self._wanted or fits)
+
+    def _check_room(self, request: Request, policy: Policy, budget: int, total: int) -> None:
+        """Refuse a request whose policy would run out of slots, or cannot have any.
+
+        Raises:
+            KVKeepError: see `Engine.add`.
+        """
+        room = self._layout(policy).room(budget)
+        if room is None or (policy.evicts and not policy.grows):
+            return
+        needed = total - max(0, self._at_once(request) - (room - policy.spare)) if policy.evicts else total
+        if needed > room:
+            where = f"the budget is {room}" if room == budget else f"a budget of {budget} gives some layer only {room}"
+            raise CapacityError(
+                f"{policy} does not evict generated tokens: {len(request.prompt)} tokens of the prompt and "
+                f"{request.sampling.max_new_tokens} new ones need {needed} slots, and {where}."
+            )
+
+    def _layout(self, policy: Policy) -> Layout:
+        """What rows under a policy are made of.
+
+        Raises:
+            KVKeepError: the policy does not go together with the model, the engine's options or its memory.
+        """
+        if policy not in self._layouts:
+            layout = Layout.of(self._model.config, policy, **self._options)
+            if self._kv_memory is not None:
+                self.rows_that_fit(Rows(self._model, policy, self._budget, **self._options))
+            if len(self._layouts) >= MOST_POLICIES:
+                self._layouts.clear()
+            self._layouts[policy] = layout
+        return self._layouts[policy]
+
+    def _at_once(self, request: Request) -> int:
+        """Tokens of a prompt that come several at a time; a chunk of one counts as generated."""
+        n = len(request.prompt)
+        return 0 if self._chunk == 1 else n if self._chunk is None else n - (n % self._chunk == 1)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def _end_ids(model: Model) -> frozenset[int]:
+    """The tokens with which a model ends its text."""
+    ids = model.generation_config.eos_token_id if model.generation_config else None
+    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])

@@ -1,0 +1,32 @@
+"""A step that fails harms nobody else, whatever fails and whenever."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+FEW = 60
+
+
+def run(first, last):
+    """Schedules in a process of their own, where types and shapes are not checked in every call: four times as fast."""
+    command = [sys.executable, "-m", "engine.faults", str(first), str(last)]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(done.stdout)
+
+
+def test_random_schedules_with_faults():
+    found = run(0, FEW)
+    assert min(found["length"], found["error"], found["cancelled"], found["faults"]) > 5
+
+
+@pytest.mark.slow
+def test_a_thousand_schedules(capsys):
+    found = run(FEW, FEW + 1000)
+    with capsys.disabled():
+        print(f"\n{found}")
+    assert min(found["length"], found["error"], found["cancelled"], found["faults"]) > 100
