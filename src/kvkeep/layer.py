@@ -228,9 +228,7 @@ class Layer:
         positions = joined(self.store.positions, shared.expand(B, Hk, T))
         left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
         held = [joined(self.store.keys, keys), joined(self.store.values, values)]
-        for tensor in (
-            [] if first else held
-        ):  # the slots' part is a copy; what empty ones were left with must not matter
+        for tensor in [] if first else held:  # the slots' part is a copy; what empty ones were left with must not matter
             tensor[:, :, :used].masked_fill_((positions[:, :, :used] < 0)[..., None], 0.0)
         view = self._view(*held, left, new=new >= 0)
         turned = self._rotation.at_ranks(query, view.keys, positions, new)
