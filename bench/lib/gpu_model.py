@@ -55,7 +55,7 @@ def bounded_step(bench: Bench, policy: str, budget: int, rows: int, *, history: 
         fill(row_layer.layer, keys, values, history)
     runner = Runner(model, graphs=True)
     one = Generation(0, Request(prompt=[0]), memory.policy, budget, frozenset(), fed=history, token_ids=[0])
-    batch = Batch(0, [one] * rows, [[0]] * rows, fresh=False)
+    batch = Batch(0, [one] * rows, [[0]] * rows, [one.fed] * rows, fresh=False)
 
     def step() -> object:
         return runner.run(batch, memory).argmax(dim=-1)

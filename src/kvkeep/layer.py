@@ -227,10 +227,8 @@ class Layer:
         shared = new.to(torch.int32)[:, None]
         positions = joined(self.store.positions, shared.expand(B, Hk, T))
         left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
-        held = [joined(self.store.keys, keys), joined(self.store.values, values)]
-        for tensor in [] if first else held:  # the slots' part is a copy; what empty ones were left with must not matter
-            tensor[:, :, :used].masked_fill_((positions[:, :, :used] < 0)[..., None], 0.0)
-        view = self._view(*held, left, new=new >= 0)
+        all_keys, all_values = (keys, values) if first else self.store.beside(keys, values, used=used)
+        view = self._view(all_keys, all_values, left, new=new >= 0)
         turned = self._rotation.at_ranks(query, view.keys, positions, new)
         where = (new, shared if first else positions)
         out, report = attend(*turned, view.values, *where, statistic=self.policy.wants(view), options=options)

@@ -79,6 +79,16 @@ class DenseStore:
         self.positions[:, :, :n] = positions
         self.positions[:, :, n:] = EMPTY
 
+    def beside(
+        self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
+    ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
+        """Copies of the first ``used`` slots with new tokens after them. What is left in empty slots becomes 0."""
+        empty = (self.positions[:, :, :used] < 0)[..., None]
+        found = [torch.cat([self.keys[:, :, :used], keys], dim=2), torch.cat([self.values[:, :, :used], values], dim=2)]
+        for tensor in found:
+            tensor[:, :, :used].masked_fill_(empty, 0.0)
+        return found[0], found[1]
+
     def used(self) -> int:
         """Slots up to the last occupied one of any head; on a GPU, where asking means waiting, all of them."""
         if self.positions.device.type != "cpu":
