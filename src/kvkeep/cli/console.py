@@ -34,6 +34,7 @@ _BYTES: dict[str, int] = {
     **{f"{prefix}iB": 1024**power for prefix, power in (("K", 1), ("M", 2), ("G", 3), ("T", 4))},
 }
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))  # all but tab and line break
+_ESCAPES = {code: f"\\u{code:04x}" for code in range(127, 160)}
 
 
 Debug = Annotated[
@@ -64,7 +65,7 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
             if kwargs.get("debug"):
                 traceback.print_exception(error)
             message = " ".join(str(error).split())
-            err().print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)
+            err().print(Text.assemble(("error: ", "bold red"), visible(message)), soft_wrap=True)
             raise typer.Exit(BAD_INPUT) from error
 
     return wrapper
@@ -83,8 +84,8 @@ def note(message: str) -> None:
 
 
 def write_json(value: object) -> None:
-    """Print one JSON object to standard output."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Print one JSON object to standard output, with the control characters that JSON allows escaped as well."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False).translate(_ESCAPES) + "\n")
 
 
 def write_text(text: str) -> None:
@@ -113,6 +114,11 @@ def streamed_text() -> Iterator[Callable[[str], None]]:
 def printable(text: str) -> str:
     """The text without the control characters that could steer a terminal."""
     return text.translate(_CONTROLS)
+
+
+def visible(text: str) -> str:
+    """The text on one line with every character that is not printed written as its escape: nothing of it is hidden."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def facts(rows: dict[str, str]) -> Table:
