@@ -12,8 +12,10 @@ The text is repeated if it is too short. Every row of DIR/stream.jsonl covers 10
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
+import pickle
 import resource
 import statistics
 import time
@@ -26,6 +28,9 @@ from lib import report
 import kvkeep
 from kvkeep.models import tiny
 from kvkeep.models.load import load
+from kvkeep.runs import write_whole
+from kvkeep.store.block import Block
+from kvkeep.store.dense import DenseStore
 
 WINDOW = 10_000
 SAVE_EVERY = 20
@@ -120,16 +125,28 @@ class Stream:
         }
 
     def _save(self) -> None:
-        part = self.state.with_suffix(".part")
         layers = self.cache.bounded_layers()
-        torch.save({"done": self.done, "blocks": {i: layer.block for i, layer in layers.items()}}, part)
-        part.replace(self.state)
+        file = io.BytesIO()
+        torch.save({"done": self.done, "blocks": {i: layer.block for i, layer in layers.items()}}, file)
+        write_whole(self.state, file.getvalue())
 
     def _load(self) -> None:
-        saved = torch.load(self.state, weights_only=False)  # written by this script
-        self.done = saved["done"]
-        for i, layer in self.cache.bounded_layers().items():
-            layer.block, layer.allocated, layer.columns = saved["blocks"][i], True, self.done
+        """Take up what was saved; the file may name the classes of a block, and nothing else that could be run."""
+        layers = self.cache.bounded_layers()
+        try:
+            with torch.serialization.safe_globals([Block, DenseStore]):
+                saved = torch.load(self.state, weights_only=True)
+            done, blocks = int(saved["done"]), {i: saved["blocks"][i] for i in layers}
+            if not all(isinstance(block, Block) for block in blocks.values()):
+                raise TypeError("its blocks are something else")
+        except (pickle.UnpicklingError, EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise SystemExit(
+                f"{self.state} is no stream that this script saved ({type(error).__name__}), so nothing of it is "
+                "used. Remove it to begin this stream anew."
+            ) from error
+        self.done = done
+        for i, layer in layers.items():
+            layer.block, layer.allocated, layer.columns = blocks[i], True, done
 
 
 def rows_of(output: Path) -> list[dict]:
@@ -219,7 +236,9 @@ def draw(output: Path, by_run: dict[str, list[dict]]) -> None:
     axes[0].set(xscale="log", yscale="log")
     axes[1].set(ylim=(0, None))
     axes[2].set(xscale="log")
-    figure.savefig(output / "stream.png", dpi=130)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=130)
+    write_whole(output / "stream.png", drawn.getvalue())
 
 
 def main() -> None:

@@ -21,6 +21,9 @@ if sys.platform != "win32":  # Windows has no POSIX locks: nothing keeps a secon
     import fcntl
 
 _TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+_DEEPEST = 60
+_LARGEST = 2**64
+"""Nested values and whole numbers beyond these would stop functions that call themselves, and sums of floats."""
 
 
 class Lock:
@@ -38,10 +41,13 @@ class Lock:
     """
 
     def __init__(self, target: IO[bytes] | Path, name: str):
-        self._own = os.open(target, os.O_RDONLY) if isinstance(target, Path) else None
-        descriptor = target.fileno() if self._own is None else self._own  # type: ignore[union-attr]
-        if sys.platform == "win32":
+        self._own: int | None = None
+        if sys.platform == "win32":  # where a folder cannot be opened, either
             return
+        if isinstance(target, Path):
+            descriptor = self._own = os.open(target, os.O_RDONLY)
+        else:
+            descriptor = target.fileno()
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -94,20 +100,75 @@ def sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
+def read_whole(path: Path) -> bytes | None:
+    """The content of a file; ``None`` if there is nothing of that name.
+
+    Raises:
+        InputError: it is no file, a link to nothing, or cannot be read.
+    """
+    try:
+        if not path.is_file() and os.path.lexists(path):  # a pipe would never end
+            kind = "is a folder" if path.is_dir() else "is a link to nothing" if path.is_symlink() else "is no file"
+            raise InputError(f"{path} {kind}, where results should be. Remove it, or choose another folder.")
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}. Make it readable, or choose another folder.") from (
+            error
+        )
+
+
+def parse(data: bytes) -> Any:
+    """The value of a JSON text as this package writes it: what is read here can be computed with, shown and written.
+
+    Raises:
+        ValueError: it is no JSON, or a number or string in it is none that this package writes.
+    """
+    try:
+        found = json.loads(data.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _check_plain(found, _DEEPEST)
+    return found
+
+
+def _check_plain(value: object, room: int) -> None:
+    """Refuse what JSON, a float or UTF-8 cannot hold, and what is too deep for functions that call themselves."""
+    if room == 0:
+        raise ValueError("it is nested too deeply")
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _check_plain(key, room - 1)
+            _check_plain(part, room - 1)
+    elif isinstance(value, list):
+        for part in value:
+            _check_plain(part, room - 1)
+    elif isinstance(value, str):
+        value.encode()
+    elif (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) > _LARGEST):
+        raise ValueError("a number in it is not finite, or too large")
+
+
+def read_object(path: Path, remedy: str = "Remove it, or choose another --output folder.") -> dict[str, Any] | None:
     """Read a file that holds a JSON object; ``None`` if there is no file.
+
+    Args:
+        path: the file.
+        remedy: what to do about a file that cannot be used, as a sentence.
 
     Raises:
         InputError: it cannot be read, or holds something else.
     """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    data = read_whole(path)
+    if data is None:
         return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read: {error}. Remove it, or choose another --output folder.") from error
+    try:
+        found = parse(data)
+    except ValueError as error:
+        raise InputError(f"{path} cannot be read: {error}. {remedy}") from error
     if not isinstance(found, dict):
-        raise InputError(f"{path} holds no JSON object. Remove it, or choose another --output folder.")
+        raise InputError(f"{path} holds no JSON object. {remedy}")
     return found
 
 

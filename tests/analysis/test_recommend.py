@@ -1,6 +1,7 @@
 """Each rule of the recommendation on numbers for which its answer is plain."""
 
 import math
+import shlex
 
 import pytest
 
@@ -35,6 +36,12 @@ def test_r1_counts_the_standard_error():
     found = advise(budgets({"h2o": ((1, almost, 0.0), (1, 1, 1))}), "org/model")
     assert found.budget == "50% of the text"
     assert found.command.startswith("kvkeep generate org/model --policy")
+
+
+@pytest.mark.parametrize("name", ["h2o; rm -rf ~", "$(touch x)", "h2o:decay=0.9 'x'", "`id`", "two\nlines"])
+def test_the_command_holds_nothing_that_a_shell_would_run(name):
+    found = advise(budgets({name: ((1, 0.0, 0.0), (1, 1, 1))}), f"./{name}")
+    assert shlex.split(found.command) == ["kvkeep", "generate", f"./{name}", "--policy", name, "--budget", "200"]
 
 
 def test_r1_keeps_everything_where_nothing_is_close():

@@ -227,7 +227,7 @@ def test_a_full_disk_loses_nothing(writer, tmp_path, monkeypatch):
 
     def full(descriptor):
         calls.append(descriptor)
-        if len(calls) == 3:  # run.json and one measurement had room
+        if len(calls) == 5:  # run.json and one measurement, each with its folder, had room
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(descriptor)
 
@@ -239,6 +239,15 @@ def test_a_full_disk_loses_nothing(writer, tmp_path, monkeypatch):
     run(job(writer, [Sums, Running]), writer, Folder(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"run.json", "sums.json", "running.json"}
     assert (tmp_path / kept).stat().st_mtime_ns == before
+
+
+def test_a_second_writer_is_refused_while_measurements_are_made(writer, tmp_path):
+    def second(what, share):
+        with pytest.raises(InputError, match="Another run is writing to"):
+            run(job(writer, [Sums]), writer, Folder(tmp_path))
+
+    run(job(writer, [Running]), writer, Folder(tmp_path), second)
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "running.json"}
 
 
 def test_find_keeps_the_page_order_and_refuses_unknown_names():

@@ -103,3 +103,43 @@ def test_a_finished_stream_is_summed_up_and_drawn(stream, model, tmp_path, capsy
         assert len(found["cache_bytes"]) == 1
         assert found["peak_rss_mb"][0] > 0
     assert (tmp_path / "stream.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Touch:
+    """What a hostile checkpoint makes of the one who loads it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("kind", ["code", "other data", "no blocks", "torn", "text"])
+def test_a_checkpoint_of_somebody_else_is_refused_and_runs_nothing(stream, model, tmp_path, kind):
+    run = stream.Run("stream", "h2o", 8, "slot", 90, 4)
+    ids = torch.arange(50) % 32
+    stream.Stream(run, model, ids, tmp_path).go()
+    state = tmp_path / f"{run.name}.pt"
+    if kind == "torn":
+        state.write_bytes(state.read_bytes()[:1000])
+    elif kind == "text":
+        state.write_text("hello")
+    else:
+        parts = {"code": {0: Touch(tmp_path / "touched")}, "no blocks": {0: 1, 1: 2}, "other data": [1, 2, 3]}
+        torch.save({"done": 60, "blocks": parts[kind]}, state)
+    with pytest.raises(SystemExit, match=r"\.pt is no stream that this script saved .* Remove it"):
+        stream.Stream(run, model, ids, tmp_path)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_pictures_and_checkpoints_do_not_follow_links(stream, model, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (out := tmp_path / "out").mkdir()
+    run = stream.Run("stream", "h2o", 8, "slot", 90, 4)
+    for name in (f"{run.name}.part", "stream.png"):
+        (out / name).symlink_to(victim)
+    stream.Stream(run, model, torch.arange(50) % 32, out).go()
+    stream.summarise(out)
+    assert victim.read_text() == "precious"

@@ -341,7 +341,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
 
     def full(descriptor):
         calls.append(descriptor)
-        if len(calls) == 4:  # the manifest and two rows had room
+        if len(calls) == 5:  # the manifest, its folder and two rows had room
             os.truncate(descriptor, os.fstat(descriptor).st_size - 10)  # a part of the row is on the disk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(descriptor)
@@ -353,6 +353,37 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     run(laid_out(), writer(), Records(tmp_path))
     rows = Records(tmp_path).rows
     assert [key_of(row) for row in rows] == [planned.cell for planned in laid_out().planned]
+
+
+def test_rows_of_a_run_that_ended_in_the_meantime_are_kept(tmp_path):
+    late = Records(tmp_path)  # read before the other run wrote anything
+    run(laid_out("tova"), writer(), Records(tmp_path))
+    run(laid_out("local"), writer(), late)
+    found = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()]
+    assert [(row["policy"], row["budget"]) for row in found] == [
+        (policy, budget) for policy in ("tova", "local") for budget in ("20%", "12")
+    ]
+
+
+def test_a_second_writer_is_refused_while_rows_are_made(tmp_path):
+    def second(planned):
+        with pytest.raises(InputError, match="Another run is writing to"):
+            run(laid_out("tova"), writer(), Records(tmp_path))
+
+    run(laid_out("local"), writer(), Records(tmp_path), second)
+    assert [row["policy"] for row in Records(tmp_path).rows] == ["local", "local"]
+
+
+def test_a_folder_that_vanishes_is_a_clear_error(tmp_path):
+    folder = tmp_path / "out"
+
+    def vanish(planned):
+        if Records(folder).rows:
+            folder.rename(tmp_path / "elsewhere")
+
+    with pytest.raises(InputError, match=r"No such file or directory. The 1 rows written before are safe"):
+        run(laid_out("local"), writer(), Records(folder), vanish)
+    assert len(Records(tmp_path / "elsewhere").rows) == 1
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):

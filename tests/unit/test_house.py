@@ -12,7 +12,7 @@ TESTING = "testing"
 FLOORS = [
     {"version", "types", "errors", "noise"},
     {"runs", "scores", "statistic", "memory", "budget", "chunks", "rotation", "native", "theory"},
-    {"attention", "store", "policies"},
+    {"results", "attention", "store", "policies"},
     {"registry", "eviction", "rope"},
     {"layer", "layout"},
     {"cache"},

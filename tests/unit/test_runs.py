@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from kvkeep.errors import InputError
-from kvkeep.runs import Lock, finite, read_object, write_whole
+from kvkeep.runs import Lock, finite, parse, read_object, read_whole, write_whole
 
 
 def test_one_writer_at_a_time(tmp_path):
@@ -74,6 +74,33 @@ def test_a_file_that_holds_no_object_is_refused(tmp_path, content):
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"run\.json"):
         read_object(path)
+
+
+@pytest.mark.parametrize(
+    "content", ["NaN", "-Infinity", "1e999", "1" * 30, '"\\ud800"', '{"\\udfff": 1}', "[" * 100 + "]" * 100, "{} {}"]
+)
+def test_a_value_that_could_not_be_written_again_is_not_read(content):
+    with pytest.raises(ValueError, match=r"\w"):
+        parse(b'{"a": [' + content.encode() + b"]}")
+
+
+def test_plain_values_are_read():
+    value = {"a": [1, -2.5, None, True, "é\u202e", {"b": []}], "c": 2**63}
+    assert parse(json.dumps(value).encode()) == parse(b"\xef\xbb\xbf" + json.dumps(value).encode()) == value
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.mkdir(), "is a folder, where"),
+        (lambda path: path.symlink_to("nowhere"), "is a link to nothing, where"),
+        (os.mkfifo, "is no file, where"),
+    ],
+)
+def test_what_is_no_file_is_not_read(tmp_path, make, words):
+    make(tmp_path / "run.json")
+    with pytest.raises(InputError, match=words):
+        read_whole(tmp_path / "run.json")
 
 
 def test_numbers_that_json_cannot_hold_become_null():

@@ -7,19 +7,17 @@ are safe.
 from __future__ import annotations
 
 import json
-import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from kvkeep.errors import InputError
+from kvkeep.results import Results, check_same, command
+from kvkeep.runs import finite, read_object
 
 MANIFEST = "run.json"
 KIND = "kvkeep analyze"
 
 _SAME = {
+    "kind": "the command",
     "model": "the model",
     "weights": "the model's weights",
     "dtype": "the dtype",
@@ -27,25 +25,25 @@ _SAME = {
     "n_tokens": "the number of tokens",
     "seed": "the seed",
 }
+_NUMBERS = ("n_tokens", "n_layers", "n_heads", "n_kv_heads", "seed")
+_TEXTS = ("model", "weights", "dtype", "device", "text_name", "text", "kvkeep", "torch", "transformers", "python")
+_REMEDY = "Restore it, or choose another --output folder."
 
 
-class Folder:
+class Folder(Results):
     """Finished measurements, read from a folder and added to it.
 
     Args:
         path: the folder; need not exist yet.
 
-    Attributes:
-        path: the same.
-
     Raises:
         InputError: it is no folder.
     """
 
-    def __init__(self, path: Path):
-        if path.exists() and not path.is_dir():
-            raise InputError(f"{path} is a file; --output needs a folder.")
-        self.path = path
+    @property
+    def safe(self) -> str:
+        """What is written once is never touched again."""
+        return "Finished measurements are safe."
 
     def check(self, manifest: dict[str, Any]) -> None:
         """Refuse a folder that holds another run.
@@ -56,46 +54,58 @@ class Folder:
         Raises:
             InputError: it does, or what it holds cannot be told.
         """
-        found = _read(self.path / MANIFEST)
-        if found is None:
-            if results := sorted(self.path.glob("*.json*")):
-                raise InputError(
-                    f"{self.path} has {results[0].name} but no {MANIFEST}, so it is unknown what was run there. Choose "
-                    "another --output folder."
-                )
-            return
-        if found.get("kind") != KIND:
-            _foreign(self.path, "the command", found.get("kind", "another"), KIND)
-        for key, name in _SAME.items():
-            if key in manifest and found.get(key) != manifest[key]:
-                _foreign(self.path, name, found.get(key), manifest[key])
+        found = read_object(self.path / MANIFEST, _REMEDY)
+        if found is not None:
+            check_same(self.path, found, {"kind": KIND, **manifest}, _SAME)
+        elif results := sorted(self.path.glob("*.json*")):
+            raise InputError(
+                f"{self.path} has {results[0].name} but no {MANIFEST}, so it is unknown what was run there. Choose "
+                "another --output folder."
+            )
 
     def open(self, manifest: dict[str, Any]) -> None:
-        """Make the folder, and say what it is of.
+        """Say what the folder is of; it has to be `locked`.
 
         Raises:
             InputError: see `check`; or it cannot be written.
         """
         self.check(manifest)
-        with self._writing():
-            self.path.mkdir(parents=True, exist_ok=True)
         self.write(MANIFEST, {"kind": KIND, **manifest})
 
     def manifest(self) -> dict[str, Any]:
         """What was run.
 
         Raises:
-            InputError: nothing was.
+            InputError: nothing was, or the file does not say what.
         """
-        found = _read(self.path / MANIFEST)
+        found = read_object(self.path / MANIFEST, _REMEDY)
         if found is None or found.get("kind") != KIND:
-            raise InputError(f"{self.path} holds no analysis. Make one with kvkeep analyze --output {self.path}.")
+            make = command("kvkeep analyze --text FILE --output", self.path)
+            raise InputError(f"{self.path} holds no analysis. Make one with {make}.")
+        notes = found.get("notes")
+        wrong = [name for name in _NUMBERS if type(found.get(name)) is not int]
+        wrong += [name for name in _TEXTS if not isinstance(found.get(name), str)]
+        wrong += ["notes"] * (not isinstance(notes, list) or not all(isinstance(note, str) for note in notes))
+        if wrong:
+            raise InputError(
+                f"{self.path / MANIFEST} does not say what was run: {wrong[0]!r} is missing or damaged. {_REMEDY}"
+            )
         return found
 
     def record(self, name: str, version: int) -> dict[str, Any] | None:
-        """A finished measurement; ``None`` if there is none of this version."""
-        found = _read(self.path / f"{name}.json")
-        return found if found is not None and found.get("version") == version else None
+        """A finished measurement; ``None`` if there is none of this version.
+
+        Raises:
+            InputError: its file is damaged.
+        """
+        path = self.path / f"{name}.json"
+        found = read_object(path, AGAIN)
+        if found is None or found.get("version") != version:
+            return None
+        kind, part = (str, found["skipped"]) if "skipped" in found else (dict, found.get("result"))
+        if not isinstance(part, kind):
+            raise InputError(f"{path} holds neither a result nor why there is none. {AGAIN}")
+        return found
 
     def write(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
         """Write a JSON file at once, and return what was written: numbers that JSON cannot hold are null.
@@ -103,65 +113,11 @@ class Folder:
         Raises:
             InputError: it cannot be written; everything before is safe.
         """
-        text = json.dumps(_finite(value), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+        text = json.dumps(finite(value), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
         self.write_bytes(name, text.encode())
         written: dict[str, Any] = json.loads(text)
         return written
 
-    def write_bytes(self, name: str, data: bytes) -> Path:
-        """Write a file at once, and return its path.
 
-        Raises:
-            InputError: it cannot be written.
-        """
-        path, beside = self.path / name, self.path / f".{name}.new"
-        with self._writing():
-            try:
-                with beside.open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                beside.replace(path)
-            except OSError:
-                with suppress(OSError):  # a full disk needs the room
-                    beside.unlink()
-                raise
-        return path
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputError(
-                f"Results cannot be written to {self.path}: {error.strerror}. Finished measurements are safe. Make "
-                "room or choose another folder, and run the same command again: it goes on from there."
-            ) from error
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON object; ``None`` if there is no file."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}. Remove it, or choose another --output folder.") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path} holds no JSON object. Remove it, or choose another --output folder.")
-    return found
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _foreign(path: Path, what: str, then: object, now: object) -> NoReturn:
-    raise InputError(
-        f"{path} holds another run: {what} was {then} and is {now} now. Choose another --output folder, or the same "
-        "settings to go on."
-    )
+AGAIN = "Remove it, and the same command measures it again."
+"""What to do about the file of a measurement that cannot be used."""

@@ -92,9 +92,10 @@ def html(run: Mapping[str, Any], sections: Sequence[Section], claims: Sequence[C
 
 def _head(title: str, run: Mapping[str, Any]) -> str:
     notes = "".join(f"<p><strong>Note.</strong> {escape(note)}</p>" for note in run["notes"])
+    said = {name: escape(str(run[name])) for name in ("n_tokens", "text_name", "n_layers", "n_heads", "n_kv_heads")}
     return (
-        f"<h1>{escape(title)}</h1>\n<p>The first {run['n_tokens']} tokens of <code>{escape(run['text_name'])}</code> "
-        f"under the full cache: {run['n_layers']} layers, {run['n_heads']} query and {run['n_kv_heads']} key-value "
+        f"<h1>{escape(title)}</h1>\n<p>The first {said['n_tokens']} tokens of <code>{said['text_name']}</code> "
+        f"under the full cache: {said['n_layers']} layers, {said['n_heads']} query and {said['n_kv_heads']} key-value "
         "heads each. Every figure is followed by what the paper reports on its models, what this model shows on this "
         f"text, and what that means for choosing a policy and a budget.</p>{notes}"
     )

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from kvkeep.analysis.groups.budget_claims import GAIN, TOLERANCE
 from kvkeep.analysis.measure import Result
+from kvkeep.results import command
 
 Results: TypeAlias = Mapping[str, Result]
 """Measurement → what it found; without those that were skipped."""
@@ -179,7 +180,7 @@ def _advice(
         f"tokens).{careful[0]}",
         best.policy,
         f"{best.share:.0%} of the text",
-        f"kvkeep generate {model + ' ' if model else ''}--policy {best.policy} --budget {tokens}",
+        command("kvkeep generate", *filter(None, [model]), "--policy", best.policy, "--budget", tokens),
         (first, why),
         (*careful[1], *risks),
     )

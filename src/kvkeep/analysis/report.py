@@ -2,21 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvkeep import plots
 from kvkeep.analysis import page
 from kvkeep.analysis.elsewhere import ELSEWHERE
-from kvkeep.analysis.folder import Folder
+from kvkeep.analysis.folder import AGAIN, Folder
 from kvkeep.analysis.groups import MEASUREMENTS
-from kvkeep.analysis.measure import Claim, Measurement
+from kvkeep.analysis.measure import Claim, Measurement, Reading
 from kvkeep.analysis.recommend import Advice, advise
+from kvkeep.errors import InputError, KVKeepError
 
 PAGE = "index.html"
 ALL = "analysis.json"
+
+_LONGEST = 200
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A measurement's file, read.
+
+    Attributes:
+        kind: the measurement.
+        record: what the file holds.
+        reading: its sentences; ``None`` if it was skipped.
+        claims: its lines in the table of claims.
+    """
+
+    kind: type[Measurement]
+    record: dict[str, Any]
+    reading: Reading | None = None
+    claims: tuple[Claim, ...] = ()
+
+
+def read(folder: Folder) -> list[Found]:
+    """All finished measurements of a folder, in the page's order.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    records = [(kind, record) for kind in MEASUREMENTS if (record := folder.record(kind.name, kind.VERSION))]
+    return [_read(folder, kind, record) for kind, record in records]
+
+
+def _read(folder: Folder, kind: type[Measurement], record: dict[str, Any]) -> Found:
+    """One measurement, with all that is made of its numbers but the picture."""
+    if "skipped" in record:
+        return Found(kind, record)
+    with _undamaged(folder, kind):
+        result = record["result"]
+        advise({kind.name: result}, "")  # so that the advice of all of them finds nothing wrong
+        return Found(kind, record, kind.reading(result), tuple(kind.claims(result)))
+
+
+@contextmanager
+def _undamaged(folder: Folder, kind: type[Measurement]) -> Iterator[None]:
+    """Blame the file for whatever its numbers break: what a measurement itself writes breaks nothing.
+
+    Raises:
+        InputError: something broke.
+    """
+    try:
+        yield
+    except KVKeepError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"[:_LONGEST]
+        raise InputError(
+            f"{folder.path / kind.name}.json does not hold what the measurement {kind.name} writes: it was changed or "
+            f"damaged ({why}). {AGAIN}"
+        ) from error
 
 
 def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
@@ -26,29 +86,30 @@ def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
         The page's path, and the object.
 
     Raises:
-        InputError: the folder holds no analysis, or cannot be written.
+        InputError: the folder holds no analysis, a file of it is damaged, or it cannot be written.
     """
     run = folder.manifest()
-    records = [(kind, record) for kind in MEASUREMENTS if (record := folder.record(kind.name, kind.VERSION))]
-    done = [(kind, record["result"]) for kind, record in records if "result" in record]
-    claims = [*(claim for kind, result in done for claim in kind.claims(result)), *ELSEWHERE]
-    advice = advise({kind.name: result for kind, result in done}, "" if run["model"] == page.EMBEDDED else run["model"])
-    sections = [page.section(kind, record, pictures=plots.available()) for kind, record in records]
+    found = read(folder)
+    results = {one.kind.name: one.record["result"] for one in found if one.reading is not None}
+    advice = advise(results, "" if run["model"] == page.EMBEDDED else run["model"])
+    claims = [*(claim for one in found for claim in one.claims), *ELSEWHERE]
+    sections = [_section(folder, one) for one in found]
     for part in sections:
         if part.picture is not None:
             folder.write_bytes(f"{part.kind.name}.png", part.picture)
     written = folder.write_bytes(PAGE, page.html(run, sections, claims, advice).encode())
-    return written, folder.write(ALL, _everything(run, records, claims, advice))
+    return written, folder.write(ALL, _everything(run, found, claims, advice))
 
 
-def _everything(
-    run: dict[str, Any],
-    records: Sequence[tuple[type[Measurement], dict[str, Any]]],
-    claims: Sequence[Claim],
-    advice: Advice,
-) -> dict[str, Any]:
+def _section(folder: Folder, found: Found) -> page.Section:
+    """A measurement as the page shows it, with its picture."""
+    with _undamaged(folder, found.kind):
+        return page.section(found.kind, found.record, pictures=plots.available())
+
+
+def _everything(run: dict[str, Any], found: Sequence[Found], claims: Sequence[Claim], advice: Advice) -> dict[str, Any]:
     measured = {
-        kind.name: {**record, **({"reading": asdict(kind.reading(record["result"]))} if "result" in record else {})}
-        for kind, record in records
+        one.kind.name: {**one.record, **({} if one.reading is None else {"reading": asdict(one.reading)})}
+        for one in found
     }
     return {"run": run, "measurements": measured, "claims": [*map(asdict, claims)], "recommendation": asdict(advice)}

@@ -120,15 +120,17 @@ def run(job: Job, writer: Writer, folder: Folder, on_stage: OnStage = lambda wha
     """Make every measurement that the folder does not hold yet; each is written as soon as it is finished.
 
     Raises:
-        InputError: the folder holds another run or cannot be written, or memory does not suffice.
+        InputError: the folder holds another run, another run is writing there, it cannot be written, or memory does
+            not suffice.
         UnsupportedModelError: the model's attention cannot be analysed.
     """
     about = {"weights": fingerprint(writer), "dtype": writer.dtype, "device": writer.device, **versions()}
     anatomy = look(writer.model, int(job.text.tokens[0]))
     shape = {"n_layers": anatomy.n_layers, "n_heads": anatomy.n_heads, "n_kv_heads": anatomy.n_kv_heads}
-    folder.open({**job.manifest(), **about, **shape})
-    todo = [kind for kind in job.kinds if folder.record(kind.name, kind.VERSION) is None]
-    _Pass(job, writer, folder, anatomy, on_stage).make(todo)
+    with folder.locked():
+        folder.open({**job.manifest(), **about, **shape})
+        todo = [kind for kind in job.kinds if folder.record(kind.name, kind.VERSION) is None]
+        _Pass(job, writer, folder, anatomy, on_stage).make(todo)
 
 
 @dataclass(eq=False)

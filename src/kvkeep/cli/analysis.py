@@ -36,13 +36,16 @@ def serve(request: Request) -> None:
     with quiet():
         folder = Folder(request.output)
         job = prepare(request)
+        folder.check_free()
         folder.check(job.manifest())
+        report.read(folder)
         for note in job.text.notes:
             console.note(note)
         writer = Writer(job.checkpoint, load.read_weights(job.checkpoint, request.dtype, request.device))
-        with _progress() as on_stage:
-            run(job, writer, folder, on_stage)
-        written, everything = report.write(folder)
+        with folder.locked():
+            with _progress() as on_stage:
+                run(job, writer, folder, on_stage)
+            written, everything = report.write(folder)
     _show(request, written, everything)
 
 
@@ -106,8 +109,8 @@ def _show(request: Request, written: Path, everything: dict[str, Any]) -> None:
     for name, record in everything["measurements"].items():
         said = record.get("reading")
         verdict, here = ("skipped", record["skipped"]) if said is None else (said["verdict"], said["here"])
-        filled.add_row(name, verdict, console.printable(here))
+        filled.add_row(name, verdict, console.visible(here))
     screen.print(filled)
     screen.print()
-    screen.print(everything["recommendation"]["short"])
+    screen.print(console.visible(everything["recommendation"]["short"]))
     console.err().print(console.facts({"page": str(written)}))

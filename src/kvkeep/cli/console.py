@@ -35,6 +35,7 @@ _BYTES: dict[str, int] = {
 }
 _OUT_OF_MEMORY = "This machine has too little memory for that. Give it less to do at once, or free some memory."
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))  # all but tab and line break
+_ESCAPES = {code: f"\\u{code:04x}" for code in range(127, 160)}
 
 
 Debug = Annotated[
@@ -79,7 +80,7 @@ def progress(message: str) -> None:
 
 def error(message: str) -> None:
     """Say in one line what went wrong."""
-    err().print(Text.assemble(("error: ", "bold red"), printable(" ".join(message.split()))), soft_wrap=True)
+    err().print(Text.assemble(("error: ", "bold red"), visible(" ".join(message.split()))), soft_wrap=True)
 
 
 def note(message: str) -> None:
@@ -88,8 +89,8 @@ def note(message: str) -> None:
 
 
 def write_json(value: object) -> None:
-    """Print one JSON object to standard output."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Print one JSON object to standard output, with the control characters that JSON allows escaped as well."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False).translate(_ESCAPES) + "\n")
 
 
 def write_text(text: str) -> None:
@@ -118,6 +119,11 @@ def streamed_text() -> Iterator[Callable[[str], None]]:
 def printable(text: str) -> str:
     """The text without the control characters that could steer a terminal."""
     return text.translate(_CONTROLS)
+
+
+def visible(text: str) -> str:
+    """The text on one line with every character that is not printed written as its escape: nothing of it is hidden."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def facts(rows: dict[str, str]) -> Table:

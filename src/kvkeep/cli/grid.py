@@ -29,6 +29,7 @@ from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import embedded, find, read_weights
 from kvkeep.models.quiet import quiet
 from kvkeep.models.text import Writer
+from kvkeep.results import command
 
 EMBEDDED = "embedded"
 """How results name the model of the package."""
@@ -48,6 +49,7 @@ def serve(request: Request) -> None:
     with quiet():
         records = Records(request.output)
         grid = prepare(request)
+        records.check_free()
         records.check(manifest(grid))
         for note in grid.notes:
             console.note(note)
@@ -68,7 +70,9 @@ def report(request: Request) -> None:
     """
     records = Records(request.output)
     if not records.rows:
-        raise InputError(f"{request.output} has no results. Make some with kvkeep eval --output {request.output}.")
+        raise InputError(
+            f"{request.output} has no results. Make some with {command('kvkeep eval --output', request.output)}."
+        )
     _show(request, records)
 
 
@@ -148,12 +152,12 @@ def _show(request: Request, records: Records) -> None:
         return
     screen = console.out()
     for found in reports.tables(records.rows):
-        filled = console.table("policy", *found.columns)
+        filled = console.table("policy", *map(console.visible, found.columns))
         for column in filled.columns[1:]:
             column.justify = "right"
         for policy, cells in found.rows.items():
-            filled.add_row(policy, *cells)
-        screen.print(found.title, style="bold")
+            filled.add_row(console.visible(policy), *cells)
+        screen.print(console.visible(found.title), style="bold")
         screen.print(filled)
         screen.print()
     console.err().print(console.facts(_places(request, pictures)))
@@ -163,7 +167,7 @@ def _draw(request: Request, records: Records) -> Sequence[Path]:
     if not request.plots:
         return []
     if not plots.available():
-        console.note(f"no plots: {plots.MISSING}, then kvkeep eval --report {request.output}.")
+        console.note(f"no plots: {plots.MISSING}, then {command('kvkeep eval --report', request.output)}.")
         return []
     return curves.plots(records.rows, request.output)
 

@@ -101,21 +101,23 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
         on_cell: called before each cell that is run; also before the full cache is run for its task.
 
     Raises:
-        InputError: the folder holds results of another run, a row cannot be written, or memory does not suffice.
+        InputError: the folder holds results of another run, another run is writing there, a row cannot be written, or
+            memory does not suffice.
     """
-    records.open({**manifest(grid), "weights": fingerprint(writer), "dtype": writer.dtype})
-    common = {"model": grid.name, "dtype": writer.dtype, "device": writer.device, **versions()}
-    for part in grid.parts:
-        todo = [planned for planned in part.planned if planned.cell not in records.done]
-        if not todo:
-            continue
-        on_cell(todo[0])
-        task = copy.copy(part.task)  # what it prepares is large and goes with it
-        with enough_memory(writer.model.device):
-            task.prepare(writer)
-            for planned in todo:
-                on_cell(planned)
-                records.append({**_measure(task, writer, planned), **common})
+    with records.locked():
+        records.open({**manifest(grid), "weights": fingerprint(writer), "dtype": writer.dtype})
+        common = {"model": grid.name, "dtype": writer.dtype, "device": writer.device, **versions()}
+        for part in grid.parts:
+            todo = [planned for planned in part.planned if planned.cell not in records.done]
+            if not todo:
+                continue
+            on_cell(todo[0])
+            task = copy.copy(part.task)  # what it prepares is large and goes with it
+            with enough_memory(writer.model.device):
+                task.prepare(writer)
+                for planned in todo:
+                    on_cell(planned)
+                    records.append({**_measure(task, writer, planned), **common})
 
 
 def _measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,11 +10,15 @@ from typing import Any
 
 from kvkeep.errors import InputError
 from kvkeep.plots.panel import Panel, Series
+from kvkeep.runs import write_whole
 
 __all__ = ["MISSING", "Panel", "Series", "available", "draw", "picture"]
 
 MISSING = "matplotlib is not installed: pip install 'kvkeep[plots]'"
 """What to do without it."""
+
+MOST_PANELS = 300
+"""Panels of a picture; more would take minutes, and then more pixels than a picture may have."""
 
 
 def available() -> bool:
@@ -32,10 +37,22 @@ def draw(path: Path, panels: Sequence[Panel]) -> Path:
     """
     if not available():
         raise InputError(f"There are no plots: {MISSING}.")
+    if len(panels) > MOST_PANELS:
+        raise InputError(
+            f"The plot {path} would have {len(panels)} panels, and {MOST_PANELS} are the most. Leave the plots out "
+            "with --no-plots."
+        )
     from kvkeep.plots.lines import picture  # matplotlib: only now
 
+    drawn = io.BytesIO()
     try:
-        picture(panels).savefig(path)
+        picture(panels).savefig(drawn, format="png")
+    except (ValueError, ArithmeticError) as error:  # so many panels, or such numbers, that no picture holds them
+        raise InputError(
+            f"The plot {path} cannot be drawn: {str(error)[:200]}. Leave the plots out with --no-plots."
+        ) from error
+    try:
+        write_whole(path, drawn.getvalue())
     except OSError as error:
         raise InputError(f"The plot {path} cannot be written: {error.strerror}.") from error
     return path

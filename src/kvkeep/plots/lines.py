@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -17,6 +17,8 @@ from kvkeep.plots.panel import Panel, Series
 COLUMNS = 3
 DPI = 120
 LEGEND_COLUMNS = 4
+LONGEST = 160
+"""Characters of a name or title that are drawn."""
 LEGEND_INCHES = (0.3, 0.2)
 """Height of the legend's frame, and of each of its rows."""
 PANEL_INCHES = (4.2, 3.1)
@@ -37,43 +39,50 @@ def picture(panels: Sequence[Panel]) -> Figure:
     figure = Figure(figsize=(columns * width, rows * height + legend), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(rows, columns, number + 1) for number in range(len(panels))]
+    drawn: dict[str, Artist] = {}
     for panel, place in zip(panels, axes, strict=True):
-        _fill(place, panel, names)
-    _add_legend(figure, axes, names)
+        drawn |= _fill(place, panel, names)
+    _add_legend(figure, drawn, names)
     return figure
 
 
-def _add_legend(figure: Figure, axes: Sequence[Axes], names: Sequence[str]) -> None:
-    handles: dict[str, Artist] = {}
-    for place in axes:
-        drawn, labels = place.get_legend_handles_labels()
-        handles |= {str(label): handle for label, handle in zip(labels, drawn, strict=True)}
+def plain(text: str) -> str:
+    """The text as it is drawn: no formula, whatever signs of money are in it, and not longer than a picture is wide."""
+    short = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in short).replace("$", r"\$")
+
+
+def _add_legend(figure: Figure, drawn: Mapping[str, Artist], names: Sequence[str]) -> None:
     figure.legend(
-        [handles[name] for name in names],
-        names,
+        [drawn[name] for name in names],
+        list(map(plain, names)),
         loc="outside lower center",
         ncols=min(LEGEND_COLUMNS, len(names)),
         fontsize=9,
     )
 
 
-def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> None:
+def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> dict[str, Artist]:
+    """Draw a panel, and return the lines by name."""
+    drawn: dict[str, Artist] = {}
     for series in panel.series:
         number = names.index(series.name)
-        style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "label": series.name, "linewidth": 1.5}
+        style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.5}
         if series.reference:
             style |= {"linestyle": "--", "zorder": 3}
         if across := series.reference and len(series.y) == 1:
-            axes.axhline(series.y[0], **style)
+            drawn[series.name] = axes.axhline(series.y[0], **style)
         else:
-            axes.plot(series.x, series.y, marker=_MARKS[number // len(_COLOURS) % len(_MARKS)], markersize=4, **style)
+            mark = _MARKS[number // len(_COLOURS) % len(_MARKS)]
+            (drawn[series.name],) = axes.plot(series.x, series.y, marker=mark, markersize=4, **style)
         if series.band:
             _shade(axes, series, style["color"], across=across)
-    axes.set_title(panel.title, fontsize=10)
+    axes.set_title(plain(panel.title), fontsize=10)
     axes.set_xlabel(panel.x_label, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(visible=True, alpha=0.25)
     _scale(axes, panel)
+    return drawn
 
 
 def _shade(axes: Axes, series: Series, colour: str, *, across: bool) -> None:

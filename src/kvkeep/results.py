@@ -1,0 +1,174 @@
+"""A folder of results: one run at a time writes to it, it tells its own run from another, and old rows are checked.
+
+Evaluations and analyses keep theirs like this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvkeep.errors import InputError
+from kvkeep.runs import Lock, parse, read_whole, write_whole
+
+_LONGEST = 200
+_TORN = (b'{"', b"\0")
+"""How a line begins that was cut off in the middle, or whose content never reached the disk."""
+
+
+class Results:
+    """A folder of results, to which one run at a time writes.
+
+    Args:
+        path: the folder; need not exist yet.
+
+    Attributes:
+        path: the same.
+
+    Raises:
+        InputError: it is no folder.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._locked = False
+        with self.writing():
+            if not path.is_dir() and os.path.lexists(path):
+                raise InputError(f"{path} is a file, or a link to nothing; --output needs a folder for results.")
+
+    def check_free(self) -> None:
+        """Refuse a folder that another run is writing to, before anything dear is done.
+
+        Raises:
+            InputError: another run is.
+        """
+        if self.path.is_dir():
+            with self.locked():
+                pass
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs out; makes the folder. Inside itself it does nothing.
+
+        Raises:
+            InputError: another run is writing there, or the folder cannot be made.
+        """
+        if self._locked:
+            yield
+            return
+        with self.writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = Lock(self.path, str(self.path))
+        with lock:
+            self._locked = True
+            try:
+                yield
+            finally:
+                self._locked = False
+
+    def write_bytes(self, name: str, data: bytes) -> Path:
+        """Write a file at once, see `write_whole`, and return its path.
+
+        Raises:
+            InputError: it cannot be written; everything before is safe.
+        """
+        with self.writing():
+            write_whole(self.path / name, data)
+        return self.path / name
+
+    @property
+    def safe(self) -> str:
+        """What of the results nothing can happen to any more, as a sentence; may be empty."""
+        return ""
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Say of whatever cannot be written what is safe and how to go on.
+
+        Raises:
+            InputError: something cannot be written.
+        """
+        try:
+            yield
+        except OSError as error:
+            safe = f"{self.safe} " if self.safe else ""
+            raise InputError(
+                f"Results cannot be written to {self.path}: {error.strerror}. {safe}Make room or choose another "
+                "folder, and run the same command again: it goes on from there."
+            ) from error
+
+
+def read_rows(path: Path, fault: Callable[[dict[str, Any]], str | None]) -> tuple[int, list[dict[str, Any]]]:
+    """The rows of a file of one JSON object per line, and where the last whole line ends.
+
+    A last line that was cut off, as by a power cut, is no part of them.
+
+    Args:
+        path: the file; none is an empty one.
+        fault: what is wrong with an object that should be a row; ``None`` if nothing is.
+
+    Raises:
+        InputError: the file cannot be read, or a line is no row.
+    """
+    data = read_whole(path) or b""
+    rows: list[dict[str, Any]] = []
+    end = 0
+    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+        row, what = _row(line, fault)
+        if row is None and end + len(line) == len(data) and (line.startswith(_TORN) or line == b"{"):
+            break
+        if what is not None:
+            raise InputError(
+                f"Line {number} of {path} is no row of results: {what}. The file was changed or damaged: remove that "
+                "line and run the same command again, or choose another folder."
+            )
+        rows.append(row)
+        end += len(line)
+    return end, rows
+
+
+def _row(line: bytes, fault: Callable[[dict[str, Any]], str | None]) -> tuple[Any, str | None]:
+    """What a line holds, ``None`` if it is broken off; and what is wrong with it."""
+    try:
+        row = parse(line) if line.endswith(b"\n") else None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        row = None
+    except ValueError as error:
+        return line, str(error)
+    return row, fault(row) if isinstance(row, dict) else "it is no JSON object"
+
+
+def check_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Refuse to go on in a folder that holds another run.
+
+    Args:
+        folder: the folder.
+        found: what was run there.
+        wanted: what is to be run, as far as it is known.
+        names: what has to be the same: key → what messages call it.
+
+    Raises:
+        InputError: something differs.
+    """
+    for key, name in names.items():
+        if key in wanted and found.get(key) != wanted[key]:
+            _refuse(folder, name, found.get(key, "unknown"), wanted[key])
+
+
+def _refuse(folder: Path, what: str, then: object, now: object) -> NoReturn:
+    show = str if type(then) is type(now) else repr
+    was, here = (text if len(text := show(value)) <= _LONGEST else text[:_LONGEST] + "…" for value in (then, now))
+    raise InputError(
+        f"{folder} holds results of another run: {what} was {was} and is {here} now. Mixed results cannot be compared: "
+        "choose another --output folder, or the same settings to go on."
+    )
+
+
+def command(words: str, *arguments: object) -> str:
+    """A command line as a shell takes it: words of this package, then arguments that may hold anything."""
+    return " ".join([words, *(shlex.quote(str(argument)) for argument in arguments)])
