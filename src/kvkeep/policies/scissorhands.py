@@ -1,7 +1,9 @@
 """Drops, many at a time, the tokens that most rows of a recent window found insignificant.
 
 Source: Liu et al., arXiv:2305.17118, Algorithms 1 and 2; the released code has another rule (`scissorhands_release`).
-Differs: recent tokens are protected, as the text says (Algorithm 2 zeroes the others); ties go by the window's mass.
+Differs: recent tokens are protected, as the text says (Algorithm 2 zeroes the others); row i has the threshold 1/i
+  (Algorithm 2: 1/t for all rows); a prompt is cut once, at its end; ties go by the window's mass, after a piece of a
+  prompt that is shorter than the window by the mass of more rows.
 Fails when: a token rests for longer than the window before it matters.
 """
 
