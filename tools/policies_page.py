@@ -38,7 +38,7 @@ def options_table(policy: type[kvkeep.Policy]) -> str:
 def section(name: str, policy: type[kvkeep.Policy]) -> str:
     """One policy: what it keeps, its four lines, options, paper."""
     lines = (inspect.getdoc(importlib.import_module(policy.__module__)) or "").splitlines()
-    facts = "\n".join("- **{}:**{}".format(*line.split(":", 1)) for line in lines[2:])
+    facts = "\n".join(line if line[0] == " " else "- **{}:**{}".format(*line.split(":", 1)) for line in lines[2:])
     paper = f"\n```bibtex\n{policy.bibtex}\n```\n" if policy.bibtex else ""
     return f"\n## `{name}`\n\n{lines[0]}\n\n{facts}\n\n{options_table(policy)}{paper}"
 

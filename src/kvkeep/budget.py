@@ -12,7 +12,7 @@ from torch import Tensor
 from kvkeep.errors import BudgetError
 from kvkeep.types import Budget
 
-RULES = {"uniform": "0", "ramp": "0.2", "pyramid": "20"}
+RULES = {"uniform": "0", "ramp": "0.2", "pyramid": "20", "taper": "0.5"}
 """How a budget can be spread over layers, each with its parameter unless another is given; see `per_layer`."""
 
 
@@ -97,11 +97,12 @@ def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: in
     Args:
         how: ``uniform``; ``ramp:0.2``, a line from 20 % below the budget in the first layer to 20 % above it in the
             last (Scissorhands: later layers need more), a negative number the other way round; ``pyramid:20``, a line
-            from nearly twice the budget down to a 20th of it (PyramidKV); or one weight per layer, e.g. from
-            `calibrated`.
+            from nearly twice the budget down to a 20th of it (PyramidKV); ``taper:0.5``, a line through all of the
+            budget, from half above it to half below it (SpAtten); or one weight per layer, e.g. from `calibrated`.
         budget: tokens per layer on average.
         layers: number of layers.
-        least: slots that every layer gets before the rest is spread.
+        least: slots that every layer gets before the rest is spread; under ``taper``, which spreads everything, slots
+            that every layer must end up with.
 
     Raises:
         BudgetError: an unknown rule, a parameter out of range, not one weight per layer, or less than `least` to give.
@@ -111,9 +112,14 @@ def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: in
         raise BudgetError(
             f"A budget of {budget} is below the {least} slots that every layer needs; raise it to {least}."
         )
-    total = sum(weights)
-    shares = [least + (budget - least) * layers * weight / total for weight in weights]
-    return _round(shares, layers * budget)
+    first, total = 0 if isinstance(how, str) and how.startswith("taper") else least, sum(weights)
+    shares = _round([first + (budget - first) * layers * weight / total for weight in weights], layers * budget)
+    if min(shares) < least:
+        raise BudgetError(
+            f"{how!r} leaves a layer {min(shares)} of {budget} slots, and every layer needs {least}. "
+            "Raise the budget, or let it fall less."
+        )
+    return shares
 
 
 def calibrated(persistence: Sequence[float], *, floor: float = 0.1) -> list[float]:
@@ -134,14 +140,16 @@ def _weights(how: str | Sequence[float], layers: int) -> list[float]:
         return [float(weight) for weight in how]
     name, _, text = how.partition(":")
     if name not in RULES:
-        raise BudgetError(f"Unknown layer budget {how!r}; use uniform, ramp:0.2, pyramid:20 or weights.")
+        raise BudgetError(f"Unknown layer budget {how!r}; use uniform, ramp:0.2, pyramid:20, taper:0.5 or weights.")
     try:
         number = float(text or RULES[name])
     except ValueError:
         raise BudgetError(f"{how!r}: {text!r} is not a number; write for example {name}:{RULES[name]}.") from None
-    if (name == "ramp" and not -1.0 < number < 1.0) or (name == "pyramid" and not number >= 1.0):
-        raise BudgetError(f"{how!r} is out of range: a ramp takes a number between -1 and 1, a pyramid 1 or more.")
-    slope = {"uniform": 0.0, "ramp": number, "pyramid": 1.0 / max(number, 1.0) - 1.0}[name]
+    if (name in ("ramp", "taper") and not -1.0 < number < 1.0) or (name == "pyramid" and not number >= 1.0):
+        raise BudgetError(
+            f"{how!r} is out of range: a ramp or taper takes a number between -1 and 1, a pyramid 1 or more."
+        )
+    slope = {"uniform": 0.0, "ramp": number, "taper": -number, "pyramid": 1.0 / max(number, 1.0) - 1.0}[name]
     middle = max(1, layers - 1) / 2
     return [1.0 + slope * (layer - middle) / middle if layers > 1 else 1.0 for layer in range(layers)]
 

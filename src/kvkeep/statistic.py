@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.noise import Gumbel
+from kvkeep.types import EMPTY
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,92 @@ class Low(Statistic):
 
     def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
         """Group mean, then compare with the threshold and sum over the selected rows."""
+        p, low = self._compared(rows)
+        counts = rows.selected[:, None, :, None]
+        return {"mass": (p * counts).sum(dim=2), "low": (low & counts).sum(dim=2).to(p.dtype)}
+
+    def _compared(self, rows: Rows) -> tuple[Float[Tensor, "B Hk T S"], Bool[Tensor, "B Hk T S"]]:
+        """The group's mean, and where it is below the threshold on a key that the row sees."""
         p = rows.probabilities.mean(dim=2)
         visible = rows.visible
         n = visible.sum(dim=-1, keepdim=True) if self.live else (rows.queries + 1)[:, None, :, None]
-        counts = rows.selected[:, None, :, None]
-        low = (p * n * self.theta < 1.0) & visible & counts
-        return {"mass": (p * counts).sum(dim=2), "low": low.sum(dim=2).to(p.dtype)}
+        return p, (p * n * self.theta < 1.0) & visible
+
+
+@dataclass(frozen=True, eq=False)
+class LowRows(Low):
+    """Low, row by row: a bit of a ring for each selected row (see `ring`), and beside the bits two sums of mass.
+
+    The field ``mass`` is the sum over all selected rows, ``due`` over the last of them.
+
+    Attributes:
+        words: floats that the ring of bits is made of.
+        last: the newest position of each row of the batch.
+        due: how many of the last rows the field ``due`` adds up.
+    """
+
+    words: int = 1
+    last: Int[Tensor, " B"] | int = 0
+    due: Int[Tensor, " B"] | int = 0
+
+    @property
+    def fields(self) -> tuple[str, ...]:  # type: ignore[override]  # their number depends on the window
+        """The two sums, and the words of the ring."""
+        return ("mass", "due", *word_names(self.words))
+
+    def weights(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> dict[str, Float[Tensor, "B T"]]:
+        """For each field, what a row's mass counts, or what its low bit counts in a word."""
+        last, due = (torch.as_tensor(n, device=queries.device).view(-1, 1) for n in (self.last, self.due))
+        bits = ring(queries.masked_fill(~selected, EMPTY), self.words).float().unbind(dim=-1)
+        sums = {"mass": selected.float(), "due": (selected & (queries > last - due)).float()}
+        return sums | dict(zip(word_names(self.words), bits, strict=True))
+
+    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+        """Group mean, then compare with the threshold and give every selected row its bit."""
+        p, low = self._compared(rows)
+        what = {"mass": p, "due": p}
+        weights = self.weights(rows.selected, rows.queries)
+        return {
+            name: (what.get(name, low) * weight[:, None, :, None]).sum(dim=2).to(p.dtype)
+            for name, weight in weights.items()
+        }
+
+
+BITS = 25
+"""Bits of one word: a float32 holds the whole numbers from ``-2**24`` to ``2**24 - 1`` exactly."""
+
+
+def word_names(words: int) -> tuple[str, ...]:
+    """The names of a ring's words, as fields of a report and of a policy's state."""
+    return tuple(f"low{word}" for word in range(words))
+
+
+def ring(rows: Int[Tensor, "B n"], words: int) -> Int[Tensor, "B n words"]:
+    """Each row's bit in a ring of ``BITS * words`` bits: its value in the row's own word, and 0 in the others.
+
+    Row ``i`` has the place ``i % (BITS * words)``, so it takes the bit of the row that came so many rows before. The
+    highest bit of a word is its sign. A negative row has no bit.
+    """
+    place = rows % (BITS * words)
+    bit = place % BITS
+    value = torch.bitwise_left_shift(torch.ones_like(bit), bit) * (1 - 2 * (bit == BITS - 1).int())
+    own = (place // BITS)[..., None] == torch.arange(words, device=rows.device)
+    return torch.where(own & (rows >= 0)[..., None], value[..., None], 0).int()
+
+
+def ring_span(first: Int[Tensor, " B"], stop: Int[Tensor, " B"], words: int) -> Int[Tensor, "B words"]:
+    """The bits of the rows from ``first`` up to ``stop``, which is not one of them; at most the last of the ring."""
+    rows = stop[:, None] - 1 - torch.arange(BITS * words, device=stop.device)
+    return ring(rows.masked_fill(rows < first[:, None], EMPTY), words).sum(dim=1).int()
+
+
+def ones(bits: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+    """How many bits of each word are set."""
+    pairs = (bits & 0x1555555) + (bits >> 1 & 0x0555555)
+    fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+    halves = eights + (eights >> 8)
+    return (halves + (halves >> 16)) & 0x3F
 
 
 @dataclass(frozen=True, eq=False)

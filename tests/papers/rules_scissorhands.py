@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from kvkeep.theory.scissorhands import Reading, algorithm_2, importance_record, leaving_order
-
-from .loops import Rule, Step, require_clear, require_margin, total
+from .loops import Rule, Step, require_clear, require_margin
 
 
 class Scissorhands(Rule):
-    """policies.md §5.3, Algorithms 1 and 2 with the counters maintained during generation.
+    """Algorithms 1 and 2, and policies.md §5.3 where the paper leaves something open.
 
-    When more than ``budget`` tokens are held, a multiple of ``drop`` of them goes at once, the smallest that brings
-    their number to the budget or below. Which ones, is counted over the rows of the history window: a row says
-    "low" of a key that it sees if its probability is below ``1 / (theta * (position of the row + 1))``, with
-    ``threshold="live"`` below ``1 / (theta * keys that the row sees)``. The most often low go first; among equals the
-    smallest sum of probabilities in the window, then the oldest (§5.5); with ``literal_ties`` the newest.
+    Algorithm 1: new tokens enter the cache; if it then holds more than ``budget``, Algorithm 2 drops ``drop`` of them,
+    and again, until it holds no more than that. No rows come in between, so it is the same as one larger drop.
 
-    The window of a step that ends over budget is the step's last ``window`` rows. If the step has fewer, it is all of
-    them and those earlier rows since the last compression after which more than ``budget + 1 - window`` tokens were
-    held: in decode exactly ``window`` rows. A compression forgets all rows.
+    Algorithm 2: over the last ``window`` rows of the sequence, wherever they came from, count for each token the rows
+    that gave it less than the average: below ``1 / (theta * n)``, where n is the number of the row, from 1, or with
+    ``threshold="live"`` the number of keys that the row sees. A row older than a token says nothing of it. The
+    ``recent`` newest never go; of the others the highest counts go.
+
+    Among equal counts (§5.5) the smallest sum of probabilities in the window goes, then the oldest token; with
+    ``literal_ties`` the newest. The sum has its own window after a piece of a prompt of fewer than ``window`` rows: it
+    begins ``window`` rows before the token that was the first one too many, as if that had been generated.
 
     Defaults: ``drop`` is half of the budget (at least 1), ``window`` the smaller of both, at most 100 (at least 1),
-    ``recent`` a quarter of the budget, at most 10. The ``recent`` newest never go.
+    ``recent`` a quarter of the budget, at most 10.
     """
 
     def __init__(
@@ -39,42 +39,46 @@ class Scissorhands(Rule):
         self.drop = max(1, self.budget // 2) if drop is None else drop
         self.window = max(1, min(100, self.budget // 2, self.drop)) if window is None else window
         self.recent = min(10, self.budget // 4) if recent is None else recent
-        self.reading = Reading(theta=theta, live=threshold == "live", newest_first=literal_ties)
-        self.rows: list[list[tuple[int, dict[int, float]]]] = [[] for _ in range(self.heads)]
+        self.theta = theta
+        self.threshold = threshold
+        self.literal_ties = literal_ties
+        self.rows: list[dict[int, dict[int, float]]] = [{} for _ in range(self.heads)]
+        self.ends = [0] * self.heads
+        """For each head, the row with which the window of the sums ends, if it is not to hold too many rows."""
 
     def look(self, head: int, step: Step) -> None:
-        pairs = list(zip(step.queries, step.rows, strict=True))
-        if len(step.rows[-1]) <= self.budget:
-            window = [(i, row) for i, row in pairs if len(row) > self.budget + 1 - self.window]
-        else:
-            window = pairs[-self.window :]
-            if len(pairs) >= self.window:
-                self.rows[head].clear()
-        for i, row in window:
-            for p in row.values():
-                require_clear(p, self.reading.threshold(i, row))
-        self.rows[head] += window
+        self.rows[head].update(zip(step.queries, step.rows, strict=True))
+        too_many = [i for i, row in zip(step.queries, step.rows, strict=True) if len(row) > self.budget]
+        short = len(step.rows) < self.window
+        self.ends[head] = too_many[0] if short and too_many else step.queries[-1]
 
     def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
-        over = len(kept) - self.budget
-        if over <= 0:
-            return kept
-        bursts = -(-over // self.drop)
-        m = min(self.drop * bursts, len(kept) - max(self.recent, 1))
-        self.require_clear_cut(head, leaving_order(kept, self.rows[head], r=self.recent, reading=self.reading), m)
-        stay = algorithm_2(kept, self.rows[head], r=self.recent, m=m, reading=self.reading)
-        self.rows[head].clear()
-        return stay
+        n = len(kept)
+        while n > self.budget:
+            n -= self.drop
+        m = len(kept) - max(n, self.recent, 1)
+        return self.compress(head, kept, seen, m) if m > 0 else kept
 
-    def require_clear_cut(self, head: int, order: list[int], m: int) -> None:
-        """Refuse inputs under which the last that goes and the first that stays have equal counts and close sums."""
-        if m == len(order) or self.reading.newest_first:
-            return
-        low = importance_record(self.rows[head], self.reading)
-        mass = total(row for _, row in self.rows[head])
-        goes, stays = order[m - 1], order[m]
-        if low[goes] == low[stays]:
-            require_margin(mass[goes], mass[stays])
+    def compress(self, head: int, kept: list[int], seen: int, m: int) -> list[int]:
+        rows = self.rows[head]
+        I = dict.fromkeys(kept, 0)  # noqa: E741 (the paper's letter)
+        for i in range(seen - self.window, seen):
+            for j in kept:
+                if j in rows.get(i, {}):
+                    n = len(rows[i]) if self.threshold == "live" else i + 1
+                    require_clear(rows[i][j], 1.0 / (self.theta * n))
+                    I[j] += rows[i][j] < 1.0 / (self.theta * n)
+        mass = dict.fromkeys(kept, 0.0)
+        for i in range(self.ends[head] - self.window + 1, seen):
+            for j in kept:
+                mass[j] += rows.get(i, {}).get(j, 0.0)
+        candidates = [j for j in kept if j < seen - self.recent]
+        if self.literal_ties:
+            return sorted(set(kept) - set(sorted(candidates, key=lambda j: (-I[j], -j))[:m]))
+        order = sorted(candidates, key=lambda j: (-I[j], mass[j], j))
+        if m < len(order) and I[order[m - 1]] == I[order[m]]:
+            require_margin(mass[order[m - 1]], mass[order[m]])
+        return sorted(set(kept) - set(order[:m]))
 
 
 class ScissorhandsRelease(Rule):

@@ -85,8 +85,9 @@ class Keyformer(Rule):
     beginning, it is n / max_new_tokens of the way to ``tau_end``, where it stays. Everything is summed up.
 
     ``recent`` newest, by default ``int(share * budget)``, and ``sinks`` first tokens are no candidates. With
-    ``release_quirk`` (the released code) nothing that was generated becomes a key token: in decode the token that
-    leaves the recent window goes, unless it is a sink.
+    ``release_quirk`` (the released code) the token just before the recent window goes first, unless it is a sink: its
+    column is in neither set, after a prompt as after every generated token. So nothing that was generated becomes a
+    key token.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Keyformer(Rule):
 
     def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
         graduate = seen - 1 - self.recent
-        if decode and self.release_quirk and len(kept) > self.budget and graduate >= self.sinks:
-            return [j for j in kept if j != graduate]
+        if self.release_quirk and len(kept) > self.budget and graduate >= self.sinks:
+            kept = [j for j in kept if j != graduate]
         protected = [j for j in kept if j < self.sinks or j >= seen - self.recent]
         return evict(kept, self.budget, self.scores[head].__getitem__, protected)

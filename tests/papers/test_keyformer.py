@@ -49,6 +49,19 @@ def test_with_the_quirk_no_generated_token_becomes_a_key_token():
             assert new_row == [[*old[:12], *range(seen - 4, seen)] for old in old_row]
 
 
+@pytest.mark.parametrize("inputs", ["random", "drift"])
+def test_with_the_quirk_a_window_and_a_set_of_keys_are_those_of_the_released_masks(inputs):
+    """Its window of w columns counts the token that comes next; keys are chosen once, from the columns before n - w."""
+    n, w, h = 24, 14, 4
+    policy = f"keyformer:release_quirk=true,noise=false,tau_end=1.0,recent={w - 1}"
+    for _, turn in lockstep(Case(policy, h + w - 1, (n, *(1,) * 20), inputs=inputs)):
+        for row_kept, sequence, seen in zip(turn.kept, turn.sequences, turn.seen, strict=True):
+            for head, kept in enumerate(row_kept):
+                mass = {j: sequence.column_sum(head, j, n) for j in range(n - w)}
+                keys = sorted(sorted(mass, key=lambda j: (mass[j], j))[-h:])
+                assert kept == [*keys, *range(seen - w + 1, seen)]
+
+
 def test_without_the_quirk_generated_tokens_do():
     *_, (_, turn) = lockstep(Case("keyformer:recent=4", 16, (16, *DECODE), inputs="drift", heads=1))
     assert any(16 <= j < 72 for row_kept in turn.kept for kept in row_kept for j in kept)

@@ -1,15 +1,22 @@
 """Scissorhands: tokens that many of the last rows gave less than the average go, many at once."""
 
 import math
+from dataclasses import replace
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvkeep import BudgetError, PolicyError
+import kvkeep
+from kvkeep import BudgetError, Layer, PolicyError
+from kvkeep.engine import Engine, Request
+from kvkeep.models.text import Sampling
 from kvkeep.theory.scissorhands import Reading, algorithm_1
 
 from .by_hand import row, step
 from .cases import DECODE, Case, family, variant
 from .lockstep import choose, compare, lockstep, make_layer, retained
+from .loops import Sequence
 from .oracles import rule
 
 CASES = [
@@ -22,6 +29,9 @@ CASES = [
     Case("scissorhands:drop=13,window=2", 16, (24, *DECODE), heads=1, chunk=5),
     Case("scissorhands", 24, (40, *(1,) * 200), heads=1),
     Case("scissorhands:window=7,drop=9", 20, (11, 8, 1, 1, 5, 2, 30, *(1,) * 30, 6, 1, 1), pads=(0,)),
+    Case("scissorhands:window=20,recent=10,drop=20", 40, (60, *(1,) * 25), heads=1, pads=(0,)),
+    Case("scissorhands:window=31,recent=3,drop=31", 62, (63, *(1,) * 65), heads=1, group=1, chunk=26, pads=(0,)),
+    Case("scissorhands:window=110,drop=110", 120, (100, *(1,) * 60, 90, 1, 1), heads=1, group=1, pads=(0,)),
 ]
 
 TIES = [
@@ -34,6 +44,63 @@ TIES = [
 @pytest.mark.parametrize("case", [*CASES, *TIES], ids=str)
 def test_drops_what_the_last_rows_passed_over(case):
     compare(case)
+
+
+@pytest.mark.parametrize("chunk", [None, 3, 7])
+@pytest.mark.parametrize("n", range(12, 26))
+def test_the_window_of_the_first_generated_tokens_reaches_back_into_the_prompt(n, chunk):
+    """Wherever in (B - m, B] the cut leaves the cache; rows of prompts before count like any others."""
+    for ties in ("true", "false"):
+        case = Case(
+            f"scissorhands:window=6,recent=2,drop=6,literal_ties={ties}", 12, (n, *(1,) * 8), heads=1, chunk=chunk
+        )
+        compare(replace(case, pads=(0, 2, n - 1)))
+
+
+@pytest.mark.parametrize("pieces", [(2, 2, 2), (3, 1, 4), (5, 2), (4, 1, 1, 3, 6)])
+def test_the_window_reaches_back_over_several_short_pieces(pieces):
+    turns = (15, *pieces, 1, 1, *pieces, *(1,) * 9)
+    compare(Case("scissorhands:window=9,recent=1,drop=9,literal_ties=true", 18, turns, pads=(0,)))
+
+
+@pytest.mark.parametrize("chunk", [None, 8, 13])
+def test_the_engine_keeps_what_the_loops_keep(monkeypatch, chunk):
+    policy, budget = "scissorhands:window=12,recent=2,drop=12", 24
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = kvkeep.attach(LlamaForCausalLM(config).eval())
+    for name in ("q_proj", "k_proj"):  # uneven attention
+        getattr(model.model.layers[0].self_attn, name).weight.data.mul_(20)
+    loops, step, sets = [], Layer.step, []
+
+    def spy(layer, query, keys, values, *, options, real=None):
+        new = keys.shape[2]
+        if not sets or layer.seen.item() == 0:
+            loops[:] = [Sequence(rule(policy, budget, 1), options.scaling)]
+        out = step(layer, query, keys, values, options=options, real=real)
+        loops[0].feed(*(x[0].tolist() for x in (query, keys, values)), decode=new == 1)
+        sets.append((retained(layer)[0], loops[0].kept))
+        return out
+
+    engine = Engine(model, policy=policy, budget=budget, rows=1, prefill_chunk=chunk)
+    monkeypatch.setattr(Layer, "step", spy)
+    prompts = [[(7 * i * i + n) % 50 for i in range(n)] for n in range(23, 37, 3)]
+    engine.generate([Request(prompt=tuple(p), sampling=Sampling(max_new_tokens=14)) for p in prompts])
+    assert len(sets) >= 5 * 14
+    assert all(found == want for found, want in sets)
+
+
+@pytest.mark.parametrize(("options", "words"), [("", 4), ("window=25,drop=25", 1), ("window=26,drop=26", 2)])
+def test_a_slot_pays_a_float_for_25_rows_and_two_for_the_masses(options, words):
+    layer = make_layer(Case(f"scissorhands:{options}", 60, (1,)))
+    assert len(layer.policy.slots) == words + 2
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,18 @@ def test_keeps_what_the_end_of_the_prompt_looks_at(case):
     compare(case)
 
 
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv", "adakv"])
+def test_of_a_plateau_of_the_pooling_the_newest_stay(policy):
+    """Token 5 alone is looked at, so 3 to 7 are worth the same under a kernel of five."""
+    prompt = [row(*[0.05 / n] * 5, 0.9, *[0.05 / n] * (n - 5)) for n in range(6, 13)]
+    assert step(rule(f"{policy}:window=2,kernel=5", 5, 1), prompt) == [
+        5,
+        6,
+        7,
+        *range(len(prompt[-1]) - 2, len(prompt[-1])),
+    ]
+
+
 def test_the_selection_of_the_prompt_is_fixed_while_generated_tokens_pass_by():
     """The 12 selected tokens stay for ever; the newest of the window and the generated ones are a queue of 4."""
     prompt = 40

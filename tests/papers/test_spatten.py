@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig
 
-from kvkeep import AttentionOptions, BoundedCache, Layer, UnsupportedOperationError, parse
+from kvkeep import AttentionOptions, BoundedCache, BudgetError, Layer, UnsupportedOperationError, parse
 from kvkeep.budget import per_layer
 from kvkeep.store import Cascade
 
@@ -54,7 +54,7 @@ def spatten(queries, keys, turns, budgets, recent):
 CASES = [
     ("spatten", [8] * LAYERS, (24, *(1,) * 200)),
     ("spatten:recent=3", [8] * LAYERS, (24, *(1,) * 60)),
-    ("spatten:delta=0.5", per_layer("ramp:-0.5", 8, LAYERS), (24, *(1,) * 60)),
+    ("spatten:delta=0.5", [12, 8, 4], (24, *(1,) * 60)),
     ("spatten", [12, 8, 5], (5, 1, 1, 9, *(1,) * 30, 7, *(1,) * 20)),
     ("spatten:recent=2", [5, 9, 7], (30, *(1,) * 40)),
 ]
@@ -83,8 +83,25 @@ def test_prunes_through_the_depth_of_the_model(policy, budgets, turns):
 
 
 def test_delta_makes_the_budgets_a_falling_line_of_the_same_mean():
-    assert parse("spatten:delta=0.5").layer_budget == "ramp:-0.5"
-    assert per_layer("ramp:-0.5", 100, 5) == [150, 125, 100, 75, 50]
+    assert parse("spatten:delta=0.5").layer_budget == "taper:0.5"
+    assert per_layer("taper:0.5", 100, 5) == [150, 125, 100, 75, 50]
+
+
+@pytest.mark.parametrize("recent", [1, 7, 40])
+@pytest.mark.parametrize(("delta", "budget"), [(0.5, 100), (0.25, 64), (0.9, 1000)])
+def test_delta_applies_to_all_of_the_budget_whatever_is_recent(recent, delta, budget):
+    """policies.md §12: K_l = B (1 + d - 2 d l / (L - 1)), with no part set aside."""
+    L = 5
+    cache = BoundedCache(LlamaConfig(num_hidden_layers=L), f"spatten:delta={delta},recent={recent}", budget)
+    found = [layer.budgets[0] for layer in cache.bounded_layers().values()]
+    exact = [budget * (1 + delta - 2 * delta * layer / (L - 1)) for layer in range(L)]
+    assert sum(found) == L * budget
+    assert all(abs(n - k) < 1 for n, k in zip(found, exact, strict=True))
+
+
+def test_a_last_layer_without_room_for_the_recent_tokens_is_refused():
+    with pytest.raises(BudgetError, match=r"'taper:0\.5' leaves a layer 50 of 100 slots, and every layer needs 51"):
+        BoundedCache(LlamaConfig(num_hidden_layers=5), "spatten:delta=0.5,recent=51", 100)
 
 
 def test_refuses_what_would_let_a_layer_run_ahead():

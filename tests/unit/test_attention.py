@@ -5,7 +5,7 @@ import torch
 
 from kvkeep.attention import cpu, reference
 from kvkeep.noise import Gumbel
-from kvkeep.statistic import LastHit, Low, Mass, Nothing
+from kvkeep.statistic import LastHit, Low, LowRows, Mass, Nothing
 from kvkeep.types import AttentionOptions
 
 
@@ -46,6 +46,7 @@ STATISTICS = {
     "decay": Mass(decay=0.9, last=torch.tensor([20, 20])),
     "low": Low(rows=4),
     "live": Low(live=True, theta=0.7),
+    "rows": LowRows(rows=torch.tensor([4, 30]), words=2, last=torch.tensor([44, 40]), due=torch.tensor([2, 0])),
     "hit": LastHit(rows=4, quantile=0.6),
 }
 

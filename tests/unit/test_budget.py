@@ -46,6 +46,8 @@ def test_per_row():
         ("ramp", [80, 88, 96, 104, 112, 120]),
         ("ramp:0", [100] * 6),
         ("ramp:-0.5", [150, 130, 110, 90, 70, 50]),
+        ("taper:0.5", [150, 130, 110, 90, 70, 50]),
+        ("taper", [150, 130, 110, 90, 70, 50]),
         ("pyramid:20", [195, 157, 119, 81, 43, 5]),
         ([1.0, 1.0, 1.0, 1.0, 1.0, 5.0], [60, 60, 60, 60, 60, 298]),
     ],
@@ -64,6 +66,12 @@ def test_budgets_per_layer_add_up_and_leave_none_short(how, number, layers):
     assert min(found) >= 8
 
 
+def test_a_taper_goes_through_all_of_the_budget_or_is_refused():
+    assert budget.per_layer("taper:0.5", 100, 5, least=50) == [150, 125, 100, 75, 50]
+    with pytest.raises(kvkeep.BudgetError, match="leaves a layer 50 of 100 slots, and every layer needs 51"):
+        budget.per_layer("taper:0.5", 100, 5, least=51)
+
+
 def test_layers_in_which_less_persists_get_more():
     weights = budget.calibrated([1.0, 0.5, 0.0])
     first, second, third = budget.per_layer(weights, 64, 3)
@@ -76,6 +84,7 @@ def test_layers_in_which_less_persists_get_more():
         ("slope:2", "Unknown layer budget"),
         ("ramp:x", "not a number"),
         ("ramp:1.0", "out of range"),
+        ("taper:1.0", "out of range"),
         ("pyramid:0.5", "out of range"),
         ([1.0], "1 layer weights were given for 4 layers"),
         ([1.0, 0.0, 1.0, 1.0], "above 0"),

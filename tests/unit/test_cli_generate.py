@@ -356,7 +356,10 @@ def test_an_error_after_some_text_stands_on_its_own_line():
         (["--keep-ratio", "nan"], ["keep_ratio=nan"]),
         (["--keep-ratio", 0.5, "--budget", 8], ["--budget and --keep-ratio"]),
         (["--prefill-chunk", 0], ["The prefill chunk 0"]),
-        (["--layer-budget", "slope"], ["'slope' is no rule", "uniform, ramp:0.2, pyramid:20 or calibrated:FILE"]),
+        (
+            ["--layer-budget", "slope"],
+            ["'slope' is no rule", "uniform, ramp:0.2, pyramid:20, taper:0.5 or calibrated:FILE"],
+        ),
         (["--layer-budget", "ramp:2"], ["'ramp:2' is out of range"]),
         (["--layer-budget", "calibrated:nothing"], ["nothing is no JSON list of persistence ratios"]),
         (["--layer-budget", f"calibrated:{__file__}"], ["is no JSON list of persistence ratios"]),

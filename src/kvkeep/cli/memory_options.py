@@ -17,8 +17,8 @@ LayerBudget = Annotated[
     str | None,
     typer.Option(
         metavar="RULE",
-        help="How the budget is spread over layers: uniform, ramp:0.2, pyramid:20, or calibrated:FILE, with the "
-        "persistence.json of [b]kvkeep analyze[/b]. Default: the policy's own.",
+        help="How the budget is spread over layers: uniform, ramp:0.2, pyramid:20, taper:0.5, or calibrated:FILE, "
+        "with the persistence.json of [b]kvkeep analyze[/b]. Default: the policy's own.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -57,7 +57,9 @@ def parse_layer_budget(text: str | None) -> str | list[float] | None:
         per_layer(text, budget=1, layers=1)  # checks the parameter
         return text
     if name != "calibrated":
-        raise InputError(f"--layer-budget {text!r} is no rule; use uniform, ramp:0.2, pyramid:20 or calibrated:FILE.")
+        raise InputError(
+            f"--layer-budget {text!r} is no rule; use uniform, ramp:0.2, pyramid:20, taper:0.5 or calibrated:FILE."
+        )
     try:
         content = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
         numbers = [float(ratio) for ratio in _persistence(content)]

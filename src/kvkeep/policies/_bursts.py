@@ -1,24 +1,29 @@
 """What the policies have in common that drop many tokens at once, and the sizes of Scissorhands' bursts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.budget import between, column, smaller
 from kvkeep.errors import BudgetError
 from kvkeep.policies.base import Policy, option
-from kvkeep.types import Budget, State, View
+from kvkeep.statistic import BITS, ones, ring, ring_span, word_names
+from kvkeep.types import EMPTY, Budget, Report, State, View
+
+LONGEST = 100
+"""Rows of the longest window that is taken where none is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bursts(Policy):
-    """Drops several tokens whenever a row is over budget, so that its sums are only needed in the rows before.
+    """Drops several tokens whenever a row is over budget, those that fared worst in a window of the last rows.
 
-    Bursts are at least ``drop`` steps apart and the window is no longer than that. So it is known in advance in which
-    row the next window begins, and one running sum per slot replaces a history of the window.
+    Bursts of generated tokens are ``drop`` steps apart and the window is no longer than that, so the row in which the
+    next window begins is known in advance. After a prompt it may be a row of the prompt.
     """
 
     window: int | None = option(None, "rows of the history window; at most 100 and half of the budget if not given")
@@ -27,11 +32,21 @@ class Bursts(Policy):
 
     bursts: ClassVar[bool] = True
 
+    @property
+    def slots(self) -> Mapping[str, float]:  # type: ignore[override]  # a longer window needs more
+        """A bit for each row of the window, 25 in a float; the window's mass; that of the next window's rows so far."""
+        return dict.fromkeys((*word_names(self.words), "mass", "due"), 0.0)
+
+    @property
+    def words(self) -> int:
+        """Floats that hold the bits."""
+        return -(-(LONGEST if self.window is None else self.window) // BITS)
+
     def sizes(self, budget: Budget) -> tuple[Budget, Budget, Budget]:
         """``(window, recent, drop)`` under a budget."""
         half = between(1, budget // 2, None)
         drop = half if self.drop is None else self.drop
-        window = between(1, smaller(half, drop), 100) if self.window is None else self.window
+        window = between(1, smaller(half, drop), LONGEST) if self.window is None else self.window
         recent = between(0, budget // 4, 10) if self.recent is None else self.recent
         return window, recent, drop
 
@@ -64,15 +79,56 @@ class Bursts(Policy):
         goes = torch.minimum(drop * -(-(n - limit) // drop), n - recent.clamp(min=1))
         return torch.where(n > limit, n - goes, limit)[:, None]
 
+    def due(self, view: View) -> Int[Tensor, " B"]:
+        """How many of the last rows lie in the window of the next burst, if only generated tokens come until then."""
+        window, limit = column(self.sizes(view.budget)[0], view.seen), column(view.budget, view.seen)
+        stay = torch.minimum(held(view), column(self.stays(view, {}), view.seen))
+        return (window - (limit + 1 - stay)).clamp(min=0)
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """Give the new rows their bits; add to both masses, or begin them anew in a row of this step."""
+        window, due = column(self.sizes(view.budget)[0], view.seen), self.due(view)
+        bits = self._new_bits(view)
+        found = _of_one_row(report, bits, due) if view.is_decode else report.sums
+        words = {
+            name: state[name] if _none_is_set(new) else found[name] + (state[name].int() & ~new)
+            for name, new in bits.items()
+        }
+        reaches_back = {name: (n > view.new)[:, None, None] for name, n in (("mass", window), ("due", due))}
+        return words | {name: found[name] + state["due"] * back for name, back in reaches_back.items()}
+
+    def _new_bits(self, view: View) -> dict[str, Int[Tensor, "B 1 1"]]:
+        """The bits of this step's rows in each word."""
+        if view.is_decode:
+            found = ring((view.seen - 1).masked_fill(view.new < 1, EMPTY)[:, None], self.words)[:, 0]
+        else:
+            found = ring_span(view.seen - view.new, view.seen, self.words)
+        return dict(zip(word_names(self.words), found[:, :, None, None].unbind(dim=1), strict=True))
+
+    def low(self, view: View, state: State) -> Int[Tensor, "B Hk S"]:
+        """In how many rows of the window each token was insignificant."""
+        window = column(self.sizes(view.budget)[0], view.seen)
+        bits = ring_span(view.seen - window, view.seen, self.words)[:, :, None, None].unbind(dim=1)
+        counts = [ones(state[name].int() & mine) for name, mine in zip(word_names(self.words), bits, strict=True)]
+        return torch.stack(counts).sum(dim=0)
+
 
 def held(view: View) -> Int[Tensor, " B"]:
     """Tokens that each head of a row holds, the new ones included; all heads hold equally many."""
     return (view.positions[:, 0] >= 0).sum(dim=-1)
 
 
-def is_over(view: View) -> Bool[Tensor, " B"]:
-    """Which rows hold more than their budget, so that something has to go in this step."""
-    return held(view) > column(view.budget, view.seen)
+def _of_one_row(
+    report: Report, bits: dict[str, Int[Tensor, "B 1 1"]], due: Int[Tensor, " B"]
+) -> dict[str, Float[Tensor, "B Hk S"]]:
+    """The report on a generated token's row, as one on the rows of a window would be."""
+    masses = {"mass": report.mass, "due": report.mass * (due > 0)[:, None, None]}
+    return masses | {name: report.low * bit for name, bit in bits.items()}
+
+
+def _none_is_set(bits: Int[Tensor, "B 1 1"]) -> bool:
+    """Whether a word has no bits of any row; on a GPU the question would cost more than it saves."""
+    return bits.device.type == "cpu" and not bool(bits.any())
 
 
 def when_outgrown(view: View, stay: Int[Tensor, "B Hk"]) -> Int[Tensor, "B Hk"]:

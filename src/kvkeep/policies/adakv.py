@@ -2,6 +2,7 @@
 
 Source: Feng et al., arXiv:2407.11550; official code FFY0/AdaKV, `adaptive_snapkv/monkeypatch/snapkv_utils.py`.
 Differs: head budgets add up exactly (official: each is rounded); one layer takes what its largest head needs.
+  Of equal scores, which max pooling makes all the time, the newest stay (official: as `topk` happens to order them).
 Fails when: one head takes nearly all, so that the layer's block is large though most of it is empty; see also SnapKV.
 """
 

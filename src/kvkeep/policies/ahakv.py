@@ -1,7 +1,7 @@
 """Keeps what the recent rows attend to under a sharpened softmax, weighed by the size of the values.
 
 Source: Gu et al., "AhaKV: Adaptive Holistic Attention-Driven KV Cache Eviction", Algorithm 1; no public code.
-Differs: the gain is at least 1 (undefined below); pooling ignores the borders; `sinks=4` is the safe preset.
+Differs: lambda replaces 1/sqrt(d): one gain for a prompt, at least 1, frozen in decode; pooling ignores the borders.
 Fails when: sinks, whose values are small, are weighed away; the prompt's end attends to something else.
 """
 
@@ -25,12 +25,12 @@ class AhaKV(Policy):
     """Recent accumulation, step-gain softmax and a value prior."""
 
     recent: int = option(32, "newest tokens that are never evicted; as many rows of a prompt are looked at")
-    sinks: int = option(0, "first tokens that are never evicted")
+    sinks: int = option(0, "first tokens that are never evicted; 4 is the safe preset")
     kernel: int = option(5, "width of the average over the values' sizes, an odd number", odd=True)
     recent_accumulation: bool = option(True, "in a prompt only the last rows count")
     sg_softmax: bool = option(True, "sharpen the probabilities that count with the prompt's length")
     value_prior: bool = option(True, "weigh a prompt's tokens by the size of their values")
-    clamp: bool = option(True, "a gain of at least 1")
+    clamp: bool = option(True, "a gain of at least 1; the paper's is undefined for a prompt within the budget")
     slots: ClassVar[Mapping[str, float]] = {"mass": 0.0, "raw": 0.0}
     sums: ClassVar[Sums | None] = Sums("mass")
     bibtex: ClassVar[str] = """@article{gu2025ahakv,

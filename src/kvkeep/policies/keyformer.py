@@ -1,7 +1,7 @@
 """Keeps the recent tokens and those with the largest accumulated attention under Gumbel noise and a rising temperature.
 
 Source: Adnan et al., arXiv:2403.09054; official code d-matrix-ai/keyformer-llm.
-Differs: the token that leaves the recent window competes (official: always goes, `release_quirk`); counter-based noise.
+Differs: the token before the recent window competes (official: always goes, `release_quirk`); counter-based noise.
 Fails when: the noise drowns small but steady attention, or early tokens have collected mass for long, as in H2O.
 """
 
@@ -29,7 +29,7 @@ class Keyformer(HeavyHitters):
     max_new_tokens: int = option(256, "generated tokens over which the temperature rises")
     noise: bool = option(True, "add the noise")
     seed: int = option(0, "seed of the noise")
-    release_quirk: bool = option(False, "a generated token never becomes a key token, as in the released code")
+    release_quirk: bool = option(False, "the token before the recent window always goes, as in the released code")
 
     stochastic: ClassVar[bool] = True
     bibtex: ClassVar[str] = """@inproceedings{adnan2024keyformer,
@@ -52,9 +52,9 @@ class Keyformer(HeavyHitters):
         return Mass(gain=1.0 / tau.float(), noise=noise)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The sum; under the quirk the token that has just left the recent window goes."""
+        """The sum; under the quirk the token before the recent window goes, at the end of a prompt as in every step."""
         if not self.release_quirk:
             return state["mass"]
         _, recent = self.protected(view.budget)
         leaves = view.positions == (view.seen[:, None] - recent - 1)[:, :, None]
-        return state["mass"].masked_fill(leaves & (view.new == 1)[:, None, None], -1.0)
+        return state["mass"].masked_fill(leaves, -1.0)

@@ -1,7 +1,9 @@
 """Keeps the tokens that some row of a recent window gave one of its highest probabilities, and the newest ones.
 
 Source: the released code of Scissorhands (arXiv:2305.17118), lzcemma/Scissorhands, `hf_opt_dropkv.py`; not Algorithm 2.
-Differs: a prompt is attended in full before anything goes (official: masked row by row); the budget is a hard limit.
+Differs: a prompt is attended in full before anything goes (official: masked row by row); the budget is a hard limit;
+  the quantile is over the tokens so far (official: over all columns of the prompt, zeros of the future included, of the
+  row before it is masked). Hence 99 % of the sets differ; ours is what a cache that cannot see the future can do.
 Fails when: a token rests for longer than the window before it matters.
 """
 

@@ -2,6 +2,7 @@
 
 Source: Li et al., arXiv:2404.14469; official code FasterDecoding/SnapKV, `snapkv_utils.py`.
 Differs: one set per KV head (official: per query head, expanded); by default generated tokens slide (official: grow).
+  Max pooling makes equal scores all the time: of these the newest stay (official: as `topk` happens to order them).
 Fails when: the question comes later, in a turn that the end of the prompt knows nothing of.
 """
 

@@ -1,7 +1,8 @@
 """Keeps the tokens with the largest attention summed over heads, layers and steps; what a layer drops, later ones drop.
 
 Source: Wang, Zhang and Han, arXiv:2012.09852, cascade token pruning; mit-han-lab/spatten, hardware workload traces.
-Differs: no pruning of heads and values; the newest token always stays.
+Differs: no pruning of heads and values; the newest token always stays. The official chat demo has another rule: logits
+  of the last pass alone, before mask and softmax, for each head and layer; 150 such and 150 recent tokens per turn.
 Fails when: a token matters only to the last layers, which no longer have it.
 """
 
@@ -40,7 +41,7 @@ class SpAtten(Policy):
     @property
     def layer_budget(self) -> str:
         """Equal, or a falling line."""
-        return f"ramp:-{self.delta}" if self.delta else "uniform"
+        return f"taper:{self.delta}" if self.delta else "uniform"
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """The newest tokens."""

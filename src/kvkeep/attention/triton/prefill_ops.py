@@ -17,7 +17,7 @@ from kvkeep.attention.triton import switch
 from kvkeep.attention.triton.blocks import MAX_DIM
 from kvkeep.attention.triton.launch import TYPES
 from kvkeep.attention.triton.prefill_launch import Prefill
-from kvkeep.statistic import Low, Mass, MassAndLast, Nothing, Statistic
+from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
 from kvkeep.types import AttentionOptions, Report
 
 Output = Literal["auto", "torch", "triton"]
@@ -72,7 +72,7 @@ def unknown(query: Tensor, keys: Tensor, values: Tensor, statistic: Statistic, o
     """What about this the kernels cannot do, or ``None``."""
     if options.top is not None:
         return "attention to the largest probabilities only"
-    if type(statistic) not in (Nothing, Low, Mass, MassAndLast):
+    if type(statistic) not in (Nothing, Low, LowRows, Mass, MassAndLast):
         return f"the statistic {type(statistic).__name__}"
     if isinstance(statistic, Mass) and statistic.noise is not None:
         return "noise on the logits"
@@ -95,6 +95,8 @@ def _sums(work: Prefill, statistic: Statistic, lse: Tensor | None) -> dict[str, 
         lse = work.log_sum_exp(bounds, gain)
     if isinstance(statistic, Low):
         n = work.visible() if statistic.live else (queries + 1)[:, None]
+        if isinstance(statistic, LowRows):
+            return _rows(work, statistic, lse, shares=n * statistic.theta)
         fields = work.columns(lse, selected.float(), bounds, shares=n * statistic.theta)
         return {"mass": fields[0], "low": fields[1]}
     mass = cast(Mass, statistic)
@@ -111,6 +113,15 @@ def _gain(statistic: Mass, queries: Int[Tensor, "B T"]) -> Float[Tensor, " B"] |
     if isinstance(statistic.gain, float) and statistic.gain == 1.0:
         return None
     return torch.as_tensor(statistic.gain, dtype=torch.float32, device=queries.device).expand(len(queries)).contiguous()
+
+
+def _rows(
+    work: Prefill, statistic: LowRows, lse: Tensor, *, shares: Float[Tensor, "B #Hk T"]
+) -> dict[str, Float[Tensor, "B Hk S"]]:
+    """The fields, each from its own rows: a word's sum of different bits is exact, whatever the order."""
+    weights = statistic.weights(statistic.selects(work.query_positions), work.query_positions)
+    found = {name: work.columns(lse, one, bounds_of(one != 0), shares=shares) for name, one in weights.items()}
+    return {name: sums[0] if name in ("mass", "due") else sums[1] for name, sums in found.items()}
 
 
 def bounds_of(selected: Bool[Tensor, "B T"]) -> Int[Tensor, "B 2"]:
