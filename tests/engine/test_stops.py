@@ -12,7 +12,6 @@ from kvkeep.models import tiny
 from kvkeep.models.load import load
 from kvkeep.models.text import Sampling
 
-
 PIECES = ("a", "b", "\n", ".", "ab", "ba.b", "\na")
 
 

@@ -1,6 +1,5 @@
 """What the native kernel's functions check before they hand bare addresses to C++; torch does whatever they refuse."""
 
-import jaxtyping
 import pytest
 import torch
 
@@ -8,19 +7,14 @@ from kvkeep import scores
 from kvkeep.native import native, ops
 from kvkeep.types import AttentionOptions
 
-pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)
+pytestmark = [
+    pytest.mark.skipif(native().library is None, reason=native().detail),
+    pytest.mark.usefixtures("no_checked_annotations"),
+]
 
 B, HK, G, S, D, E = 2, 3, 2, 9, 8, 6
 HUGE = 2**40
 INTS = [torch.int8, torch.int16, torch.int32]
-
-
-@pytest.fixture(autouse=True)
-def _annotations_are_not_checked():
-    """As for users: in the other tests an annotation catches a wrong shape or dtype before the function does."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 class Library:

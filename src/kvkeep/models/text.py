@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Int
@@ -17,63 +16,8 @@ from kvkeep.errors import InputError
 from kvkeep.memory import bytes_of
 from kvkeep.models.device import enough_memory
 from kvkeep.models.load import Checkpoint
+from kvkeep.models.sampling import Sampling as Sampling
 from kvkeep.models.stream import TextPieces, Watch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How tokens are chosen, and how many.
-
-    Attributes:
-        max_new_tokens: stop after this many tokens, if the model has not stopped before.
-        temperature: 0 takes the most probable token; above 0 one is drawn.
-        top_p: draw among the most probable tokens that together have this probability, in (0, 1].
-        top_k: draw among this many most probable tokens.
-        min_p: draw among tokens with at least this share of the most probable one's probability, in (0, 1].
-        repetition_penalty: divides positive and multiplies negative logits of tokens that occurred before; 1 is off.
-        seed: the same seed draws the same tokens.
-
-    Raises:
-        InputError: a number is out of its range, or ``top_p`` or ``top_k`` would be ignored.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens={self.max_new_tokens} asks for no token; give 1 or more.")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature={self.temperature} is not a number of 0 or more.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p} is outside (0, 1].")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k={self.top_k} leaves no token to draw; give 1 or more.")
-        if self.min_p is not None and not 0 < self.min_p <= 1:
-            raise InputError(f"min_p={self.min_p} is outside (0, 1].")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise InputError(f"repetition_penalty={self.repetition_penalty} is not a number above 0.")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"seed={self.seed} is outside 0 … 2^63 - 1.")
-        if self.temperature == 0 and (self.top_p, self.top_k, self.min_p) != (None, None, None):
-            raise InputError("top_p, top_k and min_p have no effect without a temperature above 0.")
-
-    def arguments(self) -> dict[str, Any]:
-        """The same in the words of transformers' ``generate``."""
-        drawn = {
-            "temperature": self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "top_k": 0 if self.top_k is None else self.top_k,
-            "min_p": self.min_p,
-        }
-        sampled = self.temperature > 0
-        always = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": self.repetition_penalty}
-        return {**always, "do_sample": sampled, **(drawn if sampled else {})}
 
 
 @dataclass(frozen=True)
