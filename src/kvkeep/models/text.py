@@ -9,15 +9,17 @@ from typing import Literal, cast
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvkeep.errors import InputError
 from kvkeep.memory import bytes_of
 from kvkeep.models.device import enough_memory
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.generation import OnlyNumbers, ends_of, own_options
+from kvkeep.models.load import Checkpoint, explained
 from kvkeep.models.sampling import Sampling as Sampling
 from kvkeep.models.stream import TextPieces, Watch
+from kvkeep.models.templates import fill
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,13 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
 
     Raises:
         InputError: the prompt is empty, no valid text, or the tokenizer does not belong to the model.
+        ModelFileError: the tokenizer fails.
     """
     if not prompt.strip():
         raise InputError("The prompt is empty. Give some text with --prompt, --prompt-file or on standard input.")
     _check_text(prompt)
     if checkpoint.tokenizer.chat_template is None or raw:
-        return _checked(checkpoint, checkpoint.tokenizer(prompt, return_tensors="pt")["input_ids"])
+        return _encoded(checkpoint, prompt)
     return encode_chat(checkpoint, [{"role": "user", "content": prompt}])
 
 
@@ -75,12 +78,13 @@ def encode_chat(checkpoint: Checkpoint, messages: Sequence[Mapping[str, str]]) -
 
     Raises:
         InputError: there is no chat template, it cannot be used on these messages, or there is no valid text.
+        ModelFileError: the tokenizer fails.
     """
     if checkpoint.tokenizer.chat_template is None:
         raise InputError(f"The tokenizer of {checkpoint.name} has no chat template; give a prompt instead of messages.")
     for message in messages:
         _check_text(message["content"])
-    return _checked(checkpoint, _apply_template(checkpoint.tokenizer, messages))
+    return _encoded(checkpoint, fill(checkpoint.tokenizer, messages), add_special_tokens=False)
 
 
 def _check_text(text: str) -> None:
@@ -88,8 +92,10 @@ def _check_text(text: str) -> None:
         raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.")
 
 
-def _checked(checkpoint: Checkpoint, ids: Tensor) -> Int[Tensor, "1 T"]:
-    """Token ids that the model knows."""
+def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, "1 T"]:
+    """The tokens of a text, all of which the model knows."""
+    with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
+        ids: Tensor = checkpoint.tokenizer(text, return_tensors="pt", **options)["input_ids"]
     if ids.numel() == 0:
         raise InputError("The prompt has no tokens. Give some text.")
     vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
@@ -164,27 +170,28 @@ class Writer:
 
         Raises:
             InputError: the device's memory is too small.
+            ModelFileError: what the model computes are no numbers.
         """
         model = self.model
         watch = Watch(TextPieces(self.text_of), on_text)
         torch.manual_seed(sampling.seed)
         prompt = prompt.to(model.device)
         generate = cast(Callable[..., Tensor], model.generate)
-        with enough_memory(model.device):
+        own = own_options(model, sampling, pad_token_id=self._padding(), prefill_chunk_size=prefill_chunk)
+        with enough_memory(model.device), own as config:
             output = generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 past_key_values=cache,
                 streamer=watch,
-                pad_token_id=self._padding(),
-                prefill_chunk_size=prefill_chunk,
-                **sampling.arguments(),
+                generation_config=config,
+                logits_processor=[OnlyNumbers()],
             )
         ids = output[0, prompt.shape[1] :].tolist()
         return Completion(
             token_ids=ids,
             text=watch.text,
-            finish_reason="stop" if ids[-1] in self._ends() else "length",
+            finish_reason="stop" if ids[-1] in ends_of(self.model) else "length",
             prompt_tokens=prompt.shape[1],
             ttft_s=watch.times[1] - watch.times[0],
             tpot_s=(watch.times[-1] - watch.times[1]) / (len(ids) - 1) if len(ids) > 1 else None,
@@ -208,28 +215,13 @@ class Writer:
         """One token as a person should see it, special or not; half a character shows as U+FFFD."""
         return str(self.checkpoint.tokenizer.decode([token_id]))
 
-    def _ends(self) -> set[int]:
-        """The tokens with which the model ends its text."""
-        ids = self.model.generation_config.eos_token_id
-        return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
-
     def _padding(self) -> int:
         """Any token will do: one sequence has no padding, but ``generate`` wants to know."""
         given = self.checkpoint.tokenizer.pad_token_id
-        return min(self._ends(), default=0) if given is None else int(given)
+        return min(ends_of(self.model), default=0) if given is None else int(given)
 
 
 def full_cache_bytes(cache: DynamicCache) -> int:
     """Bytes of the keys and values that transformers' own cache holds."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     return bytes_of(tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None)
-
-
-def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> Int[Tensor, "1 T"]:
-    fill = cast(Callable[..., Mapping[str, Tensor]], tokenizer.apply_chat_template)
-    try:
-        return fill(list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
-    except Exception as error:  # a template is a program of the checkpoint's author and can fail in any way
-        raise InputError(
-            f"The tokenizer's chat template fails ({error}). Use --raw to leave it out and write the whole prompt."
-        ) from error
