@@ -122,7 +122,9 @@ def _asked(model: PreTrainedModel) -> dict[str, object]:
     return {
         name: value
         for name, value in given.items()
-        if name not in OWN | KEPT | {"transformers_version"} and not name.startswith("_") and value != usual.get(name)
+        if name not in OWN | KEPT | {"transformers_version"}
+        and not name.startswith("_")
+        and value != usual.get(name, False)
     }
 
 
