@@ -381,6 +381,30 @@ def test_a_pickle_named_by_an_index_is_read_only_if_that_is_allowed(allowed: boo
         assert "--allow-pickle" in result.stderr
 
 
+def adapter(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "adapter_model.bin")
+
+
+def another_index(folder: Path) -> None:
+    pickled_shard(folder)
+    (folder / "model.safetensors.index.json").rename(folder / "other.safetensors.index.json")
+    (folder / "other.safetensors").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [(adapter, "adapter_model.bin"), (another_index, "other.safetensors.index.json"), (adapter, ["adapter_model.bin"])],
+    ids=["a pickle", "an index of pickles", "a list"],
+)
+def test_weights_that_a_configuration_names_are_safetensors(damage: Damage, named: object, tmp_path: Path):
+    folder = model_folders.copy(tmp_path / "model")
+    damage(folder)
+    model_folders.edit_json(folder / "config.json", transformers_weights=named)
+    result = CliRunner().invoke(app, ["generate", str(folder), "-p", "the quick", "-n", "2"])
+    assert result.exit_code == 2, result.output or result.exception
+    assert "that its config.json names" in result.stderr
+
+
 def in_cache(folder: Path) -> Path:
     """The same model as the hub's cache holds it: links from a snapshot into blobs."""
     snapshot = folder.parent / "models--a--b" / "snapshots" / "0123"

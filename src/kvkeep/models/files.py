@@ -44,16 +44,23 @@ def check_folder(folder: Path, allow_pickle: bool) -> None:
         raise ModelFileError(refusal(f"The weights in {folder} ({pickles[0]})"))
 
 
-def check_index(name: str, allow_pickle: bool) -> None:
-    """Refuse an index of weights that names pickles, or files outside the model's own folder.
+def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None:
+    """Refuse an index of weights, or a configuration, that names pickles, or files outside the model's own folder.
 
     Args:
         name: a folder, or a hub name.
+        config: may name a file of weights by itself.
         allow_pickle: whether weights may be pickles.
 
     Raises:
         ModelFileError: see above.
     """
+    named = getattr(config, "transformers_weights", None)
+    if named is not None and not (isinstance(named, str) and named.endswith(SAFE)):
+        raise ModelFileError(
+            f"{name}: The weights that its config.json names ({named!r:.80}) are no safetensors file, and no other is "
+            "read by a name that stands there. Remove transformers_weights from it if the usual files are there, too."
+        )
     for file in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME) if allow_pickle else (SAFE_WEIGHTS_INDEX_NAME,):
         path = optional(name, file)
         if path is None:

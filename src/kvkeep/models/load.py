@@ -136,7 +136,7 @@ def read_weights(checkpoint: Checkpoint, dtype: str = "auto", device: str = "aut
         InputError: unknown dtype, a device that this machine does not have, or one with too little memory.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
-    check_index(checkpoint.name, checkpoint.allow_pickle)
+    check_index(checkpoint.name, checkpoint.config, checkpoint.allow_pickle)
     with explained(checkpoint.name, "Its weights cannot be read"), no_conversion_service():
         read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], AutoModelForCausalLM.from_pretrained)
         model, report = read(

@@ -1,6 +1,6 @@
 """The kernel's functions on tensors. Each says ``None`` when the kernel cannot do it, and then has done nothing.
 
-The kernel gets bare addresses, so everything that it relies on is checked here: devices, dtypes, shapes and strides.
+The kernel gets bare addresses, so everything that it relies on is checked before: devices, dtypes, shapes and strides.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.native import checks
 from kvkeep.native.build import native
 from kvkeep.types import AttentionOptions, Budget
 
@@ -68,11 +69,14 @@ def attend(
         ``(B, Hk, S)`` float32.
     """
     library = _library(query, keys, values, now, positions)
-    if library is None or not _attendable(query, keys, values, now, positions, options, wanted):
+    if library is None or query.dtype not in TYPES:
+        return None
+    per_row = () if wanted is None else (wanted.counts, wanted.gain, wanted.last)
+    if not checks.attendable(query, keys, values, now, positions, options=options, per_row=per_row):
         return None
     B, Hq, _, D = query.shape
     Hk, S = keys.shape[1:3]
-    positions, now = positions.to(torch.int32), now.to(torch.int64)
+    positions, now = _as(positions, torch.int32), _as(now, torch.int64)
     kind = _KINDS[wanted.second] if wanted else 0
     results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
     results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2))]
@@ -109,10 +113,10 @@ def write(
     """Put one token per row into the empty slot of each head, in place, and say which slot it was."""
     library = _library(keys, values, positions, *new, now)
     new_keys, new_values = new
-    if library is None or not _writable(keys, values, positions, new, now):
+    if library is None or not checks.writable(keys, values, positions, new, now):
         return None
     B, Hk, S = positions.shape
-    now = now.to(torch.int64)
+    now = _as(now, torch.int64)
     slot = torch.empty((B, Hk, 1), dtype=torch.int64)
     call = _WRITE.pack(
         *(B, Hk, S, keys.shape[-1], values.shape[-1], keys.element_size(), values.element_size()),
@@ -130,7 +134,7 @@ def write(
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
     """Empty, in place, the slots that no later query can see through a sliding window of ``window`` tokens."""
     library = _library(positions, seen)
-    if library is None or not _countable(positions, seen):
+    if library is None or not checks.countable(positions, seen):
         return None
     call = _slots(positions, seen, window=window)
     return None if library.kvkeep_expire(call.packed) else True
@@ -139,7 +143,7 @@ def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: in
 def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
     """How many heads hold more tokens than their limit."""
     library = _library(positions)
-    if library is None or not _countable(positions, limit=limit):
+    if library is None or not checks.countable(positions, limit=limit):
         return None
     call = _slots(positions, limit=limit)
     found = library.kvkeep_count_over(call.packed)
@@ -161,7 +165,7 @@ def evict(
     lowest score, and the first ``sinks`` and newest ``recent`` positions have an infinite one.
     """
     library = _library(positions, scores, seen)
-    if library is None or not _countable(positions, seen, recent, limit):
+    if library is None or not checks.countable(positions, seen, recent, limit):
         return None
     if scores.dtype != torch.float32 or scores.shape != positions.shape:
         return None
@@ -192,7 +196,7 @@ def _slots(
     limit: Budget = 0,
 ) -> _Call:
     """Pack what the functions on slots take."""
-    seen = None if seen is None else seen.to(torch.int64)
+    seen = None if seen is None else _as(seen, torch.int64)
     recents, newest = _either(_bounded(recent), torch.int64)
     limits, most = _either(_bounded(limit), torch.int64)
     packed = _SLOTS.pack(
@@ -220,71 +224,16 @@ def _library(*tensors: Tensor) -> ctypes.CDLL | None:
     if library is None or torch.compiler.is_compiling():
         return None
     for tensor in tensors:
-        if type(tensor) is not Tensor or not _in_main_memory(tensor) or not tensor.numel() or tensor.stride(-1) != 1:
+        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
             return None
-        if _differentiated(tensor):
+        if tensor.stride(-1) != 1 or (tensor.requires_grad and torch.is_grad_enabled()):
             return None
     return library
 
 
-def _in_main_memory(tensor: Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout is torch.strided
-
-
-def _attendable(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    now: Tensor,
-    positions: Tensor,
-    options: AttentionOptions,
-    wanted: Wanted | None,
-) -> bool:
-    """Whether the arguments of `attend` are of the dtypes and shapes that it promises to the kernel."""
-    (B, Hq, T, D), (Hk, S), sinks = query.shape, keys.shape[1:3], options.sinks
-    if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype or T != 1 or Hq % Hk:
-        return False
-    if keys.shape != (B, Hk, S, D) or values.shape[:3] != (B, Hk, S) or (options.window or 0) < 0:
-        return False
-    if not (_whole(now, positions) and now.shape == (B, 1) and positions.shape in ((B, Hk, S), (B, 1, S))):
-        return False
-    if sinks is not None and not (_in_main_memory(sinks) and sinks.shape == (Hq,) and not _differentiated(sinks)):
-        return False
-    given = () if wanted is None else (wanted.counts, wanted.gain, wanted.last)
-    return all(not isinstance(one, Tensor) or (_in_main_memory(one) and one.shape == (B,)) for one in given)
-
-
-def _writable(keys: Tensor, values: Tensor, positions: Tensor, new: tuple[Tensor, Tensor], now: Tensor) -> bool:
-    """Whether the arguments of `write` are of the dtypes and shapes that it promises to the kernel."""
-    B, Hk, S = positions.shape
-    for held, one in zip((keys, values), new, strict=True):
-        if held.dtype != one.dtype or held.shape[:3] != (B, Hk, S) or one.shape != (B, Hk, 1, held.shape[-1]):
-            return False
-    return positions.dtype == torch.int32 and _whole(now) and now.shape == (B, 1)
-
-
-def _countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0, limit: Budget = 0) -> bool:
-    """Whether the arguments of the functions on slots are of the dtypes and shapes that they promise to the kernel."""
-    B, Hk, _ = positions.shape
-    numbers = [one for one in (seen, recent, limit) if isinstance(one, Tensor)]
-    if positions.dtype != torch.int32 or not _whole(*numbers) or not all(map(_in_main_memory, numbers)):
-        return False
-    if isinstance(limit, Tensor) and limit.shape not in ((B, 1), (B, Hk)):
-        return False
-    if isinstance(recent, Tensor) and recent.shape not in ((B,), (B, 1)):
-        return False
-    return seen is None or seen.shape == (B,)
-
-
-def _whole(*tensors: Tensor) -> bool:
-    """Whether all hold whole numbers."""
-    return not any(
-        tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool for tensor in tensors
-    )
-
-
-def _differentiated(tensor: Tensor) -> bool:
-    return tensor.requires_grad and torch.is_grad_enabled()
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this dtype; asking first is cheaper than a conversion to the same."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _bounded(value: Budget) -> Budget:
