@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
+from kvkeep.errors import ModelFileError, UnsupportedModelError
+from kvkeep.models import load as loading
 
 DEEP = "[" * 100_000 + "]" * 100_000
 DEEP_OBJECT = '{"a":' * 100_000 + "1" + "}" * 100_000
@@ -143,6 +145,9 @@ CONFIGS = {
     "a negative width": config(hidden_size=-32),
     "a width as a text": config(hidden_size="wide"),
     "a width of 10^18": config(hidden_size=10**18),
+    "a width that takes all memory": config(intermediate_size=10**9),
+    "a vocabulary that takes all memory": config(vocab_size=10**9),
+    "layers that take all memory": config(num_hidden_layers=30, intermediate_size=10**7),
     "a width of 10^30": config(hidden_size=10**30),
     "no heads": config(num_attention_heads=0),
     "heads as a text": config(num_attention_heads="four"),
@@ -239,6 +244,8 @@ TOKENIZERS = {
             pre_tokenizer={"type": "Split", "pattern": {"Regex": "(("}, "behavior": "Isolated", "invert": False}
         )
     ),
+    "special tokens nested too deep": write("special_tokens_map.json", DEEP),
+    "added tokens nested too deep": write("added_tokens.json", DEEP),
     "another version": tokenizer(lambda t: t.update(version="9.9")),
 }
 
@@ -449,3 +456,26 @@ def test_a_folder_of_links_can_be_a_model(tmp_path: Path):
     for path in model_folders.folder().iterdir():
         (folder / path.name).symlink_to(path)
     assert CliRunner().invoke(app, ["generate", str(folder), "-p", "the quick", "-n", "2"]).exit_code == 0
+
+
+def test_what_is_too_large_for_its_weights_is_refused_before_memory_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = model_folders.copy(tmp_path / "model")
+    model_folders.edit_json(folder / "config.json", intermediate_size=10**9)
+
+    def read(*args: object, **kwargs: object) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", read)
+    with pytest.raises(ModelFileError, match=r"describes [0-9]{12} numbers"):
+        loading.load(folder)
+
+
+@pytest.mark.parametrize("layers", [1001, 200_000, 10**18])
+def test_too_many_layers_are_refused_before_one_is_built(layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = model_folders.copy(tmp_path / "model")
+    model_folders.edit_json(folder / "config.json", num_hidden_layers=layers)
+    monkeypatch.setattr(loading, "build_empty", lambda *args: pytest.fail("it is built"))
+    with pytest.raises(UnsupportedModelError, match=f"num_hidden_layers={layers} .* at most 1000"):
+        loading.find(folder)

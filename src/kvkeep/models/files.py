@@ -22,6 +22,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAFE = ".safetensors"
 MOST_LAYERS = 1000
 MOST_EXPERTS = 10_000
+PARAMETERS_PER_BYTE = 16
+"""Twice as many as there are bits; nobody stores a weight in fewer."""
 _LARGEST = 2**63 - 1
 _PARTS = re.compile(r"(?:num|n|encoder|decoder)_(?:\w+_)?(layer|block|expert)s?")
 
@@ -108,6 +110,23 @@ def check_shape(name: str, config: PreTrainedConfig) -> None:
                 f"{name}: Its config.json has {key}={number!r:.60}, with which nothing can be generated. Check that "
                 "file, or download the model again."
             )
+
+
+def check_size(name: str, parameters: int) -> None:
+    """Refuse a folder whose weights are much smaller than its configuration: the rest would be made up, in memory.
+
+    Raises:
+        ModelFileError: see above.
+    """
+    if not Path(name).is_dir():
+        return  # the hub's files are downloaded only now
+    files = (path for pattern in (f"*{SAFE}", *PICKLES) for path in Path(name).rglob(pattern))
+    stored = sum(path.stat().st_size for path in files if path.is_file())
+    if parameters > PARAMETERS_PER_BYTE * stored:
+        raise ModelFileError(
+            f"{name}: Its weights cannot be read (they take {stored} bytes, and its config.json describes {parameters} "
+            "numbers). Download the model again: a partial download or a Git LFS pointer looks like this."
+        )
 
 
 def refusal(subject: str) -> str:

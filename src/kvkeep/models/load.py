@@ -31,7 +31,7 @@ from kvkeep.cache import BoundedCache
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import tiny
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
-from kvkeep.models.files import check_folder, check_index, check_numbers, check_shape, refusal
+from kvkeep.models.files import check_folder, check_index, check_numbers, check_shape, check_size, refusal
 from kvkeep.models.generation import check_generation_config
 from kvkeep.models.hf import attach
 from kvkeep.models.quiet import no_conversion_service
@@ -56,6 +56,7 @@ class Checkpoint:
         tokenizer: the model's tokenizer.
         position_limit: tokens that a table of learned positions has room for; ``None`` if there is no such table.
         allow_pickle: whether weights may come from files that are not safetensors.
+        parameters: numbers that the configuration describes; 0 if that was not counted.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase
     position_limit: int | None
     allow_pickle: bool
+    parameters: int = 0
 
     @property
     def trained_length(self) -> int | None:
@@ -108,7 +110,9 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) ->
     config = read_config(name)
     skeleton = build_empty(name, config)
     check_generation_config(name)
-    return Checkpoint(name, config, _read_tokenizer(name, config), position_limit(skeleton), allow_pickle)
+    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    tokenizer = _read_tokenizer(name, config)
+    return Checkpoint(name, config, tokenizer, position_limit(skeleton), allow_pickle, parameters)
 
 
 def locate(name_or_path: str | os.PathLike[str]) -> str:
@@ -137,6 +141,7 @@ def read_weights(checkpoint: Checkpoint, dtype: str = "auto", device: str = "aut
     """
     kind, place = parse_dtype(dtype), parse_device(device)
     check_index(checkpoint.name, checkpoint.config, checkpoint.allow_pickle)
+    check_size(checkpoint.name, checkpoint.parameters)
     with explained(checkpoint.name, "Its weights cannot be read"), no_conversion_service():
         read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], AutoModelForCausalLM.from_pretrained)
         model, report = read(
