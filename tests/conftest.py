@@ -2,6 +2,8 @@
 
 import os
 
+import jaxtyping
+import pytest
 import torch
 from jaxtyping import install_import_hook
 
@@ -9,3 +11,11 @@ install_import_hook("kvkeep", "beartype.beartype")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+
+
+@pytest.fixture
+def no_checked_annotations():
+    """As for users: elsewhere in the tests an annotation catches a wrong type before the function does."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -256,7 +256,7 @@ def test_messages_in_rows_that_follow_from_a_memory(tmp_path):
 
 
 def test_a_budget_that_no_memory_holds(tmp_path):
-    source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 10**12}})
+    source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 2**31 - 1}})
     result = run("-i", source, "-o", tmp_path / "out.jsonl", "--policy", "full")
     assert result.exit_code == 2, result.output
     assert "Out of memory" in result.output

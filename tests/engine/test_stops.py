@@ -1,32 +1,36 @@
 """Texts that end a generation, and texts that only look like the beginning of one."""
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkeep.engine import Engine, Request
+from kvkeep.engine import Engine, Request, stops
 from kvkeep.engine.stops import StopText
 from kvkeep.models import tiny
 from kvkeep.models.load import load
 from kvkeep.models.text import Sampling
 
+PIECES = ("a", "b", "\n", ".", "ab", "ba.b", "\na")
+
 
 def letters(ids):
-    return "".join("ab\n."[i] for i in ids)
+    return "".join(PIECES[i] for i in ids)
 
 
 @given(
-    tokens=st.lists(st.integers(0, 3), max_size=30),
-    stops=st.lists(st.text("ab\n.", min_size=1, max_size=3), max_size=3),
+    tokens=st.lists(st.integers(0, 6), max_size=30),
+    endings=st.lists(st.text("ab\n.", min_size=1, max_size=5), max_size=3),
 )
-def test_equals_a_search_in_the_whole_text(tokens, stops):
-    tail = StopText(letters, stops)
+def test_equals_a_search_in_the_whole_text(tokens, endings):
+    tail = StopText(letters, endings)
     pieces, stopped = [], False
     for n, token in enumerate(tokens, start=1):
         piece, stopped = tail.add(token)
         pieces.append(piece)
         whole = letters(tokens[:n])
-        found = [whole.find(stop) for stop in stops if stop in whole]
+        found = [whole.find(stop) for stop in endings if stop in whole]
         assert stopped == bool(found)
         if stopped:
             assert "".join(pieces) == tail.text == whole[: min(found)]
@@ -73,3 +77,46 @@ def test_the_models_own_end(loaded):
     assert stopped.token_ids[-1] == network.generation_config.eos_token_id
     assert ignored.token_ids[: len(stopped.token_ids)] == stopped.token_ids
     assert len(ignored.token_ids) == 30
+
+
+def lines_run(work):
+    """Lines of `kvkeep.engine.stops` that a piece of work runs: a measure that no other load on the machine changes."""
+    count = 0
+
+    def watch(frame, event, argument):
+        nonlocal count
+        if frame.f_code.co_filename != stops.__file__:
+            return None
+        count += event == "line"
+        return watch
+
+    sys.settrace(watch)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize("stop", [lambda n: "a" * n + "b", lambda n: "ab" * n + "."], ids=["a letter", "two letters"])
+def test_the_work_grows_with_the_length_of_a_stop_text_and_not_with_its_square(stop):
+    def run(n):
+        tail = StopText(letters, [stop(n)])
+        for token in ["ab\n.".index(letter) for letter in 3 * (stop(n)[:-1] + "\n")]:
+            tail.add(token)
+        tail.end()
+        return tail
+
+    short, long = (lines_run(lambda n=n: run(n)) for n in (100, 400))
+    assert long < 4.5 * short
+    assert run(100).text == 3 * (stop(100)[:-1] + "\n")
+
+
+def test_what_is_held_back_is_not_copied_again_with_every_token():
+    """A stop text of as many characters as there are tokens: nothing is joined or cut before it is decided."""
+    tail = StopText(letters, ["a" * 50 + "b"])
+    assert [tail.add(0) for _ in range(50)] == [("", False)] * 50
+    assert len(tail._held) == 50
+    assert tail.add(0) == ("a", False)
+    assert tail.add(1) == ("", True)
+    assert tail.text == "a"

@@ -367,7 +367,7 @@ def test_an_error_after_some_text_stands_on_its_own_line():
         (["--max-new-tokens", 0], ["max_new_tokens=0"]),
         (["--temperature", -1], ["temperature=-1"]),
         (["--temperature", "nan"], ["temperature=nan"]),
-        (["--temperature", 1, "--top-p", 0], ["top_p=0", "(0, 1]"]),
+        (["--temperature", 1, "--top-p", 0], ["top_p=0", "[1e-06, 1]"]),
         (["--temperature", 1, "--top-k", 0], ["top_k=0"]),
         (["--top-p", 0.5], ["no effect without a temperature"]),
         (["--seed", -1], ["seed=-1"]),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,73 @@ def test_a_compiler_that_fails(cache, tmp_path, monkeypatch, caplog):
     assert libraries(cache) == []
 
 
+def test_a_compiler_whose_complaint_is_no_utf8(cache, tmp_path, monkeypatch, caplog):
+    fake_compiler(tmp_path, monkeypatch, "printf 'fatal error: \\377\\376 caf\\351\\n' >&2; exit 1")
+    assert reason(caplog).endswith("g++ failed: fatal error: \ufffd\ufffd caf\ufffd")
+
+
+HANGS = {"compiling": "sleep 60", "with a child that hangs": "sleep 60 & wait", "mute": "exec sleep 60 >/dev/null 2>&1"}
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Little patience."""
+    monkeypatch.setattr(build, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(build, "_TIMEOUT_S", 0.2)
+
+
+@pytest.mark.parametrize("work", HANGS.values(), ids=HANGS.keys())
+def test_a_compiler_that_hangs_is_ended_and_the_user_learns_what_is_waited_for(
+    work, cache, tmp_path, monkeypatch, caplog, short
+):
+    alive = tmp_path / "alive"
+    log = fake_compiler(tmp_path, monkeypatch, f'(while echo >> "{alive}"; do sleep 0.02; done) & {work}')
+    assert "did not end within 0.2 s" in reason(caplog)
+    assert log.read_text() == "once\n"
+    assert any(
+        one.levelno == logging.WARNING and "compile kvkeep's native kernel" in one.message for one in caplog.records
+    )
+    assert alive.exists()
+    before = alive.stat().st_size
+    time.sleep(0.1)
+    assert alive.stat().st_size == before  # its whole group of processes is gone
+
+
+def test_a_compiler_that_hangs_when_it_is_asked_for_its_version(cache, tmp_path, monkeypatch, caplog, short):
+    log = fake_compiler(tmp_path, monkeypatch, "")
+    compiler = tmp_path / "bin" / "g++"
+    compiler.write_text(f'#!/bin/sh\necho once >> "{log}"; sleep 60')
+    assert "did not end within" in reason(caplog)
+    caplog.clear()
+    assert "did not end within" in reason(caplog)
+    assert log.read_text() == "once\n"
+
+
+@pytest.mark.parametrize("work", ["echo 'an error' >&2; exit 1", 'echo nonsense > "$2"'], ids=["fails", "nonsense"])
+def test_what_failed_is_not_tried_again_by_another_process_for_an_hour(work, cache, tmp_path, monkeypatch, caplog):
+    log = fake_compiler(tmp_path, monkeypatch, work)
+    first = reason(caplog)
+    caplog.clear()
+    again = reason(caplog)
+    assert again.startswith(first)
+    (failure,) = cache.glob("failed-*.txt")
+    assert f"remove {failure} to try again" in again
+    assert log.read_text() == "once\n"
+    os.utime(failure, (0, failure.stat().st_mtime - 3601))
+    caplog.clear()
+    reason(caplog)
+    assert log.read_text() == "once\nonce\n"
+
+
+@needs_the_kernel
+def test_another_compiler_is_tried_after_one_that_failed(cache, tmp_path, monkeypatch, caplog):
+    fake_compiler(tmp_path, monkeypatch, "exit 1")
+    reason(caplog)
+    compiler = tmp_path / "bin" / "g++"
+    compiler.write_text(compiler.read_text().replace("exit 1", f'cp "{native().detail}" "$2"'))
+    assert load().library is not None
+
+
 def test_a_compiler_that_makes_nonsense(cache, tmp_path, monkeypatch, caplog):
     fake_compiler(tmp_path, monkeypatch, 'echo nonsense > "$2"')
     assert reason(caplog).endswith("was compiled but cannot be loaded")
@@ -137,6 +205,80 @@ def test_a_directory_that_others_can_write_to(cache, caplog):
     cache.mkdir()
     cache.chmod(0o777)
     assert "can be written by, somebody else" in reason(caplog)
+
+
+def as_somebody_else(monkeypatch, *paths):
+    """Files and folders that seem to belong to somebody else, as far as `stat` tells."""
+    for name in ("stat", "lstat"):
+        honest = getattr(Path, name)
+
+        def seen(path, *args, honest=honest, **kwargs):
+            status = honest(path, *args, **kwargs)
+            if path not in paths:
+                return status
+            return os.stat_result((*status[:4], status.st_uid + 1, *status[5:]))
+
+        monkeypatch.setattr(Path, name, seen)
+
+
+def test_a_directory_of_somebody_else(cache, monkeypatch, caplog):
+    cache.mkdir(mode=0o700)
+    as_somebody_else(monkeypatch, cache)
+    assert "belongs to" in reason(caplog)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757])
+def test_a_directory_above_that_others_can_write_to(mode, tmp_path, monkeypatch, caplog):
+    """Whoever can write there can exchange what stands in it."""
+    above = tmp_path / "above"
+    above.mkdir()
+    above.chmod(mode)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(above))
+    monkeypatch.delenv(build.SWITCH, raising=False)
+    assert reason(caplog) == f"{above} belongs to, or can be written by, somebody else"
+
+
+def test_a_directory_above_of_somebody_else(cache, tmp_path, monkeypatch, caplog):
+    as_somebody_else(monkeypatch, tmp_path)
+    assert reason(caplog).startswith(f"{tmp_path} belongs to")
+
+
+@needs_the_kernel
+def test_a_link_to_a_directory_is_judged_by_where_it_leads(tmp_path, monkeypatch, compiler, caplog):
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    (tmp_path / "link").symlink_to(open_to_all)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    monkeypatch.delenv(build.SWITCH, raising=False)
+    assert "can be written by" in reason(caplog)
+
+
+def hand_over(path, monkeypatch):
+    as_somebody_else(monkeypatch, path)
+
+
+def open_up(path, monkeypatch):
+    path.chmod(0o766)
+
+
+def link(path, monkeypatch):
+    path.rename(path.parent / "elsewhere")
+    path.symlink_to(path.parent / "elsewhere")
+
+
+@needs_the_kernel
+@pytest.mark.parametrize("change", [hand_over, open_up, link])
+def test_a_kernel_that_somebody_else_could_have_put_there_is_not_loaded(change, cache, compiler, monkeypatch):
+    load()
+    (path,) = libraries(cache)
+    change(path, monkeypatch)
+    opened = []
+    honest = build._opened
+    monkeypatch.setattr(build, "_opened", lambda path: opened.append(honest(path)) or opened[-1])
+    load()
+    assert opened[0] is None
+    assert compiler.read_text() == "once\nonce\n"
 
 
 def test_a_directory_that_cannot_be_made(cache, caplog):

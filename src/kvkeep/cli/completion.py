@@ -18,6 +18,7 @@ from kvkeep.cli.request import DEFAULT_BUDGET, Request
 from kvkeep.memory import Memory
 from kvkeep.models import text
 from kvkeep.models.device import parse_device, parse_dtype
+from kvkeep.models.generation import remark
 from kvkeep.models.load import Checkpoint, embedded, find, read_weights
 from kvkeep.models.quiet import quiet
 from kvkeep.policies.base import Policy
@@ -87,6 +88,8 @@ def prepare(request: Request) -> Job:
     budget = _choose_budget(request, policy, prompt.shape[1])
     _cache(request, checkpoint, policy, budget)  # checks the numbers
     writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device))
+    if left_out := remark(writer.model):
+        console.note(left_out)
     return Job(request, checkpoint, writer, prompt, policy, budget, sampling)
 
 

@@ -25,6 +25,7 @@ from kvkeep.models import text
 from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.fingerprint import fingerprint
+from kvkeep.models.generation import remark
 from kvkeep.models.load import Checkpoint, Model, embedded, find, read_weights
 from kvkeep.models.packed import pack_weights
 from kvkeep.models.quiet import quiet
@@ -64,6 +65,8 @@ def serve(request: Request, batch: Batch) -> None:
             output.check(survey.digests)
             console.progress(f"loading {name} …")
             model = read_weights(checkpoint, request.dtype, request.device)
+            if left_out := remark(model):
+                console.note(left_out)
             output.agree({**settings, "weights": fingerprint(model)})
             engine = _engine(model, checkpoint, request, batch, rows=len(survey.digests), budget=budget)
             if checkpoint.trained_length and survey.longest > checkpoint.trained_length:

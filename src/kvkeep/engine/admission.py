@@ -9,6 +9,7 @@ from kvkeep.engine.request import Generation, Request
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import BudgetError, CapacityError, InputError
 from kvkeep.layout import Layout
+from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Model, Tokenizer, position_limit
 from kvkeep.models.rows import Rows, largest_budget
 from kvkeep.policies.base import Policy
@@ -52,7 +53,7 @@ class Admission:
         self._model, self._tokenizer, self._policy, self._budget = model, tokenizer, policy, budget
         self._wanted, self._kv_memory, self._chunk, self._options = rows, kv_memory, chunk, options
         self._limit = position_limit(model)
-        self._end_ids = _end_ids(model)
+        self._end_ids = frozenset(ends_of(model))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._layouts = {policy: Layout.of(model.config, policy, **options)}
 
@@ -147,9 +148,3 @@ class Admission:
     def _decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-
-def _end_ids(model: Model) -> frozenset[int]:
-    """The tokens with which a model ends its text."""
-    ids = model.generation_config.eos_token_id if model.generation_config else None
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])

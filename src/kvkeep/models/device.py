@@ -64,7 +64,7 @@ def enough_memory(device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed; on a CPU torch says so only in the text of the error."""
     told = ("allocate memory", "not enough memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (

@@ -31,6 +31,8 @@ from kvkeep.cache import BoundedCache
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import tiny
 from kvkeep.models.device import enough_memory, is_out_of_memory, parse_device, parse_dtype
+from kvkeep.models.files import check_folder, check_index, check_numbers, check_shape, check_size, refusal
+from kvkeep.models.generation import check_generation_config
 from kvkeep.models.hf import attach
 from kvkeep.models.quiet import no_conversion_service
 
@@ -40,7 +42,8 @@ Model: TypeAlias = PreTrainedModel
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
 """What rooms above call a tokenizer."""
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_RUST_PANIC = "PanicException"
+"""What tokenizers and safetensors raise when their Rust gives up; it cannot be imported, and is no `Exception`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Checkpoint:
         tokenizer: the model's tokenizer.
         position_limit: tokens that a table of learned positions has room for; ``None`` if there is no such table.
         allow_pickle: whether weights may come from files that are not safetensors.
+        parameters: numbers that the configuration describes; 0 if that was not counted.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase
     position_limit: int | None
     allow_pickle: bool
+    parameters: int = 0
 
     @property
     def trained_length(self) -> int | None:
@@ -100,10 +105,14 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) ->
     if Path(name).is_file():
         raise ModelFileError(f"{name} is a file; give the folder that holds config.json, weights and tokenizer.")
     if Path(name).is_dir():
-        _check_folder(Path(name), allow_pickle)
+        with explained(name, "Its files cannot be looked up"):
+            check_folder(Path(name), allow_pickle)
     config = read_config(name)
     skeleton = build_empty(name, config)
-    return Checkpoint(name, config, _read_tokenizer(name, config), position_limit(skeleton), allow_pickle)
+    check_generation_config(name)
+    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    tokenizer = _read_tokenizer(name, config)
+    return Checkpoint(name, config, tokenizer, position_limit(skeleton), allow_pickle, parameters)
 
 
 def locate(name_or_path: str | os.PathLike[str]) -> str:
@@ -131,7 +140,9 @@ def read_weights(checkpoint: Checkpoint, dtype: str = "auto", device: str = "aut
         InputError: unknown dtype, a device that this machine does not have, or one with too little memory.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
-    with enough_memory(place), _explained(checkpoint.name, "Its weights cannot be read"), no_conversion_service():
+    check_index(checkpoint.name, checkpoint.config, checkpoint.allow_pickle)
+    check_size(checkpoint.name, checkpoint.parameters)
+    with enough_memory(place), explained(checkpoint.name, "Its weights cannot be read"), no_conversion_service():
         read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], AutoModelForCausalLM.from_pretrained)
         model, report = read(
             checkpoint.name,
@@ -164,18 +175,6 @@ def embedded() -> str:
         raise ModelFileError(f"The embedded model cannot be used: {str(error).rstrip('.')}. {remedy}") from error
 
 
-def _check_folder(folder: Path, allow_pickle: bool) -> None:
-    if not (folder / "config.json").is_file():
-        raise ModelFileError(f"The folder {folder} has no config.json, so it is not a model in transformers' format.")
-    if any(folder.glob("*.safetensors")):
-        return
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if not pickles:
-        raise ModelFileError(f"The folder {folder} has a config.json but no weights (*.safetensors).")
-    if not allow_pickle:
-        raise ModelFileError(_refusal(f"The weights in {folder} ({pickles[0]})"))
-
-
 def _check_complete(name: str, report: dict[str, Any]) -> None:
     """Refuse weights that leave tensors of the model at random numbers, which transformers only logs."""
     problems = {
@@ -191,13 +190,6 @@ def _check_complete(name: str, report: dict[str, Any]) -> None:
             )
 
 
-def _refusal(subject: str) -> str:
-    return (
-        f"{subject} are not safetensors but Python pickles, which can run code when they are read. Convert them, or "
-        "accept them with --allow-pickle (allow_pickle=True) if you trust their source."
-    )
-
-
 def read_config(name: str) -> PreTrainedConfig:
     """The configuration, if it is one of a decoder that transformers itself knows.
 
@@ -208,22 +200,26 @@ def read_config(name: str) -> PreTrainedConfig:
         ModelFileError: it cannot be read.
         UnsupportedModelError: transformers has no such decoder.
     """
-    with _explained(name, "Its config.json cannot be read"):
+    with explained(name, "Its config.json cannot be read"):
         fields, _ = PreTrainedConfig.get_config_dict(name)
         kind = fields.get("model_type")
+    check_numbers(name, fields)
     if kind is None:
         raise ModelFileError(f"{name} has no config.json, or it names no model_type; transformers needs it.")
+    if not isinstance(kind, str):
+        raise ModelFileError(f"{name}: The model_type in its config.json is {kind!r:.60}, which is no name.")
     if kind not in CONFIG_MAPPING:
         why = "brings its own code, which kvkeep never runs" if "auto_map" in fields else "is not known to transformers"
         raise UnsupportedModelError(
-            f"{name} is of type {kind!r}, which {why}. Choose a model that transformers has, or update transformers."
+            f"{name} is of type {kind!r:.60}, which {why}. Choose a model that transformers has, or update it."
         )
-    with _explained(name, "Its config.json holds values that cannot be used"):
+    with explained(name, "Its config.json holds values that cannot be used"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModelError(
             f"{name} is of type {kind!r}, which transformers does not offer as a decoder that generates text."
         )
+    check_shape(name, config)
     return config
 
 
@@ -234,7 +230,7 @@ def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
         ModelFileError: the configuration's values cannot be used.
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
-    with _explained(name, "Its config.json holds values that cannot be used"), torch.device("meta"):
+    with explained(name, "Its config.json holds values that cannot be used"), torch.device("meta"):
         skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
         BoundedCache(config, "full", budget=1)
         return attach(skeleton)
@@ -258,7 +254,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     """The tokenizer; without its files transformers makes an empty one for some families, which is refused."""
-    with _explained(name, "Its tokenizer cannot be read"):
+    with explained(name, "Its tokenizer cannot be read"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
         special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     if not tokenizer.get_vocab().keys() - special:
@@ -267,29 +263,29 @@ def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerB
 
 
 @contextmanager
-def _explained(name: str, what: str) -> Iterator[None]:
+def explained(name: str, what: str) -> Iterator[None]:
     """Turn whatever transformers, tokenizers, safetensors or the hub raise into an error of kvkeep."""
     try:
         yield
     except KVKeepError:
         raise
-    except Exception as error:
-        if is_out_of_memory(error):
+    except BaseException as error:
+        if is_out_of_memory(error) or not (isinstance(error, Exception) or type(error).__name__ == _RUST_PANIC):
             raise
         raise _explain(name, what, error) from error
 
 
-def _explain(name: str, what: str, error: Exception) -> ModelFileError:
+def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
     causes = list(_causes(error))
     for kind, text in _HUB_ERRORS.items():
         if any(isinstance(cause, kind) for cause in causes):
             return ModelFileError(text.format(name=name))
     if "cannot be loaded with `safetensors`" in str(error):  # what transformers says of a hub model that has none
-        return ModelFileError(_refusal(f"The weights of {name}"))
+        return ModelFileError(refusal(f"The weights of {name}"))
     line = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
     return ModelFileError(
-        f"{name}: {what} ({line.rstrip('.')}). Check that file, or download the model again: a partial download or a "
-        "Git LFS pointer looks like this."
+        f"{name}: {what} ({line.rstrip('.'):.300}). Check that file, or download the model again: a partial download "
+        "or a Git LFS pointer looks like this."
     )
 
 

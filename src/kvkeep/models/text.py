@@ -2,78 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvkeep.errors import InputError
 from kvkeep.memory import bytes_of
 from kvkeep.models.device import enough_memory
-from kvkeep.models.load import Checkpoint
+from kvkeep.models.generation import OnlyNumbers, ends_of, own_options
+from kvkeep.models.load import Checkpoint, explained
+from kvkeep.models.sampling import Sampling as Sampling
 from kvkeep.models.stream import TextPieces, Watch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How tokens are chosen, and how many.
-
-    Attributes:
-        max_new_tokens: stop after this many tokens, if the model has not stopped before.
-        temperature: 0 takes the most probable token; above 0 one is drawn.
-        top_p: draw among the most probable tokens that together have this probability, in (0, 1].
-        top_k: draw among this many most probable tokens.
-        min_p: draw among tokens with at least this share of the most probable one's probability, in (0, 1].
-        repetition_penalty: divides positive and multiplies negative logits of tokens that occurred before; 1 is off.
-        seed: the same seed draws the same tokens.
-
-    Raises:
-        InputError: a number is out of its range, or ``top_p`` or ``top_k`` would be ignored.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens={self.max_new_tokens} asks for no token; give 1 or more.")
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise InputError(f"temperature={self.temperature} is not a number of 0 or more.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p} is outside (0, 1].")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"top_k={self.top_k} leaves no token to draw; give 1 or more.")
-        if self.min_p is not None and not 0 < self.min_p <= 1:
-            raise InputError(f"min_p={self.min_p} is outside (0, 1].")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise InputError(f"repetition_penalty={self.repetition_penalty} is not a number above 0.")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"seed={self.seed} is outside 0 … 2^63 - 1.")
-        if self.temperature == 0 and (self.top_p, self.top_k, self.min_p) != (None, None, None):
-            raise InputError("top_p, top_k and min_p have no effect without a temperature above 0.")
-
-    def arguments(self) -> dict[str, Any]:
-        """The same in the words of transformers' ``generate``."""
-        drawn = {
-            "temperature": self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "top_k": 0 if self.top_k is None else self.top_k,
-            "min_p": self.min_p,
-        }
-        sampled = self.temperature > 0
-        always = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": self.repetition_penalty}
-        return {**always, "do_sample": sampled, **(drawn if sampled else {})}
+from kvkeep.models.templates import fill
 
 
 @dataclass(frozen=True)
@@ -113,12 +59,13 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
 
     Raises:
         InputError: the prompt is empty, no valid text, or the tokenizer does not belong to the model.
+        ModelFileError: the tokenizer fails.
     """
     if not prompt.strip():
         raise InputError("The prompt is empty. Give some text with --prompt, --prompt-file or on standard input.")
     _check_text(prompt)
     if checkpoint.tokenizer.chat_template is None or raw:
-        return _checked(checkpoint, checkpoint.tokenizer(prompt, return_tensors="pt")["input_ids"])
+        return _encoded(checkpoint, prompt)
     return encode_chat(checkpoint, [{"role": "user", "content": prompt}])
 
 
@@ -131,12 +78,13 @@ def encode_chat(checkpoint: Checkpoint, messages: Sequence[Mapping[str, str]]) -
 
     Raises:
         InputError: there is no chat template, it cannot be used on these messages, or there is no valid text.
+        ModelFileError: the tokenizer fails.
     """
     if checkpoint.tokenizer.chat_template is None:
         raise InputError(f"The tokenizer of {checkpoint.name} has no chat template; give a prompt instead of messages.")
     for message in messages:
         _check_text(message["content"])
-    return _checked(checkpoint, _apply_template(checkpoint.tokenizer, messages))
+    return _encoded(checkpoint, fill(checkpoint.tokenizer, messages), add_special_tokens=False)
 
 
 def _check_text(text: str) -> None:
@@ -144,8 +92,10 @@ def _check_text(text: str) -> None:
         raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.")
 
 
-def _checked(checkpoint: Checkpoint, ids: Tensor) -> Int[Tensor, "1 T"]:
-    """Token ids that the model knows."""
+def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, "1 T"]:
+    """The tokens of a text, all of which the model knows."""
+    with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
+        ids: Tensor = checkpoint.tokenizer(text, return_tensors="pt", **options)["input_ids"]
     if ids.numel() == 0:
         raise InputError("The prompt has no tokens. Give some text.")
     vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
@@ -220,27 +170,28 @@ class Writer:
 
         Raises:
             InputError: the device's memory is too small.
+            ModelFileError: what the model computes are no numbers.
         """
         model = self.model
         watch = Watch(TextPieces(self.text_of), on_text)
         torch.manual_seed(sampling.seed)
         prompt = prompt.to(model.device)
         generate = cast(Callable[..., Tensor], model.generate)
-        with enough_memory(model.device):
+        own = own_options(model, sampling, pad_token_id=self._padding(), prefill_chunk_size=prefill_chunk)
+        with enough_memory(model.device), own as config:
             output = generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 past_key_values=cache,
                 streamer=watch,
-                pad_token_id=self._padding(),
-                prefill_chunk_size=prefill_chunk,
-                **sampling.arguments(),
+                generation_config=config,
+                logits_processor=[OnlyNumbers()],
             )
         ids = output[0, prompt.shape[1] :].tolist()
         return Completion(
             token_ids=ids,
             text=watch.text,
-            finish_reason="stop" if ids[-1] in self._ends() else "length",
+            finish_reason="stop" if ids[-1] in ends_of(self.model) else "length",
             prompt_tokens=prompt.shape[1],
             ttft_s=watch.times[1] - watch.times[0],
             tpot_s=(watch.times[-1] - watch.times[1]) / (len(ids) - 1) if len(ids) > 1 else None,
@@ -264,28 +215,13 @@ class Writer:
         """One token as a person should see it, special or not; half a character shows as U+FFFD."""
         return str(self.checkpoint.tokenizer.decode([token_id]))
 
-    def _ends(self) -> set[int]:
-        """The tokens with which the model ends its text."""
-        ids = self.model.generation_config.eos_token_id
-        return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
-
     def _padding(self) -> int:
         """Any token will do: one sequence has no padding, but ``generate`` wants to know."""
         given = self.checkpoint.tokenizer.pad_token_id
-        return min(self._ends(), default=0) if given is None else int(given)
+        return min(ends_of(self.model), default=0) if given is None else int(given)
 
 
 def full_cache_bytes(cache: DynamicCache) -> int:
     """Bytes of the keys and values that transformers' own cache holds."""
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
     return bytes_of(tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None)
-
-
-def _apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> Int[Tensor, "1 T"]:
-    fill = cast(Callable[..., Mapping[str, Tensor]], tokenizer.apply_chat_template)
-    try:
-        return fill(list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
-    except Exception as error:  # a template is a program of the checkpoint's author and can fail in any way
-        raise InputError(
-            f"The tokenizer's chat template fails ({error}). Use --raw to leave it out and write the whole prompt."
-        ) from error

@@ -1,7 +1,8 @@
 """Compile the kernel for this machine when it is first used, keep it in the user's cache directory, and load it.
 
 Nothing here raises for a machine that cannot: without a compiler the package runs on torch alone, and `native().detail`
-says why. ``KVKEEP_NATIVE=0`` turns the kernel off.
+says why. A compiler that fails or hangs is not tried again for an hour, by any process. ``KVKEEP_NATIVE=0`` turns the
+kernel off.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import logging
 import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +35,9 @@ FUNCTIONS = ("kvkeep_attend", "kvkeep_write", "kvkeep_expire", "kvkeep_count_ove
 # without -ffast-math: see the head of vectors.h
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 
-_TIMEOUT_S = 120
+_PATIENCE_S = 5
+_TIMEOUT_S = 60
+_RETRY_S = 3600
 _log = logging.getLogger(__name__)
 
 
@@ -74,17 +80,43 @@ def native() -> Native:
 def _load() -> Native:
     compiler = _compiler()
     folder = _folder()
+    failure = folder / f"failed-{_attempt(compiler)}.txt"
+    _check_failure(failure)
+    try:
+        return _found_or_made(compiler, folder)
+    except _UnavailableError as error:
+        failure.write_text(str(error), encoding="utf-8", errors="replace")
+        raise
+
+
+def _found_or_made(compiler: str, folder: Path) -> Native:
     key = _key(compiler)
     for path in sorted(folder.glob(f"kernel-{key}-*.so")):
         if (library := _opened(path)) is not None:
             return Native(library, str(path))
-        _log.info("The compiled kernel %s is damaged; compiling again.", path)
+        _log.info("The compiled kernel %s is damaged, or somebody else's; compiling again.", path)
         path.unlink(missing_ok=True)
     path = _compile(compiler, folder, key)
     library = _opened(path)
     if library is None:
         raise _UnavailableError(f"{path} was compiled but cannot be loaded")
     return Native(library, str(path))
+
+
+def _check_failure(failure: Path) -> None:
+    """Refuse to try again so soon what has failed, perhaps after a long time, in this process or another.
+
+    Raises:
+        _UnavailableError: it failed within the last hour.
+    """
+    try:
+        age = time.time() - failure.stat().st_mtime
+        reason = failure.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    if 0 <= age < _RETRY_S:
+        raise _UnavailableError(f"{reason} ({age / 60:.0f} minutes ago; remove {failure} to try again now)")
+    failure.unlink(missing_ok=True)
 
 
 def _compiler() -> str:
@@ -95,26 +127,90 @@ def _compiler() -> str:
 
 
 def _folder() -> Path:
-    """The cache directory; code is loaded from it, so nobody else may be able to write there."""
+    """The cache directory; code is loaded from it, so nobody else may be able to write there or to exchange it.
+
+    Raises:
+        _UnavailableError: somebody else can.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvkeep"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if os.name != "posix" or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise _UnavailableError(f"{folder} belongs to, or can be written by, somebody else")
+    folder = folder.resolve()
+    for place in (folder, *folder.parents):
+        if os.name != "posix" or not _is_safe(place.stat(), above=place != folder):
+            raise _UnavailableError(f"{place} belongs to, or can be written by, somebody else")
     return folder
+
+
+def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
+    """Whether nobody but this user can write there; folders above may be the system's, or of this user's own group.
+
+    In a folder with the sticky bit, as /tmp, everybody writes, and nobody exchanges what belongs to another.
+    """
+    mine, others = status.st_uid == os.getuid(), status.st_mode & 0o022
+    if not above:
+        return mine and not others
+    if status.st_mode & stat.S_ISVTX:
+        return mine or status.st_uid == 0
+    own_group = status.st_gid == os.getgid() and not status.st_mode & 0o002
+    return (mine or status.st_uid == 0) and (not others or own_group)
+
+
+def _attempt(compiler: str) -> str:
+    """Name of what is tried: these sources, flags and this compiler, which is not run for it."""
+    status = os.stat(compiler)
+    return _digest(_inputs(f"{compiler} {status.st_mtime_ns} {status.st_size}".encode()))
 
 
 def _key(compiler: str) -> str:
     """Name of the sources as this compiler translates it for this processor."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_TIMEOUT_S).stdout
-    parts = (
-        *(path.read_bytes() for path in [*SOURCES, *HEADERS]),
-        version,
-        " ".join(FLAGS).encode(),
-        _processor().encode(),
+    return _digest(_inputs(_run(compiler, ["--version"])))
+
+
+def _inputs(compiler: bytes) -> bytes:
+    """All that the result depends on."""
+    sources = (path.read_bytes() for path in [*SOURCES, *HEADERS])
+    return b"\0".join((*sources, compiler, " ".join(FLAGS).encode(), _processor().encode()))
+
+
+def _run(compiler: str, arguments: list[str]) -> bytes:
+    """What the compiler wrote to standard output.
+
+    Raises:
+        _UnavailableError: it failed, or did not end in time; then its whole group of processes is ended.
+    """
+    process = subprocess.Popen(
+        [compiler, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
-    return _digest(b"\0".join(parts))
+    with process:
+        try:
+            out, complaints = _wait(process, compiler)
+        except BaseException:  # also Ctrl-C, which does not reach a session of its own
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        lines = complaints.decode("utf-8", "replace").splitlines()
+        raise _UnavailableError(f"{compiler} failed: {next((line for line in lines if 'error' in line), 'no message')}")
+    return out
+
+
+def _wait(process: subprocess.Popen[bytes], compiler: str) -> tuple[bytes, bytes]:
+    """What a process writes until it ends; after some seconds the user learns what is being waited for."""
+    try:
+        return process.communicate(timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        _log.warning(
+            "Waiting for %s to compile kvkeep's native kernel, once, for at most %d s. %s=0 does without.",
+            *(compiler, _TIMEOUT_S, SWITCH),
+        )
+    try:
+        return process.communicate(timeout=_TIMEOUT_S - _PATIENCE_S)
+    except subprocess.TimeoutExpired as error:
+        raise _UnavailableError(f"{compiler} did not end within {_TIMEOUT_S} s") from error
 
 
 def _processor() -> str:
@@ -132,18 +228,17 @@ def _compile(compiler: str, folder: Path, key: str) -> Path:
     _log.info("Compiling the native kernel with %s; this takes some seconds, once.", compiler)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = Path(scratch) / "kernel.so"
-        command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(built)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
-        if done.returncode:
-            complaint = next((line for line in done.stderr.splitlines() if "error" in line), "no message")
-            raise _UnavailableError(f"{compiler} failed: {complaint}")
+        _run(compiler, [*FLAGS, *map(str, SOURCES), "-o", str(built)])
         path = folder / f"kernel-{key}-{_digest(built.read_bytes())}.so"
         built.replace(path)
     return path
 
 
 def _opened(path: Path) -> ctypes.CDLL | None:
-    """Load a library whose content is what its name says: opening half a file can end the process."""
+    """Load this user's library whose content is what its name says: opening half a file can end the process."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
+        return None
     if path.stem.rpartition("-")[2] != _digest(path.read_bytes()):
         return None
     try:

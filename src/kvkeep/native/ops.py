@@ -1,4 +1,7 @@
-"""The kernel's functions on tensors. Each says ``None`` when the kernel cannot do it, and then has done nothing."""
+"""The kernel's functions on tensors. Each says ``None`` when the kernel cannot do it, and then has done nothing.
+
+The kernel gets bare addresses, so everything that it relies on is checked before: devices, dtypes, shapes and strides.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.native import checks
 from kvkeep.native.build import native
 from kvkeep.types import AttentionOptions, Budget
 
@@ -20,6 +24,8 @@ _KINDS = {None: 1, "last": 2, "low": 3}
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d")
 _WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q")
 _SLOTS = struct.Struct("4q 3q 3q 3q q 3q 4q")
+_LAST = 2**31 - 1
+"""The largest position; the kernel counts positions in 32 bits."""
 
 
 class Wanted(NamedTuple):
@@ -63,11 +69,14 @@ def attend(
         ``(B, Hk, S)`` float32.
     """
     library = _library(query, keys, values, now, positions)
-    if library is None or query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype:
+    if library is None or query.dtype not in TYPES:
+        return None
+    per_row = () if wanted is None else (wanted.counts, wanted.gain, wanted.last)
+    if not checks.attendable(query, keys, values, now, positions, options=options, per_row=per_row):
         return None
     B, Hq, _, D = query.shape
     Hk, S = keys.shape[1:3]
-    positions = positions if positions.dtype == torch.int32 else positions.to(torch.int32)
+    positions, now = _as(positions, torch.int32), _as(now, torch.int64)
     kind = _KINDS[wanted.second] if wanted else 0
     results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
     results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2))]
@@ -84,7 +93,7 @@ def attend(
         *(values.data_ptr(), *values.stride()[:3]),
         *(positions.data_ptr(), positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0),
         *(now.data_ptr(), now.stride(0)),
-        *(out, _pointer(sinks), options.window or 0),
+        *(out, _pointer(sinks), min(options.window or 0, _LAST)),
         *(kind, mass, second),
         *(_pointer(counted), counts, _pointer(gains), wanted.gain is not None),
         *(_pointer(newest), last, wanted.live),
@@ -104,9 +113,10 @@ def write(
     """Put one token per row into the empty slot of each head, in place, and say which slot it was."""
     library = _library(keys, values, positions, *new, now)
     new_keys, new_values = new
-    if library is None or (new_keys.dtype, new_values.dtype) != (keys.dtype, values.dtype):
+    if library is None or not checks.writable(keys, values, positions, new, now):
         return None
     B, Hk, S = positions.shape
+    now = _as(now, torch.int64)
     slot = torch.empty((B, Hk, 1), dtype=torch.int64)
     call = _WRITE.pack(
         *(B, Hk, S, keys.shape[-1], values.shape[-1], keys.element_size(), values.element_size()),
@@ -124,17 +134,19 @@ def write(
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
     """Empty, in place, the slots that no later query can see through a sliding window of ``window`` tokens."""
     library = _library(positions, seen)
-    if library is None:
+    if library is None or not checks.countable(positions, seen):
         return None
-    return None if library.kvkeep_expire(_slots(positions, seen, window=window)) else True
+    call = _slots(positions, seen, window=window)
+    return None if library.kvkeep_expire(call.packed) else True
 
 
 def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
     """How many heads hold more tokens than their limit."""
     library = _library(positions)
-    if library is None:
+    if library is None or not checks.countable(positions, limit=limit):
         return None
-    found = library.kvkeep_count_over(_slots(positions, limit=limit))
+    call = _slots(positions, limit=limit)
+    found = library.kvkeep_count_over(call.packed)
     return None if found < 0 else int(found)
 
 
@@ -153,10 +165,24 @@ def evict(
     lowest score, and the first ``sinks`` and newest ``recent`` positions have an infinite one.
     """
     library = _library(positions, scores, seen)
-    if library is None or scores.dtype != torch.float32:
+    if library is None or not checks.countable(positions, seen, recent, limit):
+        return None
+    if scores.dtype != torch.float32 or scores.shape != positions.shape:
         return None
     call = _slots(positions, seen, scores=scores, sinks=sinks, recent=recent, limit=limit)
-    return None if library.kvkeep_evict(call) else True
+    return None if library.kvkeep_evict(call.packed) else True
+
+
+class _Call(NamedTuple):
+    """What the functions on slots take.
+
+    Attributes:
+        packed: numbers and addresses.
+        tensors: what stands at the addresses, converted where it had to be; it must live as long as the call.
+    """
+
+    packed: bytes
+    tensors: tuple[Tensor | None, ...]
 
 
 def _slots(
@@ -168,18 +194,20 @@ def _slots(
     sinks: int = 0,
     recent: Budget = 0,
     limit: Budget = 0,
-) -> bytes:
+) -> _Call:
     """Pack what the functions on slots take."""
-    recents, newest = _either(recent, torch.int64)
-    limits, most = _either(limit, torch.int64)
-    return _SLOTS.pack(
+    seen = None if seen is None else _as(seen, torch.int64)
+    recents, newest = _either(_bounded(recent), torch.int64)
+    limits, most = _either(_bounded(limit), torch.int64)
+    packed = _SLOTS.pack(
         *(*positions.shape, torch.get_num_threads()),
         *(positions.data_ptr(), *positions.stride()[:2]),
-        *(_pointer(seen), 0 if seen is None else seen.stride(0), window),
-        *(_pointer(scores), *((0, 0) if scores is None else scores.stride()[:2]), sinks),
+        *(_pointer(seen), 0 if seen is None else seen.stride(0), _bounded(window)),
+        *(_pointer(scores), *((0, 0) if scores is None else scores.stride()[:2]), _bounded(sinks)),
         *(_pointer(recents), 0 if recents is None else recents.stride(0), newest),
         *(_pointer(limits), *((0, 0) if limits is None else _strides(limits)), most),
     )
+    return _Call(packed, (seen, recents, limits))
 
 
 def _strides(limits: Int[Tensor, "B #Hk"]) -> tuple[int, int]:
@@ -196,11 +224,21 @@ def _library(*tensors: Tensor) -> ctypes.CDLL | None:
     if library is None or torch.compiler.is_compiling():
         return None
     for tensor in tensors:
-        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.stride(-1) != 1:
+        if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
             return None
-        if tensor.requires_grad and torch.is_grad_enabled():
+        if tensor.stride(-1) != 1 or (tensor.requires_grad and torch.is_grad_enabled()):
             return None
     return library
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this dtype; asking first is cheaper than a conversion to the same."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _bounded(value: Budget) -> Budget:
+    """A number, or numbers, that the kernel can subtract from a position without an overflow."""
+    return value.to(torch.int64).clamp(-_LAST, _LAST) if isinstance(value, Tensor) else max(-_LAST, min(value, _LAST))
 
 
 def _either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:

@@ -1,0 +1,134 @@
+"""What a model's makers want of its generation, and what becomes of it: kvkeep's own options rule.
+
+The tokens that end a text are the makers'. Everything else that ``generation_config.json`` asks for is left out, so
+that a single prompt, a batch and a session give the same text; `remark` names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+
+from kvkeep.errors import ModelFileError
+from kvkeep.models.files import optional
+from kvkeep.models.sampling import Sampling
+
+GENERATION_CONFIG = "generation_config.json"
+
+OWN = frozenset(
+    {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "max_length"}
+)
+"""Asked for with options of kvkeep's own."""
+
+KEPT = frozenset({"eos_token_id", "pad_token_id", "bos_token_id"})
+
+SAME_TEXT = frozenset(
+    {
+        *("cache_implementation", "cache_config", "max_cache_len", "use_cache", "prefill_chunk_size", "low_memory"),
+        *("compile_config", "disable_compile", "continuous_batching_config", "renormalize_logits"),
+        *("prompt_lookup_num_tokens", "max_matching_ngram_size", "is_assistant", "num_assistant_tokens"),
+        *("num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit", "use_mtp"),
+        *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type"),
+        *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+    }
+)
+"""How a text is computed, or what is told beside it; the right text is the same without."""
+
+
+def check_generation_config(name: str) -> None:
+    """Refuse a ``generation_config.json`` that cannot be used, before weights are read.
+
+    Args:
+        name: a folder, or a hub name.
+
+    Raises:
+        ModelFileError: it is no JSON object, or the tokens that end a text are not given by whole numbers.
+    """
+    path = optional(name, GENERATION_CONFIG)
+    if path is None:
+        return
+    problem = f"{name}: Its {GENERATION_CONFIG} cannot be used"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        ends = fields.get("eos_token_id")
+        GenerationConfig.from_dict(dict(fields))
+    except Exception as error:  # whatever its values lead to
+        raise ModelFileError(f"{problem} ({error!s:.200}). Remove it, or download the model again.") from error
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
+        raise ModelFileError(
+            f"{problem} (eos_token_id is {ends!s:.60}). Give the number of a token, or a list of such."
+        )
+
+
+def remark(model: PreTrainedModel) -> str | None:
+    """What the makers ask for and kvkeep leaves out, in a sentence; ``None`` if there is nothing."""
+    asked = _asked(model)
+    differs = _listed({name: value for name, value in asked.items() if name not in SAME_TEXT})
+    same = _listed({name: value for name, value in asked.items() if name in SAME_TEXT})
+    start = f"the model's {GENERATION_CONFIG} also asks for"
+    if differs:
+        rest = f" ({same} changes no text)" if same else ""
+        return f"{start} {differs}, which kvkeep leaves out: the text may differ from what its makers intend{rest}."
+    return f"{start} {same}, which kvkeep leaves out: it changes no text." if same else None
+
+
+def ends_of(model: PreTrainedModel) -> set[int]:
+    """The tokens with which the model ends its text."""
+    ids = model.generation_config.eos_token_id
+    return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
+
+
+@contextmanager
+def own_options(model: PreTrainedModel, sampling: Sampling, **others: Any) -> Iterator[GenerationConfig]:
+    """The generation config for one call of ``generate``; meanwhile the model has no other, which would be merged."""
+    before = model.generation_config
+    ends = sorted(ends_of(model)) or None
+    model.generation_config = GenerationConfig(**sampling.arguments(), eos_token_id=ends, **others)
+    try:
+        yield model.generation_config
+    finally:
+        model.generation_config = before
+
+
+class OnlyNumbers(LogitsProcessor):
+    """Ends a generation whose logits are no numbers: the first token would be taken, or the end of the text."""
+
+    def __call__(self, input_ids: Int[Tensor, "B T"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        """The scores as they are.
+
+        Raises:
+            ModelFileError: the largest of them is NaN or infinite.
+        """
+        if not bool(torch.isfinite(scores.amax(dim=-1)).all()):
+            raise ModelFileError(
+                "The model's logits are no numbers (NaN or infinite), so there is no next token. Its weights are "
+                "damaged, or the dtype is too narrow for them: download the model again, or take --dtype float32."
+            )
+        return scores
+
+
+def _asked(model: PreTrainedModel) -> dict[str, object]:
+    """What differs from transformers' defaults and has no option here."""
+    usual = GenerationConfig._get_default_generation_params()
+    given = model.generation_config.to_diff_dict()
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in OWN | KEPT | {"transformers_version"}
+        and not name.startswith("_")
+        and value != usual.get(name, False)
+    }
+
+
+def _listed(values: dict[str, object]) -> str:
+    """Names and values, as a sentence lists them."""
+    parts = [f"{name}={value!r:.40}" for name, value in sorted(values.items())]
+    return ", ".join(parts)

@@ -1,0 +1,136 @@
+"""How tokens are chosen, and how many; every number is checked where it comes in."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep.errors import InputError
+
+_MOST_TOKENS = 2**31 - 1
+_LEAST_TOP_P = 1e-6
+_PENALTIES = (0.01, 100.0)
+_HOTTEST = 1000.0
+_COLDEST = 1e-30
+"""Logits divided by less would be infinite in float32; the likeliest token is certain long before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen, and how many.
+
+    Whole numbers and numbers of numpy are taken like Python's own.
+
+    Attributes:
+        max_new_tokens: stop after this many tokens, if the model has not stopped before.
+        temperature: 0 takes the most probable token; above 0, and up to 1000, one is drawn.
+        top_p: draw among the most probable tokens that together have this probability, in [1e-6, 1].
+        top_k: draw among this many most probable tokens.
+        min_p: draw among tokens with at least this share of the most probable one's probability, in (0, 1].
+        repetition_penalty: divides positive and multiplies negative logits of tokens that occurred before, in
+            [0.01, 100]; 1 is off.
+        seed: the same seed draws the same tokens.
+
+    Raises:
+        InputError: a number is none or out of its range, or ``top_p`` or ``top_k`` would be ignored.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._take_numbers()
+        shown = {name: _shown(value) for name, value in vars(self).items()}
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={shown['max_new_tokens']} asks for no token; give 1 or more.")
+        if self.max_new_tokens > _MOST_TOKENS:
+            raise InputError(
+                f"max_new_tokens={shown['max_new_tokens']} is larger than {_MOST_TOKENS}, the last position there is."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"top_k={shown['top_k']} leaves no token to draw; give 1 or more.")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed={shown['seed']} is outside 0 … 2^63 - 1.")
+        self._check_shares()
+        if self.temperature == 0 and (self.top_p, self.top_k, self.min_p) != (None, None, None):
+            raise InputError("top_p, top_k and min_p have no effect without a temperature above 0.")
+
+    def _take_numbers(self) -> None:
+        """Replace every number by Python's own."""
+        for name, kind in (("max_new_tokens", _whole), ("top_k", _whole), ("seed", _whole), *_NUMBERS):
+            value = getattr(self, name)
+            if value is not None or name not in ("top_p", "top_k", "min_p"):
+                object.__setattr__(self, name, kind(name, value))
+
+    def _check_shares(self) -> None:
+        low, high = _PENALTIES
+        if not 0 <= self.temperature <= _HOTTEST:
+            raise InputError(f"temperature={self.temperature} is outside 0 … {_HOTTEST:.0f}. 1 leaves the model as is.")
+        if self.top_p is not None and not _LEAST_TOP_P <= self.top_p <= 1:
+            raise InputError(
+                f"top_p={self.top_p} is outside [{_LEAST_TOP_P:g}, 1]. Temperature 0 takes the likeliest token alone."
+            )
+        if self.min_p is not None and not 0 < self.min_p <= 1:
+            raise InputError(f"min_p={self.min_p} is outside (0, 1].")
+        if not low <= self.repetition_penalty <= high:
+            raise InputError(f"repetition_penalty={self.repetition_penalty} is outside {low:g} … {high:g}; 1 is off.")
+
+    def arguments(self) -> dict[str, Any]:
+        """The same in the words of transformers' ``generate``."""
+        drawn = {
+            "temperature": max(self.temperature, _COLDEST),
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_k": 0 if self.top_k is None else self.top_k,
+            "min_p": self.min_p,
+        }
+        sampled = self.temperature > 0
+        always = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": self.repetition_penalty}
+        return {**always, "do_sample": sampled, **(drawn if sampled else {})}
+
+
+def _whole(name: str, value: object) -> int:
+    """A whole number.
+
+    Raises:
+        InputError: it is none; a truth value is none, either.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputError(f"{name}={_shown(value)} is not a whole number.") from None
+
+
+def _number(name: str, value: object) -> float:
+    """A number that is neither infinite nor NaN.
+
+    Raises:
+        InputError: it is none; a truth value is none, either.
+    """
+    try:
+        if not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # a whole number that is too large for a float
+        pass
+    raise InputError(f"{name}={_shown(value)} is not a finite number.")
+
+
+_NUMBERS = (("temperature", _number), ("top_p", _number), ("min_p", _number), ("repetition_penalty", _number))
+
+
+def _shown(value: object) -> str:
+    """A value as a message can show it: Python refuses to write out a whole number of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:60]}…"

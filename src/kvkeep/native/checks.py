@@ -1,0 +1,87 @@
+"""What the kernel relies on, and has no means to check itself: dtypes and shapes of the tensors that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kvkeep.types import AttentionOptions, Budget
+
+_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
+
+def attendable(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    now: Tensor,
+    positions: Tensor,
+    *,
+    options: AttentionOptions,
+    per_row: Iterable[object],
+) -> bool:
+    """Whether the arguments of `attend` are of the dtypes and shapes that it promises to the kernel.
+
+    Args:
+        query: see `kvkeep.native.ops.attend`, as for the others.
+        keys: see there.
+        values: see there.
+        now: see there.
+        positions: see there.
+        options: see there.
+        per_row: numbers, or tensors of one number per row.
+    """
+    (B, Hq, T, D), (_, Hk, S, E) = query.shape, values.shape
+    if not query.dtype == keys.dtype == values.dtype:
+        return False
+    if T != 1 or S == 0 or Hq % Hk or keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
+        return False
+    if now.dtype not in _WHOLE or positions.dtype not in _WHOLE or now.shape != (B, 1):
+        return False
+    if positions.shape != (B, Hk, S) and positions.shape != (B, 1, S):
+        return False
+    if options.window is not None and options.window < 0:
+        return False
+    sinks = options.sinks
+    if sinks is not None and (
+        not sinks.is_cpu or sinks.shape != (Hq,) or (sinks.requires_grad and torch.is_grad_enabled())
+    ):
+        return False
+    return all(_is_per_row(one, B) for one in per_row)
+
+
+def writable(keys: Tensor, values: Tensor, positions: Tensor, new: tuple[Tensor, Tensor], now: Tensor) -> bool:
+    """Whether the arguments of `write` are of the dtypes and shapes that it promises to the kernel."""
+    B, Hk, S = positions.shape
+    D, E = keys.shape[-1], values.shape[-1]
+    if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
+        return False
+    if keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
+        return False
+    if keys.dtype != new[0].dtype or values.dtype != new[1].dtype:
+        return False
+    return new[0].shape == (B, Hk, 1, D) and new[1].shape == (B, Hk, 1, E)
+
+
+def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0, limit: Budget = 0) -> bool:
+    """Whether the arguments of the functions on slots are of the dtypes and shapes that they promise to the kernel."""
+    B, Hk, _ = positions.shape
+    if positions.dtype != torch.int32:
+        return False
+    if seen is not None and (seen.dtype not in _WHOLE or seen.shape != (B,)):
+        return False
+    return _is_share(recent, B, 1) and _is_share(limit, B, Hk)
+
+
+def _is_share(value: Budget, rows: int, heads: int) -> bool:
+    """Whether it is one whole number, or one for each row or head."""
+    if isinstance(value, int):
+        return True
+    return value.is_cpu and value.dtype in _WHOLE and value.shape in ((rows, 1), (rows, heads))
+
+
+def _is_per_row(value: object, rows: int) -> bool:
+    """Whether it is one number, or one for each row."""
+    return not isinstance(value, Tensor) or (value.is_cpu and value.shape == (rows,))

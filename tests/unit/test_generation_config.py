@@ -1,0 +1,212 @@
+"""What a model's generation config asks for: kvkeep's options rule, and what is left out is named."""
+
+import json
+from pathlib import Path
+
+import model_folders
+import pytest
+import torch
+from transformers import GenerationConfig
+from typer.testing import CliRunner
+
+from kvkeep.cli.main import app
+from kvkeep.models import generation
+from kvkeep.models.generation import KEPT, OWN, SAME_TEXT, own_options, remark
+from kvkeep.models.load import load
+from kvkeep.models.quiet import quiet
+from kvkeep.models.sampling import Sampling
+
+PROMPT = "the quick brown fox"
+
+NAMED = {
+    "bad_words_ids": [[5]],
+    "begin_suppress_tokens": [1, 2],
+    "constraints": [{"token_ids": [3]}],
+    "diversity_penalty": 0.5,
+    "dola_layers": "high",
+    "early_stopping": True,
+    "encoder_no_repeat_ngram_size": 2,
+    "encoder_repetition_penalty": 1.5,
+    "epsilon_cutoff": 0.01,
+    "eta_cutoff": 0.01,
+    "exponential_decay_length_penalty": [2, 1.5],
+    "force_words_ids": [[3]],
+    "forced_bos_token_id": 4,
+    "forced_eos_token_id": 4,
+    "guidance_scale": 1.5,
+    "length_penalty": 2.0,
+    "max_time": 1e-9,
+    "min_length": 50,
+    "min_new_tokens": 50,
+    "no_repeat_ngram_size": 1,
+    "num_beam_groups": 2,
+    "num_beams": 4,
+    "penalty_alpha": 0.6,
+    "remove_invalid_values": True,
+    "sequence_bias": [[[5], 10.0]],
+    "stop_strings": ["e", "a"],
+    "suppress_tokens": [1, 2, 3],
+    "token_healing": True,
+    "top_h": 0.4,
+    "typical_p": 0.5,
+    "watermarking_config": {"greenlist_ratio": 0.5, "bias": 9.0},
+}
+NO_MATTER = {
+    "assistant_confidence_threshold": 0.9,
+    "assistant_early_exit": 1,
+    "assistant_ensemble_weight": 0.5,
+    "assistant_lookbehind": 5,
+    "cache_config": {"backend": "quanto"},
+    "cache_implementation": "hybrid",
+    "disable_compile": True,
+    "is_assistant": True,
+    "low_memory": True,
+    "max_cache_len": 3,
+    "max_matching_ngram_size": 2,
+    "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "heuristic",
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "output_logits": True,
+    "output_scores": True,
+    "prefill_chunk_size": 1,
+    "prompt_lookup_num_tokens": 3,
+    "renormalize_logits": True,
+    "return_dict_in_generate": True,
+    "speculation_type": "mtp",
+    "target_lookbehind": 5,
+    "use_cache": False,
+    "use_mtp": True,
+}
+REFUSED = {"compile_config": {"mode": "default"}, "continuous_batching_config": {}, "num_return_sequences": 3}
+"""By transformers itself, whose own ``generate`` has no use for them."""
+SILENT = {
+    "do_sample": True,
+    "max_length": 3,
+    "max_new_tokens": 1,
+    "min_p": 0.9,
+    "repetition_penalty": 9.0,
+    "temperature": 9.0,
+    "top_k": 3,
+    "top_p": 0.1,
+}
+
+
+@pytest.fixture(autouse=True)
+def _fast():
+    with model_folders.one_thread():
+        yield
+
+
+def generate(folder: Path):
+    return CliRunner().invoke(app, ["generate", str(folder), "-p", PROMPT, "-n", "4", "--json"])
+
+
+def asking(target: Path, **wishes: object) -> Path:
+    folder = model_folders.copy(target)
+    model_folders.edit_json(folder / "generation_config.json", **wishes)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[int]:
+    with model_folders.one_thread():
+        return json.loads(generate(model_folders.folder()).stdout)["token_ids"]
+
+
+EVERY = {**NAMED, **NO_MATTER, **SILENT}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_wish_of_the_makers_changes_the_text_or_ends_it(name: str, tmp_path: Path, plain: list[int]):
+    result = generate(asking(tmp_path / "m", **{name: EVERY[name]}))
+    assert result.exit_code == 0, result.output or result.exception
+    assert json.loads(result.stdout)["token_ids"] == plain
+    said = " ".join(result.stderr.split())
+    assert (f"also asks for {name}=" in said) == (name not in SILENT)
+    assert ("the text may differ" in said) == (name in NAMED)
+    assert ("it changes no text" in said) == (name in NO_MATTER)
+
+
+def test_every_wish_that_transformers_knows_has_been_decided_on():
+    known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")} - {"transformers_version"}
+    assert set(NO_MATTER) == SAME_TEXT - set(REFUSED)
+    assert set(SILENT) == set(OWN)
+    assert known - OWN - KEPT - SAME_TEXT - {"decoder_start_token_id"} == set(NAMED) | {"num_return_sequences"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wishes_that_transformers_refuses_end_in_one_line(name: str, tmp_path: Path):
+    result = generate(asking(tmp_path / "m", **{name: REFUSED[name]}))
+    assert result.exit_code == 2, result.output or result.exception
+    assert result.stderr.count("\n") == 1
+    assert "generation_config.json cannot be used" in result.stderr
+
+
+def test_wishes_are_named_together_in_one_line(tmp_path: Path):
+    result = generate(asking(tmp_path / "m", cache_implementation="static", num_beams=4, stop_strings=["x" * 999]))
+    said = " ".join(result.stderr.split())
+    assert said.startswith("note: the model's generation_config.json also asks for num_beams=4, stop_strings=['xxx")
+    assert "makers intend (cache_implementation='static' changes no text)." in said
+    assert len(said) < 400
+
+
+@pytest.mark.parametrize("wishes", [{"num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0}, {"pad_token_id": 3}])
+def test_what_is_transformers_default_is_no_wish(wishes: dict[str, object], tmp_path: Path):
+    assert "asks for" not in generate(asking(tmp_path / "m", **wishes)).stderr
+
+
+def test_ends_are_the_makers(tmp_path: Path, plain: list[int]):
+    result = json.loads(generate(asking(tmp_path / "m", eos_token_id=[299, plain[1]])).stdout)
+    assert result["token_ids"] == plain[:2]
+    assert result["finish_reason"] == "stop"
+
+
+def test_a_model_configuration_of_old_with_options_of_sampling(tmp_path: Path, plain: list[int]):
+    """Before there were generation configs, such options stood in config.json."""
+    folder = model_folders.copy(tmp_path / "m", "generation_config.json")
+    model_folders.edit_json(folder / "config.json", temperature=9.0, do_sample=True, num_beams=3, typical_p=0.3)
+    result = generate(folder)
+    assert result.exit_code == 0, result.output or result.exception
+    assert json.loads(result.stdout)["token_ids"] == plain
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_models_own_generation_config_is_back_afterwards(fails: bool):
+    model, _ = load(model_folders.folder())
+    before = model.generation_config
+    try:
+        with own_options(model, Sampling(max_new_tokens=7), pad_token_id=3) as config:
+            assert (config.max_new_tokens, config.pad_token_id) == (7, 3)
+            if fails:
+                raise ValueError("a test")
+    except ValueError:
+        pass
+    assert model.generation_config is before
+    assert remark(model) is None
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("options", [[], ["-t", "1"], ["--compare"]], ids=["greedy", "drawn", "compared"])
+def test_logits_that_are_no_numbers_are_an_error(bad: float, options: list[str], monkeypatch: pytest.MonkeyPatch):
+    honest = torch.nn.Linear.forward
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: honest(self, x) * 0 + bad)
+    arguments = ["generate", str(model_folders.folder()), "-p", PROMPT, "-n", "4", *options]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output or result.exception
+    assert "no numbers (NaN or infinite)" in " ".join(result.stderr.split())
+    assert result.stderr.count("\n") == 1
+
+
+def test_one_impossible_token_is_no_error():
+    scores = torch.tensor([[0.0, -torch.inf, 3.0]])
+    assert torch.equal(generation.OnlyNumbers()(torch.tensor([[1]]), scores), scores)
+
+
+def test_a_generation_config_that_cannot_be_used_is_refused_before_weights_are_read(tmp_path: Path):
+    folder = asking(tmp_path / "m", eos_token_id="</s>")
+    (folder / "model.safetensors").write_bytes(b"")
+    with quiet():
+        result = generate(folder)
+    assert result.exit_code == 2
+    assert "generation_config.json cannot be used (eos_token_id is ['</s>'])" in " ".join(result.stderr.split())

@@ -1,0 +1,234 @@
+"""What the native kernel's functions check before they hand bare addresses to C++; torch does whatever they refuse."""
+
+import pytest
+import torch
+
+from kvkeep import scores
+from kvkeep.native import native, ops
+from kvkeep.types import AttentionOptions
+
+pytestmark = [
+    pytest.mark.skipif(native().library is None, reason=native().detail),
+    pytest.mark.usefixtures("no_checked_annotations"),
+]
+
+B, HK, G, S, D, E = 2, 3, 2, 9, 8, 6
+HUGE = 2**40
+INTS = [torch.int8, torch.int16, torch.int32]
+
+
+class Library:
+    """Stands where the kernel stands, and says whether it was called; it must not be, so it never computes."""
+
+    def __init__(self):
+        self.called = False
+
+    def __getattr__(self, name):
+        def function(call):
+            self.called = True
+            return 0
+
+        return function
+
+
+@pytest.fixture
+def library(monkeypatch):
+    found = Library()
+    monkeypatch.setattr(ops, "native", lambda: type("Found", (), {"library": found}))
+    return found
+
+
+def attention(**changes):
+    given = {
+        "query": torch.randn(B, HK * G, 1, D, generator=torch.Generator().manual_seed(0)),
+        "keys": torch.randn(B, HK, S, D, generator=torch.Generator().manual_seed(1)),
+        "values": torch.randn(B, HK, S, E, generator=torch.Generator().manual_seed(2)),
+        "now": torch.tensor([[5], [7]]),
+        "positions": torch.arange(S, dtype=torch.int32).expand(B, HK, S).contiguous(),
+        "options": AttentionOptions(scaling=0.3),
+        "wanted": ops.Wanted(),
+        **changes,
+    }
+    tensors = [given.pop(name) for name in ("query", "keys", "values", "now", "positions")]
+    return ops.attend(*tensors, **given)
+
+
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+def test_attention_converts_positions_of_any_whole_type(dtype):
+    want = attention()
+    found = attention(now=torch.tensor([[5], [7]], dtype=dtype), positions=torch.arange(S).expand(B, HK, S).to(dtype))
+    assert all(torch.equal(one, two) for one, two in zip(found, want, strict=True))
+
+
+def options(**changes):
+    return {"options": AttentionOptions(scaling=0.3, **changes)}
+
+
+def wanted(**changes):
+    return {"wanted": ops.Wanted(**changes)}
+
+
+TENSORS = {
+    "positions of queries as floats": {"now": torch.tensor([[5.0], [7.0]])},
+    "positions of queries as truths": {"now": torch.tensor([[True], [True]])},
+    "a position for every head": {"now": torch.zeros(B, HK, dtype=torch.int64)},
+    "positions of one row only": {"now": torch.tensor([[5]])},
+    "positions as floats": {"positions": torch.zeros(B, HK, S)},
+    "positions of fewer slots": {"positions": torch.zeros(B, HK, S - 1, dtype=torch.int32)},
+    "positions of fewer heads": {"positions": torch.zeros(B, HK - 1, S, dtype=torch.int32)},
+    "positions of one row": {"positions": torch.zeros(1, HK, S, dtype=torch.int32)},
+    "two query rows": {"query": torch.zeros(B, HK * G, 2, D)},
+    "query heads that are no multiple": {"query": torch.zeros(B, HK * G + 1, 1, D)},
+    "a query of another width": {"query": torch.zeros(B, HK * G, 1, D + 1)},
+    "whole numbers as queries": {"query": torch.zeros(B, HK * G, 1, D, dtype=torch.int32)},
+    "fewer values than keys": {"values": torch.zeros(B, HK, S - 1, E)},
+    "values of fewer rows": {"values": torch.zeros(B - 1, HK, S, E)},
+    "no slot": {
+        "keys": torch.zeros(B, HK, 0, D),
+        "values": torch.zeros(B, HK, 0, E),
+        "positions": torch.zeros(B, HK, 0, dtype=torch.int32),
+    },
+    "keys on another device": {"keys": torch.zeros(B, HK, S, D, device="meta")},
+    "sparse keys": {"keys": torch.zeros(B, HK, S, D).to_sparse()},
+    "positions of queries on another device": {"now": torch.zeros(B, 1, dtype=torch.int64, device="meta")},
+    "a negative window": options(window=-3),
+    "sinks of fewer heads": options(sinks=torch.zeros(HK)),
+    "sinks on another device": options(sinks=torch.zeros(HK * G, device="meta")),
+    "sinks that are trained": options(sinks=torch.zeros(HK * G, requires_grad=True)),
+    "counts of fewer rows": wanted(counts=torch.ones(B - 1, dtype=torch.int64)),
+    "counts on another device": wanted(counts=torch.ones(B, dtype=torch.int64, device="meta")),
+    "gains of fewer rows": wanted(gain=torch.ones(1)),
+    "newest of fewer rows": wanted(last=torch.ones(1, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("changes", TENSORS.values(), ids=TENSORS.keys())
+def test_attention_leaves_to_torch_what_does_not_fit(changes, library):
+    assert attention(**changes) is None
+    assert not library.called
+
+
+def test_a_window_longer_than_any_text_hides_nothing():
+    assert torch.equal(attention(**options(window=2**70))[0], attention()[0])
+
+
+def written(**changes):
+    given = {
+        "keys": torch.zeros(B, HK, S, D),
+        "values": torch.zeros(B, HK, S, E),
+        "positions": torch.full((B, HK, S), -1, dtype=torch.int32),
+        "new_keys": torch.ones(B, HK, 1, D),
+        "new_values": torch.ones(B, HK, 1, E),
+        "now": torch.tensor([[5], [7]]),
+        **changes,
+    }
+    slot = ops.write(
+        given["keys"],
+        given["values"],
+        given["positions"],
+        new=(given["new_keys"], given["new_values"]),
+        now=given["now"],
+    )
+    return slot, given["positions"]
+
+
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+def test_write_converts_positions_of_any_whole_type(dtype):
+    slot, positions = written(now=torch.tensor([[5], [7]], dtype=dtype))
+    assert slot is not None
+    assert positions[:, :, 0].tolist() == [[5] * HK, [7] * HK]
+
+
+WRITES = {
+    "a position as a float": {"now": torch.tensor([[5.0], [7.0]])},
+    "one position for two rows": {"now": torch.tensor([[5]])},
+    "slots of another type": {"positions": torch.full((B, HK, S), -1)},
+    "fewer positions than keys": {"positions": torch.full((B, HK - 1, S), -1, dtype=torch.int32)},
+    "more positions than keys": {"positions": torch.full((B, HK, S + 1), -1, dtype=torch.int32)},
+    "new keys of another width": {"new_keys": torch.ones(B, HK, 1, D - 1)},
+    "new values of fewer heads": {"new_values": torch.ones(B, HK - 1, 1, E)},
+    "two new keys": {"new_keys": torch.ones(B, HK, 2, D)},
+    "no slot": {
+        "keys": torch.zeros(B, HK, 0, D),
+        "values": torch.zeros(B, HK, 0, E),
+        "positions": torch.zeros(B, HK, 0, dtype=torch.int32),
+    },
+}
+
+
+@pytest.mark.parametrize("changes", WRITES.values(), ids=WRITES.keys())
+def test_write_leaves_to_torch_what_does_not_fit(changes, library):
+    assert written(**changes)[0] is None
+    assert not library.called
+
+
+def held(dtype=torch.int32):
+    return torch.arange(S, dtype=dtype).expand(B, HK, S).contiguous()
+
+
+SCORES = torch.randn(B, HK, S, generator=torch.Generator().manual_seed(3))
+SEEN = torch.tensor([S, S])
+
+
+def evicted(positions=None, score=SCORES, seen=SEEN, **changes):
+    positions = held() if positions is None else positions
+    done = ops.evict(positions, score, seen, **{"sinks": 1, "recent": 2, "limit": 4, **changes})
+    return done, positions
+
+
+SLOTS = {
+    "positions of another type": {"positions": held(torch.int64)},
+    "scores of fewer heads": {"score": SCORES[:, :1].contiguous()},
+    "scores of another type": {"score": SCORES.double()},
+    "tokens seen as floats": {"seen": SEEN.float()},
+    "tokens seen by fewer rows": {"seen": SEEN[:1]},
+    "limits as floats": {"limit": torch.full((B, 1), 4.0)},
+    "limits of fewer rows": {"limit": torch.full((1, HK), 4)},
+    "limits of fewer heads": {"limit": torch.full((B, HK - 1), 4)},
+    "limits on another device": {"limit": torch.full((B, HK), 4, device="meta")},
+    "recent tokens of fewer rows": {"recent": torch.tensor([[2]])},
+    "recent tokens as floats": {"recent": torch.full((B, 1), 2.0)},
+}
+
+
+@pytest.mark.parametrize("changes", SLOTS.values(), ids=SLOTS.keys())
+def test_eviction_leaves_to_torch_what_does_not_fit(changes, library):
+    assert evicted(**changes)[0] is None
+    assert not library.called
+
+
+def test_windows_and_counts_leave_to_torch_what_does_not_fit(library):
+    assert ops.expire(held(torch.int64), SEEN, 3) is None
+    assert ops.expire(held(), SEEN.float(), 3) is None
+    assert ops.expire(held(), SEEN[:1], 3) is None
+    assert ops.count_over(held(torch.int64), 4) is None
+    assert ops.count_over(held(), torch.full((1, HK), 4)) is None
+    assert not library.called
+
+
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+def test_numbers_of_any_whole_type_mean_the_same(dtype):
+    want = evicted(recent=torch.full((B, 1), 2), limit=torch.full((B, HK), 4))
+    found = evicted(seen=SEEN.to(dtype), recent=torch.full((B, 1), 2).to(dtype), limit=torch.full((B, HK), 4).to(dtype))
+    assert found[0]
+    assert want[0]
+    assert torch.equal(found[1], want[1])
+
+
+@pytest.mark.parametrize("number", [HUGE, 2**31, 2**70], ids=["2^40", "2^31", "2^70"])
+def test_numbers_beyond_32_bits_protect_everything_instead_of_nothing(number):
+    """The first to go among protected slots is the oldest, as `scores.weakest` has it."""
+    for protection in ({"sinks": number, "recent": 0}, {"sinks": 0, "recent": number}):
+        done, positions = evicted(**protection)
+        assert done
+        assert torch.equal(positions, held().masked_fill(held() == 0, -1))
+    assert ops.count_over(held(), number) == 0
+    expired = held()
+    assert ops.expire(expired, SEEN, number)
+    assert torch.equal(expired, scores.expire(held(), SEEN, 2**31 - 1))
+
+
+def test_rows_of_numbers_that_had_to_be_converted_live_as_long_as_the_call(monkeypatch):
+    """Their addresses are handed over: freed before the call, they would be read after something else is there."""
+    call = ops._slots(held(), SEEN.int(), recent=torch.full((B, 1), 2).int(), limit=torch.full((B, HK), 4).int())
+    assert [tensor.dtype for tensor in call.tensors] == [torch.int64] * 3
