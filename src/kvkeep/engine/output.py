@@ -254,6 +254,7 @@ def _completion(result: Result) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
         "new_tokens": len(result.token_ids),
+        "queued_s": result.queued_s,
         "ttft_s": result.ttft_s,
         "tpot_s": result.tpot_s,
     }
