@@ -27,7 +27,7 @@ from lib import gpu_check as check
 from lib import gpu_layer as layer
 from lib import gpu_model as model
 
-from kvkeep.attention.triton import switch
+from kvkeep.backends.triton import switch
 
 PARTS = {
     "k": (check, check.check),

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from lib import finish, interleaved, kernel, positive, show, spread
 
-from kvkeep.attention import attend, cpu
+from kvkeep.backends import attend, cpu
 from kvkeep.statistic import Mass
 from kvkeep.types import AttentionOptions
 

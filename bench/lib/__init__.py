@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
 from kvkeep.models.packed import PackedLinear
-from kvkeep.native import native
+from kvkeep.backends.native import native
 
 SPEED_MODEL = LlamaConfig(
     vocab_size=4096,

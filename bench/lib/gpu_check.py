@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 import kvkeep
-from kvkeep.attention import attend, reference
-from kvkeep.attention.triton import prefill_ops, switch
+from kvkeep.backends import attend, reference
+from kvkeep.backends.triton import prefill_ops, switch
 from kvkeep.engine import Engine, Request
 from kvkeep.models.text import Sampling
 from kvkeep.statistic import Low, Mass, Statistic

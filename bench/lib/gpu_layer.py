@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvkeep
-from kvkeep.attention import attend
+from kvkeep.backends import attend
 from kvkeep.statistic import Mass, Nothing, Statistic
 from kvkeep.types import AttentionOptions
 from lib.gpu import Bench, fill, middle
@@ -116,7 +116,7 @@ def _ours(query, keys, values, at, statistic: Statistic, options: AttentionOptio
     tensors = (query, keys, values, at, at[:, None].to(torch.int32))
     if not query.is_cuda:
         return attend(*tensors, statistic=statistic, options=options)
-    from kvkeep.attention.triton import prefill_ops
+    from kvkeep.backends.triton import prefill_ops
 
     found = prefill_ops.attend(*tensors, statistic=statistic, options=options, output=output)
     assert found is not None

@@ -10,11 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep import scores
-from kvkeep.attention import kernel
-from kvkeep.attention.triton import ops as triton
-from kvkeep.attention.triton import switch
-from kvkeep.attention.triton.launch import Added, Limits
-from kvkeep.native import ops
+from kvkeep.backends import Added, Backend, Limits
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
 from kvkeep.types import EMPTY, AttentionOptions, Budget, State, View
@@ -43,19 +39,19 @@ def append(
     keys: Float[Tensor, "B Hk 1 D"],
     values: Float[Tensor, "B Hk 1 E"],
     positions: Int[Tensor, "B 1"],
+    *,
+    backend: Backend,
 ) -> None:
     """Put one token per row into an empty slot of each head, with the state that a new token starts with."""
-    slot = triton.write(*block.store.tensors(), new=(keys, values), now=positions) if switch.runs(keys) else None
-    if slot is None:
-        slot = block.store.write(keys, values, positions)
+    slot = backend.append(block.store.slots(), keys, values, positions)
     for name, start in policy.slots.items():
         block.state[name].scatter_(-1, slot, start)
 
 
-def fuses(policy: Policy, query: Float[Tensor, "B Hq 1 D"]) -> bool:
-    """Whether `fused` can do a decode step of this policy on this device."""
+def fuses(policy: Policy, backend: Backend) -> bool:
+    """Whether `fused` may be able to do a decode step of this policy."""
     rule = policy.sums
-    if rule is None or not switch.runs(query) or not _is_told(type(policy)) or len(policy.slots) > 2:
+    if rule is None or not backend.fuses or not _is_told(type(policy)) or len(policy.slots) > 2:
         return False
     return all(getattr(policy, name) == value for name, value in rule.only.items())
 
@@ -68,8 +64,9 @@ def fused(
     positions: Int[Tensor, "B 1"],
     *,
     options: AttentionOptions,
+    backend: Backend,
 ) -> Float[Tensor, "B Hq 1 E"] | None:
-    """Append, attend, observe and evict in two kernels, in place; ``None``, and nothing is done, where they cannot.
+    """Append, attend, observe and evict in one go, in place; ``None``, and nothing is done, where that cannot be.
 
     Args:
         policy: one that `fuses`.
@@ -78,19 +75,19 @@ def fused(
         new: the token's query, key and value.
         positions: its position, -1 for padding.
         options: of the model's attention.
+        backend: does it.
     """
-    rule, statistic, store = policy.sums, policy.wants(view), block.store
-    if rule is None or not kernel.is_known(statistic):
-        return None
+    rule = policy.sums
+    assert rule is not None
     names = sorted(policy.slots, key=lambda name: name != rule.score)
     sinks, recent = policy.protected(view.budget)
-    return triton.step(
+    return backend.step(
         new[0],
-        store.tensors(),
+        block.store.slots(),
         new[1:],
         positions,
+        statistic=policy.wants(view),
         options=options,
-        wanted=kernel.wanted(statistic) if names else None,
         added=Added(tuple(block.state[name] for name in names), rule.score is not None),
         limits=Limits(view.seen, sinks, recent, _limit(policy, view, block.state, options.window), options.window),
     )
@@ -106,7 +103,7 @@ def _is_told(kind: type[Policy]) -> bool:
     return all(issubclass(owner("sums"), owner(name)) for name in ("observe", "score", "stays", "top"))
 
 
-def evict(policy: Policy, block: Block, view: View, *, window: int | None) -> None:
+def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> None:
     """After one token: empty slots of every row and head that holds too much. Nothing moves.
 
     Args:
@@ -114,25 +111,19 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None) -> No
         block: the slots, with the new token among them.
         view: the same as the policy sees it.
         window: sliding window of the layer; what no later query can see goes first.
+        backend: does it.
     """
     held = block.store.positions  # the view's own: what expires here has expired for the policy, too
-    if window is not None and not _expired(held, block.seen, window):
-        held.copy_(scores.expire(held, block.seen, window))
+    if window is not None:
+        backend.expire(held, block.seen, window)
     limit = _limit(policy, view, block.state, window)
-    if _nothing_is_over(held, limit):
+    if not backend.is_over(held, limit):
         return
     if policy.bursts:
         held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, limit), EMPTY)
         return
     sinks, recent = policy.protected(view.budget)
-    score = policy.score(view, block.state)
-    if switch.runs(held) and triton.evict(held, score, Limits(view.seen, sinks, recent, limit)):
-        return
-    if ops.evict(held, score, view.seen, sinks=sinks, recent=recent, limit=limit):
-        return
-    over = _held(held) > (limit if isinstance(limit, int) else limit[:, :, None])
-    victim = scores.weakest(scores.protect(score, held, view.seen, sinks=sinks, recent=recent), held)
-    held.scatter_(-1, victim, held.gather(-1, victim).masked_fill(over, EMPTY))
+    backend.evict(held, policy.score(view, block.state), Limits(view.seen, sinks, recent, limit))
 
 
 def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> None:
@@ -160,26 +151,6 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
     )
     for name, tensor in state.items():
         block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
-
-
-def _expired(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
-    """Empty, in a kernel and in place, what no later query can see; ``None`` if there is none for it."""
-    done = triton.evict(positions, None, Limits(seen, window=window))
-    return done or ops.expire(positions, seen, window)
-
-
-def _nothing_is_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-    """Whether no head holds more than its limit; on a GPU the question would cost more than it saves."""
-    if positions.device.type != "cpu":
-        return False
-    count = ops.count_over(positions, limit)
-    if count is None:
-        return not bool((_held(positions) > (limit if isinstance(limit, int) else limit[:, :, None])).any())
-    return count == 0
-
-
-def _held(positions: Int[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk 1"]:
-    return (positions >= 0).sum(dim=-1, keepdim=True)
 
 
 def _limit(policy: Policy, view: View, state: State, window: int | None) -> Budget:

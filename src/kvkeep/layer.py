@@ -17,15 +17,15 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep import scores
-from kvkeep.attention import attend
+from kvkeep.backends import Backend, choose
 from kvkeep.chunks import in_chunks
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError
 from kvkeep.eviction import append, check_room, cut, evict, fused, fuses
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.rotation import AsItIs, Rotation
-from kvkeep.store import Block, Cascade, DenseStore, alone, inference
-from kvkeep.types import EMPTY, AttentionOptions, Report, State, View
+from kvkeep.store import Block, Cascade, Store, alone, inference
+from kvkeep.types import EMPTY, AttentionOptions, Report, Slots, State, View
 
 
 class Layer:
@@ -52,6 +52,7 @@ class Layer:
     """
 
     block: Block
+    _backend: Backend
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class Layer:
     def over(self, block: Block, *, columns: int, cascade: Cascade | None = None) -> Layer:
         """The same layer over slots that somebody else owns and has counted ``columns`` columns in."""
         other = copy.copy(self)
-        other.block, other.allocated = block, True
+        other._hold(block)
         other.columns = columns
         other._cascade = cascade
         return other
@@ -161,7 +162,7 @@ class Layer:
         return self.block.memory() + Memory(allocated_bytes=shared, state_bytes=shared)
 
     @property
-    def store(self) -> DenseStore:
+    def store(self) -> Store:
         """Keys, values and positions."""
         return self.block.store
 
@@ -184,26 +185,26 @@ class Layer:
         real: Bool[Tensor, "B 1"] | None,
     ) -> Float[Tensor, "B Hq 1 E"]:
         """Write the token into an empty slot, attend, and empty the victim's slot. Nothing is copied."""
-        positions = self._advance(1, real)
-        if isinstance(self._rotation, AsItIs) and fuses(self.policy, query):
-            view, new = self._view(*self.store.tensors(), new=positions >= 0), (query, keys, values)
-            if (done := fused(self.policy, self.block, view, new, positions, options=options)) is not None:
+        positions, slots, backend = self._advance(1, real), self.store.slots(), self._backend
+        if isinstance(self._rotation, AsItIs) and fuses(self.policy, backend):
+            view, new = self._view(slots, new=positions >= 0), (query, keys, values)
+            done = fused(self.policy, self.block, view, new, positions, options=options, backend=backend)
+            if done is not None:
                 return done
         query, keys = self._rotation.unrotated(query, keys, positions)
-        append(self.policy, self.block, keys, values, positions)
-        view = self._view(self.store.keys, self.store.values, self.store.positions, new=positions >= 0)
-        turned = self._rotation.at_ranks(query, view.keys, view.positions, positions)
-        out, report = attend(
-            *turned,
-            view.values,
+        append(self.policy, self.block, keys, values, positions, backend=backend)
+        view = self._view(slots, new=positions >= 0)
+        query, turned = self._rotation.at_ranks(query, slots.keys, slots.positions, positions)
+        out, report = backend.attend(
+            query,
+            slots._replace(keys=turned),
             positions,
-            view.positions,
             statistic=self.policy.wants(view),
             options=replace(options, top=top) if (top := self.policy.top(view)) is not None else options,
         )
         for name, tensor in self._observe(self.state, view, report).items():
             self.state[name].copy_(tensor)
-        evict(self.policy, self.block, view, window=self.window)
+        evict(self.policy, self.block, view, window=self.window, backend=backend)
         self._leave()
         return out
 
@@ -227,11 +228,16 @@ class Layer:
         shared = new.to(torch.int32)[:, None]
         positions = joined(self.store.positions, shared.expand(B, Hk, T))
         left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
-        all_keys, all_values = (keys, values) if first else self.store.beside(keys, values, used=used)
-        view = self._view(all_keys, all_values, left, new=new >= 0)
-        turned = self._rotation.at_ranks(query, view.keys, positions, new)
-        where = (new, shared if first else positions)
-        out, report = attend(*turned, view.values, *where, statistic=self.policy.wants(view), options=options)
+        slots = Slots(*((keys, values) if first else self.store.beside(keys, values, used=used)), positions)
+        view = self._view(slots._replace(positions=left), new=new >= 0)
+        query, turned = self._rotation.at_ranks(query, slots.keys, positions, new)
+        out, report = self._backend.attend(
+            query,
+            Slots(turned, slots.values, shared if first else positions),
+            new,
+            statistic=self.policy.wants(view),
+            options=options,
+        )
         state = {
             name: joined(self.state[name], self.state[name].new_full((B, Hk, T), start))
             for name, start in self.policy.slots.items()
@@ -251,19 +257,12 @@ class Layer:
         if self._cascade is not None:
             self._cascade.leave(self._index, self.store.positions[:, 0])
 
-    def _view(
-        self,
-        keys: Float[Tensor, "B Hk S D"],
-        values: Float[Tensor, "B Hk S E"],
-        positions: Int[Tensor, "B Hk S"],
-        *,
-        new: Bool[Tensor, "B T"],
-    ) -> View:
-        past, alive = self._cascade.enter(self._index, positions[:, 0]) if self._cascade else alone(self.seen)
+    def _view(self, slots: Slots, *, new: Bool[Tensor, "B T"]) -> View:
+        past, alive = self._cascade.enter(self._index, slots.positions[:, 0]) if self._cascade else alone(self.seen)
         return View(
-            positions=positions,
-            keys=keys,
-            values=values,
+            positions=slots.positions,
+            keys=slots.keys,
+            values=slots.values,
             seen=self.seen,
             budget=self.block.budget,
             new=new.sum(dim=1),
@@ -297,12 +296,16 @@ class Layer:
         if self.allocated and self.store.fits(keys, values):
             return
         if self.allocated and self.columns:
+            held = self.store.slots().keys
             raise ShapeError(
-                f"The cache holds (rows, KV heads, slots, head dim) = {tuple(self.store.keys.shape)} in "
-                f"{self.store.keys.dtype} and was given {tuple(keys.shape)} in {keys.dtype}. One cache serves one "
-                "model and one batch: make a new one for another, or call reset() first."
+                f"The cache holds (rows, KV heads, slots, head dim) = {tuple(held.shape)} in {held.dtype} and was "
+                f"given {tuple(keys.shape)} in {keys.dtype}. One cache serves one model and one batch: make a new one "
+                "for another, or call reset() first."
             )
-        self.block = inference(Block)(
-            keys, values, numbers=self.budgets, starts=self.policy.slots, sequences=self._sequences
-        )
-        self.allocated = True
+        starts = self.policy.slots
+        self._hold(inference(Block)(keys, values, numbers=self.budgets, starts=starts, sequences=self._sequences))
+
+    def _hold(self, block: Block) -> None:
+        """Use a block's slots, and the backend for their device and dtype."""
+        self.block, self.allocated = block, True
+        self._backend = choose(block.seen.device, block.store.slots().keys.dtype)

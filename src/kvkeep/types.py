@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -30,6 +30,20 @@ Budget: TypeAlias = int | Int[Tensor, "B #Hk"]
 
 EMPTY = -1
 """The position of a slot that holds no token."""
+
+
+class Slots(NamedTuple):
+    """Keys, values and positions side by side, as attention reads them.
+
+    Attributes:
+        keys: keys of the slots.
+        values: values of the slots.
+        positions: true positions, `EMPTY` where there is no token; of one head when all heads agree.
+    """
+
+    keys: Float[Tensor, "B Hk S D"]
+    values: Float[Tensor, "B Hk S E"]
+    positions: Int[Tensor, "B #Hk S"]
 
 
 @dataclass(frozen=True, eq=False)

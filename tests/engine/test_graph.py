@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import kvkeep
 from kvkeep import eviction
-from kvkeep.attention.triton import switch
+from kvkeep.backends.triton import switch
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.graph import Graphs, _Step, bucket, refusal
 from kvkeep.engine.waits import NoWaiting, WaitError
 from kvkeep.models.text import Sampling
-from kvkeep.native import ops
+from kvkeep.backends.native import ops
 
 from .models import CONFIGS, alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of

@@ -6,7 +6,7 @@ import torch
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.models.text import Sampling
-from kvkeep.native.build import native
+from kvkeep.backends.native.build import native
 
 from .models import alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of
@@ -15,7 +15,7 @@ from .test_equal import CAPACITY, POLICIES, prompt_of
 @pytest.fixture(params=["native", "torch"])
 def backend(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr("kvkeep.native.ops._library", lambda *tensors: None)
+        monkeypatch.setattr("kvkeep.backends.native.ops._library", lambda *tensors: None)
     elif native().library is None:
         pytest.skip("no compiler here")
 

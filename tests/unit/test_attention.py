@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvkeep.attention import cpu, reference
+from kvkeep.backends import cpu, reference
 from kvkeep.noise import Gumbel
 from kvkeep.statistic import LastHit, Low, LowRows, Mass, Nothing
 from kvkeep.types import AttentionOptions

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import kvkeep
-from kvkeep.attention import cpu
+from kvkeep.backends import cpu
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.layer import Layer
 from kvkeep.models.quiet import quiet

@@ -9,8 +9,8 @@ import torch
 
 import kvkeep
 from kvkeep import eviction, scores
-from kvkeep.attention import kernel, reference
-from kvkeep.native import Native, build, native, ops
+from kvkeep.backends import kernel, reference
+from kvkeep.backends.native import Native, build, native, ops
 from kvkeep.noise import Gumbel
 from kvkeep.statistic import LastHit, Low, Mass, MassAndLast, Nothing
 from kvkeep.store import DenseStore

@@ -14,10 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from kvkeep import attention
-from kvkeep.attention import cpu, kernel
+from kvkeep.backends import cpu, kernel
 from kvkeep.cli import main
 from kvkeep.errors import InputError
-from kvkeep.native import Native, build, native, ops
+from kvkeep.backends.native import Native, build, native, ops
 from kvkeep.statistic import Nothing
 from kvkeep.types import AttentionOptions
 
@@ -328,7 +328,7 @@ def test_env_says_whether_and_why(monkeypatch):
 def test_the_threads_are_torchs_own(cache):
     """Two pools of threads would get in each other's way; the kernel's code must find torch's runtime."""
     code = (
-        "import os, torch; from kvkeep.attention import attend; from kvkeep.statistic import Nothing\n"
+        "import os, torch; from kvkeep.backends import attend; from kvkeep.statistic import Nothing\n"
         "from kvkeep.types import AttentionOptions\n"
         "torch.set_num_threads(3); torch.ones(10**7).add(1)\n"
         "before = len(os.listdir('/proc/self/task'))\n"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvkeep import scores
-from kvkeep.native import native, ops
+from kvkeep.backends.native import native, ops
 from kvkeep.types import AttentionOptions
 
 pytestmark = [

@@ -7,9 +7,9 @@ import torch
 
 import kvkeep
 from kvkeep import attention, registry, scores
-from kvkeep.attention import reference
-from kvkeep.attention.triton import blocks, launch, ops, prefill_ops, switch
-from kvkeep.attention.triton.launch import Added, Limits
+from kvkeep.backends import reference
+from kvkeep.backends.triton import blocks, launch, ops, prefill_ops, switch
+from kvkeep.backends.triton.launch import Added, Limits
 from kvkeep.errors import InputError
 from kvkeep.eviction import fuses
 from kvkeep.noise import Gumbel

@@ -5,14 +5,14 @@ import mmap
 import pytest
 import torch
 
-from kvkeep.attention import reference
+from kvkeep.backends import reference
 from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions
 
 pytest.importorskip("triton")
 from triton.runtime import interpreter
 
-from kvkeep.attention.triton import prefill_ops, switch
+from kvkeep.backends.triton import prefill_ops, switch
 
 if not switch.interprets():
     pytest.skip("kernels run compiled here, not interpreted", allow_module_level=True)

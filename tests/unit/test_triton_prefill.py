@@ -6,13 +6,13 @@ import itertools
 import pytest
 import torch
 
-from kvkeep.attention import cpu, reference
+from kvkeep.backends import cpu, reference
 from kvkeep.noise import Gumbel
 from kvkeep.statistic import LastHit, Low, LowRows, Mass, MassAndLast, Nothing, ones
 from kvkeep.types import AttentionOptions, Top
 
 pytest.importorskip("triton")
-from kvkeep.attention.triton import prefill_launch, prefill_ops, prefill_tiles, switch
+from kvkeep.backends.triton import prefill_launch, prefill_ops, prefill_tiles, switch
 
 if not switch.interprets():
     pytest.skip("kernels run compiled here, not interpreted", allow_module_level=True)

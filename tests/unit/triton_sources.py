@@ -15,7 +15,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvkeep.attention.triton import blocks, decode, fuse, prefill, slots
+from kvkeep.backends.triton import blocks, decode, fuse, prefill, slots
 
 SMALL = {"G": 3, "E": 32, "BLOCK_E": 32}
 FLAGS = ("CAPPED", "KEEPS", "APPENDS", "SINKS", "TEMPERED", "COUNTED", "GAINS", "NEWEST", "LIVE", "REPORTS", "BY_SUM")

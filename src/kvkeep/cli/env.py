@@ -51,31 +51,25 @@ def _hardware() -> dict[str, Any]:
         "devices": [{"name": "cpu", "model": platform.machine(), "memory_bytes": _memory_bytes()}, *devices],
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "native": _native(),
-        "triton": _triton(),
+        "backends": _backends(),
     }
 
 
-def _native() -> dict[str, Any]:
-    """Whether decoding on the CPU runs in the compiled kernel, and why not; compiles it if that is still to do."""
-    from kvkeep.native import native
+def _backends() -> list[dict[str, str]]:
+    """Who does the work on each kind of device, and why; compiles the native kernel if that is still to do."""
+    import torch
 
-    try:
-        kernel = native()
-    except InputError as error:
-        return {"active": False, "detail": str(error)}
-    return {"active": kernel.library is not None, "detail": kernel.detail}
+    from kvkeep.backends import choose, why
 
-
-def _triton() -> dict[str, Any]:
-    """Whether attention on CUDA runs in kvkeep's kernels, and why not."""
-    from kvkeep.attention.triton.switch import kernels
-
-    try:
-        found = kernels()
-    except InputError as error:
-        return {"active": False, "detail": str(error)}
-    return {"active": bool(found.devices), "detail": found.detail}
+    found = []
+    for kind in ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]:
+        device = torch.device(kind)
+        try:
+            name, detail = choose(device, torch.float32).name, why(device, torch.float32)
+        except InputError as error:
+            name, detail = "none", str(error)
+        found.append({"device": kind, "backend": name, "detail": detail})
+    return found
 
 
 def _cuda_bytes(index: int) -> int:
@@ -106,8 +100,8 @@ def _policies() -> list[str]:
 def _show(name: str, fact: Any) -> str:
     if name == "devices":
         return "\n".join(_show_device(device) for device in fact)
-    if name in ("native", "triton"):
-        return f"{'on' if fact['active'] else 'off'}: {fact['detail']}"
+    if name == "backends":
+        return "\n".join(f"{one['device']}: {one['backend']} ({one['detail']})" for one in fact)
     if name == "policies":
         return ", ".join(fact)
     return "–" if fact is None else str(fact)

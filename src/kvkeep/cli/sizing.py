@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvkeep import budget as budgets
-from kvkeep.attention import cpu
+from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
 from kvkeep.cache import BoundedCache
 from kvkeep.cli import console
 from kvkeep.cli.plan import Request
@@ -99,9 +99,9 @@ class Setting:
         shared = cost.shared_bytes(per_layer[0], per_layer[-1]) if self.policy.cascades else 0
         fresh = self.chunk == self.context
         workspace = cost.Workspace(
-            block_bytes=cpu.BLOCK_BYTES,
+            block_bytes=BLOCK_BYTES,
             blocks=_BLOCKS_WITH_NOISE if self.policy.stochastic else _BLOCKS,
-            widened_slots=cpu.WIDEN_SLOTS,
+            widened_slots=WIDEN_SLOTS,
             turned=self.cache().position_mode == "slot",
         )
         return Cost(

@@ -10,13 +10,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.attention import attend
+from kvkeep.backends import choose
 from kvkeep.cache import BoundedCache, BoundedLayer
 from kvkeep.errors import ShapeError, UnsupportedOperationError
 from kvkeep.layer import Layer
 from kvkeep.registry import parse
 from kvkeep.statistic import Mass
-from kvkeep.types import EMPTY, AttentionOptions
+from kvkeep.types import EMPTY, AttentionOptions, Slots
 
 BLOCK_BYTES = 64 * 2**20
 """Logits that exist at a time where keys are hidden, but never less than those of one row."""
@@ -93,7 +93,8 @@ class Adding(WholeText):
         options: AttentionOptions,
     ) -> Float[Tensor, "B Hq T E"]:
         """Causal attention; the sums are kept."""
-        out, report = attend(query, keys, values, positions, positions[:, None], statistic=Mass(), options=options)
+        backend, slots = choose(query.device, query.dtype), Slots(keys, values, positions[:, None])
+        out, report = backend.attend(query, slots, positions, statistic=Mass(), options=options)
         mass = report.mass.masked_fill((positions < 0)[:, None], 0.0)
         place = positions.clamp(min=0)[:, None].expand_as(mass)
         self.mass = torch.zeros_like(mass).scatter_add_(-1, place, mass)

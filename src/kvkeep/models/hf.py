@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from kvkeep.attention import attend
+from kvkeep.backends import choose
 from kvkeep.cache import ATTENTION, BoundedLayer, unwrap
 from kvkeep.errors import ShapeError, UnsupportedModelError
 from kvkeep.statistic import Nothing
-from kvkeep.types import EMPTY, AttentionOptions
+from kvkeep.types import EMPTY, AttentionOptions, Slots
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
@@ -187,7 +187,8 @@ def _dense(
     last = mask.q_offset + T - 1
     k = k.masked_fill(k > last, EMPTY)  # a static cache hands over slots that are not written yet
     q = (mask.q_offset + torch.arange(T, device=key.device)).expand(B, T)
-    out, _ = attend(query, key, value, q, k[:, None], statistic=Nothing(), options=options)
+    backend = choose(query.device, query.dtype)
+    out, _ = backend.attend(query, Slots(key, value, k[:, None]), q, statistic=Nothing(), options=options)
     return out
 
 

@@ -18,8 +18,8 @@ from kvkeep.layout import Layout
 from kvkeep.memory import Memory
 from kvkeep.models.segments import Segment, Segments, segments
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, Cascade, DenseStore, inference
-from kvkeep.types import EMPTY
+from kvkeep.store import Block, Cascade, inference
+from kvkeep.types import Slots
 
 _MOST = 64
 """Ranges of rows, and policies, whose layers are remembered; what is forgotten is made again when it is needed."""
@@ -87,7 +87,7 @@ class Rows:
             )
         with torch.inference_mode():  # one token shows the shapes of every layer's keys and values
             model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
-        self._like = [layer.store for layer in found.values()]
+        self._like = [layer.store.slots() for layer in found.values()]
         self.allocate(1)
         self.row_bytes = self.memory().allocated_bytes
         self.allocate(0)
@@ -111,7 +111,7 @@ class Rows:
             self.count = 0
             raise
 
-    def _block(self, budget: int, like: DenseStore) -> Block:
+    def _block(self, budget: int, like: Slots) -> Block:
         """One layer's slots, all of them empty."""
         starts = {str(i): 0.0 for i in range(len(self.policy.slots))}  # a new token's state is written with it
         heads = like.keys.shape[1]
@@ -171,9 +171,7 @@ class Rows:
         """Let a sequence go on in another row."""
         self._owners[target], self._cascades[target] = self._owners[source], self._cascades[source]
         for block in self._blocks:
-            tensors = [*block.store.tensors(), *block.state.values(), block.seen, block.prompt, block.sequences]
-            for tensor in [*tensors, *([block.budget] if isinstance(block.budget, Tensor) else [])]:
-                tensor[target] = tensor[source]
+            block.move_row(source, target)
         self.end(source)
 
     def sole(self, start: int, stop: int) -> Policy | None:
@@ -235,8 +233,7 @@ class Rows:
 
     def _empty(self, row: int) -> None:
         for block in self._blocks:
-            block.store.positions[row] = EMPTY
-            block.seen[row] = block.prompt[row] = 0
+            block.clear_row(row)
 
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:
         return BoundedCache(self._config, policy, budget, **self._options)

@@ -94,8 +94,8 @@ def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> Bounded
 
 
 def _layer_shape(layer: Layer) -> LayerShape:
-    keys, values = layer.store.keys.shape, layer.store.values.shape
-    return LayerShape(keys[1], keys[3], values[3], layer.window)
+    slots = layer.store.slots()
+    return LayerShape(slots.keys.shape[1], slots.keys.shape[3], slots.values.shape[3], layer.window)
 
 
 def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape:

@@ -1,8 +1,9 @@
-"""Where keys, values and positions live. `dense` keeps them in the model's dtype; a `block` is all a layer holds."""
+"""Where keys, values and positions live. A `protocol.Store` holds them, a `block` is all that a layer allocates."""
 
 from kvkeep.store.block import Block
 from kvkeep.store.cascade import Cascade, alone
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.inference import inference
+from kvkeep.store.protocol import Store
 
-__all__ = ["Block", "Cascade", "DenseStore", "alone", "inference"]
+__all__ = ["Block", "Cascade", "DenseStore", "Store", "alone", "inference"]

@@ -13,7 +13,8 @@ from kvkeep import budget as budgets
 from kvkeep.errors import CapacityError, ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
-from kvkeep.types import Budget, State
+from kvkeep.store.protocol import Store
+from kvkeep.types import EMPTY, Budget, State
 
 
 class Block:
@@ -39,7 +40,7 @@ class Block:
         ShapeError: there are sequence ids, but not one for each row.
     """
 
-    store: DenseStore
+    store: Store
     state: State
     seen: Int[Tensor, " B"]
     prompt: Int[Tensor, " B"]
@@ -71,9 +72,14 @@ class Block:
 
     def clear(self) -> None:
         """Empty every slot and forget what was seen. State needs no clearing: it is written with a new token."""
-        self.store.clear()
+        self.store.positions.fill_(EMPTY)
         self.seen.zero_()
         self.prompt.zero_()
+
+    def clear_row(self, row: int) -> None:
+        """Empty one row."""
+        self.store.positions[row] = EMPTY
+        self.seen[row] = self.prompt[row] = 0
 
     def count(self, coming: int | Int[Tensor, " B"]) -> None:
         """Note that every row receives new tokens; more than one are a prompt, or a piece of it."""
@@ -94,7 +100,7 @@ class Block:
             self.budget = budget
         missing = int(budget.max()) + 1 - self.store.capacity
         if missing > 0:
-            self.store = DenseStore(self.store.keys, self.store.values, capacity=self.store.capacity + missing)
+            self.store = self.store.wider(self.store.capacity + missing)
             self.state = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.state.items()}
 
     def held(self) -> Int[Tensor, "B Hk"]:
@@ -123,15 +129,31 @@ class Block:
                 "room), or another policy."
             )
 
+    def per_row(self) -> dict[str, Tensor]:
+        """Every tensor of the block by name; the first axis of each is that of the rows.
+
+        Moving, copying and selecting rows, and counting bytes, all follow from this list.
+        """
+        store = {f"store.{name}": tensor for name, tensor in self.store.per_row().items()}
+        state = {f"state.{name}": tensor for name, tensor in self.state.items()}
+        own = {name: getattr(self, name) for name in ("seen", "prompt", "sequences")}
+        budget = {"budget": self.budget} if isinstance(self.budget, Tensor) else {}
+        return {**store, **state, **own, **budget}
+
+    def over(self, tensors: Mapping[str, Tensor]) -> Block:
+        """The same block over other tensors, named as in `per_row`."""
+        other = copy.copy(self)
+        other._take(tensors)
+        return other
+
     def part(self, start: int, stop: int) -> Block:
         """A range of rows as a block of its own that shares this one's memory, and its budgets if rows differ."""
-        part = copy.copy(self)
-        part.store = self.store.part(start, stop)
-        part.state = {name: tensor[start:stop] for name, tensor in self.state.items()}
-        part.seen, part.prompt = self.seen[start:stop], self.prompt[start:stop]
-        part.sequences = self.sequences[start:stop]
-        part.budget = self.budget[start:stop] if isinstance(self.budget, Tensor) else self.budget
-        return part
+        return self.over({name: tensor[start:stop] for name, tensor in self.per_row().items()})
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copy a row over another one."""
+        for tensor in self.per_row().values():
+            tensor[target] = tensor[source]
 
     def under(self, starts: Mapping[str, float]) -> Block:
         """The same slots for another policy, whose state lies in the first of this block's state tensors."""
@@ -145,27 +167,30 @@ class Block:
             self.state[str(i)] = self.store.positions.new_zeros(self.store.positions.shape, dtype=torch.float32)
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
-        index = index.to(self.seen.device)
-        self.store.select_rows(index)
-        self.state = {name: tensor.index_select(0, index) for name, tensor in self.state.items()}
-        self.seen = self.seen.index_select(0, index)
-        self.prompt = self.prompt.index_select(0, index)
-        self.sequences = self.sequences.index_select(0, index)
-        if isinstance(self.budget, Tensor):
-            self.budget = self.budget.index_select(0, index)
+        """Row ``i`` becomes what row ``index[i]`` was; in place while the number of rows stays the same."""
+        found = {}
+        for name, held in self.per_row().items():
+            selected = held.index_select(0, index.to(held.device))
+            found[name] = held.copy_(selected) if len(selected) == len(held) else selected
+        self._take(found)
 
     def memory(self) -> Memory:
         """Bytes, summed over the tensors; the formula is in ``docs/layouts.md``."""
-        counters = [self.seen, self.prompt, self.sequences, *([self.budget] if isinstance(self.budget, Tensor) else [])]
-        per_slot = [*self.store.tensors(), *self.state.values()]
         positions = self.store.positions
         if not positions.numel():
             return Memory()  # no rows
-        per_token = bytes_of([self.store.keys, self.store.values]) // (positions.numel() // positions.shape[1])
+        everything, slots = bytes_of(self.per_row().values()), bytes_of(self.store.per_row().values())
+        per_slot = (slots + bytes_of(self.state.values())) // positions.numel()
         return Memory(
-            allocated_bytes=bytes_of([*per_slot, *counters]),
-            occupied_bytes=bytes_of(per_slot) // positions.numel() * int((positions >= 0).sum()),
-            state_bytes=bytes_of([*self.state.values(), *counters]),
-            full_bytes=int(self.seen.sum()) * per_token,
+            allocated_bytes=everything,
+            occupied_bytes=per_slot * int((positions >= 0).sum()),
+            state_bytes=everything - slots,
+            full_bytes=int(self.seen.sum()) * self.store.token_bytes,
         )
+
+    def _take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Use these tensors from now on."""
+        self.store = self.store.over({name: tensors[f"store.{name}"] for name in self.store.per_row()})
+        self.state = {name: tensors[f"state.{name}"] for name in self.state}
+        self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
+        self.budget = tensors.get("budget", self.budget)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.native import ops
-from kvkeep.types import EMPTY
+from kvkeep.types import EMPTY, Slots
 
 
 class DenseStore:
@@ -39,32 +39,15 @@ class DenseStore:
         """Slots per row and head."""
         return self.positions.shape[-1]
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Every tensor that takes memory."""
-        return (self.keys, self.values, self.positions)
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        per_head = sum(x.shape[-1] * x.element_size() for x in (self.keys, self.values))
+        return per_head * self.positions.shape[1]
 
-    def write(
-        self,
-        keys: Float[Tensor, "B Hk 1 D"],
-        values: Float[Tensor, "B Hk 1 E"],
-        positions: Int[Tensor, "B 1"],
-    ) -> Int[Tensor, "B Hk 1"]:
-        """Put one token per row into an empty slot of each head, in place, and say which slot it was.
-
-        Empty slots carry position -1, the smallest, so the smallest position names one. A padded token writes
-        position -1: its slot stays empty.
-        """
-        found = ops.write(self.keys, self.values, self.positions, new=(keys, values), now=positions)
-        if found is not None:
-            return found
-        slot: Int[Tensor, "B Hk 1"] = self.positions.argmin(dim=-1, keepdim=True)
-        blocks = torch.arange(slot.numel(), device=slot.device) * self.capacity
-        rows = blocks + slot.flatten()  # index of (row, head, slot) in the flattened store
-        self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows, keys.flatten(0, 2))
-        self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows, values.flatten(0, 2))
-        new = positions.to(self.positions.dtype)[:, :, None].expand(slot.shape)
-        self.positions.scatter_(2, slot, new)
-        return slot
+    def slots(self) -> Slots:
+        """The slots as attention reads them; live."""
+        return Slots(self.keys, self.values, self.positions)
 
     def fill(
         self,
@@ -96,10 +79,6 @@ class DenseStore:
         occupied = (self.positions >= 0).flatten(0, 1).any(dim=0).nonzero()
         return int(occupied[-1]) + 1 if len(occupied) else 0
 
-    def clear(self) -> None:
-        """Empty every slot."""
-        self.positions.fill_(EMPTY)
-
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
         """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
         return all(
@@ -108,18 +87,16 @@ class DenseStore:
             for new, held in ((keys, self.keys), (values, self.values))
         )
 
-    def part(self, start: int, stop: int) -> DenseStore:
-        """A range of rows as a store of its own that shares this one's memory."""
-        part = copy.copy(self)
-        part.keys, part.values, part.positions = (tensor[start:stop] for tensor in self.tensors())
-        return part
+    def wider(self, capacity: int) -> DenseStore:
+        """An empty store with more slots, for the same rows."""
+        return DenseStore(self.keys, self.values, capacity)
 
-    def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was; in place while the number of rows stays the same."""
-        for name in ("keys", "values", "positions"):
-            held: Tensor = getattr(self, name)
-            selected = held.index_select(0, index)
-            if len(selected) == len(held):
-                held.copy_(selected)
-            else:
-                setattr(self, name, selected)
+    def per_row(self) -> dict[str, Tensor]:
+        """Every tensor of the store by name; the first axis of each is that of the rows."""
+        return {"keys": self.keys, "values": self.values, "positions": self.positions}
+
+    def over(self, tensors: Mapping[str, Tensor]) -> DenseStore:
+        """The same store over other tensors, named as in `per_row`."""
+        other = copy.copy(self)
+        other.keys, other.values, other.positions = (tensors[name] for name in ("keys", "values", "positions"))
+        return other

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kvkeep import scores
-from kvkeep.attention import reference
+from kvkeep.backends import reference
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.store import Cascade
-from kvkeep.types import EMPTY, AttentionOptions, Budget, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, View
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,8 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         view = replace(_view(case, tape, positions, stop - start, turn), budget=budget, past=past, alive=alive)
         out, report = reference.attend(
             tape.query[:, :, start:stop],
-            view.keys,
-            view.values,
+            Slots(view.keys, view.values, positions),
             torch.arange(start, stop)[None],
-            positions,
             statistic=policy.wants(view),
             options=replace(case.options, top=policy.top(view)),
         )

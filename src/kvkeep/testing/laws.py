@@ -10,13 +10,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kvkeep.attention import reference
+from kvkeep.backends import reference
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.registry import available, parse, spec
 from kvkeep.statistic import Nothing
 from kvkeep.testing.case import Case, Tape, replay, run
-from kvkeep.types import EMPTY, State, View
+from kvkeep.types import EMPTY, Slots, State, View
 
 MARGIN = 1e-5
 """Decisions closer than this may fall either way in float32; comparison of a sequence ends there."""
@@ -60,7 +60,7 @@ def slots_hold_the_originals(policy: Policy, case: Case) -> None:
     """Keys and values in a slot are bit for bit those that were computed for the slot's position."""
     tape = Tape.random(case)
     for moment in run(policy, case, tape):
-        store = moment.layer.store
+        store = moment.layer.store.slots()
         for row in range(case.rows):
             own = tape.row(row)
             for head in range(case.heads):
@@ -82,10 +82,8 @@ def enough_budget_is_full_attention(policy: Policy, case: Case) -> None:
         positions = torch.arange(n, dtype=torch.int32)
         want, _ = reference.attend(
             own.query,
-            own.keys,
-            own.values,
+            Slots(own.keys, own.values, positions.expand(1, case.heads, n)),
             positions[None].long(),
-            positions.expand(1, case.heads, n),
             statistic=Nothing(),
             options=case.options,
         )

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.attention import reference
+from kvkeep.backends import reference
 from kvkeep.cache import BoundedCache, BoundedLayer
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
@@ -96,7 +96,8 @@ class Watched(Layer):
     ) -> Float[Tensor, "Hq n"]:
         now = self.seen.view(1, 1)
         held = torch.cat([self.store.positions, now.expand(1, keys.shape[1], 1).int()], dim=-1)
-        p = reference.probabilities(query, torch.cat([self.store.keys, keys], dim=2), now, held, options)[0, :, :, 0]
+        all_keys = torch.cat([self.store.slots().keys, keys], dim=2)
+        p = reference.probabilities(query, all_keys, now, held, options)[0, :, :, 0]
         row = p.new_zeros(*p.shape[:2], self._length + 1)  # the last column is for empty slots
         place = held[0, :, None].long().where(held[0, :, None] >= 0, self._length).expand_as(p)
         return row.scatter_(-1, place, p)[..., :-1].flatten(0, 1)

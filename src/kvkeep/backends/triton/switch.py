@@ -1,4 +1,4 @@
-"""Whether the kernels run: on CUDA where Triton is installed, on a CPU only through its interpreter, for tests."""
+"""Where the kernels run: on CUDA where Triton is installed, on a CPU only through its interpreter, for tests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from kvkeep.errors import InputError
-
-SWITCH = "KVKEEP_TRITON"
-"""Environment variable: ``0`` turns the kernels off; ``1`` runs them on a CPU too, if Triton interprets; or nothing."""
 
 INTERPRET = "TRITON_INTERPRET"
 """Triton's own environment variable: ``1``, set before its first import, runs kernels in numpy, slowly."""
@@ -37,22 +32,12 @@ class Kernels:
 
 @functools.cache
 def kernels() -> Kernels:
-    """Look once at the environment and at what is installed.
-
-    Raises:
-        InputError: the environment variable has a value that means nothing.
-    """
-    wanted = os.environ.get(SWITCH, "")
-    if wanted not in ("", "0", "1"):
-        raise InputError(f"{SWITCH}={wanted!r} means nothing; use 0 to run on torch alone, 1 or nothing.")
-    if wanted == "0":
-        return Kernels(frozenset(), f"turned off by {SWITCH}=0")
+    """Look once at what is installed."""
     if importlib.util.find_spec("triton") is None:
         return Kernels(frozenset(), "Triton is not installed; pip install kvkeep[gpu]")
     if interprets():
-        everywhere = wanted == "1"
-        return Kernels(frozenset({"cuda", "cpu"} if everywhere else {"cuda"}), "interpreted, slow: for tests")
-    return Kernels(frozenset({"cuda"}), "on CUDA, compiled when first used")
+        return Kernels(frozenset({"cuda", "cpu"}), "interpreted, slow: for tests")
+    return Kernels(frozenset({"cuda"}), f"on CUDA, compiled when first used; on a CPU only with {INTERPRET}=1")
 
 
 def interprets() -> bool:

@@ -25,7 +25,7 @@ def attendable(
     """Whether the arguments of `attend` are of the dtypes and shapes that it promises to the kernel.
 
     Args:
-        query: see `kvkeep.native.ops.attend`, as for the others.
+        query: see `kvkeep.backends.native.ops.attend`, as for the others.
         keys: see there.
         values: see there.
         now: see there.

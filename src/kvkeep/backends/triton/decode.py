@@ -19,7 +19,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from kvkeep.attention.triton.tiles import binary_logits, finite, free_slot, product, weighed
+from kvkeep.backends.triton.tiles import binary_logits, finite, free_slot, product, weighed
 
 
 @triton.jit

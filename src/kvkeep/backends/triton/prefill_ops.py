@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.attention.triton import switch
-from kvkeep.attention.triton.blocks import MAX_DIM
-from kvkeep.attention.triton.launch import TYPES
-from kvkeep.attention.triton.prefill_launch import Prefill
+from kvkeep.backends.triton import switch
+from kvkeep.backends.triton.blocks import MAX_DIM
+from kvkeep.backends.triton.launch import TYPES
+from kvkeep.backends.triton.prefill_launch import Prefill
 from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
 from kvkeep.types import AttentionOptions, Report
 

@@ -22,11 +22,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvkeep.errors import InputError
-
-SWITCH = "KVKEEP_NATIVE"
-"""Environment variable: ``0`` turns the kernel off, ``1`` or nothing leaves it on."""
-
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 COMPILERS = ("g++", "clang++", "c++")
@@ -60,16 +55,7 @@ class _UnavailableError(Exception):
 
 @functools.cache
 def native() -> Native:
-    """Load the kernel, which takes some seconds of compilation the first time on a machine.
-
-    Raises:
-        InputError: the environment variable has a value that means nothing.
-    """
-    switch = os.environ.get(SWITCH, "1")
-    if switch not in ("0", "1"):
-        raise InputError(f"{SWITCH}={switch!r} means nothing; use 0 to run on torch alone, or 1.")
-    if switch == "0":
-        return Native(None, f"turned off by {SWITCH}=0")
+    """Load the kernel, which takes some seconds of compilation the first time on a machine."""
     try:
         return _load()
     except (_UnavailableError, OSError, RuntimeError, subprocess.SubprocessError) as error:

@@ -9,12 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.attention.triton import blocks, switch
-from kvkeep.attention.triton.launch import (
+from kvkeep.backends.protocol import Added, Limits
+from kvkeep.backends.triton import blocks, switch
+from kvkeep.backends.triton.launch import (
     ENDLESS,
     NOTHING,
-    Added,
-    Limits,
     Scratch,
     launch,
     limits_of,
@@ -24,8 +23,8 @@ from kvkeep.attention.triton.launch import (
     store_of,
     takes,
 )
-from kvkeep.native.ops import Wanted
-from kvkeep.types import AttentionOptions
+from kvkeep.backends.wanted import Wanted
+from kvkeep.types import AttentionOptions, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
 
@@ -40,14 +39,14 @@ def attend(
     options: AttentionOptions,
     wanted: Wanted | None,
 ) -> list[Tensor] | None:
-    """Attention of one token per row; the arguments and results are those of `kvkeep.native.ops.attend`.
+    """Attention of one token per row; the arguments and results are those of `kvkeep.backends.native.ops.attend`.
 
     Cost:
         two kernels: `decode.attend_split` and `decode.merge`.
     """
     if not switch.runs(query, keys, values, now, positions) or not takes(query, keys, values):
         return None
-    from kvkeep.attention.triton import decode
+    from kvkeep.backends.triton import decode
 
     scratch = Scratch(query, keys, values, keeps=wanted is not None)
     scratch.fill(query, keys, values, now, positions, options=options)
@@ -71,7 +70,7 @@ def attend(
 
 def step(
     query: Float[Tensor, "B Hq 1 D"],
-    store: tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"], Int[Tensor, "B Hk S"]],
+    store: Slots,
     new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
     now: Int[Tensor, "B 1"],
     *,
@@ -98,7 +97,7 @@ def step(
     keys, values, positions = store
     if not switch.runs(query, *store, *new, now, *added.states) or not takes(query, *new, keys, values):
         return None
-    from kvkeep.attention.triton import fuse
+    from kvkeep.backends.triton import fuse
 
     scratch = Scratch(query, keys, values, keeps=wanted is not None)
     scratch.fill(query, keys, values, now, positions, options=options, new=new)
@@ -135,7 +134,7 @@ def write(
     """Put one token per row into the empty slot of each head, in place, and say which slot it was."""
     if not switch.runs(keys, values, positions, *new, now) or not takes(keys, values, *new):
         return None
-    from kvkeep.attention.triton import slots
+    from kvkeep.backends.triton import slots
 
     B, Hk, S = positions.shape
     D, E = keys.shape[-1], values.shape[-1]
@@ -168,7 +167,7 @@ def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"] | No
     scored = positions if scores is None else scores
     if not switch.runs(positions, scored, limits.seen) or (scores is not None and scores.dtype != torch.float32):
         return None
-    from kvkeep.attention.triton import slots
+    from kvkeep.backends.triton import slots
 
     B, Hk, S = positions.shape
     strides = limits_of(limits)

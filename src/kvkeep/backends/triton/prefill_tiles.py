@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvkeep.attention.triton import blocks
+from kvkeep.backends.triton import blocks
 
 
 class Tile(NamedTuple):

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.native import checks
-from kvkeep.native.build import native
+from kvkeep.backends.native import checks
+from kvkeep.backends.native.build import native
+from kvkeep.backends.wanted import Wanted
 from kvkeep.types import AttentionOptions, Budget
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -26,28 +27,6 @@ _WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q")
 _SLOTS = struct.Struct("4q 3q 3q 3q q 3q 4q")
 _LAST = 2**31 - 1
 """The largest position; the kernel counts positions in 32 bits."""
-
-
-class Wanted(NamedTuple):
-    """What attention reports beside its output.
-
-    Attributes:
-        second: what is reported beside the mass: ``last``, ``low`` or nothing.
-        counts: whether a row counts: a number, or one per row; above 0 it does, and a negative number is all.
-        gain: factor on the logits of what is reported; ``None`` for the probabilities that attention uses.
-        decay: weight of a row relative to the one after it.
-        last: newest position, from which decay counts and which ``last`` asks for.
-        theta: divides the threshold of ``low``.
-        live: the threshold of ``low`` follows from the number of visible keys, not from the query's position.
-    """
-
-    second: str | None = None
-    counts: int | Int[Tensor, " B"] = -1
-    gain: float | Float[Tensor, " B"] | None = None
-    decay: float = 1.0
-    last: int | Int[Tensor, " B"] = 0
-    theta: float = 1.0
-    live: bool = False
 
 
 def attend(

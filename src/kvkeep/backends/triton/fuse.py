@@ -7,9 +7,9 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from kvkeep.attention.triton.decode import group_mean, merged, power_sums, row_weight, seen
-from kvkeep.attention.triton.slots import earlier, number, shielded
-from kvkeep.attention.triton.tiles import LAST, first
+from kvkeep.backends.triton.decode import group_mean, merged, power_sums, row_weight, seen
+from kvkeep.backends.triton.slots import earlier, number, shielded
+from kvkeep.backends.triton.tiles import LAST, first
 
 
 @triton.jit

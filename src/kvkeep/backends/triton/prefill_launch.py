@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvkeep.attention.triton import blocks, prefill_tiles, switch
+from kvkeep.backends.triton import blocks, prefill_tiles, switch
 from kvkeep.statistic import Nothing, Statistic
 from kvkeep.types import AttentionOptions
 
@@ -98,7 +98,7 @@ class Prefill:
         shares: Float[Tensor, "B #Hk T"] | None = None,
     ) -> Float[Tensor, "fields B Hk S"]:
         """Weighed sums of the probabilities of each key; with ``shares`` a second field, see `prefill.columns`."""
-        from kvkeep.attention.triton import prefill  # imports Triton
+        from kvkeep.backends.triton import prefill  # imports Triton
 
         B, Hk, S, D = self.keys.shape
         Hq, T = self.query.shape[1:3]
@@ -135,7 +135,7 @@ class Prefill:
         gain: Float[Tensor, " B"] | None,
         bounds: Int[Tensor, "B 2"] | None,
     ) -> None:
-        from kvkeep.attention.triton import prefill  # imports Triton
+        from kvkeep.backends.triton import prefill  # imports Triton
 
         B, Hq, T, D = self.query.shape
         E, S, window = self.values.shape[-1], self.keys.shape[2], self.options.window

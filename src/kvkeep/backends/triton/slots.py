@@ -10,7 +10,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from kvkeep.attention.triton.tiles import LAST, first, free_slot
+from kvkeep.backends.triton.tiles import LAST, first, free_slot
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from kvkeep.attention.triton.tiles import finite
+from kvkeep.backends.triton.tiles import finite
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(2**31 - 1)

@@ -3,53 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.attention.triton import blocks, switch
-from kvkeep.native.ops import Wanted
-from kvkeep.types import AttentionOptions, Budget
+from kvkeep.backends.protocol import Limits
+from kvkeep.backends.triton import blocks, switch
+from kvkeep.backends.wanted import Wanted
+from kvkeep.types import AttentionOptions
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 ENDLESS = 2**31 - 1
 NOTHING = Wanted(counts=0)
-
-
-@dataclass(frozen=True, eq=False)
-class Added:
-    """What a decode step does to the policy's state, where that is a sum: ``state = decay·state + mass``.
-
-    Attributes:
-        states: the policy's sums, at most two, which all receive the same.
-        is_score: whether the first sum is the score; otherwise the position is.
-    """
-
-    states: tuple[Float[Tensor, "B Hk S"], ...]
-    is_score: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Limits:
-    """What may stay.
-
-    Attributes:
-        seen: tokens of each row seen, the new one included.
-        sinks: first positions that are protected.
-        recent: newest ones that are.
-        stay: slots that may stay occupied.
-        window: sliding window; what no later query can see goes first.
-    """
-
-    seen: Int[Tensor, " B"]
-    sinks: int = 0
-    recent: Budget = 0
-    stay: Budget = 2**31 - 1
-    window: int | None = None
 
 
 class Scratch:
@@ -80,7 +47,7 @@ class Scratch:
         new: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Read all slots; with a new token, write it into its slot first."""
-        from kvkeep.attention.triton import decode
+        from kvkeep.backends.triton import decode
 
         D = keys.shape[-1]
         launch(

@@ -1,0 +1,81 @@
+"""Who does the work of a layer's step: chosen once for a device and dtype, by `choose`, and nowhere else.
+
+`protocol` says what a backend does, `reference` is the definition that the others are tested against.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+from kvkeep.backends.native import NativeBackend, native
+from kvkeep.backends.native.ops import TYPES
+from kvkeep.backends.protocol import Added, Backend, Limits
+from kvkeep.backends.reference import ReferenceBackend
+from kvkeep.backends.torch import TorchBackend
+from kvkeep.backends.triton import TritonBackend, switch
+from kvkeep.errors import InputError
+
+__all__ = ["Added", "Backend", "Limits", "choose", "why"]
+
+SWITCH = "KVKEEP_BACKEND"
+"""Environment variable: the name of the backend that does all work; by default the fastest that can."""
+
+_KINDS: dict[str, type[Backend]] = {
+    kind.name: kind for kind in (NativeBackend, TritonBackend, TorchBackend, ReferenceBackend)
+}
+
+
+def choose(device: torch.device, dtype: torch.dtype) -> Backend:
+    """The backend that does the work on a device, in a dtype.
+
+    Raises:
+        InputError: the environment variable names no backend, or one that cannot run there.
+    """
+    forced = os.environ.get(SWITCH)
+    return _made(_fastest(device.type, dtype) if not forced else _checked(forced, device.type))
+
+
+def why(device: torch.device, dtype: torch.dtype) -> str:
+    """The reason for the choice, in words.
+
+    Raises:
+        InputError: see `choose`.
+    """
+    name = choose(device, dtype).name
+    if os.environ.get(SWITCH):
+        return f"{SWITCH}={name}"
+    details = {"native": native().detail, "triton": switch.kernels().detail}
+    if name in details:
+        return details[name]
+    return native().detail if device.type == "cpu" else switch.kernels().detail
+
+
+@functools.cache
+def _made(name: str) -> Backend:
+    return _KINDS[name]()
+
+
+def _fastest(device: str, dtype: torch.dtype) -> str:
+    """Compiled kernels where there are any; torch everywhere else."""
+    if device == "cpu":
+        return "native" if dtype in TYPES and native().library is not None else "torch"
+    return "triton" if device in switch.kernels().devices else "torch"
+
+
+def _checked(name: str, device: str) -> str:
+    """The name of a backend that was asked for, if it can run there.
+
+    Raises:
+        InputError: it cannot, or there is none of this name.
+    """
+    if name not in _KINDS:
+        raise InputError(f"{SWITCH}={name!r} is no backend. There are {', '.join(sorted(_KINDS))}.")
+    if name == "native" and (device != "cpu" or native().library is None):
+        reason = native().detail if device == "cpu" else "it runs on CPUs only"
+        raise InputError(f"{SWITCH}=native cannot run on {device}: {reason}.")
+    if name == "triton" and device not in switch.kernels().devices:
+        raise InputError(f"{SWITCH}=triton cannot run on {device}: {switch.kernels().detail}.")
+    return name

@@ -1,0 +1,75 @@
+"""Decode steps in C++: compiled for the machine at first use, and only where that works.
+
+`ops` are the kernel's functions on tensors; they say ``None`` where torch has to do the work. `native` tells whether
+there is a kernel, and why not.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.backends.native import ops
+from kvkeep.backends.native.build import Native, native
+from kvkeep.backends.protocol import Backend, Limits
+from kvkeep.backends.torch import TorchBackend
+from kvkeep.backends.wanted import is_known, wanted
+from kvkeep.statistic import Statistic
+from kvkeep.types import AttentionOptions, Budget, Report, Slots
+
+__all__ = ["Native", "NativeBackend", "native"]
+
+
+class NativeBackend(Backend):
+    """One token per row in the kernel, everything else in torch.
+
+    Cost of `attend`:
+        for one token, it reads the visible part of ``B·Hk·S·(D + E)`` elements once.
+    """
+
+    name = "native"
+
+    def __init__(self) -> None:
+        self._torch = TorchBackend()
+
+    def attend(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """See `Backend.attend`. A padded query of one token, and one that sees nothing, give zeros."""
+        found = None
+        if query.shape[2] == 1 and options.top is None and is_known(statistic):
+            keys, values, positions = slots
+            found = ops.attend(query, keys, values, now, positions, options=options, wanted=wanted(statistic))
+        if found is None:
+            return self._torch.attend(query, slots, now, statistic=statistic, options=options)
+        out, *sums = found
+        return out, Report(dict(zip(statistic.fields, sums, strict=False)))
+
+    def append(
+        self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
+    ) -> Int[Tensor, "B Hk 1"]:
+        """See `Backend.append`."""
+        slot = ops.write(*slots, new=(keys, values), now=now)
+        return self._torch.append(slots, keys, values, now) if slot is None else slot
+
+    def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
+        """See `Backend.expire`."""
+        if not ops.expire(positions, seen, window):
+            self._torch.expire(positions, seen, window)
+
+    def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
+        """See `Backend.is_over`."""
+        count = ops.count_over(positions, limit)
+        return self._torch.is_over(positions, limit) if count is None else count > 0
+
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+        """See `Backend.evict`."""
+        sinks, recent, limit = limits.sinks, limits.recent, limits.stay
+        if not ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
+            self._torch.evict(positions, score, limits)

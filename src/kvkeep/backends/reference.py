@@ -1,0 +1,115 @@
+"""The definition of a step on slots: the whole matrix in float64, heads one by one, nothing clever.
+
+Every other backend is tested against this one. It allocates (B, Hq, T, S) and is meant for tests.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep import scores
+from kvkeep.backends.protocol import Backend, Limits
+from kvkeep.statistic import Rows, Statistic
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
+
+
+def probabilities(
+    query: Float[Tensor, "B Hq T D"],
+    keys: Float[Tensor, "B Hk S D"],
+    query_positions: Int[Tensor, "B T"],
+    key_positions: Int[Tensor, "B Hk S"],
+    options: AttentionOptions,
+) -> Float[Tensor, "B Hk G T S"]:
+    """Softmax over the keys that each query row can see; rows that see nothing are zero.
+
+    A key is visible when its slot is occupied, its position is not after the query's, and it lies inside the
+    sliding window. Padded query rows (position -1) see nothing.
+    """
+    B, Hq, T, D = query.shape
+    Hk, S = keys.shape[1:3]
+    grouped = query.double().reshape(B, Hk, Hq // Hk, T, D)
+    logits = torch.einsum("bhgtd,bhsd->bhgts", grouped, keys.double()) * options.scaling
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    distance = query_positions[:, None, :, None] - key_positions[:, :, None, :]
+    visible = (key_positions[:, :, None, :] >= 0) & (distance >= 0)
+    if options.window is not None:
+        visible = visible & (distance < options.window)
+    logits = logits.masked_fill(~visible[:, :, None], -torch.inf)
+    if options.sinks is not None:
+        sink = options.sinks.double().reshape(1, Hk, Hq // Hk, 1, 1).expand(B, -1, -1, T, 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    p = logits.softmax(dim=-1)[..., :S].nan_to_num(0.0)
+    if options.top is None or T > 1:
+        return p
+    return scores.only_top(p, key_positions == query_positions[:, :, None], options.top)
+
+
+def attend(
+    query: Float[Tensor, "B Hq T D"],
+    slots: Slots,
+    now: Int[Tensor, "B T"],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    """Attention output and the policy's report, in float64. The arguments are those of `Backend.attend`."""
+    keys, values, positions = slots
+    positions = positions.expand(keys.shape[:3])
+    empty = (positions < 0)[..., None]
+    p = probabilities(query, keys.masked_fill(empty, 0.0), now, positions, options)
+    out = torch.einsum("bhgts,bhse->bhgte", p, values.masked_fill(empty, 0.0).double()).flatten(1, 2)
+    return out, Report(statistic.reduce(Rows(p, statistic.selects(now), now, positions)))
+
+
+class ReferenceBackend(Backend):
+    """The definition, its output rounded to the query's dtype."""
+
+    name = "reference"
+
+    def attend(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """See `attend` of this module. Padded rows give zeros."""
+        out, report = attend(query, slots, now, statistic=statistic, options=options)
+        return out.to(query.dtype), report
+
+    def append(
+        self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
+    ) -> Int[Tensor, "B Hk 1"]:
+        """The first empty slot of each row and head takes the token."""
+        chosen = (slots.positions == EMPTY).int().argmax(dim=-1, keepdim=True)
+        for row, heads in enumerate(chosen.tolist()):
+            for head, (slot,) in enumerate(heads):
+                slots.keys[row, head, slot] = keys[row, head, 0]
+                slots.values[row, head, slot] = values[row, head, 0]
+                slots.positions[row, head, slot] = now[row, 0]
+        return chosen
+
+    def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
+        """See `scores.expire`, the definition."""
+        positions.copy_(scores.expire(positions, seen, window))
+
+    def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
+        """Always perhaps: then `evict` looks."""
+        return True
+
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+        """Sort each head's tokens by what they are worth and when they came, and drop the first."""
+        shielded = scores.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
+        B, Hk, _ = positions.shape
+        stay = torch.as_tensor(limits.stay, device=positions.device).expand(B, Hk)
+        for row in range(B):
+            for head in range(Hk):
+                held = [slot for slot, position in enumerate(positions[row, head].tolist()) if position >= 0]
+                if len(held) > stay[row, head]:
+                    worth = [(float(shielded[row, head, slot]), int(positions[row, head, slot]), slot) for slot in held]
+                    positions[row, head, min(worth)[-1]] = EMPTY

@@ -1,0 +1,213 @@
+"""Everything in plain torch: what runs on any device, and what compiled kernels leave to do.
+
+Attention works in blocks of query rows: the matrix of probabilities exists for one block at a time (about
+`BLOCK_BYTES`), whatever the prompt's length. Rows of a prompt that no statistic counts go through torch's fused
+attention, which never has it. Softmax and statistics are float32. Half-precision keys and values are widened a block
+of slots at a time in decode, so no copy of the store is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvkeep import scores
+from kvkeep.backends.protocol import Backend, Limits
+from kvkeep.statistic import Rows, Statistic
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
+
+BLOCK_BYTES = 32 * 2**20
+"""Size of one block of logits, but never less than one query row; large enough that Python's overhead vanishes, small
+enough to bound memory."""
+
+WIDEN_SLOTS = 256
+"""Slots of half-precision keys or values that are widened to float32 at a time in decode."""
+
+_HIDDEN = torch.finfo(torch.float32).min
+
+
+class TorchBackend(Backend):
+    """Plain torch, on any device and in any dtype.
+
+    Cost of `attend`:
+        ``2·B·Hq·T·S·(D + E)`` FLOPs (half of it for a causal chunk); peak extra memory about three blocks.
+    """
+
+    name = "torch"
+
+    def attend(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """See `Backend.attend`."""
+        keys, values, key_positions = slots
+        query_positions = now
+        B, Hq, T, D = query.shape
+        Hk, S = keys.shape[1:3]
+        grouped = query.reshape(B, Hk, Hq // Hk, T, D)
+        selected = statistic.selects(query_positions)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        if T > 1:
+            keys, values = keys.to(wide), values.to(wide)  # one layer of a prompt, widened once for all blocks
+            key_positions = _agreed(key_positions)
+        out = query.new_empty((B, Hk, Hq // Hk, T, values.shape[-1]))
+        sums = {name: torch.zeros((B, Hk, S), dtype=torch.float32, device=query.device) for name in statistic.fields}
+        plain = T > 1 and options.softcap is None and options.sinks is None
+        silent = _silent(selected, statistic) if plain else 0
+        for block in _blocks(0, silent, 4 * B * S * (1 if key_positions.shape[1] == 1 else Hq)):
+            n = S - T + block.stop  # keys after the block's last row are in its future
+            hidden = _hidden(query_positions[:, block], key_positions[:, :, :n], options.window, decode=False)
+            fused = _fused(grouped[:, :, :, block], keys[:, :, :n], values[:, :, :n], hidden, options.scaling)
+            out[:, :, :, block] = fused.to(out.dtype)
+        for block in _blocks(silent, T, 4 * B * Hq * S):
+            n = S - T + block.stop
+            hidden = _hidden(query_positions[:, block], key_positions[:, :, :n], options.window, decode=T == 1)
+            p = _softmax(_logits(grouped[:, :, :, block], keys[:, :, :n], options), hidden, options.sinks)
+            if options.top is not None and T == 1:
+                p = scores.only_top(p, key_positions == query_positions[:, :, None], options.top)
+            mixed = _mix(p, values[:, :, :n])
+            if T == 1 and not _is_finite(mixed):  # 0 × NaN: what an empty slot was left with must not matter
+                mixed = _mix(p, values.masked_fill((key_positions < 0)[..., None], 0.0))
+            out[:, :, :, block] = mixed.to(out.dtype)
+            if sums:
+                part = Rows(p, selected[:, block], query_positions[:, block], key_positions[:, :, :n])
+                for name, reduced in statistic.reduce(part).items():
+                    statistic.join(sums[name][:, :, :n], reduced)
+        return out.flatten(1, 2), Report(sums)
+
+    def append(
+        self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
+    ) -> Int[Tensor, "B Hk 1"]:
+        """See `Backend.append`. Empty slots carry the smallest position, so the smallest position names one."""
+        slot: Int[Tensor, "B Hk 1"] = slots.positions.argmin(dim=-1, keepdim=True)
+        blocks = torch.arange(slot.numel(), device=slot.device) * slots.positions.shape[-1]
+        rows = blocks + slot.flatten()  # index of (row, head, slot) in the flattened store
+        slots.keys.view(-1, keys.shape[-1]).index_copy_(0, rows, keys.flatten(0, 2))
+        slots.values.view(-1, values.shape[-1]).index_copy_(0, rows, values.flatten(0, 2))
+        new = now.to(slots.positions.dtype)[:, :, None].expand(slot.shape)
+        slots.positions.scatter_(2, slot, new)
+        return slot
+
+    def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
+        """See `Backend.expire`."""
+        positions.copy_(scores.expire(positions, seen, window))
+
+    def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
+        """See `Backend.is_over`."""
+        return positions.device.type != "cpu" or bool(_over(positions, limit).any())
+
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+        """See `Backend.evict`."""
+        shielded = scores.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
+        victim = scores.weakest(shielded, positions)
+        emptied = positions.gather(-1, victim).masked_fill(_over(positions, limits.stay), EMPTY)
+        positions.scatter_(-1, victim, emptied)
+
+
+def _over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> Bool[Tensor, "B Hk 1"]:
+    """Which heads hold more than their limit."""
+    held = (positions >= 0).sum(dim=-1, keepdim=True)
+    return held > (limit if isinstance(limit, int) else limit[:, :, None])
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether all numbers are finite; on a GPU, where asking means waiting, the answer is no."""
+    return x.device.type == "cpu" and bool(x.isfinite().all())
+
+
+def _agreed(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H2 S"]:
+    """One head's positions where all heads hold the same: the mask is then made once, not for every query head."""
+    first = positions[:, :1]
+    return first if torch.equal(positions, first.expand_as(positions)) else positions
+
+
+def _blocks(start: int, stop: int, row_bytes: int) -> Iterator[slice]:
+    """Rows from ``start`` to ``stop``, as many at a time as `BLOCK_BYTES` hold."""
+    rows = max(1, BLOCK_BYTES // row_bytes)
+    for first in range(start, stop, rows):
+        yield slice(first, min(first + rows, stop))
+
+
+def _silent(selected: Bool[Tensor, "B T"], statistic: Statistic) -> int:
+    """How many rows there are before the first one that the statistic counts."""
+    if not statistic.fields:
+        return selected.shape[1]
+    counted = selected.any(dim=0).nonzero()
+    return int(counted[0]) if len(counted) else selected.shape[1]
+
+
+def _fused(
+    query: Float[Tensor, "B Hk G T D"],
+    keys: Float[Tensor, "B Hk S D"],
+    values: Float[Tensor, "B Hk S E"],
+    hidden: Bool[Tensor, "B H 1 T S"],
+    scaling: float,
+) -> Float[Tensor, "B Hk G T E"]:
+    """The output alone. A row that sees nothing sees everything instead, so that it is finite."""
+    shown = ~(hidden & ~hidden.all(dim=-1, keepdim=True))
+    mask = shown.expand(-1, -1, query.shape[2] if shown.shape[1] > 1 else 1, -1, -1).flatten(1, 2)
+    wide = query.to(keys.dtype).flatten(1, 2)
+    out: Tensor = scaled_dot_product_attention(wide, keys, values, mask, scale=scaling, enable_gqa=True)
+    return out.view(*query.shape[:4], -1)
+
+
+def _hidden(
+    query_positions: Int[Tensor, "B T"],
+    key_positions: Int[Tensor, "B H S"],
+    window: int | None,
+    *,
+    decode: bool,
+) -> Bool[Tensor, "B H 1 T S"]:
+    """Mark what a row must not see. In decode the query is the newest token, so nothing is in its future."""
+    k = key_positions[:, :, None, None, :]
+    q = query_positions[:, None, None, :, None]
+    hidden = k < 0 if decode else (k < 0) | (k > q)
+    return hidden if window is None else hidden | (k <= q - window)
+
+
+def _logits(
+    query: Float[Tensor, "B Hk G T D"], keys: Float[Tensor, "B Hk S D"], options: AttentionOptions
+) -> Float[Tensor, "B Hk G T S"]:
+    """Scaled (and soft-capped) logits in float32, or float64 for float64 models."""
+    B, Hk, G, T, D = query.shape
+    q = query.to(torch.promote_types(query.dtype, torch.float32)).mul(options.scaling).reshape(B, Hk, G * T, D)
+    if keys.dtype == q.dtype:
+        logits = q @ keys.mT
+    else:
+        logits = torch.cat([q @ part.float().mT for part in keys.split(WIDEN_SLOTS, dim=2)], dim=-1)
+    if options.softcap is not None:
+        logits = torch.tanh(logits / options.softcap) * options.softcap
+    return logits.view(B, Hk, G, T, -1)
+
+
+def _softmax(
+    logits: Float[Tensor, "B Hk G T S"], hidden: Bool[Tensor, "B H 1 T S"], sinks: Float[Tensor, " Hq"] | None
+) -> Float[Tensor, "B Hk G T S"]:
+    """Softmax over what is visible. A row that sees nothing becomes uniform, not NaN; nobody counts it."""
+    logits = logits.masked_fill_(hidden, _HIDDEN)
+    if sinks is None:
+        return logits.softmax(dim=-1)
+    B, Hk, G, T, S = logits.shape
+    extra = sinks.to(logits.dtype).reshape(1, Hk, G, 1, 1).expand(B, Hk, G, T, 1)
+    return torch.cat([logits, extra], dim=-1).softmax(dim=-1)[..., :S]
+
+
+def _mix(p: Float[Tensor, "B Hk G T S"], values: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk G T E"]:
+    """Weigh the values by the probabilities, in float32."""
+    B, Hk, G, T, S = p.shape
+    flat = p.reshape(B, Hk, G * T, S)
+    if values.dtype == flat.dtype:
+        out = flat @ values
+    else:
+        parts = zip(flat.split(WIDEN_SLOTS, dim=-1), values.split(WIDEN_SLOTS, dim=2), strict=True)
+        out = torch.stack([weight @ part.float() for weight, part in parts]).sum(dim=0)
+    return out.view(B, Hk, G, T, -1)

@@ -1,0 +1,108 @@
+"""kvkeep's kernels for CUDA, in Triton: the only room that imports it, and only when a kernel is wanted.
+
+`switch` says whether they run. `decode` and `slots` hold the kernels of a decode step, `fuse` the one that evicts in
+the same pass, `tiles` what they share, `blocks` their sizes; `ops` are their functions on tensors. What they do, what
+they move and how exact they are stands in their docstrings and in ``docs/gpu.md``.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.backends.protocol import Added, Backend, Limits
+from kvkeep.backends.torch import TorchBackend
+from kvkeep.backends.triton import ops, prefill_ops, switch
+from kvkeep.backends.wanted import is_known, wanted
+from kvkeep.statistic import Statistic
+from kvkeep.types import AttentionOptions, Budget, Report, Slots
+
+__all__ = ["TritonBackend"]
+
+
+class TritonBackend(Backend):
+    """Triton's kernels for what they know, torch for the rest, with a notice in the log."""
+
+    name = "triton"
+    fuses = True
+
+    def __init__(self) -> None:
+        self._torch = TorchBackend()
+
+    def attend(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """See `Backend.attend`. A padded query, and one that sees nothing, give zeros."""
+        done = by_kernels(query, slots, now, statistic=statistic, options=options)
+        return self._torch.attend(query, slots, now, statistic=statistic, options=options) if done is None else done
+
+    def append(
+        self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
+    ) -> Int[Tensor, "B Hk 1"]:
+        """See `Backend.append`."""
+        slot = ops.write(*slots, new=(keys, values), now=now)
+        return self._torch.append(slots, keys, values, now) if slot is None else slot
+
+    def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
+        """See `Backend.expire`."""
+        if not ops.evict(positions, None, Limits(seen, window=window)):
+            self._torch.expire(positions, seen, window)
+
+    def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
+        """See `Backend.is_over`."""
+        return self._torch.is_over(positions, limit)
+
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+        """See `Backend.evict`."""
+        if not ops.evict(positions, score, Limits(limits.seen, limits.sinks, limits.recent, limits.stay)):
+            self._torch.evict(positions, score, limits)
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        slots: Slots,
+        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+        now: Int[Tensor, "B 1"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        added: Added,
+        limits: Limits,
+    ) -> Float[Tensor, "B Hq 1 E"] | None:
+        """See `Backend.step`; two kernels."""
+        if not is_known(statistic):
+            return None
+        asked = wanted(statistic) if added.states else None
+        return ops.step(query, slots, new, now, options=options, wanted=asked, added=added, limits=limits)
+
+
+def by_kernels(
+    query: Float[Tensor, "B Hq T D"],
+    slots: Slots,
+    now: Int[Tensor, "B T"],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
+    """`Backend.attend` in kernels; ``None``, with a notice in the log, if there is none for what is asked."""
+    keys, values, positions = slots
+    if not switch.runs(query):
+        return None
+    if query.shape[2] > 1:
+        return prefill_ops.attend(query, keys, values, now, positions, statistic=statistic, options=options)
+    if options.top is not None or not is_known(statistic):
+        switch.notice(
+            f"it uses only its largest probabilities, or reports {type(statistic).__name__} with what it needs"
+        )
+        return None
+    found = ops.attend(query, keys, values, now, positions, options=options, wanted=wanted(statistic))
+    if found is None:
+        return None
+    out, *sums = found
+    return out, Report(dict(zip(statistic.fields, sums, strict=False)))
