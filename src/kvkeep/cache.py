@@ -22,6 +22,7 @@ from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 from kvkeep.store import Cascade
+from kvkeep.types import Phase
 
 ATTENTION = "kvkeep"
 """The name under which the attention function is registered with transformers."""
@@ -65,6 +66,7 @@ class BoundedLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer = layer
         self.handed = False
+        self.phase: Phase | None = None
         self.is_sliding = layer.window is not None
 
     def lazy_initialization(
@@ -84,6 +86,13 @@ class BoundedLayer(CacheLayerMixin):
         handed.layer = self
         self.handed = True
         return handed, value_states
+
+    def phase_of(self, T: int) -> Phase:
+        """What ``T`` new tokens are, if the cache does not say so: a first call is a prompt, one token after it is not.
+
+        A longer piece after that is a prompt again, such as the next turn of a conversation.
+        """
+        return self.phase or (Phase.DECODE if T == 1 and self.layer.columns else Phase.PREFILL)
 
     def take(self) -> Layer:
         """The layer, for one call of attention after each `update`.
@@ -143,7 +152,31 @@ class BoundedLayer(CacheLayerMixin):
             _refuse_rollback()
 
 
-class BoundedCache(Cache):
+class PhasedCache(Cache):
+    """A cache whose owner can say what the tokens of the next call are.
+
+    Attributes:
+        phase: what they are; ``None``: as `BoundedLayer.phase_of` has it.
+    """
+
+    phase: Phase | None = None
+
+    def update(
+        self,
+        key_states: Float[Tensor, "B Hk T D"],
+        value_states: Float[Tensor, "B Hk T E"],
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
+        """Hand new keys and values to a layer, and what they are."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, BoundedLayer):
+            layer.phase = self.phase
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class BoundedCache(PhasedCache):
     """A KV cache in a fixed amount of memory, for any attached model.
 
     Args:

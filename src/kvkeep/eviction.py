@@ -13,13 +13,13 @@ from kvkeep import scores
 from kvkeep.backends import Added, Backend, Limits
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
-from kvkeep.types import EMPTY, AttentionOptions, Budget, State, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, State, View
 
 _LATER = torch.iinfo(torch.int32).max
 
 
 def check_room(
-    policy: Policy, block: Block, coming: int | Int[Tensor, " B"], *, is_decode: bool, window: int | None
+    policy: Policy, block: Block, coming: int | Int[Tensor, " B"], *, phase: Phase, window: int | None
 ) -> None:
     """Refuse new tokens that a policy which does not evict them has no room for.
 
@@ -28,7 +28,7 @@ def check_room(
     """
     if not policy.evicts:
         block.check_room((block.seen + coming)[:, None], window=window)
-    elif policy.grows and is_decode:
+    elif policy.grows and phase is Phase.DECODE:
         more = torch.as_tensor(coming, device=block.seen.device).view(-1, 1)
         block.check_room(block.held() + more, window=window)
 

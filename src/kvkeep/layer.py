@@ -19,13 +19,13 @@ from kvkeep import budget as budgets
 from kvkeep import scores
 from kvkeep.backends import Backend, choose
 from kvkeep.chunks import in_chunks
-from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError
+from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.eviction import append, check_room, cut, evict, fused, fuses
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.rotation import AsItIs, Rotation
-from kvkeep.store import Block, Cascade, Store, alone, inference
-from kvkeep.types import EMPTY, AttentionOptions, Report, Slots, State, View
+from kvkeep.store import Alone, Block, Cascade, Store, inference
+from kvkeep.types import AttentionOptions, Phase, Report, Slots, State, View
 
 
 class Layer:
@@ -82,7 +82,7 @@ class Layer:
         self._prefill_chunk = prefill_chunk
         self._sequences = sequences
         self._rotation = rotation or AsItIs()
-        self._cascade = (cascade or Cascade(index)) if policy.cascades else None
+        self._shared = (cascade or Cascade(index)) if policy.cascades else Alone()
 
     @inference
     def step(
@@ -92,34 +92,44 @@ class Layer:
         values: Float[Tensor, "B Hk T E"],
         *,
         options: AttentionOptions,
+        phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Add ``T`` new tokens per row, attend, and evict down to the budget.
+        """Add ``T`` new tokens per row, attend, and evict down to the budget; under `Phase.PROBE` only attend.
 
         Args:
             query: new queries, rotated like the keys.
             keys: new keys.
             values: new values.
             options: scaling, soft cap, sinks; its window must be the layer's.
+            phase: what the tokens are. Generated ones come one at a time.
             real: which of the new tokens are real; ``None``: all. Padding never enters a slot.
 
         Returns:
             The attention output; undefined for padded tokens.
 
         Raises:
-            ShapeError: the tensors do not fit what the layer holds.
+            ShapeError: the tensors do not fit what the layer holds, or several tokens are said to be generated.
             CapacityError: the policy does not evict and the budget is exhausted.
             BrokenCacheError: an earlier step failed before its end.
+            UnsupportedOperationError: a policy that prunes through the layers is to read a text again.
         """
         if self._broken:
             raise BrokenCacheError("a step failed between its beginning and its end")
         T = query.shape[2]
         self.open(keys, values)
-        coming = T if real is None else real.sum(dim=1)
-        check_room(self.policy, self.block, coming, is_decode=T == 1, window=self.window)
+        if phase is Phase.DECODE and T > 1:
+            raise ShapeError(f"{T} tokens per row came as generated ones; they come one at a time.")
+        if phase is not Phase.PROBE:
+            coming = T if real is None else real.sum(dim=1)
+            check_room(self.policy, self.block, coming, phase=phase, window=self.window)
+        elif self.policy.cascades:
+            raise UnsupportedOperationError(f"{self.policy} prunes through the layers and cannot read a text again.")
         self._broken = True  # until the step has come to its end
-        if T == 1:
+        if phase is Phase.DECODE:
             out = self._decode(query, keys, values, options, real)
+        elif phase is Phase.PROBE:
+            out = self._probe(query, keys, values, options, real)
         else:
             feed = partial(self._prefill, options)
             out = in_chunks(feed, query, keys, values, real=real, size=self._prefill_chunk or T)
@@ -130,8 +140,7 @@ class Layer:
         """Forget everything; the memory stays allocated, unless rows were moved or heads have budgets of their own."""
         self.columns = 0
         self._broken = False
-        if self._cascade is not None:
-            self._cascade.clear()
+        self._shared.clear()
         if self._rows_moved or self.policy.spreads:  # budgets have changed: the next step makes new ones
             self.allocated = self._rows_moved = False
         elif self.allocated:
@@ -143,22 +152,21 @@ class Layer:
         if self.allocated:
             self._rows_moved = True
             self.block.select_rows(index)
-            if self._cascade is not None and self._cascade.first == self._index:
-                self._cascade.select_rows(index)
+            self._shared.select_rows(self._index, index)
 
     def over(self, block: Block, *, columns: int, cascade: Cascade | None = None) -> Layer:
         """The same layer over slots that somebody else owns and has counted ``columns`` columns in."""
         other = copy.copy(self)
         other._hold(block)
         other.columns = columns
-        other._cascade = cascade
+        other._shared = cascade or Alone()
         return other
 
     def memory(self) -> Memory:
         """Bytes of this layer; zeros before the first step."""
         if not self.allocated:
             return Memory()
-        shared = self._cascade.bytes() if self._cascade is not None and self._cascade.first == self._index else 0
+        shared = self._shared.bytes(self._index)
         return self.block.memory() + Memory(allocated_bytes=shared, state_bytes=shared)
 
     @property
@@ -185,15 +193,17 @@ class Layer:
         real: Bool[Tensor, "B 1"] | None,
     ) -> Float[Tensor, "B Hq 1 E"]:
         """Write the token into an empty slot, attend, and empty the victim's slot. Nothing is copied."""
-        positions, slots, backend = self._advance(1, real), self.store.slots(), self._backend
+        positions = self.block.advance(1, real, Phase.DECODE)
+        self.columns += 1
+        slots, backend = self.store.slots(), self._backend
         if isinstance(self._rotation, AsItIs) and fuses(self.policy, backend):
-            view, new = self._view(slots, new=positions >= 0), (query, keys, values)
+            view, new = self._view(slots, new=positions >= 0, phase=Phase.DECODE), (query, keys, values)
             done = fused(self.policy, self.block, view, new, positions, options=options, backend=backend)
             if done is not None:
                 return done
         query, keys = self._rotation.unrotated(query, keys, positions)
         append(self.policy, self.block, keys, values, positions, backend=backend)
-        view = self._view(slots, new=positions >= 0)
+        view = self._view(slots, new=positions >= 0, phase=Phase.DECODE)
         query, turned = self._rotation.at_ranks(query, slots.keys, slots.positions, positions)
         out, report = backend.attend(
             query,
@@ -202,10 +212,10 @@ class Layer:
             statistic=self.policy.wants(view),
             options=replace(options, top=top) if (top := self.policy.top(view)) is not None else options,
         )
-        for name, tensor in self._observe(self.state, view, report).items():
-            self.state[name].copy_(tensor)
+        self._shared.add(slots.positions[:, 0], report)
+        self.block.remember(self.policy.observe(self.state, view, report))
         evict(self.policy, self.block, view, window=self.window, backend=backend)
-        self._leave()
+        self._shared.leave(self._index, self.store.positions[:, 0])
         return out
 
     def _prefill(
@@ -218,18 +228,15 @@ class Layer:
     ) -> Float[Tensor, "B Hq T E"]:
         """Attend over slots ∪ chunk, then keep the best of both."""
         first = self.columns == 0  # the slots are empty: nothing to join, and all heads agree on positions
-        (B, Hk, T, _), used = keys.shape, self.store.used()
-
-        def joined(slots: Tensor, chunk: Tensor) -> Tensor:
-            return chunk if first else torch.cat([slots[:, :, :used], chunk], dim=2)
-
-        new = self._advance(T, real)
+        used = 0 if first else self.store.used()
+        new = self.block.advance(query.shape[2], real, Phase.PREFILL)
+        self.columns += query.shape[2]
         query, keys = self._rotation.unrotated(query, keys, new)
         shared = new.to(torch.int32)[:, None]
-        positions = joined(self.store.positions, shared.expand(B, Hk, T))
+        slots, state = self.block.beside(keys, values, shared, starts=self.policy.slots, used=used)
+        positions = slots.positions
         left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
-        slots = Slots(*((keys, values) if first else self.store.beside(keys, values, used=used)), positions)
-        view = self._view(slots._replace(positions=left), new=new >= 0)
+        view = self._view(slots._replace(positions=left), new=new >= 0, phase=Phase.PREFILL)
         query, turned = self._rotation.at_ranks(query, slots.keys, positions, new)
         out, report = self._backend.attend(
             query,
@@ -238,27 +245,33 @@ class Layer:
             statistic=self.policy.wants(view),
             options=options,
         )
-        state = {
-            name: joined(self.state[name], self.state[name].new_full((B, Hk, T), start))
-            for name, start in self.policy.slots.items()
-        }
-        cut(self.policy, self.block, view, self._observe(state, view, report), window=self.window)
-        self._leave()
+        self._shared.add(left[:, 0], report)
+        cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
+        self._shared.leave(self._index, self.store.positions[:, 0])
         return out
 
-    def _observe(self, state: State, view: View, report: Report) -> State:
-        """Let the policy look at the report, and the other layers if it prunes through them."""
-        if self._cascade is not None:
-            self._cascade.add(view.positions[:, 0], report.mass.sum(dim=1))
-        return self.policy.observe(state, view, report)
+    def _probe(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        options: AttentionOptions,
+        real: Bool[Tensor, "B T"] | None,
+    ) -> Float[Tensor, "B Hq T E"]:
+        """Attend over the slots and the probes before, and let the policy look at what the slots received."""
+        held, now = self.store.capacity, self.block.following(query.shape[2], real)
+        query, keys = self._rotation.unrotated(query, keys, now)
+        slots, _ = self.block.beside(keys, values, now.to(torch.int32)[:, None], starts={}, used=held)
+        view = self._view(self.store.slots(), new=now >= 0, phase=Phase.PROBE)
+        query, turned = self._rotation.at_ranks(query, slots.keys, slots.positions, now)
+        slots, wanted = slots._replace(keys=turned), self.policy.wants(view)
+        out, report = self._backend.attend(query, slots, now, statistic=wanted, options=options)
+        mine = Report({name: tensor[..., :held] for name, tensor in report.sums.items()})
+        self.block.remember(self.policy.observe(self.state, view, mine))
+        return out
 
-    def _leave(self) -> None:
-        """Tell the next layer what this one still holds."""
-        if self._cascade is not None:
-            self._cascade.leave(self._index, self.store.positions[:, 0])
-
-    def _view(self, slots: Slots, *, new: Bool[Tensor, "B T"]) -> View:
-        past, alive = self._cascade.enter(self._index, slots.positions[:, 0]) if self._cascade else alone(self.seen)
+    def _view(self, slots: Slots, *, new: Bool[Tensor, "B T"], phase: Phase) -> View:
+        past, alive = self._shared.enter(self._index, slots.positions[:, 0])
         return View(
             positions=slots.positions,
             keys=slots.keys,
@@ -267,23 +280,12 @@ class Layer:
             budget=self.block.budget,
             new=new.sum(dim=1),
             prompt=self.block.prompt,
-            is_decode=new.shape[1] == 1,
+            phase=phase,
             layer=self._index,
             sequences=self.block.sequences,
             past=past,
             alive=alive,
         )
-
-    def _advance(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
-        """Count the new tokens of each row and return their true positions, -1 for padding."""
-        if real is None:
-            positions = self.seen[:, None] + (torch.arange(T, device=self.seen.device) if T > 1 else 0)
-            self.block.count(T)
-        else:
-            positions = (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
-            self.block.count(real.sum(dim=1))
-        self.columns += T
-        return positions
 
     def open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate on the first step; later, check that the tensors still fit.
@@ -296,12 +298,7 @@ class Layer:
         if self.allocated and self.store.fits(keys, values):
             return
         if self.allocated and self.columns:
-            held = self.store.slots().keys
-            raise ShapeError(
-                f"The cache holds (rows, KV heads, slots, head dim) = {tuple(held.shape)} in {held.dtype} and was "
-                f"given {tuple(keys.shape)} in {keys.dtype}. One cache serves one model and one batch: make a new one "
-                "for another, or call reset() first."
-            )
+            self.block.refuse(keys)
         starts = self.policy.slots
         self._hold(inference(Block)(keys, values, numbers=self.budgets, starts=starts, sequences=self._sequences))
 

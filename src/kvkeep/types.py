@@ -15,10 +15,12 @@ Axis letters, the same in every signature:
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -30,6 +32,19 @@ Budget: TypeAlias = int | Int[Tensor, "B #Hk"]
 
 EMPTY = -1
 """The position of a slot that holds no token."""
+
+
+class Phase(enum.Enum):
+    """What the tokens of a step are; said by who feeds them, never guessed from a tensor's width."""
+
+    PREFILL = "prefill"
+    """A prompt, or a piece of one, of any length; a single token, too."""
+
+    DECODE = "decode"
+    """A generated token of each row."""
+
+    PROBE = "probe"
+    """Tokens that attend and are reported, but are not stored: how a text is read again to find what matters."""
 
 
 class Slots(NamedTuple):
@@ -88,10 +103,9 @@ class View:
         values: values.
         seen: tokens of each row seen so far, the new ones included, padding not.
         budget: slots that may stay occupied after this step.
-        new: real tokens that each row received in this step. One is a decode step for that row, whatever the
-            others received; many are a prompt or a chunk of it.
-        prompt: tokens of each row seen at the end of its last step of more than one token; 0 if there was none.
-        is_decode: whether no row can have received more than one token in this step; known without looking at tensors.
+        new: real tokens that each row received in this step; under `Phase.PROBE`, tokens that it read again.
+        prompt: tokens of each row seen at the end of the last piece of a prompt; 0 if there was none.
+        phase: what the tokens of this step are.
         layer: index of the layer in the model.
         sequences: identity of each row for counter-based randomness; moves with the row, not with its index.
         past: mass that each slot's token has received in all heads, layers and steps before; ``A`` is ``S``
@@ -106,11 +120,26 @@ class View:
     budget: Budget
     new: Int[Tensor, " B"]
     prompt: Int[Tensor, " B"]
-    is_decode: bool
+    phase: Phase
     layer: int
     sequences: Int[Tensor, " B"]
     past: Float[Tensor, "B A"]
     alive: Bool[Tensor, "B A"]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the new tokens were generated."""
+        return self.phase is Phase.DECODE
+
+    @property
+    def reads(self) -> Bool[Tensor, " B"]:
+        """Rows that received tokens of a prompt in this step."""
+        return self.new > 0 if self.phase is Phase.PREFILL else torch.zeros_like(self.new, dtype=torch.bool)
+
+    @property
+    def writes(self) -> Bool[Tensor, " B"]:
+        """Rows that received a generated token in this step."""
+        return self.new > 0 if self.phase is Phase.DECODE else torch.zeros_like(self.new, dtype=torch.bool)
 
 
 @dataclass(frozen=True)

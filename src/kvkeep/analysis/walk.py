@@ -22,7 +22,7 @@ from kvkeep.errors import ShapeError, UnsupportedModelError
 from kvkeep.layer import Layer
 from kvkeep.models.device import enough_memory
 from kvkeep.registry import parse
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Phase
 
 BLOCK = 128
 """Rows that are shown at once."""
@@ -70,6 +70,7 @@ class Shown(Layer):
         values: Float[Tensor, "1 Hk T E"],
         *,
         options: AttentionOptions,
+        phase: Phase,
         real: Bool[Tensor, "1 T"] | None = None,
     ) -> Float[Tensor, "1 Hq T E"]:
         """Attend over all tokens so far, in float32, and hand the rows on.

@@ -80,7 +80,7 @@ class ReferenceBackend(Backend):
     ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """See `attend` of this module. Padded rows give zeros."""
         out, report = attend(query, slots, now, statistic=statistic, options=options)
-        return out.to(query.dtype), report
+        return out.to(query.dtype), Report({name: tensor.float() for name, tensor in report.sums.items()})
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]

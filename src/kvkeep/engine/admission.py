@@ -117,7 +117,7 @@ class Admission:
         room = self._layout(policy).room(budget)
         if room is None or (policy.evicts and not policy.grows):
             return
-        needed = total - max(0, self._at_once(request) - (room - policy.spare)) if policy.evicts else total
+        needed = total - max(0, len(request.prompt) - (room - policy.spare)) if policy.evicts else total
         if needed > room:
             where = f"the budget is {room}" if room == budget else f"a budget of {budget} gives some layer only {room}"
             raise CapacityError(
@@ -139,11 +139,6 @@ class Admission:
                 self._layouts.clear()
             self._layouts[policy] = layout
         return self._layouts[policy]
-
-    def _at_once(self, request: Request) -> int:
-        """Tokens of a prompt that come several at a time; a chunk of one counts as generated."""
-        n = len(request.prompt)
-        return 0 if self._chunk == 1 else n if self._chunk is None else n - (n % self._chunk == 1)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None

@@ -21,6 +21,7 @@ from kvkeep.engine.waits import NoWaiting, WaitError
 from kvkeep.models.load import Model
 from kvkeep.models.rows import Rows
 from kvkeep.policies.base import Policy
+from kvkeep.types import Phase
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class Graphs:
 
     def run(self, batch: Batch, rows: Rows) -> Float[Tensor, "n V"] | None:
         """The logits of a decode step; ``None`` if it is none, or cannot be recorded: then nothing was done."""
-        decodes = batch.start == 0 and not batch.fresh and all(len(tokens) < 2 for tokens in batch.tokens)
+        decodes = batch.start == 0 and batch.phase is Phase.DECODE
         size = bucket(len(batch.rows), rows.count)
         policy = rows.sole(0, size) if decodes else None  # rows of several policies have too many orders to record
         if policy is None or policy in self.refused:
@@ -100,7 +101,7 @@ class Graphs:
         """
         if reason := refusal(policy):
             raise WaitError(reason)
-        step = _Step(self._model, self._options, size, rows.part(0, size, fresh=False))
+        step = _Step(self._model, self._options, size, rows.part(0, size, Phase.DECODE))
         with NoWaiting():
             step.forward()
         if self._model.device.type == "cuda":

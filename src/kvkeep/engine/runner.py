@@ -57,7 +57,7 @@ class Runner:
             input_ids=torch.tensor(ids, device=device),
             position_ids=torch.tensor(positions, device=device),
             attention_mask=mask,
-            past_key_values=rows.part(batch.start, batch.stop, fresh=batch.fresh),
+            past_key_values=rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh),
             use_cache=True,
             **self._options,
         )

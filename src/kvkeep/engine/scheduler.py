@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvkeep.engine.request import Generation
 from kvkeep.policies.base import Policy
+from kvkeep.types import Phase
 
 PATIENCE = 4
 """How many times the number of rows a request that needs other rows may be passed over before it gets them."""
@@ -25,6 +26,7 @@ class Batch:
         rows: who is fed in each row from ``start`` on; ``None``: nobody, the row only stands between others.
         tokens: what each is fed; the same number of lists as rows, empty for ``None``.
         positions: where the first token of each stands in its sequence.
+        phase: whether these are tokens of prompts, or generated ones.
         fresh: whether all of them begin their prompt.
     """
 
@@ -32,7 +34,8 @@ class Batch:
     rows: Sequence[Generation | None]
     tokens: Sequence[Sequence[int]]
     positions: Sequence[int]
-    fresh: bool
+    phase: Phase
+    fresh: bool = False
 
     @property
     def stop(self) -> int:
@@ -137,7 +140,7 @@ class Scheduler:
                 group,
                 [one.token_ids[-1:] if one else [] for one in group],
                 [one.fed if one else 0 for one in group],
-                fresh=False,
+                Phase.DECODE,
             )
             for start, group in groups
             if group
@@ -161,4 +164,4 @@ class Scheduler:
                 break
             group.append(other)
         tokens = [one.request.prompt[one.fed : one.fed + chunk] for one in group]
-        return [Batch(first.row, group, tokens, [one.fed for one in group], fresh)]
+        return [Batch(first.row, group, tokens, [one.fed for one in group], Phase.PREFILL, fresh)]

@@ -16,7 +16,7 @@ from kvkeep.errors import ShapeError, UnsupportedOperationError
 from kvkeep.layer import Layer
 from kvkeep.registry import parse
 from kvkeep.statistic import Mass
-from kvkeep.types import EMPTY, AttentionOptions, Slots
+from kvkeep.types import EMPTY, AttentionOptions, Phase, Slots
 
 BLOCK_BYTES = 64 * 2**20
 """Logits that exist at a time where keys are hidden, but never less than those of one row."""
@@ -49,6 +49,7 @@ class WholeText(Layer):
         values: Float[Tensor, "B Hk T E"],
         *,
         options: AttentionOptions,
+        phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
         """Attend over the whole texts.

@@ -160,8 +160,9 @@ def _bounded(
             f"{layer.window}. Make the cache from this model's own configuration."
         )
     layer.open(key, value)
-    real = mask.new_tokens(query.shape[2])
-    return layer.step(query, key, value, options=options, real=None if real is None else real.to(key.device))
+    real, phase = mask.new_tokens(query.shape[2]), bounded.phase_of(query.shape[2])
+    real = None if real is None else real.to(key.device)
+    return layer.step(query, key, value, options=options, phase=phase, real=real)
 
 
 def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -9,9 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from kvkeep.cache import BoundedCache, BoundedLayer
+from kvkeep.cache import BoundedCache, BoundedLayer, PhasedCache
 from kvkeep.errors import BudgetError, UnsupportedModelError
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout
@@ -19,7 +18,7 @@ from kvkeep.memory import Memory
 from kvkeep.models.segments import Segment, Segments, segments
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, Cascade, inference
-from kvkeep.types import Slots
+from kvkeep.types import Phase, Slots
 
 _MOST = 64
 """Ranges of rows, and policies, whose layers are remembered; what is forgotten is made again when it is needed."""
@@ -76,7 +75,7 @@ class Rows:
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Policy | None] = []
         self._cascades: list[Cascade | None] = []
-        self._parts: dict[tuple[tuple[Segment, ...], Cascade | None], Cache] = {}
+        self._parts: dict[tuple[tuple[Segment, ...], Cascade | None], PhasedCache] = {}
         probe = self._cache(policy, budget)
         found = probe.bounded_layers()
         if len(found) < len(probe.layers):
@@ -179,19 +178,22 @@ class Rows:
         found = segments(self._owners, start, stop, self.policy)
         return found[0].policy if len(found) == 1 else None
 
-    def part(self, start: int, stop: int, *, fresh: bool) -> Cache:
+    def part(self, start: int, stop: int, phase: Phase, *, fresh: bool = False) -> PhasedCache:
         """A range of rows as the cache of one run of the model; ``fresh``: all of them begin a new prompt.
 
         Under a policy that cascades a range has one row only.
         """
         found = segments(self._owners, start, stop, self.policy)
-        if fresh:
-            return self._cache_of(found, columns=0)
         key = (found, self._cascades[start])
-        if key not in self._parts:
+        if fresh:
+            part = self._cache_of(found, columns=0)
+        elif key in self._parts:
+            part = self._parts[key]
+        else:
             _make_room(self._parts)
-            self._parts[key] = self._cache_of(found, columns=1)  # its beginning is in the slots
-        return self._parts[key]
+            part = self._parts[key] = self._cache_of(found, columns=1)  # its beginning is in the slots
+        part.phase = phase
+        return part
 
     def renew(self) -> None:
         """Forget what was made of the rows' tensors: these are about to be replaced, or a step failed on them."""
@@ -213,10 +215,10 @@ class Rows:
         """Bytes over all rows and layers, summed over real tensors."""
         return sum((block.memory() for block in self._blocks), Memory())
 
-    def _cache_of(self, those: tuple[Segment, ...], *, columns: int) -> Cache:
+    def _cache_of(self, those: tuple[Segment, ...], *, columns: int) -> PhasedCache:
         """The layers of some rows, as a model takes them."""
         layers = [RowLayer(self._layer(i, those, columns)) for i in range(len(self._blocks))]
-        return Cache(layers=cast(Any, layers))
+        return PhasedCache(layers=cast(Any, layers))
 
     def _layer(self, index: int, those: tuple[Segment, ...], columns: int) -> Layer:
         """Some rows of one layer: of one policy, or of several side by side."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Phase
 
 
 class Segment(NamedTuple):
@@ -58,11 +58,12 @@ class Segments(Layer):
         values: Float[Tensor, "B Hk T E"],
         *,
         options: AttentionOptions,
+        phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
         """`Layer.step` of every part on its own rows."""
-        done = [
-            part.step(query[rows], keys[rows], values[rows], options=options, real=None if real is None else real[rows])
-            for rows, part in self._segments
-        ]
+        done = []
+        for rows, part in self._segments:
+            mine = None if real is None else real[rows]
+            done.append(part.step(query[rows], keys[rows], values[rows], options=options, phase=phase, real=mine))
         return torch.cat(done)

@@ -59,13 +59,13 @@ class PrefillOnly(Policy):
         """The mass of a prompt's last rows; of a generated token's row only if it is to be rated."""
         rows = self.rows(view)
         prompt = rows if isinstance(rows, Tensor) else view.new.new_full((), rows)
-        return Mass(rows=torch.where(view.new > 1, prompt, int(self.decode == "score")))
+        return Mass(rows=torch.where(view.reads, prompt, int(self.decode == "score")))
 
     def stays(self, view: View, state: State) -> Budget:
         """All of the budget, less the room at the end of a prompt."""
         if not self.room:
             return view.budget
-        return torch.as_tensor(view.budget, device=view.new.device) - self.room * (view.new > 1)[:, None]
+        return torch.as_tensor(view.budget, device=view.new.device) - self.room * view.reads[:, None]
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Rate a prompt; add the mass of a generated token's row."""
@@ -91,4 +91,4 @@ class PrefillOnly(Policy):
 
 
 def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:
-    return (view.new > 1)[:, None, None]
+    return view.reads[:, None, None]

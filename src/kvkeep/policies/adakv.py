@@ -53,4 +53,4 @@ class AdaKV(ObservationWindow):
         share = scores.rounded(best.double() * (1.0 - self.alpha) + own, (base * Hk)[:, None])
         crowded = (older.sum(dim=-1).amax(dim=1) > base)[:, None]
         budgets = torch.where(crowded, share, base[:, None]) + fixed
-        return torch.where((view.new > 1)[:, None], budgets, now)
+        return torch.where(view.reads[:, None], budgets, now)

@@ -49,7 +49,7 @@ class AhaKV(Policy):
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """A prompt begins anew (or goes on) and is weighed; generated tokens add their row."""
-        prompts = (view.new > 1)[:, None, None]
+        prompts = view.reads[:, None, None]
         raw = report.mass + state["raw"].masked_fill(prompts & self.recent_accumulation, 0.0)
         use = self.value_prior and not view.is_decode
         weighed = raw * scores.value_prior(view.values, view.positions, self.kernel) if use else raw

@@ -52,7 +52,7 @@ class H2O(HeavyHitters):
             return state["mass"]
         _, recent = self.protected(view.budget)
         graduate = (view.seen[:, None] - recent - 1)[:, :, None]
-        lifted = (view.positions == graduate) & (view.new == 1)[:, None, None]
+        lifted = (view.positions == graduate) & view.writes[:, None, None]
         return state["mass"].masked_fill(lifted, torch.finfo(torch.float32).max)
 
     def value(self, positions: Int[Tensor, "B Hk S"], state: State) -> Float[Tensor, "B Hk"]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kvkeep import budget as budgets
@@ -14,7 +15,7 @@ from kvkeep.errors import CapacityError, ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store
-from kvkeep.types import EMPTY, Budget, State
+from kvkeep.types import EMPTY, Budget, Phase, Slots, State
 
 
 class Block:
@@ -31,7 +32,7 @@ class Block:
         store: keys, values and positions.
         state: the policy's per-slot state.
         seen: real tokens seen per row.
-        prompt: tokens seen at the end of the row's last step of more than one token.
+        prompt: tokens seen at the end of the last piece of the row's prompt.
         sequences: identity of each row.
         budget: slots that may stay occupied, one number or one per row.
 
@@ -81,13 +82,63 @@ class Block:
         self.store.positions[row] = EMPTY
         self.seen[row] = self.prompt[row] = 0
 
-    def count(self, coming: int | Int[Tensor, " B"]) -> None:
-        """Note that every row receives new tokens; more than one are a prompt, or a piece of it."""
+    def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
+        """The positions after those that were seen, -1 for padding."""
+        if real is None:
+            return self.seen[:, None] + (torch.arange(T, device=self.seen.device) if T > 1 else 0)
+        return (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
+
+    def advance(self, T: int, real: Bool[Tensor, "B T"] | None, phase: Phase) -> Int[Tensor, "B T"]:
+        """Count the new tokens of each row and return their positions, -1 for padding."""
+        positions = self.following(T, real)
+        coming = T if real is None else real.sum(dim=1)
         self.seen.add_(coming)
-        if not isinstance(coming, int):
-            self.prompt.copy_(torch.where(coming > 1, self.seen, self.prompt))
-        elif coming > 1:
-            self.prompt.copy_(self.seen)
+        if phase is Phase.PREFILL:
+            self.prompt.copy_(self.seen if isinstance(coming, int) else torch.where(coming > 0, self.seen, self.prompt))
+        return positions
+
+    def beside(
+        self,
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        positions: Int[Tensor, "B 1 T"],
+        *,
+        starts: Mapping[str, float],
+        used: int,
+    ) -> tuple[Slots, State]:
+        """The first ``used`` slots with new tokens after them, as copies, and the policy's state of both.
+
+        Args:
+            keys: keys of the new tokens.
+            values: values of the new tokens.
+            positions: their positions, the same in all heads.
+            starts: the state of a new token.
+            used: slots; 0 if all are empty.
+        """
+        new = Slots(keys, values, positions.expand(keys.shape[:3]))
+        state = {name: self.state[name].new_full(keys.shape[:3], start) for name, start in starts.items()}
+        if not used:
+            return new, state
+        held = Slots(*self.store.beside(keys, values, used=used), _joined(self.store.positions, new.positions, used))
+        return held, {name: _joined(self.state[name], chunk, used) for name, chunk in state.items()}
+
+    def remember(self, state: State) -> None:
+        """Write the policy's state in place."""
+        for name, tensor in state.items():
+            self.state[name].copy_(tensor)
+
+    def refuse(self, keys: Float[Tensor, "B Hk T D"]) -> NoReturn:
+        """Say that new keys are not of the batch that the block holds.
+
+        Raises:
+            ShapeError: always.
+        """
+        held = self.store.slots().keys
+        raise ShapeError(
+            f"The cache holds (rows, KV heads, slots, head dim) = {tuple(held.shape)} in {held.dtype} and was given "
+            f"{tuple(keys.shape)} in {keys.dtype}. One cache serves one model and one batch: make a new one for "
+            "another, or call reset() first."
+        )
 
     def spread(self, budget: Int[Tensor, "B Hk"]) -> None:
         """Give every head its own budget, and the layer as many slots as its largest head needs.
@@ -194,3 +245,8 @@ class Block:
         self.state = {name: tensors[f"state.{name}"] for name in self.state}
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
         self.budget = tensors.get("budget", self.budget)
+
+
+def _joined(slots: Tensor, chunk: Tensor, used: int) -> Tensor:
+    """Numbers of the first slots, and of a chunk after them."""
+    return torch.cat([slots[:, :, :used], chunk], dim=2)

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.memory import bytes_of
+from kvkeep.types import Report
 
 _LATER = torch.iinfo(torch.int64).max
 
@@ -31,9 +32,9 @@ class Cascade:
         """Forget everything."""
         self._tokens = self._importance = self._held = None
 
-    def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was."""
-        for name in ("_tokens", "_importance", "_held"):
+    def select_rows(self, layer: int, index: Int[Tensor, " n"]) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was; once for all layers, when the first one says so."""
+        for name in () if layer != self.first else ("_tokens", "_importance", "_held"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.index_select(0, index.to(tensor.device)))
 
@@ -64,16 +65,21 @@ class Cascade:
             return positions >= 0
         return _look_up(self._held, positions)[1]
 
-    def add(self, positions: Int[Tensor, "B S"], mass: Float[Tensor, "B S"]) -> None:
+    def add(self, positions: Int[Tensor, "B S"], report: Report) -> None:
         """Add what a layer's attention gave to its tokens."""
+        mass = report.mass.sum(dim=1).float()
         assert self._tokens is not None
         assert self._importance is not None
         index, found = _look_up(self._tokens, positions)
         self._importance.scatter_add_(1, index, mass * found)
 
-    def bytes(self) -> int:
-        """Size of the tables."""
-        return bytes_of(tensor for tensor in (self._tokens, self._importance, self._held) if tensor is not None)
+    def bytes(self, layer: int) -> int:
+        """Size of the tables, which the first layer answers for."""
+        return (
+            0
+            if layer != self.first
+            else bytes_of(tensor for tensor in (self._tokens, self._importance, self._held) if tensor is not None)
+        )
 
     def leave(self, layer: int, positions: Int[Tensor, "B S"]) -> None:
         """A layer ends its step holding these tokens; those that the first one drops leave the table."""
@@ -82,10 +88,29 @@ class Cascade:
         self._held = positions.long().masked_fill(positions < 0, _LATER).sort(dim=1).values
 
 
-def alone(seen: Int[Tensor, " B"]) -> tuple[Float[Tensor, "B 0"], Bool[Tensor, "B 0"]]:
-    """What `Cascade.enter` says to a layer that shares nothing: there are no tokens to know of."""
-    shape = (seen.shape[0], 0)
-    return seen.new_empty(shape, dtype=torch.float32), seen.new_empty(shape, dtype=torch.bool)
+class Alone:
+    """What stands in for a `Cascade` in a layer that shares nothing."""
+
+    def clear(self) -> None:
+        """There is nothing to forget."""
+
+    def select_rows(self, layer: int, index: Int[Tensor, " n"]) -> None:
+        """There are no rows."""
+
+    def enter(self, layer: int, positions: Int[Tensor, "B S"]) -> tuple[Float[Tensor, "B 0"], Bool[Tensor, "B 0"]]:
+        """There are no tokens to know of."""
+        shape = (positions.shape[0], 0)
+        return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.bool)
+
+    def add(self, positions: Int[Tensor, "B S"], report: Report) -> None:
+        """Nobody wants to know."""
+
+    def bytes(self, layer: int) -> int:
+        """Nothing is held."""
+        return 0
+
+    def leave(self, layer: int, positions: Int[Tensor, "B S"]) -> None:
+        """Nobody wants to know."""
 
 
 def _look_up(tokens: Int[Tensor, "B N"], positions: Int[Tensor, "B S"]) -> tuple[Tensor, Bool[Tensor, "B S"]]:

@@ -14,7 +14,7 @@ from kvkeep.backends import reference
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.store import Cascade
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, View
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,10 @@ class Tape:
         real = torch.arange(columns) >= torch.arange(case.rows)[:, None] * case.padding
         return cls(normal(case.heads * case.group), normal(case.heads), normal(case.heads), real)
 
+    def at(self, columns: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of some columns."""
+        return self.query[:, :, columns], self.keys[:, :, columns], self.values[:, :, columns]
+
     def row(self, index: int) -> Tape:
         """One row without its padding."""
         real = self.real[index]
@@ -99,9 +103,8 @@ def run(policy: Policy, case: Case, tape: Tape | None = None) -> Iterator[Moment
             continue
         at = slice(start, stop)
         real = None if bool(tape.real.all()) else tape.real[:, at]
-        out = layer.step(
-            tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=case.options, real=real
-        )
+        new, phase = tape.at(at), Phase.PREFILL if start == 0 else Phase.DECODE
+        out = layer.step(*new, options=case.options, phase=phase, real=real)
         yield Moment(layer.store.positions.sort(dim=-1).values, out, layer)
 
 
@@ -121,11 +124,12 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     cascade = Cascade(1)
     margin = float("inf")
     for start, stop in zip(starts, [*starts[1:], n], strict=True):
-        turn = stop if stop - start > 1 else turn
+        phase = Phase.PREFILL if start < prompt else Phase.DECODE
+        turn = stop if phase is Phase.PREFILL else turn
         positions = torch.cat([kept, torch.arange(start, stop, dtype=torch.int32).expand(1, heads, -1)], dim=-1)
         index = positions.long().masked_fill(positions == EMPTY, n)  # the last column of `memory` belongs to nobody
         past, alive = cascade.enter(1, positions[:, 0])
-        view = replace(_view(case, tape, positions, stop - start, turn), budget=budget, past=past, alive=alive)
+        view = replace(_view(case, tape, positions, stop - start, turn, phase), budget=budget, past=past, alive=alive)
         out, report = reference.attend(
             tape.query[:, :, start:stop],
             Slots(view.keys, view.values, positions),
@@ -134,7 +138,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             options=replace(case.options, top=policy.top(view)),
         )
         if policy.cascades:
-            cascade.add(positions[:, 0], report.mass.sum(dim=1).float())
+            cascade.add(positions[:, 0], report)
         state = policy.observe({name: history.gather(-1, index) for name, history in memory.items()}, view, report)
         for name, tensor in state.items():
             memory[name].scatter_(-1, index, tensor.double())
@@ -151,7 +155,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             outputs = []
 
 
-def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int) -> View:
+def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int, phase: Phase) -> View:
     index = positions.long().clamp(min=0)[..., None].expand(-1, -1, -1, case.dim)
     return View(
         positions=positions,
@@ -161,7 +165,7 @@ def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int) -> V
         budget=case.budget,
         new=torch.tensor([new]),
         prompt=torch.tensor([prompt]),
-        is_decode=new == 1,
+        phase=phase,
         layer=1,
         sequences=torch.zeros(1, dtype=torch.int64),
         past=torch.zeros(1, 0),

@@ -16,7 +16,7 @@ from kvkeep.policies.base import Policy
 from kvkeep.registry import available, parse, spec
 from kvkeep.statistic import Nothing
 from kvkeep.testing.case import Case, Tape, replay, run
-from kvkeep.types import EMPTY, Slots, State, View
+from kvkeep.types import EMPTY, Phase, Slots, State, View
 
 MARGIN = 1e-5
 """Decisions closer than this may fall either way in float32; comparison of a sequence ends there."""
@@ -186,12 +186,8 @@ def chunks_compose(policy: Policy, case: Case) -> None:
     (whole,) = run(policy, case, tape)
     layer = Layer(policy, case.budget, index=1)
     chunks = [slice(start, start + size) for start in range(0, case.prompt, size)]
-    outs = [
-        layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=case.options)
-        for at in chunks
-    ]
+    outs = [layer.step(*tape.at(at), options=case.options, phase=Phase.PREFILL) for at in chunks]
     assert torch.equal(layer.store.positions.sort(dim=-1).values, whole.positions)
-    # a last chunk of one token is fed as a decode step, whose sums run in the order of the slots
     torch.testing.assert_close(torch.cat(outs, dim=2), whole.out, rtol=1e-5, atol=1e-6)
 
 

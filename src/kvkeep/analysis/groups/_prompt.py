@@ -18,7 +18,7 @@ from kvkeep.analysis.measure import Context, Rows
 from kvkeep.policies.base import Policy
 from kvkeep.statistic import Rows as Block
 from kvkeep.statistic import Statistic
-from kvkeep.types import Report, View
+from kvkeep.types import Phase, Report, View
 
 
 class Prompt:
@@ -90,7 +90,7 @@ def _view(context: Context, budget: int, layer: int) -> View:
         budget=budget,
         new=torch.tensor([n]),
         prompt=torch.tensor([n]),
-        is_decode=False,
+        phase=Phase.PREFILL,
         layer=layer,
         sequences=torch.zeros(1, dtype=torch.int64),
         past=torch.zeros(1, 0),

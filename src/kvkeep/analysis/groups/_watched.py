@@ -15,7 +15,7 @@ from kvkeep.cache import BoundedCache, BoundedLayer
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Phase
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,12 @@ class Taping(Layer):
         values: Float[Tensor, "1 Hk T E"],
         *,
         options: AttentionOptions,
+        phase: Phase,
         real: Bool[Tensor, "1 T"] | None = None,
     ) -> Float[Tensor, "1 Hq T E"]:
         """Remember the inputs; then as `Layer.step`."""
         self.tape = Tape(query.clone(), keys.clone(), values.clone(), options)
-        return super().step(query, keys, values, options=options, real=real)
+        return super().step(query, keys, values, options=options, phase=phase, real=real)
 
 
 class Watched(Layer):
@@ -84,12 +85,13 @@ class Watched(Layer):
         values: Float[Tensor, "1 Hk T E"],
         *,
         options: AttentionOptions,
+        phase: Phase,
         real: Bool[Tensor, "1 T"] | None = None,
     ) -> Float[Tensor, "1 Hq T E"]:
         """Remember a single token's attention over what is held and itself; then as `Layer.step`."""
         if query.shape[2] == 1:
             self._rows.append(self._row(query, keys, options))
-        return super().step(query, keys, values, options=options, real=real)
+        return super().step(query, keys, values, options=options, phase=phase, real=real)
 
     def _row(
         self, query: Float[Tensor, "1 Hq 1 D"], keys: Float[Tensor, "1 Hk 1 D"], options: AttentionOptions

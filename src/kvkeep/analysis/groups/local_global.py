@@ -30,6 +30,7 @@ from kvkeep.layer import Layer
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
+from kvkeep.types import Phase
 
 BUDGET = 0.2
 """Share of the text that is kept, the paper's."""
@@ -213,7 +214,8 @@ def _members(positions: Int[Tensor, "N Hk S"], length: int) -> Bool[Tensor, "N H
 
 def _step(layer: Layer, tape: Tape, start: int, stop: int) -> None:
     at = slice(start, stop)
-    layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options)
+    phase = Phase.PREFILL if start == 0 else Phase.DECODE
+    layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options, phase=phase)
 
 
 def _run_freely(writer: Writer, policy: Policy, budget: int, ids: Int[Tensor, "N T"]) -> Float[Tensor, " n"]:

@@ -18,6 +18,7 @@ from kvkeep.analysis.groups._numbers import mean, percent, show
 from kvkeep.analysis.groups._watched import Tape, Watched, cache_of, tapes
 from kvkeep.analysis.measure import Axes, Claim, Context, Measurement, Progress, Reading, Result, Subject, Verdict
 from kvkeep.registry import parse
+from kvkeep.types import Phase
 
 POLICY = "scissorhands"
 COMPRESSION = 3
@@ -173,7 +174,8 @@ def _replay(tape: Tape, prompt: int, budget: int, index: int) -> Float[Tensor, "
     edges = [0, *range(prompt, tape.length + 1)]
     for start, stop in pairwise(edges):
         at = slice(start, stop)
-        layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options)
+        phase = Phase.PREFILL if start == 0 else Phase.DECODE
+        layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options, phase=phase)
     return layer.weights.cpu()
 
 

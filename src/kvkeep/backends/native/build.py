@@ -190,8 +190,8 @@ def _wait(process: subprocess.Popen[bytes], compiler: str) -> tuple[bytes, bytes
         return process.communicate(timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
         _log.warning(
-            "Waiting for %s to compile kvkeep's native kernel, once, for at most %d s. %s=0 does without.",
-            *(compiler, _TIMEOUT_S, SWITCH),
+            "Waiting for %s to compile the native kernel, once, for at most %d s. KVKEEP_BACKEND=torch does without.",
+            *(compiler, _TIMEOUT_S),
         )
     try:
         return process.communicate(timeout=_TIMEOUT_S - _PATIENCE_S)

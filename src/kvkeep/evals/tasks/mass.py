@@ -25,7 +25,7 @@ from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Phase
 
 PROMPT = 384
 """Tokens of the prompt; with the rows no more than the model was trained for."""
@@ -58,11 +58,12 @@ class Recorder(Layer):
         values: Float[Tensor, "B Hk T E"],
         *,
         options: AttentionOptions,
+        phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
         """Remember the inputs; then as `Layer.step`."""
         self.given = (query.clone(), keys.clone(), values.clone(), options)
-        return super().step(query, keys, values, options=options, real=real)
+        return super().step(query, keys, values, options=options, phase=phase, real=real)
 
     def tape(self, rows: int) -> Tape:
         """The inputs, and the full attention of the last ``rows`` tokens."""
@@ -171,7 +172,8 @@ class Mass(Task):
 
 def _step(layer: Layer, tape: Tape, start: int, stop: int) -> None:
     at = slice(start, stop)
-    layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options)
+    phase = Phase.PREFILL if start == 0 else Phase.DECODE
+    layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options, phase=phase)
 
 
 def _per_head(layers: Sequence[Float[Tensor, "B Hk R"]]) -> list[list[float]]:
