@@ -58,7 +58,7 @@ class Request:
         if self.policy is not None and not isinstance(self.policy, str | Policy):
             raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
         if self.budget is not None:
-            budgets.check(self.budget)
+            object.__setattr__(self, "budget", budgets.check_one(self.budget))
         if self.logprobs is not None:
             object.__setattr__(self, "logprobs", _whole("logprobs", self.logprobs, 0, 100))
 
@@ -103,7 +103,10 @@ def _whole(name: str, value: object, low: int, high: int) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise InputError(f"{name}={value!r} is no whole number.")
-    number = operator.index(value)
+    try:
+        number = operator.index(value)
+    except Exception as error:  # an array of several numbers, for example
+        raise InputError(f"{name} is {_kind(value)}, no whole number.") from error
     if not low <= number <= high:
         raise InputError(f"{name}={number} is outside {low} … {high}.")
     return number
@@ -253,7 +256,7 @@ class Generation:
             text=self.tail.text if self.tail else "",
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.request.prompt),
-            logprobs=tuple(self.logprobs),
+            logprobs=tuple(self.logprobs[:n]),
             queued_s=started - at["added"],
             ttft_s=at["first"] - at["added"] if n else None,
             prefill_s=at["first"] - started if n else None,

@@ -87,7 +87,8 @@ def _penalised(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) 
 def _used(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
     """Which tokens of the vocabulary occur in a row so far; kept from step to step."""
     if one.used is None:
-        one.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        with torch.inference_mode(False):  # written in inference mode and out of it
+            one.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         one.used[torch.tensor(one.request.prompt, device=logits.device)] = True
     if one.token_ids:
         one.used[one.token_ids[-1]] = True
