@@ -139,8 +139,8 @@ class Core:
     def _check_alone(self) -> None:
         if self._draining:
             raise InputError(
-                "The engine is busy with run, generate or stream, which add and step by themselves. Wait for their end, "
-                "or use add and step for all requests."
+                "The engine is busy with run, generate or stream, which add and step by themselves. Wait for them to "
+                "end, or use add and step for all requests."
             )
 
     def _add(self, request: Request) -> int:
