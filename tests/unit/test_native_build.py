@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from kvkeep import attention
 from kvkeep.backends import cpu, kernel
+from kvkeep.backends.native import Native, build, native, ops
 from kvkeep.cli import main
 from kvkeep.errors import InputError
-from kvkeep.backends.native import Native, build, native, ops
 from kvkeep.statistic import Nothing
 from kvkeep.types import AttentionOptions
 

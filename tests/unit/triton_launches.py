@@ -13,9 +13,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton_sources import usage
 
+from kvkeep.backends.native.ops import Wanted
 from kvkeep.backends.triton import blocks, ops, prefill_ops, prefill_tiles, switch
 from kvkeep.backends.triton.launch import Added, Limits
-from kvkeep.backends.native.ops import Wanted
 from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions
 
