@@ -150,7 +150,7 @@ ON_CHUNK = {
 
 
 def asked(statistics, options):
-    """Backend, statistic and option, by name: every pair; for slow backends every option with a gain, the others once."""
+    """Backend, statistic and option, by name: every pair; for slow ones all options with a gain, the others once."""
     for name in BACKENDS:
         turn = itertools.cycle(options)
         for statistic in statistics:

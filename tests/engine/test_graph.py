@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import kvkeep
 from kvkeep import backends
+from kvkeep.backends import torch as plain
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import switch
 from kvkeep.engine import Engine, Request
@@ -24,9 +25,10 @@ REFUSED = {name for name in kvkeep.available_policies() if refusal(kvkeep.parse(
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """Torch does the work, and nobody asks whether a head holds too much."""
+    """Torch does the work, and nobody asks for a number: whether a head holds too much, whether all is finite."""
     monkeypatch.setenv(backends.SWITCH, "torch")
     monkeypatch.setattr(TorchBackend, "is_over", lambda self, positions, limit: True)
+    monkeypatch.setattr(plain, "_is_finite", lambda x: False)
 
 
 def requests(*lengths):

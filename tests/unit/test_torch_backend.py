@@ -38,9 +38,7 @@ def test_no_block_is_larger_than_asked(monkeypatch):
 def test_only_rows_that_count_have_their_probabilities_made(statistic, rows, monkeypatch):
     made = []
     honest = plain._softmax
-    monkeypatch.setattr(
-        backend, "_softmax", lambda logits, *rest: made.append(logits.shape[3]) or honest(logits, *rest)
-    )
+    monkeypatch.setattr(plain, "_softmax", lambda logits, *rest: made.append(logits.shape[3]) or honest(logits, *rest))
     attend(chunk(B=1, T=17, S=0), statistic)
     assert sum(made) == rows
 
@@ -50,7 +48,7 @@ def test_heads_that_hold_the_same_share_one_mask(same, monkeypatch):
     masks = []
     honest = plain.scaled_dot_product_attention
     monkeypatch.setattr(
-        backend,
+        plain,
         "scaled_dot_product_attention",
         lambda q, k, v, mask, **o: masks.append(mask) or honest(q, k, v, mask, **o),
     )

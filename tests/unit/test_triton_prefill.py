@@ -1,17 +1,19 @@
-"""What only Triton's kernels of a prompt have: one token, tiles, splits, torch's output, and what they leave to torch."""
+"""What only Triton's kernels of a prompt have: tiles, splits, torch's output, and what they leave to torch."""
 
 import dataclasses
 
 import pytest
 import torch
+from conformance.bounds import check
+from conformance.cases import chunk
 
-from kvkeep.backends import cpu, reference
+from kvkeep.backends.torch import TorchBackend
 from kvkeep.noise import Gumbel
 from kvkeep.statistic import LastHit, Low, Mass, Nothing
-from kvkeep.types import AttentionOptions, Top
+from kvkeep.types import AttentionOptions, Slots, Top
 
 pytest.importorskip("triton")
-from kvkeep.backends.triton import prefill_launch, prefill_ops, prefill_tiles, switch
+from kvkeep.backends.triton import TritonBackend, prefill_launch, prefill_ops, prefill_tiles, switch
 
 if not switch.interprets():
     pytest.skip("kernels run compiled here, not interpreted", allow_module_level=True)
@@ -27,32 +29,29 @@ class Kernels(TritonBackend):
         self.output = output
 
     def attend(self, query, slots, now, *, statistic, options):
-        found = prefill_ops.attend(
-            query, slots.keys, slots.values, now, slots.positions, statistic=statistic, options=options, output=self.output
-        )
+        asked = {"statistic": statistic, "options": options, "output": self.output}
+        found = prefill_ops.attend(query, slots.keys, slots.values, now, slots.positions, **asked)
         assert found is not None
         return found
 
 
-def attend(given, statistic, **options):
-    return Kernels().attend(*given, statistic=statistic, options=AttentionOptions(scaling=0.3, **options))
+def flat(given):
+    """The same as the kernels' functions take it."""
+    query, (keys, values, positions), now = given
+    return query, keys, values, now, positions
 
 
-OPTIONS = {
-    "plain": PLAIN,
-    "softcap": AttentionOptions(scaling=1.0, softcap=1.5),
-    "window": AttentionOptions(scaling=0.3, window=19),
-    "sinks": AttentionOptions(scaling=0.3, sinks=SINKS),
-    "all": AttentionOptions(scaling=1.0, window=7, softcap=2.0, sinks=SINKS),
-}
+def attend(given, statistic):
+    query, slots, now = given
+    return Kernels().attend(query, slots, now, statistic=statistic, options=PLAIN)
 
 
 @pytest.mark.parametrize("statistic", [Mass(), Mass(gain=2.0), Low(live=True)], ids=["mass", "gain", "low"])
 def test_rows_that_see_nothing(statistic):
-    q, k, v, now, positions = problem(T=1, S=20)
-    empty = torch.full_like(positions, -1)
+    query, slots, now = chunk(T=1, S=20)
+    slots.positions.fill_(-1)
     for at in (now, torch.full_like(now, -1)):
-        out, report = prefill_ops.attend(q, k, v, at, empty, statistic=statistic, options=PLAIN)
+        out, report = attend((query, slots, at), statistic)
         assert (out == 0).all()
         assert all((field == 0).all() for field in report.sums.values())
 
@@ -61,10 +60,10 @@ def test_rows_that_see_nothing(statistic):
 def test_tiles_outside_of_the_window_are_left_out(statistic, monkeypatch):
     options = AttentionOptions(scaling=0.3, window=24)
     monkeypatch.setattr(prefill_tiles, "CPU", prefill_tiles.CPU._replace(rows=16, slots=64))
-    tensors = problem(T=150, S=70, G=1, Hk=1, D=16, pads=20)
-    check(tensors, statistic, options, gain=1.5)
-    work = prefill_ops.Prefill(*tensors, options)
-    q, k = tensors[3], tensors[4]
+    given = chunk(T=150, S=70, G=1, Hk=1, D=16, pads=20)
+    check(Kernels(), given, statistic, options)
+    work = prefill_ops.Prefill(*flat(given), options)
+    *_, q, k = flat(given)
     seen = (k[:, 0, None] >= 0) & (k[:, 0, None] <= q[..., None]) & (k[:, 0, None] > q[..., None] - 24)
     seen[:, :, :70] = False
     for row in range(2):
@@ -77,27 +76,27 @@ def test_tiles_outside_of_the_window_are_left_out(statistic, monkeypatch):
 
 @pytest.mark.parametrize("statistic", [Mass(), Mass(rows=5, gain=1.5), Low()], ids=["mass", "gain", "low"])
 def test_work_may_be_split_and_is_the_same_every_time(statistic, monkeypatch):
-    tensors = problem(S=70, pads=5)
+    given = chunk(S=70, pads=5)
     monkeypatch.setattr(prefill_tiles, "splits", lambda programs, like: 2)
-    out, report = check(tensors, statistic, gain=1.5)
-    again, same = check(tensors, statistic, gain=1.5)
+    out, report = check(Kernels(), given, statistic, PLAIN)
+    again, same = check(Kernels(), given, statistic, PLAIN)
     assert out.equal(again)
     assert all(report.sums[name].equal(same.sums[name]) for name in statistic.fields)
 
 
 def test_a_row_is_the_same_alone_and_among_others():
-    q, k, v, now, positions = problem(S=70)
-    both = prefill_ops.attend(q, k, v, now, positions, statistic=Mass(), options=PLAIN)
-    one = prefill_ops.attend(q[1:], k[1:], v[1:], now[1:], positions[1:], statistic=Mass(), options=PLAIN)
+    query, slots, now = chunk(S=70)
+    both = attend((query, slots, now), Mass())
+    one = attend((query[1:], Slots(*(tensor[1:] for tensor in slots)), now[1:]), Mass())
     assert one[0].equal(both[0][1:])
     assert one[1].mass.equal(both[1].mass[1:])
 
 
 def whole_prompt(**shape):
     """Columns are positions."""
-    q, k, v, _, _ = problem(S=1, **shape)
-    now = torch.arange(q.shape[2]).repeat(2, 1)
-    return q, k[:, :, 1:], v[:, :, 1:], now, now[:, None].to(torch.int32)
+    query, slots, _ = chunk(S=0, shared=True, **shape)
+    now = torch.arange(query.shape[2]).repeat(2, 1)
+    return query, slots._replace(positions=now[:, None].to(torch.int32)), now
 
 
 @pytest.mark.parametrize("statistic", [Nothing(), Mass(rows=6), Mass(rows=6, gain=2.0), Low(rows=4)], ids=str)
@@ -105,18 +104,19 @@ def test_the_output_may_be_torch_s(statistic, monkeypatch):
     calls = []
     theirs = prefill_ops.Prefill.by_torch
     monkeypatch.setattr(prefill_ops.Prefill, "by_torch", lambda work: calls.append(1) or theirs(work))
-    check(whole_prompt(), statistic, gain=2.0, output="torch")
+    check(Kernels("torch"), whole_prompt(), statistic, PLAIN)
     assert calls
     calls.clear()
-    check(problem(pads=1, S=1), statistic, gain=2.0, output="torch")  # its mask would be wrong
-    check(whole_prompt(), statistic, OPTIONS["sinks"], gain=2.0, output="torch")
-    check(whole_prompt(), statistic, gain=2.0)  # short
+    check(Kernels("torch"), chunk(pads=1, S=1), statistic, PLAIN)  # its mask would be wrong
+    sinks = AttentionOptions(scaling=0.3, sinks=torch.tensor([0.3, -1.0, 2.0, 5.0]))
+    check(Kernels("torch"), whole_prompt(), statistic, sinks)
+    check(Kernels(), whole_prompt(), statistic, PLAIN)  # short
     assert not calls
 
 
 def test_torch_is_preferred_for_long_prompts_of_which_few_rows_count(monkeypatch):
     monkeypatch.setattr(prefill_launch, "TORCH_ROWS", 8)
-    work = prefill_ops.Prefill(*whole_prompt(dtype=torch.bfloat16), PLAIN)
+    work = prefill_ops.Prefill(*flat(whole_prompt(dtype=torch.bfloat16)), PLAIN)
     on_gpu = type("OnGPU", (torch.Tensor,), {"is_cuda": property(lambda self: True)})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     there = dataclasses.replace(work, query=work.query.as_subclass(on_gpu))
@@ -145,13 +145,13 @@ UNKNOWN = {
 @pytest.mark.parametrize("reason", UNKNOWN)
 def test_what_is_not_known_is_left_to_others(reason):
     asked = {"statistic": Mass(), "options": PLAIN, **UNKNOWN[reason]}
-    tensors = problem(T=2, S=3)
+    tensors = flat(chunk(T=2, S=3))
     assert prefill_ops.attend(*tensors, **asked) is None
     assert reason in prefill_ops.unknown(*tensors[:3], **asked)
 
 
 def test_types_and_sizes_that_are_not_known_are_left_to_others():
-    q, k, v, now, positions = problem(T=2, S=3)
+    q, k, v, now, positions = flat(chunk(T=2, S=3))
     plain = {"statistic": Mass(), "options": PLAIN}
     assert "float64" in prefill_ops.unknown(q.double(), k.double(), v.double(), **plain)
     assert "bfloat16" in prefill_ops.unknown(q, k.bfloat16(), v, **plain)
@@ -160,10 +160,11 @@ def test_types_and_sizes_that_are_not_known_are_left_to_others():
 
 
 def test_agrees_with_torch_on_a_strided_chunk():
-    q, k, v, now, positions = problem(S=40, pads=2)
-    k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (k, v))  # the last axis is not dense
-    found = prefill_ops.attend(q, k, v, now, positions, statistic=Mass(rows=9), options=PLAIN)
-    want = cpu.attend(q, k, v, now, positions, statistic=Mass(rows=9), options=PLAIN)
+    query, (keys, values, positions), now = chunk(S=40, pads=2)
+    spread = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (keys, values))  # the last axis is not dense
+    slots = Slots(*spread, positions)
+    found = attend((query, slots, now), Mass(rows=9))
+    want = TorchBackend().attend(query, slots, now, statistic=Mass(rows=9), options=PLAIN)
     torch.testing.assert_close(found[1].mass, want[1].mass, rtol=1e-5, atol=1e-6)
     real = (now >= 0)[:, None, :, None].expand_as(want[0])
     torch.testing.assert_close(found[0][real], want[0][real], rtol=1e-5, atol=1e-5)
