@@ -18,9 +18,10 @@ from collections.abc import Callable
 import torch
 from lib import finish, interleaved, kernel, positive, show, spread
 
-from kvkeep.backends import attend, cpu
+from kvkeep.backends import Backend, choose
+from kvkeep.backends.torch import TorchBackend
 from kvkeep.statistic import Mass
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Slots
 
 HEADS, KV_HEADS, DIM = 12, 4, 64
 BUFFER_BYTES = 2**28
@@ -46,14 +47,14 @@ class Block:
         self._now = torch.full((rows, 1), slots - 1)
         self._order = itertools.cycle(range(copies))
 
-    def task(self, function: Callable) -> Callable[[], None]:
-        """So many calls of an implementation of attention."""
+    def task(self, backend: Backend) -> Callable[[], None]:
+        """So many calls of a backend's attention."""
         options = AttentionOptions(scaling=DIM**-0.5)
 
         def run() -> None:
             for _ in range(self.calls):
-                keys, values = self._store[next(self._order)]
-                function(self._query, keys, values, self._now, self._positions, statistic=Mass(), options=options)
+                slots = Slots(*self._store[next(self._order)], self._positions)
+                backend.attend(self._query, slots, self._now, statistic=Mass(), options=options)
 
         return run
 
@@ -66,8 +67,8 @@ def measure(rows: int, slots: int, dtype: torch.dtype, repeats: int) -> dict:
     tasks = {
         "read": source.sum,
         "copy": lambda: target.copy_(source),
-        "attend": block.task(attend),
-        "torch": block.task(cpu.attend),
+        "attend": block.task(choose(source.device, dtype)),
+        "torch": block.task(TorchBackend()),
     }
     with torch.inference_mode():
         times = interleaved(tasks, repeats)

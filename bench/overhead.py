@@ -4,7 +4,7 @@
 
 Steps of all policies are interleaved in one run. Two figures: the whole step of a 12-layer model with packed weights,
 and the cache alone (append, attend, observe, evict) in one of its layers. The title says whether the native kernel is
-active; with KVKEEP_NATIVE=0 in the environment torch does the work.
+active; with KVKEEP_BACKEND=torch in the environment torch does the work.
 """
 
 from __future__ import annotations

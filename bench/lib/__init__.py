@@ -18,8 +18,8 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
+from kvkeep.backends import choose, why
 from kvkeep.models.packed import PackedLinear
-from kvkeep.backends.native import native
 
 SPEED_MODEL = LlamaConfig(
     vocab_size=4096,
@@ -103,9 +103,10 @@ def spread(seconds: list[float]) -> str:
 
 
 def kernel() -> str:
-    """Whether decode steps run in the native kernel, and if not, why."""
-    found = native()
-    return "native" if found.library is not None else f"torch ({found.detail})"
+    """Whether decode steps run in the native kernel, and if not, what does them, and why."""
+    cpu, dtype = torch.device("cpu"), torch.float32
+    name = choose(cpu, dtype).name
+    return name if name == "native" else f"{name} ({why(cpu, dtype)})"
 
 
 def machine() -> dict[str, object]:

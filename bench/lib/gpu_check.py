@@ -10,12 +10,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 import kvkeep
-from kvkeep.backends import attend, reference
-from kvkeep.backends.triton import prefill_ops, switch
+from kvkeep.backends import SWITCH, choose, reference
+from kvkeep.backends.triton import prefill_ops
 from kvkeep.engine import Engine, Request
 from kvkeep.models.text import Sampling
 from kvkeep.statistic import Low, Mass, Statistic
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Slots
 from lib.gpu import DRY, Bench, fill
 
 HALF, FULL = 1e-2, 1e-4
@@ -68,14 +68,14 @@ def _attention(
     plain = AttentionOptions(scaling=dim**-0.5)
     sinks = torch.linspace(-1.0, 1.0, kv_heads * group, device=bench.device)
     options = AttentionOptions(dim**-0.5, window=slots, softcap=5.0, sinks=sinks) if all_options else plain
-    tensors = (query, keys, values, at, held)
+    slots = Slots(keys, values, held)
     limit = FULL if dtype == torch.float32 else HALF
-    want, report = reference.attend(*tensors, statistic=statistic, options=options)
+    want, report = reference.attend(query, slots, at, statistic=statistic, options=options)
     if chunk and bench.on_gpu:
-        found = prefill_ops.attend(*tensors, statistic=statistic, options=options, output="triton")
+        found = prefill_ops.attend(query, keys, values, at, held, statistic=statistic, options=options, output="triton")
         assert found is not None
     else:
-        found = attend(*tensors, statistic=statistic, options=options)
+        found = choose(query.device, dtype).attend(query, slots, at, statistic=statistic, options=options)
     name = f"{'prompt' if chunk else 'token'}, {str(dtype)[6:]}, head dim {dim}, {type(statistic).__name__}"
     real = (at >= 0)[:, None, :, None]
     yield {"name": f"{name}: output", "error": _error(found[0] * real, want * real), "limit": limit}
@@ -125,14 +125,12 @@ def _recorded(bench: Bench) -> Iterator[dict]:
 @contextmanager
 def by_torch() -> Iterator[None]:
     """Without kernels."""
-    before = os.environ.get(switch.SWITCH, "")
-    os.environ[switch.SWITCH] = "0"
-    switch.kernels.cache_clear()
+    before = os.environ.get(SWITCH, "")
+    os.environ[SWITCH] = "torch"
     try:
         yield
     finally:
-        os.environ[switch.SWITCH] = before
-        switch.kernels.cache_clear()
+        os.environ[SWITCH] = before
 
 
 def _error(found: torch.Tensor, want: torch.Tensor) -> float:

@@ -8,9 +8,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvkeep
-from kvkeep.backends import attend
+from kvkeep.backends import choose
 from kvkeep.statistic import Mass, Nothing, Statistic
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Slots
 from lib.gpu import Bench, fill, middle
 
 POLICIES = ("local", "h2o", "ahakv", "scissorhands", "tova")
@@ -36,11 +36,11 @@ def _bandwidth(bench: Bench, rows: int, slots: int) -> dict:
     query = bench.random(rows, heads, 1, dim)
     positions = torch.arange(slots, dtype=torch.int32, device=bench.device).repeat(rows, kv_heads, 1)
     now = torch.full((rows, 1), slots - 1, device=bench.device)
-    options = AttentionOptions(scaling=dim**-0.5)
+    options, backend = AttentionOptions(scaling=dim**-0.5), choose(query.device, query.dtype)
 
     def run() -> None:
         for keys, values in blocks:
-            attend(query, keys, values, now, positions, statistic=Mass(), options=options)
+            backend.attend(query, Slots(keys, values, positions), now, statistic=Mass(), options=options)
 
     with torch.inference_mode():
         times = [seconds / copies for seconds in bench.seconds(bench.recorded(run, f"a: {rows} x {slots}"))]
@@ -113,12 +113,13 @@ def _prefill(bench: Bench, tokens: int) -> dict:
 
 def _ours(query, keys, values, at, statistic: Statistic, options: AttentionOptions, output: str) -> object:
     """The kernels, with this or that output; without a GPU what runs there."""
-    tensors = (query, keys, values, at, at[:, None].to(torch.int32))
+    held = at[:, None].to(torch.int32)
     if not query.is_cuda:
-        return attend(*tensors, statistic=statistic, options=options)
+        backend = choose(query.device, query.dtype)
+        return backend.attend(query, Slots(keys, values, held), at, statistic=statistic, options=options)
     from kvkeep.backends.triton import prefill_ops
 
-    found = prefill_ops.attend(*tensors, statistic=statistic, options=options, output=output)
+    found = prefill_ops.attend(query, keys, values, at, held, statistic=statistic, options=options, output=output)
     assert found is not None
     return found
 

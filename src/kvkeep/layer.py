@@ -24,7 +24,7 @@ from kvkeep.eviction import append, check_room, cut, evict, fused, fuses
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.rotation import AsItIs, Rotation
-from kvkeep.store import Alone, Block, Cascade, Store, inference
+from kvkeep.store import Alone, Block, Cascade, DenseStore, Store, inference
 from kvkeep.types import AttentionOptions, Phase, Report, Slots, State, View
 
 
@@ -54,6 +54,7 @@ class Layer:
 
     block: Block
     _backend: Backend
+    _kind: type[Store] = DenseStore
 
     def __init__(
         self,
@@ -297,14 +298,14 @@ class Layer:
         """
         if keys.shape[2] == 0:
             raise ShapeError("There are no tokens: the prompt is empty.")
-        if self.allocated and self.store.fits(keys, values):
+        if self.allocated and (self.columns or self.store.fits(keys, values)):
+            self.block.check_fit(keys, values)
             return
-        if self.allocated and self.columns:
-            self.block.refuse(keys)
-        starts = self.policy.slots
-        self._hold(inference(Block)(keys, values, numbers=self.budgets, starts=starts, sequences=self._sequences))
+        starts, ids = self.policy.slots, self._sequences
+        new = inference(Block)(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind)
+        self._hold(new)
 
     def _hold(self, block: Block) -> None:
         """Use a block's slots, and the backend for their device and dtype."""
-        self.block, self.allocated = block, True
+        self.block, self.allocated, self._kind = block, True, type(block.store)
         self._backend = choose(block.seen.device, block.store.slots().keys.dtype)

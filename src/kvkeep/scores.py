@@ -140,12 +140,17 @@ def value_prior(
 
 
 def only_top(p: Float[Tensor, "B Hk G 1 S"], newest: Bool[Tensor, "B #Hk S"], top: Top) -> Float[Tensor, "B Hk G 1 S"]:
-    """The largest ``top.n`` probabilities of each row and the newest token's; the others become 0."""
+    """The largest ``top.n`` probabilities of each row and the newest token's; the others become 0.
+
+    A row that sees nothing stays 0.
+    """
     lifted = p.masked_fill(newest[:, :, None, None], torch.inf)
     place = top.n.clamp(min=0, max=p.shape[-1] - 1).view(-1, 1, 1, 1, 1).expand(*p.shape[:-1], 1)
     least = lifted.sort(dim=-1, descending=True).values.gather(-1, place)
     used = p.masked_fill(lifted < least, 0.0)
-    return used / used.sum(dim=-1, keepdim=True) if top.renormalise else used
+    if not top.renormalise:
+        return used
+    return used / used.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
 
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> Int[Tensor, "B Hk S"]:

@@ -12,7 +12,6 @@ from kvkeep.policies.base import Policy
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.streaming_llm import StreamingLLM
 from kvkeep.statistic import Mass
-from kvkeep.store.dense import DenseStore
 from kvkeep.testing import LAWS, Case
 
 CASE = Case(rows=2, prompt=20, steps=30, budget=8)
@@ -88,8 +87,8 @@ def test_budget_off_by_one(monkeypatch):
 def test_budget_off_by_one_in_decode(monkeypatch):
     honest = layer.evict
 
-    def late(policy, block, view, *, window):
-        honest(policy, block, replace(view, budget=view.budget + 1), window=window)
+    def late(policy, block, view, **others):
+        honest(policy, block, replace(view, budget=view.budget + 1), **others)
 
     monkeypatch.setattr(layer, "evict", late)
     assert breaks("never_over_budget", H2O(recent=3))
@@ -139,10 +138,10 @@ def test_padding_enters_the_slots(monkeypatch):
 
 
 def test_keys_written_to_the_wrong_slot(monkeypatch):
-    honest = DenseStore.write
+    honest = layer.append
 
-    def shifted(self, keys, values, positions):
-        return honest(self, keys.roll(1, dims=1), values, positions)
+    def shifted(policy, block, keys, *others, backend):
+        return honest(policy, block, keys.roll(1, dims=1), *others, backend=backend)
 
-    monkeypatch.setattr(DenseStore, "write", shifted)
+    monkeypatch.setattr(layer, "append", shifted)
     assert breaks("slots_hold_the_originals", H2O(recent=3))

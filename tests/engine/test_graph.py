@@ -8,13 +8,14 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 import kvkeep
-from kvkeep import eviction
+from kvkeep import backends
+from kvkeep.backends import torch as plain
+from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import switch
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.graph import Graphs, _Step, bucket, refusal
 from kvkeep.engine.waits import NoWaiting, WaitError
 from kvkeep.models.text import Sampling
-from kvkeep.backends.native import ops
 
 from .models import CONFIGS, alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of
@@ -24,9 +25,10 @@ REFUSED = {name for name in kvkeep.available_policies() if refusal(kvkeep.parse(
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """Torch does the work, and nobody asks whether a head holds too much."""
-    monkeypatch.setattr(ops, "_library", lambda *tensors: None)
-    monkeypatch.setattr(eviction, "_nothing_is_over", lambda positions, limit: False)
+    """Torch does the work, and nobody asks for a number: whether a head holds too much, whether all is finite."""
+    monkeypatch.setenv(backends.SWITCH, "torch")
+    monkeypatch.setattr(TorchBackend, "is_over", lambda self, positions, limit: True)
+    monkeypatch.setattr(plain, "_is_finite", lambda x: False)
 
 
 def requests(*lengths):
@@ -84,10 +86,7 @@ def kernels(monkeypatch):
             return run(executor, *arguments, **options)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", unwatched)
-    monkeypatch.setenv(switch.SWITCH, "1")
-    switch.kernels.cache_clear()
-    yield
-    switch.kernels.cache_clear()
+    monkeypatch.setenv(backends.SWITCH, "triton")
 
 
 @pytest.mark.parametrize("policy", ["h2o", "tova", "scissorhands"])

@@ -64,7 +64,7 @@ def test_a_policy_without_a_name_that_runs_out_of_slots_is_refused_by_its_class(
 def test_rows_that_are_given_up_are_free():
     engine = Engine(model("llama"), policy="h2o", budget=8, rows=2)
     engine.generate([Request(prompt=(1, 2, 3), sampling=new(3))])
-    held = [weakref.ref(tensor) for block in engine._rows._blocks for tensor in block.store.tensors()]
+    held = [weakref.ref(tensor) for block in engine._rows._blocks for tensor in block.store.per_row().values()]
     engine._rows.allocate(0)
     gc.collect()
     assert not any(ref() is not None for ref in held)

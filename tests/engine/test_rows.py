@@ -15,7 +15,7 @@ from .models import VOCABULARY, alone, model
 
 
 def storage(engine):
-    return [tensor.data_ptr() for block in engine._rows._blocks for tensor in block.store.tensors()]
+    return [tensor.data_ptr() for block in engine._rows._blocks for tensor in block.store.per_row().values()]
 
 
 def test_a_thousand_requests_with_random_cancels():

@@ -85,7 +85,7 @@ def test_half_precision_logits_are_those_of_transformers_within_the_dtype(family
     cache = kvkeep.BoundedCache(model.config, policy="h2o", budget=64)
     got = model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits[:, -1].float()
     want = build(family, dtype)(input_ids=ids, attention_mask=mask).logits[:, -1].float()
-    assert cache.layers[0].layer.store.keys.dtype == dtype
+    assert cache.layers[0].layer.store.slots().keys.dtype == dtype
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * want.abs().max().item())
 
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import kvkeep
-from kvkeep.backends import cpu
+from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.layer import Layer
 from kvkeep.models.quiet import quiet
@@ -38,7 +38,7 @@ from kvkeep.types import AttentionOptions
 
 GIB, GB = 2**30, 10**9
 HALF = 2
-WORKSPACE = Workspace(block_bytes=cpu.BLOCK_BYTES, blocks=3, widened_slots=cpu.WIDEN_SLOTS)
+WORKSPACE = Workspace(block_bytes=BLOCK_BYTES, blocks=3, widened_slots=WIDEN_SLOTS)
 
 # the models of the papers, by the numbers of their configurations
 OPT_175B = OPTConfig(
@@ -359,8 +359,9 @@ def test_outline_finds_what_the_model_has(tmp_path: Path, family: str):
     layers = cache.bounded_layers()
     assert found.indices == tuple(layers)
     for shape, layer in zip(found.shape.layers, layers.values(), strict=True):
-        assert (1, shape.kv_heads, 4, shape.key_dim) == layer.store.keys.shape
-        assert (1, shape.kv_heads, 4, shape.value_dim) == layer.store.values.shape
+        keys, values, _ = layer.store.slots()
+        assert keys.shape == (1, shape.kv_heads, 4, shape.key_dim)
+        assert values.shape == (1, shape.kv_heads, 4, shape.value_dim)
         assert shape.window == layer.window
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]

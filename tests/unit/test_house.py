@@ -1,9 +1,11 @@
 """The house keeps its shape: imports point down, each third-party package has one room, files stay readable."""
 
 import ast
+import re
 from pathlib import Path
 
 import kvkeep
+from kvkeep import backends
 
 SRC = Path(kvkeep.__file__).parent
 TESTING = "testing"
@@ -11,8 +13,8 @@ TESTING = "testing"
 # the lower floor first; rooms on one floor never import each other
 FLOORS = [
     {"version", "types", "errors", "noise"},
-    {"runs", "scores", "statistic", "memory", "budget", "chunks", "rotation", "native", "theory"},
-    {"results", "attention", "store", "policies"},
+    {"runs", "scores", "statistic", "memory", "budget", "chunks", "rotation", "theory"},
+    {"results", "backends", "store", "policies"},
     {"registry", "eviction", "rope"},
     {"layer", "layout"},
     {"cache"},
@@ -29,12 +31,16 @@ ONE_ROOM = {
     "transformers": {"models", "cache", "layout", "rope"},
     "tokenizers": {"models"},
     "huggingface_hub": {"models"},
-    "triton": {"attention"},
+    "triton": {"backends"},
     "fastapi": {"server"},
     "matplotlib": {"plots"},
     "typer": {"cli"},
     "rich": {"cli"},
 }
+
+
+ALLOWED = {"cli": {"kvkeep.backends.torch"}}
+"""Modules of single backends that a room may import: bytes are planned with the blocks that torch's backend makes."""
 
 
 def room(path):
@@ -83,6 +89,31 @@ def test_a_third_party_package_has_one_room():
         for name in imports(path)
         if name.split(".")[0] in ONE_ROOM and room(path) not in ONE_ROOM[name.split(".")[0]]
     ]
+    assert wrong == []
+
+
+def test_only_stores_and_backends_know_how_slots_lie_in_memory():
+    wrong = [
+        f"{path.relative_to(SRC)}: {line.strip()}"
+        for path in FILES
+        if room(path) not in {"store", "backends"}
+        for line in path.read_text().splitlines()
+        if ".store.keys" in line or ".store.values" in line
+    ]
+    assert wrong == []
+
+
+def test_nobody_outside_names_a_backend():
+    """`backends.choose` decides who works; the definition may be asked by its functions."""
+    kinds = {kind.__name__ for kind in backends.KINDS.values()}
+    wrong = []
+    for path in FILES:
+        if room(path) == "backends":
+            continue
+        words = set(re.findall(r"\w+", path.read_text()))
+        wrong += [f"{path.relative_to(SRC)} names {name}" for name in sorted(words & kinds)]
+        rooms = {name for name in imports(path) if name.startswith("kvkeep.backends.")} - ALLOWED.get(room(path), set())
+        wrong += [f"{path.relative_to(SRC)} imports {name}" for name in sorted(rooms)]
     assert wrong == []
 
 

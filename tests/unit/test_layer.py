@@ -38,7 +38,7 @@ def test_storage_stays_where_it_is_for_two_thousand_steps():
     feed(layer, 30)
 
     def pointers():
-        tensors = [*layer.store.tensors(), *layer.state.values(), layer.seen]
+        tensors = [*layer.store.per_row().values(), *layer.state.values(), layer.seen]
         return [tensor.data_ptr() for tensor in tensors]
 
     before, allocated = pointers(), layer.memory().allocated_bytes
@@ -58,7 +58,7 @@ def test_a_decode_step_allocates_nothing_of_the_size_of_the_store(policy, dtype)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         feed(layer, 1, B=2, Hk=2, D=64, dtype=dtype)
     largest = max(event.self_cpu_memory_usage for event in profiler.events())
-    store = layer.store.keys.numel() * layer.store.keys.element_size()
+    store = layer.store.slots().keys.numel() * layer.store.slots().keys.element_size()
     assert 0 < largest < store
 
 
@@ -115,23 +115,23 @@ def test_after_a_reset_the_memory_is_reused_and_another_batch_is_welcome():
     layer = Layer(H2O(), budget=4)
     torch.manual_seed(0)
     first = feed(layer, 9)
-    pointer = layer.store.keys.data_ptr()
+    pointer = layer.store.slots().keys.data_ptr()
     layer.reset()
     torch.manual_seed(0)
     assert torch.equal(feed(layer, 9), first)
-    assert layer.store.keys.data_ptr() == pointer
+    assert layer.store.slots().keys.data_ptr() == pointer
     layer.reset()
     feed(layer, 9, B=5)
-    assert layer.store.keys.shape[0] == 5
+    assert layer.store.slots().keys.shape[0] == 5
 
 
 def test_rows_can_be_reordered_repeated_and_selected():
     layer = Layer(H2O(recent=1), budget=[2, 4])
     layer.select_rows(torch.tensor([1, 0]))  # nothing yet, nothing to do
     feed(layer, 9)
-    before = [tensor.clone() for tensor in (*layer.store.tensors(), layer.state["mass"], layer.seen)]
+    before = [tensor.clone() for tensor in (*layer.store.per_row().values(), layer.state["mass"], layer.seen)]
     layer.select_rows(torch.tensor([1, 1]))
-    after = (*layer.store.tensors(), layer.state["mass"], layer.seen)
+    after = (*layer.store.per_row().values(), layer.state["mass"], layer.seen)
     assert all(torch.equal(new, old[[1, 1]]) for new, old in zip(after, before, strict=True))
     layer.select_rows(torch.tensor([0]))
     feed(layer, 1, B=1)
@@ -175,7 +175,7 @@ def test_a_forgotten_no_grad_does_not_make_the_slots_grow_a_graph():
     q, k, v = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
     out = layer.step(q, k, v, options=OPTIONS)
     assert not out.requires_grad
-    assert not layer.store.keys.requires_grad
+    assert not layer.store.slots().keys.requires_grad
 
 
 @pytest.mark.parametrize("chunk", [0, -1])

@@ -1,6 +1,5 @@
 """Where the native kernel comes from: compiled once, found again, mended, and done without."""
 
-import json
 import logging
 import os
 import subprocess
@@ -11,24 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from kvkeep import attention
-from kvkeep.backends import cpu, kernel
-from kvkeep.cli import main
-from kvkeep.errors import InputError
-from kvkeep.backends.native import Native, build, native, ops
+from kvkeep.backends.native import Native, NativeBackend, build, native, ops
+from kvkeep.backends.torch import TorchBackend
 from kvkeep.statistic import Nothing
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Slots
 
 needs_the_kernel = pytest.mark.skipif(native().library is None, reason=native().detail)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache directory; the kernel is on."""
+    """An empty cache directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(build.SWITCH, raising=False)
     return tmp_path / "kvkeep"
 
 
@@ -286,55 +280,32 @@ def test_a_directory_that_cannot_be_made(cache, caplog):
     assert str(cache) in reason(caplog)
 
 
-def test_the_switch(cache, monkeypatch):
-    monkeypatch.setenv(build.SWITCH, "0")
-    assert load() == Native(None, "turned off by KVKEEP_NATIVE=0")
-    assert not cache.exists()
-    monkeypatch.setenv(build.SWITCH, "off")
-    with pytest.raises(InputError, match="KVKEEP_NATIVE='off' means nothing; use 0"):
-        load()
-
-
 @needs_the_kernel
-def test_attention_picks_the_kernel_and_falls_back(monkeypatch):
+def test_a_kernel_that_goes_away_leaves_the_work_to_torch(monkeypatch):
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, T, 16, generator=g) for T in (1, 9, 9))
-    arguments = (q, k, v, torch.tensor([[8]]), torch.arange(9).view(1, 1, 9))
-    options = AttentionOptions(scaling=0.5)
+    slots, now = Slots(k, v, torch.arange(9).view(1, 1, 9)), torch.tensor([[8]])
 
-    def outputs(attend):
-        return attend(*arguments, statistic=Nothing(), options=options)[0]
+    def output(backend):
+        return backend.attend(q, slots, now, statistic=Nothing(), options=AttentionOptions(scaling=0.5))[0]
 
-    assert torch.equal(outputs(attention.attend), outputs(kernel.attend))
     monkeypatch.setattr(ops, "native", lambda: Native(None, "not today"))
-    assert torch.equal(outputs(attention.attend), outputs(cpu.attend))
-
-
-def test_env_says_whether_and_why(monkeypatch):
-    native.cache_clear()
-    monkeypatch.setenv(build.SWITCH, "0")
-    try:
-        facts = json.loads(CliRunner().invoke(main.app, ["env", "--json"]).stdout)
-        assert facts["native"] == {"active": False, "detail": "turned off by KVKEEP_NATIVE=0"}
-        native.cache_clear()
-        monkeypatch.setenv(build.SWITCH, "yes")
-        facts = json.loads(CliRunner().invoke(main.app, ["env", "--json"]).stdout)
-        assert facts["native"]["detail"].startswith("KVKEEP_NATIVE='yes' means nothing")
-    finally:
-        native.cache_clear()
+    assert torch.equal(output(NativeBackend()), output(TorchBackend()))
 
 
 @needs_the_kernel
 def test_the_threads_are_torchs_own(cache):
     """Two pools of threads would get in each other's way; the kernel's code must find torch's runtime."""
     code = (
-        "import os, torch; from kvkeep.backends import attend; from kvkeep.statistic import Nothing\n"
-        "from kvkeep.types import AttentionOptions\n"
+        "import os, torch; from kvkeep.backends import choose; from kvkeep.statistic import Nothing\n"
+        "from kvkeep.types import AttentionOptions, Slots\n"
         "torch.set_num_threads(3); torch.ones(10**7).add(1)\n"
         "before = len(os.listdir('/proc/self/task'))\n"
         "q, k = torch.randn(4, 4, 1, 64), torch.randn(4, 4, 512, 64)\n"
-        "attend(q, k, k, torch.full((4, 1), 511), torch.arange(512).expand(4, 4, 512), statistic=Nothing(),\n"
-        "    options=AttentionOptions(scaling=0.1))\n"
+        "slots, now = Slots(k, k, torch.arange(512).expand(4, 4, 512)), torch.full((4, 1), 511)\n"
+        "backend = choose(q.device, q.dtype)\n"
+        "assert backend.name == 'native'\n"
+        "backend.attend(q, slots, now, statistic=Nothing(), options=AttentionOptions(scaling=0.1))\n"
         "print(before, len(os.listdir('/proc/self/task')))"
     )
     if not Path("/proc/self/task").exists():

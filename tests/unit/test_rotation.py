@@ -105,7 +105,7 @@ def test_heads_are_ranked_on_their_own(chunk):
         for head in range(2):
             here = held[row, head] >= 0
             want = raw[row, head, held[row, head, here].long() + pad]
-            torch.testing.assert_close(layer.store.keys[row, head, here], want, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(layer.store.slots().keys[row, head, here], want, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

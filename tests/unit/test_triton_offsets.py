@@ -7,7 +7,7 @@ import torch
 
 from kvkeep.backends import reference
 from kvkeep.statistic import Low, Mass
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Slots
 
 pytest.importorskip("triton")
 from triton.runtime import interpreter
@@ -59,8 +59,9 @@ def problem(G):
 @pytest.mark.parametrize("statistic", [Mass(), Low(), Mass(rows=2, gain=1.5)], ids=["mass", "low", "gain"])
 @pytest.mark.parametrize(("which", "axis", "G"), [(0, 2, 1), (1, 2, 1), (2, 2, 1), (0, 1, 3)])
 def test_lines_far_apart(which, axis, G, statistic, far):
-    tensors = problem(G)
-    want, report = reference.attend(*tensors, statistic=statistic, options=OPTIONS)
+    tensors = query, keys, values, now, positions = problem(G)
+    slots = Slots(keys, values, positions)
+    want, report = reference.attend(query, slots, now, statistic=statistic, options=OPTIONS)
     tensors[which] = far(tensors[which], axis)
     out, found = prefill_ops.attend(*tensors, statistic=statistic, options=OPTIONS)
     torch.testing.assert_close(out.double(), want, rtol=4e-3, atol=4e-3)

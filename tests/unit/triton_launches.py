@@ -13,11 +13,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton_sources import usage
 
+from kvkeep.backends.protocol import Added, Limits
 from kvkeep.backends.triton import blocks, ops, prefill_ops, prefill_tiles, switch
-from kvkeep.backends.triton.launch import Added, Limits
-from kvkeep.backends.native.ops import Wanted
+from kvkeep.backends.wanted import Wanted
 from kvkeep.statistic import Low, Mass
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Slots
 
 
 class Device:
@@ -65,7 +65,7 @@ def token(dtype, dim, slots, options, wanted):
     limits = Limits(now[:, 0], 2, 10, slots - 1, options.window)
     new, states = (keys[:, :, :1], keys[:, :, :1]), (torch.empty(2, 2, slots),)
     added = Added(states, True)
-    ops.step(query, (keys, keys, positions), new, now, options=options, wanted=wanted, added=added, limits=limits)
+    ops.step(query, Slots(keys, keys, positions), new, now, options=options, wanted=wanted, added=added, limits=limits)
     ops.attend(query, keys, keys, now, positions, options=options, wanted=wanted)
 
 

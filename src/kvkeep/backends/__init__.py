@@ -18,14 +18,15 @@ from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, switch
 from kvkeep.errors import InputError
 
-__all__ = ["Added", "Backend", "Limits", "choose", "why"]
+__all__ = ["KINDS", "SWITCH", "Added", "Backend", "Limits", "choose", "why"]
 
 SWITCH = "KVKEEP_BACKEND"
 """Environment variable: the name of the backend that does all work; by default the fastest that can."""
 
-_KINDS: dict[str, type[Backend]] = {
+KINDS: dict[str, type[Backend]] = {
     kind.name: kind for kind in (NativeBackend, TritonBackend, TorchBackend, ReferenceBackend)
 }
+"""Every backend by its name. One that is added here can be forced; nothing chooses it by itself."""
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> Backend:
@@ -35,7 +36,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> Backend:
         InputError: the environment variable names no backend, or one that cannot run there.
     """
     forced = os.environ.get(SWITCH)
-    return _made(_fastest(device.type, dtype) if not forced else _checked(forced, device.type))
+    return _made(KINDS[_checked(forced, device.type) if forced else _fastest(device.type, dtype)])
 
 
 def why(device: torch.device, dtype: torch.dtype) -> str:
@@ -54,8 +55,8 @@ def why(device: torch.device, dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _made(name: str) -> Backend:
-    return _KINDS[name]()
+def _made(kind: type[Backend]) -> Backend:
+    return kind()
 
 
 def _fastest(device: str, dtype: torch.dtype) -> str:
@@ -71,8 +72,8 @@ def _checked(name: str, device: str) -> str:
     Raises:
         InputError: it cannot, or there is none of this name.
     """
-    if name not in _KINDS:
-        raise InputError(f"{SWITCH}={name!r} is no backend. There are {', '.join(sorted(_KINDS))}.")
+    if name not in KINDS:
+        raise InputError(f"{SWITCH}={name!r} is no backend. There are {', '.join(sorted(KINDS))}.")
     if name == "native" and (device != "cpu" or native().library is None):
         reason = native().detail if device == "cpu" else "it runs on CPUs only"
         raise InputError(f"{SWITCH}=native cannot run on {device}: {reason}.")

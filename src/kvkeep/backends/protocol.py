@@ -40,6 +40,8 @@ class Limits:
 class Added:
     """What a decode step does to the policy's state, where that is a sum: ``state = decay·state + mass``.
 
+    The state of the new token starts at 0. A row whose token is padding changes nothing.
+
     Attributes:
         states: the policy's sums, at most two, which all receive the same.
         is_score: whether the first sum is the score; otherwise the position is.
@@ -75,8 +77,8 @@ class Backend(abc.ABC):
         Args:
             query: new queries.
             slots: keys, values and positions, unordered; with ``T > 1`` the last ``T`` must be the queries' own in
-                their order, and keys and values of empty slots must be finite. Positions may be those of one head
-                when all heads agree.
+                their order, and keys and values of empty slots must be finite; with ``T == 1`` the query's own key is
+                among the slots. Positions may be those of one head when all heads agree.
             now: true positions of the queries, -1 for padding: such rows return an undefined, finite output.
             statistic: what to report.
             options: scaling, window, soft cap and sinks of the model.
@@ -91,7 +93,8 @@ class Backend(abc.ABC):
     ) -> Int[Tensor, "B Hk 1"]:
         """Put one token per row into an empty slot of each head, in place, and say which slot it was.
 
-        Which of several empty slots it is, is left open. A padded token (position -1) leaves its slot empty.
+        Which of several empty slots it is, is left open. A padded token (position -1) leaves its slot empty. The
+        slots may have another dtype than the token, which is then rounded, and any strides.
         """
 
     @abc.abstractmethod

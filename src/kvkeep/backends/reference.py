@@ -41,7 +41,8 @@ def probabilities(
     if options.sinks is not None:
         sink = options.sinks.double().reshape(1, Hk, Hq // Hk, 1, 1).expand(B, -1, -1, T, 1)
         logits = torch.cat([logits, sink], dim=-1)
-    p = logits.softmax(dim=-1)[..., :S].nan_to_num(0.0)
+    blind = ~visible.any(dim=-1)[:, :, None, :, None]  # and no NaN but this: one in a key shows
+    p = logits.softmax(dim=-1)[..., :S].masked_fill(blind, 0.0)
     if options.top is None or T > 1:
         return p
     return scores.only_top(p, key_positions == query_positions[:, :, None], options.top)
@@ -65,7 +66,7 @@ def attend(
 
 
 class ReferenceBackend(Backend):
-    """The definition, its output rounded to the query's dtype."""
+    """The definition, its output rounded to the query's dtype and its report to float32."""
 
     name = "reference"
 
@@ -80,7 +81,7 @@ class ReferenceBackend(Backend):
     ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """See `attend` of this module. Padded rows give zeros."""
         out, report = attend(query, slots, now, statistic=statistic, options=options)
-        return out.to(query.dtype), Report({name: tensor.float() for name, tensor in report.sums.items()})
+        return out.to(query.dtype), Report({name: sums.float() for name, sums in report.sums.items()})
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
@@ -99,8 +100,9 @@ class ReferenceBackend(Backend):
         positions.copy_(scores.expire(positions, seen, window))
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """Always perhaps: then `evict` looks."""
-        return True
+        """Count what each head holds."""
+        stay = torch.as_tensor(limit, device=positions.device).expand(positions.shape[:2])
+        return bool(((positions >= 0).sum(dim=-1) > stay).any())
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
         """Sort each head's tokens by what they are worth and when they came, and drop the first."""

@@ -89,10 +89,10 @@ class TorchBackend(Backend):
     ) -> Int[Tensor, "B Hk 1"]:
         """See `Backend.append`. Empty slots carry the smallest position, so the smallest position names one."""
         slot: Int[Tensor, "B Hk 1"] = slots.positions.argmin(dim=-1, keepdim=True)
-        blocks = torch.arange(slot.numel(), device=slot.device) * slots.positions.shape[-1]
-        rows = blocks + slot.flatten()  # index of (row, head, slot) in the flattened store
-        slots.keys.view(-1, keys.shape[-1]).index_copy_(0, rows, keys.flatten(0, 2))
-        slots.values.view(-1, values.shape[-1]).index_copy_(0, rows, values.flatten(0, 2))
+        B, Hk, _ = slot.shape
+        rows, heads = torch.arange(B, device=slot.device)[:, None, None], torch.arange(Hk, device=slot.device)[:, None]
+        slots.keys[rows, heads, slot] = keys.to(slots.keys.dtype)
+        slots.values[rows, heads, slot] = values.to(slots.values.dtype)
         new = now.to(slots.positions.dtype)[:, :, None].expand(slot.shape)
         slots.positions.scatter_(2, slot, new)
         return slot

@@ -27,6 +27,7 @@ class Block:
         numbers: the budget, one number or one per row.
         starts: the policy's per-slot state, name → value of an empty slot.
         sequences: identity of each row for randomness; all 0 if not given.
+        store: the kind of store that holds the slots.
 
     Attributes:
         store: keys, values and positions.
@@ -56,13 +57,14 @@ class Block:
         numbers: Sequence[int],
         starts: Mapping[str, float],
         sequences: Sequence[int] | None = None,
+        store: type[Store] = DenseStore,
     ):
         B, Hk, _, _ = keys.shape
         if sequences is not None and len(sequences) != B:
             raise ShapeError(f"{len(sequences)} sequence ids were given for a batch of {B} rows; give one per row.")
         device = keys.device
         self.budget = budgets.per_row(numbers, B, device)
-        self.store = DenseStore(keys, values, capacity=max(numbers) + 1)
+        self.store = store(keys, values, capacity=max(numbers) + 1)
         shape = (B, Hk, self.store.capacity)
         self.state = {
             name: torch.full(shape, start, dtype=torch.float32, device=device) for name, start in starts.items()
@@ -178,6 +180,20 @@ class Block:
                 f"Row {row} has reached {n} tokens, its budget is {budget}, and this policy "
                 "never evicts here. Give a budget of at least the prompt plus its new tokens (under decode=grow: more "
                 "room), or another policy."
+            )
+
+    def check_fit(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
+        """Refuse tokens of another shape, dtype or device.
+
+        Raises:
+            ShapeError: the tensors do not fit what the block holds.
+        """
+        if not self.store.fits(keys, values):
+            held = self.store.slots().keys
+            raise ShapeError(
+                f"The cache holds (rows, KV heads, slots, head dim) = {tuple(held.shape)} in {held.dtype} and was "
+                f"given {tuple(keys.shape)} in {keys.dtype}. One cache serves one model and one batch: make a new one "
+                "for another, or call reset() first."
             )
 
     def per_row(self) -> dict[str, Tensor]:

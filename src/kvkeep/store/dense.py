@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.store.protocol import Store
 from kvkeep.types import EMPTY, Slots
 
 
-class DenseStore:
+class DenseStore(Store):
     """Keys, values and positions of one layer, ``capacity`` slots per row and KV head.
 
     The layout is drawn in ``docs/layouts.md``. The tensors are never replaced: their storage pointers stay the
@@ -33,11 +34,6 @@ class DenseStore:
         self.keys = like_keys.new_zeros((B, Hk, capacity, D))
         self.values = like_values.new_zeros((B, Hk, capacity, like_values.shape[-1]))
         self.positions = torch.full((B, Hk, capacity), EMPTY, dtype=torch.int32, device=like_keys.device)
-
-    @property
-    def capacity(self) -> int:
-        """Slots per row and head."""
-        return self.positions.shape[-1]
 
     @property
     def token_bytes(self) -> int:
@@ -71,13 +67,6 @@ class DenseStore:
         for tensor in found:
             tensor[:, :, :used].masked_fill_(empty, 0.0)
         return found[0], found[1]
-
-    def used(self) -> int:
-        """Slots up to the last occupied one of any head; on a GPU, where asking means waiting, all of them."""
-        if self.positions.device.type != "cpu":
-            return self.capacity
-        occupied = (self.positions >= 0).flatten(0, 1).any(dim=0).nonzero()
-        return int(occupied[-1]) + 1 if len(occupied) else 0
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
         """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""

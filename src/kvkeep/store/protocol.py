@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
-from typing import Protocol, Self
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -11,8 +11,11 @@ from torch import Tensor
 from kvkeep.types import Slots
 
 
-class Store(Protocol):
+class Store(abc.ABC):
     """Keys, values and positions of one layer, ``capacity`` slots per row and KV head, allocated once.
+
+    A new store is empty, and it is for the rows, heads, head dims, dtype and device of the keys and values it is given.
+    The slots may have another dtype than the model and any layout: whoever writes into them rounds.
 
     Attributes:
         positions: true positions, ``-1`` = empty.
@@ -20,22 +23,37 @@ class Store(Protocol):
 
     positions: Int[Tensor, "B Hk capacity"]
 
+    @abc.abstractmethod
+    def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int): ...
+
     @property
     def capacity(self) -> int:
         """Slots per row and head."""
+        return self.positions.shape[-1]
+
+    def used(self) -> int:
+        """Slots up to the last occupied one of any head; on a GPU, where asking means waiting, all of them."""
+        if self.positions.device.type != "cpu":
+            return self.capacity
+        occupied = (self.positions >= 0).flatten(0, 1).any(dim=0).nonzero()
+        return int(occupied[-1]) + 1 if len(occupied) else 0
 
     @property
+    @abc.abstractmethod
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values over all heads, in the model's dtype."""
 
+    @abc.abstractmethod
     def slots(self) -> Slots:
         """The slots as a backend reads and writes them; live."""
 
+    @abc.abstractmethod
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
         """Copies of the first ``used`` slots with new tokens after them. What is left in empty slots becomes 0."""
 
+    @abc.abstractmethod
     def fill(
         self,
         keys: Float[Tensor, "B Hk n D"],
@@ -44,17 +62,18 @@ class Store(Protocol):
     ) -> None:
         """Replace the content by ``n <= capacity`` tokens, in place; the other slots become empty."""
 
-    def used(self) -> int:
-        """Slots up to the last occupied one of any head; on a GPU, where asking means waiting, all of them."""
-
+    @abc.abstractmethod
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
         """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
 
-    def wider(self, capacity: int) -> Self:
+    @abc.abstractmethod
+    def wider(self, capacity: int) -> Store:
         """An empty store with more slots, for the same rows."""
 
+    @abc.abstractmethod
     def per_row(self) -> dict[str, Tensor]:
         """Every tensor of the store by name; the first axis of each is that of the rows."""
 
-    def over(self, tensors: Mapping[str, Tensor]) -> Self:
+    @abc.abstractmethod
+    def over(self, tensors: Mapping[str, Tensor]) -> Store:
         """The same store over other tensors, named as in `per_row`."""

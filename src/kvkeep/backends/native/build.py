@@ -1,8 +1,7 @@
 """Compile the kernel for this machine when it is first used, keep it in the user's cache directory, and load it.
 
 Nothing here raises for a machine that cannot: without a compiler the package runs on torch alone, and `native().detail`
-says why. A compiler that fails or hangs is not tried again for an hour, by any process. ``KVKEEP_NATIVE=0`` turns the
-kernel off.
+says why. A compiler that fails or hangs is not tried again for an hour, by any process.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ def attend(
     options: AttentionOptions,
     output: Output = "auto",
 ) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
-    """The same as `cpu.attend`; ``None`` if the kernels do not know what is asked, see `unknown`.
+    """The same as `Backend.attend`; ``None`` if the kernels do not know what is asked, see `unknown`.
 
     Args:
-        query: see `cpu.attend`.
-        keys: likewise.
-        values: likewise.
-        query_positions: likewise.
-        key_positions: likewise.
+        query: see `Backend.attend`.
+        keys: of its slots.
+        values: of its slots.
+        query_positions: its ``now``.
+        key_positions: of its slots.
         statistic: what to report.
         options: of the model's attention; ``top``, which is for generated tokens, is not known here.
         output: who computes the output. ``torch``: its own attention (flash attention, where torch has it), which can
@@ -49,7 +49,7 @@ def attend(
             kernel. ``auto``: torch for a long prompt of which few rows count.
 
     Returns:
-        Output and report, as `cpu.attend`; at a gain of exactly 0 a sliding window hides its keys from the report, too.
+        What `Backend.attend` does; at a gain of exactly 0 a sliding window hides its keys from the report, too.
 
     Cost:
         what `prefill.forward` and `prefill.columns` say; with a gain, or torch's output, the logits of the counted

@@ -1,0 +1,22 @@
+"""What every question to a backend begins with."""
+
+import pytest
+
+from kvkeep.backends import torch as plain
+from kvkeep.backends.triton import blocks, switch
+
+from .cases import BACKENDS, backend_of
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return backend_of(request.param)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Torch meets its blocks in small tensors; Triton's interpreter pays for operations, whatever their size."""
+    monkeypatch.setattr(plain, "BLOCK_BYTES", 2 * 4 * 4 * 17 * 3)
+    monkeypatch.setattr(plain, "WIDEN_SLOTS", 8)
+    if switch.interprets():
+        monkeypatch.setitem(blocks.DECODE, "", {1024: blocks.Decode(128, 128, 4, 1)})

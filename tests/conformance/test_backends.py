@@ -1,0 +1,137 @@
+"""Every backend against the definition: attention in float64, and what a policy asks it to report."""
+
+import itertools
+
+import pytest
+import torch
+
+from kvkeep.statistic import Low, Mass
+from kvkeep.types import AttentionOptions, Slots
+
+from .bounds import check
+from .cases import (
+    DTYPES,
+    NOW,
+    OF_CHUNK,
+    OF_TOKEN,
+    ON_CHUNK,
+    ON_TOKEN,
+    ROWS,
+    SLOW,
+    asked,
+    backend_of,
+    chunk,
+    on,
+    token,
+)
+
+PLAIN = AttentionOptions(scaling=0.2)
+
+
+@pytest.mark.parametrize(("name", "statistic", "option"), list(asked(ON_TOKEN, OF_TOKEN)))
+def test_a_token(name, statistic, option):
+    backend = backend_of(name)
+    for dtype in DTYPES if name not in SLOW else DTYPES[:1]:
+        given = token(70, 40, 3, dtype, E=24)
+        check(backend, *on(name, given, ON_TOKEN[statistic], OF_TOKEN[option]))
+
+
+@pytest.mark.parametrize(("name", "statistic", "option"), list(asked(ON_CHUNK, OF_CHUNK)))
+def test_a_chunk(name, statistic, option):
+    check(backend_of(name), *on(name, chunk(pads=5, E=48), ON_CHUNK[statistic], OF_CHUNK[option]))
+
+
+@pytest.mark.parametrize("G", [1, 2, 3, 7])
+@pytest.mark.parametrize("D", [7, 32, 33, 64, 80, 128, 256])
+def test_shapes_of_a_token(backend, D, G):
+    sizes = list(itertools.product((1, 17, 257), DTYPES))
+    Hk, sizes = (2, sizes) if backend.name not in SLOW else (1, [sizes[(D + G) % 9]])
+    for S, dtype in sizes:
+        check(backend, *on(backend.name, token(S, D, G, dtype, Hk=Hk), Mass(), AttentionOptions(scaling=D**-0.5)))
+
+
+GROUPS, LENGTHS = itertools.cycle([1, 2, 7]), itertools.cycle([33, 2, 33, 33, 2])
+CHUNKS = [(next(LENGTHS), *shape, next(GROUPS)) for shape in itertools.product([1, 17, 257], [32, 80, 128, 256])]
+
+
+@pytest.mark.parametrize(("T", "S", "D", "G"), CHUNKS)
+def test_shapes_of_a_chunk(backend, T, S, D, G):
+    given = chunk(T, S, D, G, Hk=1 if G == 7 else 2, pads=min(5, T - 1), B=1 if G == 7 else 2)
+    check(backend, *on(backend.name, given, Mass() if D > 80 else Low(), AttentionOptions(scaling=D**-0.5)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("statistic", ["window", "live"])
+def test_half_precision_of_a_chunk(backend, statistic, dtype):
+    asked = ON_CHUNK[statistic]
+    check(backend, *on(backend.name, chunk(dtype=dtype, pads=3), asked, PLAIN))
+    check(backend, *on(backend.name, chunk(dtype=dtype, D=24, E=8, G=1), asked, OF_CHUNK["softcap"]))
+
+
+@pytest.mark.parametrize("make", [lambda: token(30, 16, 2, torch.float64), lambda: chunk(D=16, dtype=torch.float64)])
+def test_double_precision(backend, make):
+    check(backend, *on(backend.name, make(), Mass(), PLAIN))
+
+
+def test_a_chunk_whose_heads_share_positions(backend):
+    check(backend, *on(backend.name, chunk(S=40, pads=4, shared=True), Mass(), PLAIN))
+    check(backend, *on(backend.name, chunk(S=40, pads=4, shared=True), Low(live=True), OF_CHUNK["window"]))
+
+
+def test_positions_that_heads_share_and_views_of_larger_tensors(backend):
+    """As without a bounded cache: positions are int64, expanded over the rows, and one row of them is for all heads."""
+    query, (keys, values, _), now = on(backend.name, token(30, 32, 2))[0]
+    keys, values = keys.nan_to_num(), values.nan_to_num()
+    shared = torch.arange(NOW - 29, NOW + 1, device=keys.device).expand(ROWS, 30)[:, None]
+    own = Slots(keys, values, shared.int().expand(ROWS, 2, 30).contiguous())
+    whole, report = backend.attend(query, own, now, statistic=Mass(), options=PLAIN)
+    wide = torch.zeros(ROWS, 2, 40, 48, device=keys.device)
+    wide[:, :, :30, :32] = keys
+    spaced = query.transpose(1, 2).contiguous().transpose(1, 2)
+    part = slice(1, 4)
+    views = Slots(wide[part, :, :30, :32], values[part], shared[part])
+    out, some = backend.attend(spaced[part], views, now[part], statistic=Mass(), options=PLAIN)
+    same = {"rtol": 0, "atol": 0} if backend.name in ("native", "triton") else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(out, whole[part], **same)  # kernels: to the bit, whatever runs beside a row
+    torch.testing.assert_close(some.mass, report.mass[part], **same)
+
+
+def test_mass_of_all_rows_adds_up_to_the_number_of_rows(backend):
+    query, slots, now = on(backend.name, chunk(S=100, pads=33))[0]  # the second row is nothing but padding
+    _, report = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    torch.testing.assert_close(report.mass.sum(-1).cpu(), torch.tensor([[33.0, 33.0], [0.0, 0.0]]))
+    assert (report.mass[slots.positions < 0] == 0).all()
+
+
+def test_one_key_that_takes_all(backend):
+    query, slots, now = on(backend.name, chunk(S=70))[0]
+    query.zero_()[..., 0] = 40.0
+    slots.keys[..., 0] = 0.0
+    slots.keys[:, :, 3, 0] = 40.0
+    slots.positions[:, :, 3] = 0
+    out, report = check(backend, (query, slots, now), Mass(), PLAIN)
+    torch.testing.assert_close(report.mass[:, :, 3].cpu(), torch.full((2, 2), 33.0))
+    torch.testing.assert_close(out, slots.values[:, :, 3:4].repeat_interleave(2, dim=1).expand_as(out))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # an interpreter's
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_broken_key_breaks_its_head_alone(backend, bad):
+    query, slots, now = on(backend.name, token(40, 32, 2))[0]
+    whole, report = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    slots.keys[0, 1, 5] = bad
+    out, broken = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    assert out[0, 2:].isnan().all()
+    assert broken.mass[0, 1].isnan().any()
+    assert torch.equal(out[0, :2], whole[0, :2])
+    assert torch.equal(out[1:], whole[1:])
+    assert torch.equal(broken.mass[1:], report.mass[1:])
+
+
+@pytest.mark.parametrize("name", ["native", "triton", "reference"])
+def test_a_padded_query_gives_zeros(name):
+    backend = backend_of(name)
+    query, slots, now = on(name, token(40, 32, 2))[0]
+    out, report = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    assert (out[now[:, 0] < 0] == 0).all()
+    assert (report.mass[now[:, 0] < 0] == 0).all()
