@@ -14,6 +14,7 @@ from lib import arguments, finish, interleaved, kernel, median_ms, positive, sho
 from transformers import LlamaConfig
 
 import kvkeep
+from kvkeep.types import Phase
 
 OPTIONS = kvkeep.AttentionOptions(scaling=0.125)
 POLICIES = ["h2o", "ahakv", "scissorhands", "tova", "streaming_llm"]
@@ -34,7 +35,7 @@ def model_steps(policies: list[str], rows: int, budget: int, layers: int, dtype:
     def stepper(policy: str):
         cache = kvkeep.BoundedCache(model.config, policy=policy, budget=budget)
         for layer in cache.bounded_layers().values():  # the slots are what matters, not how they were filled
-            layer.step(*random_tokens(model.config, rows, budget + 8, dtype), options=OPTIONS)
+            layer.step(*random_tokens(model.config, rows, budget + 8, dtype), options=OPTIONS, phase=Phase.PREFILL)
 
         def step():
             with torch.inference_mode():
@@ -50,9 +51,9 @@ def layer_steps(policies: list[str], rows: int, budget: int, dtype: torch.dtype)
 
     def stepper(policy: str):
         layer = kvkeep.Layer(kvkeep.parse(policy), budget)
-        layer.step(*random_tokens(config, rows, budget + 8, dtype), options=OPTIONS)
+        layer.step(*random_tokens(config, rows, budget + 8, dtype), options=OPTIONS, phase=Phase.PREFILL)
         new = random_tokens(config, rows, 1, dtype)
-        return lambda: layer.step(*new, options=OPTIONS)
+        return lambda: layer.step(*new, options=OPTIONS, phase=Phase.DECODE)
 
     return {policy: stepper(policy) for policy in policies}
 

@@ -15,7 +15,7 @@ from kvkeep.backends.triton import prefill_ops
 from kvkeep.engine import Engine, Request
 from kvkeep.models.text import Sampling
 from kvkeep.statistic import Low, Mass, Statistic
-from kvkeep.types import AttentionOptions, Slots
+from kvkeep.types import AttentionOptions, Phase, Slots
 from lib.gpu import DRY, Bench, fill
 
 HALF, FULL = 1e-2, 1e-4
@@ -105,7 +105,8 @@ def _steps(bench: Bench, policy: str) -> tuple[torch.Tensor, torch.Tensor]:
     outs = []
     for _ in range(4):
         new = [bench.random(3, h, 1, dim) for h in (heads, kv_heads, kv_heads)]
-        outs.append(layer.step(*new, options=AttentionOptions(scaling=dim**-0.5), real=real)[:2])
+        phase = Phase.DECODE if new[0].shape[2] == 1 else Phase.PREFILL
+        outs.append(layer.step(*new, options=AttentionOptions(scaling=dim**-0.5), phase=phase, real=real)[:2])
     return torch.cat(outs), layer.store.positions.clone()
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvkeep
 from kvkeep.backends import choose
 from kvkeep.statistic import Mass, Nothing, Statistic
-from kvkeep.types import AttentionOptions, Slots
+from kvkeep.types import AttentionOptions, Phase, Slots
 from lib.gpu import Bench, fill, middle
 
 POLICIES = ("local", "h2o", "ahakv", "scissorhands", "tova")
@@ -59,7 +59,7 @@ def overhead(bench: Bench) -> list[dict]:
     def evicting(policy: str) -> Callable[[], object]:
         layer = kvkeep.Layer(kvkeep.parse(policy), slots)
         fill(layer, keys, values, 4 * slots)
-        return lambda: layer.step(query, *new, options=options)
+        return lambda: layer.step(query, *new, options=options, phase=Phase.DECODE)
 
     def plain() -> object:
         return scaled_dot_product_attention(query, keys, values, scale=options.scaling, enable_gqa=True)

@@ -17,6 +17,7 @@ from kvkeep.engine.runner import Runner
 from kvkeep.engine.scheduler import Batch
 from kvkeep.models.rows import Rows
 from kvkeep.models.text import Sampling
+from kvkeep.types import Phase
 from lib.gpu import RUN_OUT, Bench, Step, fill, middle
 from lib.sizes import bounded_row_bytes, token_bytes, weight_bytes
 
@@ -50,12 +51,12 @@ def bounded_step(bench: Bench, policy: str, budget: int, rows: int, *, history: 
     memory.allocate(rows)
     config = model.config
     shape = (1, config.num_key_value_heads, budget, config.hidden_size // config.num_attention_heads)
-    for row_layer in memory.part(0, rows, fresh=False).layers:
+    for row_layer in memory.part(0, rows, Phase.DECODE).layers:
         keys, values = (bench.random(*shape).expand(rows, -1, -1, -1) for _ in range(2))
         fill(row_layer.layer, keys, values, history)
     runner = Runner(model, graphs=True)
     one = Generation(0, Request(prompt=[0]), memory.policy, budget, frozenset(), fed=history, token_ids=[0])
-    batch = Batch(0, [one] * rows, [[0]] * rows, [one.fed] * rows, fresh=False)
+    batch = Batch(0, [one] * rows, [[0]] * rows, [one.fed] * rows, Phase.DECODE)
 
     def step() -> object:
         return runner.run(batch, memory).argmax(dim=-1)

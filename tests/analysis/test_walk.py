@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from phases import phase_of
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from kvkeep.analysis import mlp_blocks
@@ -204,4 +205,4 @@ def test_more_tokens_than_announced_are_an_error():
     q, kv = torch.zeros(1, 2, 4, 8), torch.zeros(1, 1, 4, 8)
     layer.open(kv, kv)
     with pytest.raises(ShapeError, match="room for 3 tokens and was given 4"):
-        layer.step(q, kv, kv, options=AttentionOptions(1.0))
+        layer.step(q, kv, kv, options=AttentionOptions(1.0), phase=phase_of(q))

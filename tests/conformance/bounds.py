@@ -38,9 +38,7 @@ def check(backend, given, statistic, options):
         assert (found.dtype, found.shape) == (torch.float32, clean.keys.shape[:3])
         wanted = want_report.sums[name]
         wrong, within = (found.double() - wanted).abs(), relative * wanted.abs() + TINY
-        if name.startswith(
-            "low"
-        ):  # a count, or a bit per row: only next to the threshold may one fall on the other side
+        if name.startswith("low"):  # a count, or bits: only next to the threshold may they differ
             wrong = wrong if name == "low" else ones(found.int() ^ wanted.int())
             within = _near_threshold(p, now, positions, statistic, relative)
         assert (wrong <= within).all(), name

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from phases import phase_of
 
 import kvkeep
 from kvkeep import backends
@@ -29,7 +30,8 @@ def run(name, policy, budget, *, window=None, steps=STEPS, equal=False):
         q, k, v = (torch.randn(2, heads, T, 16, generator=g).to(device) for heads in (6, 2, 2))
         real = torch.ones(2, T, dtype=torch.bool, device=device)
         real[1, : 9 if step == 0 else int(step == 3)] = False
-        out = layer.step(q, k * 0 if equal else k, v, options=options, real=None if step > 4 else real)
+        mask = None if step > 4 else real
+        out = layer.step(q, k * 0 if equal else k, v, options=options, phase=phase_of(q), real=mask)
         positions, order = layer.store.positions.sort(dim=-1)  # slots have no order
         state = {name: held.gather(-1, order).masked_fill(positions < 0, 0.0) for name, held in layer.state.items()}
         yield out[0].cpu(), positions.cpu(), {name: held.cpu() for name, held in state.items()}

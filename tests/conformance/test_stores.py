@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from phases import phase_of
 
 import kvkeep
 from kvkeep import backends
@@ -205,7 +206,7 @@ def run(kind, policy, dtype, chunk):
         new = [torch.randn(B, HK, T, dim, generator=g).to(dtype) for dim in (D, E)]
         real = torch.ones(B, T, dtype=torch.bool)
         real[1, : T // 3] = False
-        out = layer.step(query, *new, options=AttentionOptions(scaling=0.3), real=real)
+        out = layer.step(query, *new, options=AttentionOptions(scaling=0.3), phase=phase_of(query), real=real)
         for row, held in enumerate(seen):
             held[:] = (torch.cat([old, one[row][:, real[row]]], dim=1) for old, one in zip(held, new, strict=True))
         yield layer, [out[row][:, real[row]] for row in range(B)], seen
@@ -243,6 +244,6 @@ def test_a_layer_that_starts_anew_keeps_its_kind_of_store(kind):
     layer.select_rows(torch.tensor([0, 0, 1, 2]))
     layer.reset()
     query, new = torch.randn(2, 2 * HK, 4, D), [torch.randn(2, HK, 4, dim) for dim in (D, E)]
-    layer.step(query, *new, options=AttentionOptions(scaling=0.3))
+    layer.step(query, *new, options=AttentionOptions(scaling=0.3), phase=phase_of(query))
     assert type(layer.store) is kind
     assert layer.store.slots().keys.shape[:3] == (2, HK, BUDGET + 1)

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaCo
 
 import kvkeep
 from kvkeep.policies.base import Policy
+from kvkeep.types import Phase
 
 VOCABULARY = 61
 
@@ -61,18 +62,17 @@ def model(name):
 
 @functools.cache
 def alone(name: str, prompt: tuple[int, ...], new: int, policy: str | Policy, budget: int, chunk: int | None):
-    """Greedy tokens of one prompt through transformers' ``generate``, the prompt fed in the same chunks."""
+    """Greedy tokens of one prompt with a cache of its own, the prompt fed in the same chunks."""
     found = kvkeep.parse(policy) if isinstance(policy, str) else policy
-    inner = None if found.cascades else chunk  # a cascade prunes layer by layer: the model itself is fed in chunks
-    cache = kvkeep.BoundedCache(model(name).config, found, budget, prefill_chunk=inner)
-    ids = torch.tensor([prompt])
-    out = model(name).generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=new,
-        prefill_chunk_size=chunk,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return tuple(out[0, len(prompt) :].tolist())
+    cache = kvkeep.BoundedCache(model(name).config, found, budget)
+    out: list[int] = []
+    with torch.inference_mode():
+        cache.phase = Phase.PREFILL
+        for piece in torch.tensor([prompt]).split(chunk or len(prompt), dim=1):
+            logits = model(name)(input_ids=piece, past_key_values=cache).logits
+        cache.phase = Phase.DECODE
+        while True:
+            out.append(int(logits[0, -1].argmax()))
+            if len(out) == new:
+                return tuple(out)
+            logits = model(name)(input_ids=torch.tensor([out[-1:]]), past_key_values=cache).logits

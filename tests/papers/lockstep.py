@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvkeep import AttentionOptions, CapacityError, Layer, parse
+from kvkeep.types import Phase
 
 from .cases import Case, E, Stream, make_streams, masks
 from .loops import OverBudgetError, Rule, Sequence, TooCloseError
@@ -42,7 +43,12 @@ def make_rule(case: Case, row: int) -> Rule:
     return rule(case.policy, case.budget_of(row), case.heads, layer=LAYER, sequence=FIRST_SEQUENCE + row)
 
 
-def step_loops(sequence: Sequence, stream: Stream, case: Case, tokens: range) -> Tensor:
+def phase_of(tokens: list[range], real: Tensor) -> Phase:
+    """The first turn is a prompt; a later one of one column brings generated tokens."""
+    return Phase.DECODE if real.shape[1] == 1 and any(mine.start for mine in tokens) else Phase.PREFILL
+
+
+def step_loops(sequence: Sequence, stream: Stream, case: Case, tokens: range, phase: Phase) -> Tensor:
     """Feed one row its real tokens of one turn, ``chunk`` at a time. Returns ``(Hq, tokens, E)`` in float64."""
     parts = [torch.empty(case.heads * case.group, 0, E, dtype=torch.float64)]
     size = case.chunk or max(1, len(tokens))
@@ -52,7 +58,7 @@ def step_loops(sequence: Sequence, stream: Stream, case: Case, tokens: range) ->
             stream.queries[:, piece].tolist(),
             stream.keys[:, piece].tolist(),
             stream.values[:, piece].tolist(),
-            decode=piece.stop - piece.start == 1,  # one new token of a row is a decode step, however it came
+            decode=phase is Phase.DECODE,
         )
         parts.append(torch.tensor(out, dtype=torch.float64))
     return torch.cat(parts, dim=1)
@@ -73,6 +79,7 @@ def step_layer(layer: Layer, streams: list[Stream], case: Case, tokens: list[ran
         padded("keys"),
         padded("values"),
         options=AttentionOptions(scaling=case.scaling),
+        phase=phase_of(tokens, real),
         real=None if bool(real.all()) else real,
     )
 
@@ -111,7 +118,8 @@ def play(case: Case, streams: list[Stream]) -> list[Turn]:
     for real in masks(case):
         tokens = [range(s.seen, s.seen + n) for s, n in zip(sequences, real.sum(dim=1).tolist(), strict=True)]
         rows = zip(sequences, streams, tokens, strict=True)
-        outputs = [step_loops(sequence, stream, case, mine) for sequence, stream, mine in rows]
+        phase = phase_of(tokens, real)
+        outputs = [step_loops(sequence, stream, case, mine, phase) for sequence, stream, mine in rows]
         turns.append(Turn(real, tokens, [sequence.kept for sequence in sequences], outputs, sequences))
     return turns
 

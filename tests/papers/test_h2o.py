@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from phases import phase_of
 
 from kvkeep import AttentionOptions, Layer, parse
 
@@ -76,7 +77,7 @@ def test_mass_under_constant_attention_is_a_difference_of_harmonic_numbers():
     n = 12
     layer = Layer(parse("h2o"), n)
     ones = torch.ones(1, 1, n, 4)
-    layer.step(0 * ones, ones, ones, options=AttentionOptions(scaling=0.5))
+    layer.step(0 * ones, ones, ones, options=AttentionOptions(scaling=0.5), phase=phase_of(ones))
     expected = [math.fsum(1 / i for i in range(j, n + 1)) for j in range(1, n + 1)]
     assert layer.state["mass"][0, 0, :n].tolist() == pytest.approx(expected, rel=1e-6)
 
@@ -90,7 +91,13 @@ def _play(policy: str, target: list[int], budget: int) -> list[list[int]]:
     kept = []
     for start, stop in [(0, 6), *((t, t + 1) for t in range(6, n))]:
         part = slice(start, stop)
-        layer.step(queries[:, :, part], keys[:, :, part], keys[:, :, part], options=AttentionOptions(scaling=1.0))
+        layer.step(
+            queries[:, :, part],
+            keys[:, :, part],
+            keys[:, :, part],
+            options=AttentionOptions(scaling=1.0),
+            phase=phase_of(keys[:, :, part]),
+        )
         kept.append(retained(layer)[0][0])
     return kept
 

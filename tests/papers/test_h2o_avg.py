@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from phases import phase_of
 
 from kvkeep import AttentionOptions, Layer, parse
 
@@ -34,5 +35,5 @@ def test_averages_still_favour_the_first_tokens():
     assert averages == sorted(averages, reverse=True)
     layer = Layer(parse("h2o_avg:recent=0"), budget)
     ones = torch.ones(1, 1, n, 4)
-    layer.step(0 * ones, ones, ones, options=AttentionOptions(scaling=0.5))
+    layer.step(0 * ones, ones, ones, options=AttentionOptions(scaling=0.5), phase=phase_of(ones))
     assert sorted(layer.store.positions[0, 0, :budget].tolist()) == list(range(budget))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from phases import phase_of
 from torch import Tensor
 
 from kvkeep import AttentionOptions, Layer, parse
 from kvkeep.evals.hindsight import H2OGlobal, Keys, Totals
 from kvkeep.evals.whole import Adding, Hiding
+from kvkeep.types import Phase
 
 from . import rules_hindsight as rules
 from .cases import CHAT, DECODE, Case, Stream, make_streams, masks
 from .lockstep import GARBAGE, LAYER, retained, step_layer, step_loops
+from .lockstep import phase_of as lockstep_phase
 from .loops import Sequence, TooCloseError
 
 CASES = [
@@ -50,7 +53,7 @@ def whole(streams: list[Stream], name: str) -> tuple[Tensor, Tensor]:
 def run_whole(layer: Adding | Hiding, case: Case, streams: list[Stream]) -> tuple[Tensor, Tensor]:
     """A pass over whole texts: the outputs ``(B, Hq, T, E)``, and which columns are real."""
     (q, real), (k, _), (v, _) = (whole(streams, name) for name in ("queries", "keys", "values"))
-    return layer.step(q, k, v, options=AttentionOptions(scaling=case.scaling), real=real), real
+    return layer.step(q, k, v, options=AttentionOptions(scaling=case.scaling), phase=phase_of(q), real=real), real
 
 
 def measure(case: Case, streams: list[Stream]) -> Totals:
@@ -76,7 +79,8 @@ def play(case: Case, streams: list[Stream]) -> tuple[list[list[list[list[int]]]]
     for real in masks(case):
         tokens = [range(s.seen, s.seen + n) for s, n in zip(sequences, real.sum(dim=1).tolist(), strict=True)]
         rows = zip(sequences, streams, tokens, strict=True)
-        outputs.append([step_loops(sequence, stream, case, mine) for sequence, stream, mine in rows])
+        phase = lockstep_phase(tokens, real)
+        outputs.append([step_loops(sequence, stream, case, mine, phase) for sequence, stream, mine in rows])
         kept.append([sequence.kept for sequence in sequences])
     return kept, outputs
 
@@ -157,11 +161,13 @@ def looks(policy, targets: list[int], budget: int, *, prompt: int = 6) -> list[l
     options = AttentionOptions(scaling=1.0)
     if policy is None:
         adding = Adding(0, None)
-        adding.step(queries, keys, keys, options=options)
+        adding.step(queries, keys, keys, options=options, phase=Phase.PREFILL)
         policy = H2OGlobal(totals=Totals({0: adding.mass}, torch.tensor([n])), recent=1)
     layer, kept = Layer(policy, budget), []
     for at in (slice(0, prompt), *(slice(t, t + 1) for t in range(prompt, n))):
-        layer.step(queries[:, :, at], keys[:, :, at], keys[:, :, at], options=options)
+        layer.step(
+            queries[:, :, at], keys[:, :, at], keys[:, :, at], options=options, phase=phase_of(queries[:, :, at])
+        )
         kept.append(retained(layer)[0][0])
     return kept
 
@@ -245,8 +251,8 @@ def test_masking_the_heavy_hitter_sends_its_rows_elsewhere():
     keys = torch.eye(n)[None, None]
     queries = 1000.0 * torch.eye(n)[[0] * n][None, None]
     adding, options = Adding(0, None), AttentionOptions(scaling=1.0)
-    adding.step(queries, keys, keys, options=options)
+    adding.step(queries, keys, keys, options=options, phase=Phase.PREFILL)
     heavy = Totals({0: adding.mass}, torch.tensor([n])).heaviest(0.2)
-    out = Hiding(0, None, heavy.chosen[0], 0).step(queries, keys, keys, options=options)
+    out = Hiding(0, None, heavy.chosen[0], 0).step(queries, keys, keys, options=options, phase=Phase.PREFILL)
     expected = [[1.0, 0, 0, 0, 0]] + [[0.0, *([1 / i] * i), *([0.0] * (n - 1 - i))] for i in range(1, n)]
     torch.testing.assert_close(out[0, 0], torch.tensor(expected))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from phases import phase_of
 
 from kvkeep import AttentionOptions, BudgetError, Layer, parse
 
@@ -46,7 +47,13 @@ def test_among_identical_keys_the_oldest_goes():
     layer = Layer(parse("keydiff"), 5)
     ones = torch.ones(1, 2, 12, 4)
     for part in (slice(0, 9), slice(9, 10), slice(10, 11), slice(11, 12)):
-        layer.step(ones[:, :, part], ones[:, :, part], ones[:, :, part], options=AttentionOptions(scaling=0.5))
+        layer.step(
+            ones[:, :, part],
+            ones[:, :, part],
+            ones[:, :, part],
+            options=AttentionOptions(scaling=0.5),
+            phase=phase_of(ones[:, :, part]),
+        )
     assert retained(layer) == [[[7, 8, 9, 10, 11]] * 2]
 
 

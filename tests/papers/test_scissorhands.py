@@ -12,6 +12,7 @@ from kvkeep import BudgetError, Layer, PolicyError
 from kvkeep.engine import Engine, Request
 from kvkeep.models.text import Sampling
 from kvkeep.theory.scissorhands import Reading, algorithm_1
+from kvkeep.types import Phase
 
 from .by_hand import row, step
 from .cases import DECODE, Case, family, variant
@@ -80,12 +81,11 @@ def test_the_engine_keeps_what_the_loops_keep(monkeypatch, chunk):
         getattr(model.model.layers[0].self_attn, name).weight.data.mul_(20)
     loops, step, sets = [], Layer.step, []
 
-    def spy(layer, query, keys, values, *, options, real=None):
-        new = keys.shape[2]
+    def spy(layer, query, keys, values, *, options, phase, real=None):
         if not sets or layer.seen.item() == 0:
             loops[:] = [Sequence(rule(policy, budget, 1), options.scaling)]
-        out = step(layer, query, keys, values, options=options, real=real)
-        loops[0].feed(*(x[0].tolist() for x in (query, keys, values)), decode=new == 1)
+        out = step(layer, query, keys, values, options=options, phase=phase, real=real)
+        loops[0].feed(*(x[0].tolist() for x in (query, keys, values)), decode=phase is Phase.DECODE)
         sets.append((retained(layer)[0], loops[0].kept))
         return out
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from phases import phase_of
 from transformers import LlamaConfig, MistralConfig
 
 from kvkeep import AttentionOptions, BoundedCache, BudgetError, Layer, UnsupportedOperationError, parse
@@ -72,8 +73,8 @@ def test_prunes_through_the_depth_of_the_model(policy, budgets, turns):
         at = slice(start, start + turn)
         start += turn
         for i, layer in enumerate(layers):
-            tensors = (torch.stack([row[which][i, :, at] for row in rows]) for which in range(3))
-            layer.step(*tensors, options=AttentionOptions(scaling=D**-0.5))
+            tensors = [torch.stack([row[which][i, :, at] for row in rows]) for which in range(3)]
+            layer.step(*tensors, options=AttentionOptions(scaling=D**-0.5), phase=phase_of(tensors[0]))
         for r, oracle in enumerate(wanted):
             want = next(oracle)
             for i, layer in enumerate(layers):
@@ -114,8 +115,8 @@ def test_refuses_what_would_let_a_layer_run_ahead():
 def test_the_tables_are_counted():
     layer = Layer(parse("spatten"), 8)
     query, keys, values = draw(30, 1)
-    layer.step(query[:1], keys[:1], values[:1], options=AttentionOptions(scaling=D**-0.5))
+    layer.step(query[:1], keys[:1], values[:1], options=AttentionOptions(scaling=D**-0.5), phase=phase_of(query))
     other = Layer(parse("h2o"), 8)
-    other.step(query[:1], keys[:1], values[:1], options=AttentionOptions(scaling=D**-0.5))
+    other.step(query[:1], keys[:1], values[:1], options=AttentionOptions(scaling=D**-0.5), phase=phase_of(query))
     tables = 9 * (8 + 4 + 8)  # positions, importance and what is held, for each slot
     assert layer.memory().allocated_bytes == other.memory().allocated_bytes + tables

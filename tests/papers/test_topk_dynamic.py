@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvkeep import AttentionOptions, Layer, parse
+from kvkeep.types import Phase
 
 from .loops import dot, softmax
 
@@ -26,10 +27,10 @@ def test_uses_the_largest_probabilities(share, renormalise):
     policy = parse(f"topk_dynamic:share={share},renormalise={str(renormalise).lower()}")
     layer = Layer(policy, 40)
     options = AttentionOptions(scaling=0.5)
-    layer.step(query[:, :, :20], keys[:, :, :20], values[:, :, :20], options=options)
+    layer.step(query[:, :, :20], keys[:, :, :20], values[:, :, :20], options=options, phase=Phase.PREFILL)
     for t in range(20, 40):
         at = slice(t, t + 1)
-        out = layer.step(query[:, :, at], keys[:, :, at], values[:, :, at], options=options)
+        out = layer.step(query[:, :, at], keys[:, :, at], values[:, :, at], options=options, phase=Phase.DECODE)
         for row in range(2):
             for head in range(4):
                 want = by_loops(
@@ -51,9 +52,15 @@ def test_the_prompt_is_attended_in_full_and_a_share_of_1_is_the_full_cache():
     for policy in ("full", "topk_dynamic", "topk_dynamic:share=0.1"):
         layer = Layer(parse(policy), 30)
         options = AttentionOptions(scaling=0.5)
-        first = layer.step(query[:, :, :20], keys[:, :, :20], values[:, :, :20], options=options)
+        first = layer.step(query[:, :, :20], keys[:, :, :20], values[:, :, :20], options=options, phase=Phase.PREFILL)
         last = [
-            layer.step(query[:, :, t : t + 1], keys[:, :, t : t + 1], values[:, :, t : t + 1], options=options)
+            layer.step(
+                query[:, :, t : t + 1],
+                keys[:, :, t : t + 1],
+                values[:, :, t : t + 1],
+                options=options,
+                phase=Phase.DECODE,
+            )
             for t in range(20, 30)
         ]
         outs.append((first, torch.cat(last, dim=2)))

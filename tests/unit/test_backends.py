@@ -13,6 +13,7 @@ from kvkeep.backends.triton import switch
 from kvkeep.backends.triton.switch import Kernels
 from kvkeep.cli import main
 from kvkeep.errors import InputError
+from kvkeep.types import Phase
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -86,7 +87,9 @@ def test_one_that_is_added_can_be_forced(monkeypatch):
     monkeypatch.setitem(backends.KINDS, "mine", Mine)
     monkeypatch.setenv(backends.SWITCH, "mine")
     layer = kvkeep.Layer(kvkeep.parse("h2o"), 8)
-    layer.step(*(torch.randn(1, 2, 3, 4) for _ in range(3)), options=kvkeep.AttentionOptions(scaling=1.0))
+    layer.step(
+        *(torch.randn(1, 2, 3, 4) for _ in range(3)), options=kvkeep.AttentionOptions(scaling=1.0), phase=Phase.PREFILL
+    )
     assert type(layer._backend) is Mine
 
 

@@ -34,7 +34,7 @@ from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 from kvkeep.theory import cost
 from kvkeep.theory.cost import Cost, Experts, LayerShape, ModelShape, Workspace
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Phase
 
 GIB, GB = 2**30, 10**9
 HALF = 2
@@ -181,6 +181,7 @@ def filled(layer: Layer, shape: LayerShape, rows: int, tokens: int, dtype: torch
             torch.randn(rows, 2 * shape.kv_heads, T, shape.key_dim, dtype=dtype),
             torch.randn(rows, shape.kv_heads, T, shape.key_dim, dtype=dtype),
             torch.randn(rows, shape.kv_heads, T, shape.value_dim, dtype=dtype),
+            phase=Phase.DECODE if T == 1 else Phase.PREFILL,
             options=AttentionOptions(scaling=0.5, window=shape.window),
         )
     return layer

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from phases import phase_of
 from torch.profiler import ProfilerActivity, profile
 
 import kvkeep
 from kvkeep import AttentionOptions, Layer
+from kvkeep.backends import choose
 from kvkeep.policies.full import Full
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.local import Local
@@ -16,7 +18,7 @@ OPTIONS = AttentionOptions(scaling=0.5)
 def feed(layer, T, B=2, Hk=2, D=4, E=None, real=None, dtype=torch.float32):
     q = torch.randn(B, 2 * Hk, T, D, dtype=dtype)
     k, v = torch.randn(B, Hk, T, D, dtype=dtype), torch.randn(B, Hk, T, E or D, dtype=dtype)
-    return layer.step(q, k, v, options=OPTIONS, real=real)
+    return layer.step(q, k, v, options=OPTIONS, phase=phase_of(q), real=real)
 
 
 def test_memory_is_the_formula_of_the_layouts_page():
@@ -150,7 +152,7 @@ def test_rows_with_different_ids_keep_different_random_tokens():
     kept = {}
     for ids in ([7, 7], [7, 8]):
         layer = Layer(kvkeep.parse("random"), budget=8, sequences=ids)
-        layer.step(row, row, row, options=OPTIONS)
+        layer.step(row, row, row, options=OPTIONS, phase=phase_of(row))
         kept[tuple(ids)] = layer.store.positions
     assert torch.equal(kept[7, 7][0], kept[7, 7][1])
     assert not torch.equal(kept[7, 8][0], kept[7, 8][1])
@@ -173,7 +175,7 @@ def test_steps_may_mix_inference_mode_gradients_and_neither():
 def test_a_forgotten_no_grad_does_not_make_the_slots_grow_a_graph():
     layer = Layer(H2O(recent=1), budget=4)
     q, k, v = (torch.randn(1, 2, 9, 4, requires_grad=True) for _ in range(3))
-    out = layer.step(q, k, v, options=OPTIONS)
+    out = layer.step(q, k, v, options=OPTIONS, phase=phase_of(q))
     assert not out.requires_grad
     assert not layer.store.slots().keys.requires_grad
 
@@ -193,7 +195,7 @@ def test_one_step_of_nan_does_not_freeze_the_layer():
     layer = Layer(H2O(recent=3), budget=6)
     feed(layer, 12, B=1)
     q, k, v = torch.full((1, 4, 1, 4), torch.nan), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4)
-    layer.step(q, k, v, options=OPTIONS)
+    layer.step(q, k, v, options=OPTIONS, phase=phase_of(q))
     for _ in range(6):
         feed(layer, 1, B=1)
     for head in layer.store.positions[0].tolist():
@@ -212,16 +214,15 @@ def test_reset_restores_budgets_and_identities_after_rows_have_moved():
 
 
 def test_the_slots_and_one_chunk_are_all_that_a_prefill_ever_holds(monkeypatch):
-    from kvkeep import layer as module
-
     widths = []
-    honest = module.attend
+    kind = type(choose(torch.device("cpu"), torch.float32))
+    honest = kind.attend
 
-    def spy(query, keys, *rest, **options):
-        widths.append(keys.shape[2])
-        return honest(query, keys, *rest, **options)
+    def spy(self, query, slots, *rest, **options):
+        widths.append(slots.keys.shape[2])
+        return honest(self, query, slots, *rest, **options)
 
-    monkeypatch.setattr(module, "attend", spy)
+    monkeypatch.setattr(kind, "attend", spy)
     feed(Layer(H2O(), budget=8, prefill_chunk=5), 43)
     assert widths[:3] == [5, 5 + 5, 8 + 5]  # empty slots are not attended to
     assert max(widths) == 8 + 5
@@ -249,7 +250,7 @@ def test_a_budget_of_the_sliding_window_evicts_nothing_that_can_be_seen(policy):
     seen = 0
     for T in (21, *[1] * 12, 5, 1, 1):
         query, keys, values = (torch.randn(2, heads, T, 4, generator=g) for heads in (4, 2, 2))
-        layer.step(query, keys, values, options=options)
+        layer.step(query, keys, values, options=options, phase=phase_of(query))
         seen += T
         for head in layer.store.positions.flatten(0, 1).tolist():
             assert set(range(seen - 7, seen)) <= set(head)

@@ -15,7 +15,7 @@ from kvkeep.backends.native import Native, NativeBackend, build, native, ops
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.noise import Gumbel
 from kvkeep.statistic import LastHit, Low, Mass, Nothing
-from kvkeep.types import AttentionOptions, Slots, Top
+from kvkeep.types import AttentionOptions, Phase, Slots, Top
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)
 
@@ -136,5 +136,5 @@ def test_nothing_is_scored_while_there_is_room(monkeypatch):
     monkeypatch.setattr(ops, "evict", lambda *args, **kwargs: scored.append(1))
     layer = kvkeep.Layer(kvkeep.parse("h2o"), 8)
     for _ in range(8):
-        layer.step(*(torch.randn(1, 2, 1, 16) for _ in range(3)), options=PLAIN)
+        layer.step(*(torch.randn(1, 2, 1, 16) for _ in range(3)), options=PLAIN, phase=Phase.DECODE)
     assert scored == []

@@ -4,6 +4,7 @@ import pytest
 import torch
 from conformance.bounds import check
 from conformance.cases import NOW, WINDOW, device_of, on, token
+from phases import phase_of
 
 import kvkeep
 from kvkeep import registry
@@ -13,7 +14,7 @@ from kvkeep.backends.triton import TritonBackend, blocks, launch, ops, prefill_o
 from kvkeep.eviction import fuses
 from kvkeep.noise import Gumbel
 from kvkeep.statistic import LastHit, Mass, Nothing
-from kvkeep.types import AttentionOptions, Report, Slots, Top, View
+from kvkeep.types import AttentionOptions, Phase, Report, Slots, Top, View
 
 pytest.importorskip("triton", reason="Triton is not installed; it exists for Linux alone")
 
@@ -128,7 +129,8 @@ def test_a_layer_takes_the_fused_step_where_its_policy_can_be_told(policy, fused
     monkeypatch.setattr(prefill_ops, "attend", lambda *args, **kwargs: None)  # torch reads the prompt
     layer = kvkeep.Layer(kvkeep.parse(policy), 4)
     for T in (6, 1, 1):
-        layer.step(*(torch.randn(1, heads, T, 16, device=DEVICE) for heads in (2, 1, 1)), options=PLAIN)
+        new = [torch.randn(1, heads, T, 16, device=DEVICE) for heads in (2, 1, 1)]
+        layer.step(*new, options=PLAIN, phase=phase_of(new[0]))
     assert len(calls) == fused
 
 
@@ -155,7 +157,7 @@ def test_what_a_policy_says_of_its_sums_is_what_it_does(policy):
         budget=30,
         new=torch.tensor([1, 0, 1, 1], device=DEVICE),
         prompt=torch.full((4,), 90, device=DEVICE),
-        is_decode=True,
+        phase=Phase.DECODE,
         layer=0,
         sequences=torch.zeros(4, dtype=torch.int64, device=DEVICE),
         past=torch.zeros(4, 0, device=DEVICE),
