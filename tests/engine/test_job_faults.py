@@ -337,28 +337,6 @@ def test_a_job_does_not_go_on_with_other_weights_under_the_same_name(files, tmp_
     assert files[1].read_bytes() == before
 
 
-def without_weights(target):
-    """The lines as the version before weights were noted wrote them."""
-    lines = []
-    for entry in map(json.loads, target.read_text().splitlines()):
-        completion = entry.pop(COMPLETION)
-        completion["digest"] = completion["digest"][:16]
-        del completion["made_by"]["weights"], completion["made_by"]["format"]
-        lines.append({**entry, COMPLETION: completion})
-    return write(target, *lines)
-
-
-def test_an_output_of_an_older_version_is_gone_on_with_and_said_so(files):
-    whole(files)
-    target = without_weights(files[1])
-    target.write_text("".join(target.read_text().splitlines(keepends=True)[:4]))
-    result = job_of(files)
-    assert result.exit_code == 0, result.said
-    assert "4 lines of" in result.said
-    assert "older version, which did not note the model's weights" in result.said
-    assert sorted(completions(target)) == list(range(1, N + 1))
-
-
 @pytest.mark.parametrize("policy", ["h2o", "full"])
 def test_without_a_budget_a_job_goes_on_with_the_one_it_was_begun_with(files, policy):
     source, target = files

@@ -196,28 +196,26 @@ def test_settings_are_compared_before_the_weights_are_known(whole, tmp_path):
             output.agree({**early, "weights": "f" * 16})
 
 
-def old_line(number, **changes):
-    """A line as the version before weights were noted wrote it."""
-    made_by = {name: value for name, value in MADE_BY.items() if name != "weights"} | changes
-    completion = {"line": number, "digest": DIGESTS[number][:16], "made_by": made_by, "text": "a"}
+def line_of(number, **made_by):
+    """A line of an output that was written with these settings."""
+    completion = {"line": number, "digest": DIGESTS[number], "made_by": made_by, "text": "a"}
     return json.dumps({"id": 1, COMPLETION: completion}).encode() + b"\n"
 
 
-def test_an_output_of_the_version_without_weights_is_gone_on_with(tmp_path):
+@pytest.mark.parametrize("version", [{}, {"format": 2, "weights": MADE_BY["weights"]}])
+def test_an_output_of_an_older_version_is_refused(tmp_path, version):
+    """It may hold texts that this version reads in other pieces or draws otherwise."""
     target = tmp_path / "out.jsonl"
-    target.write_bytes(old_line(2))
-    for n_unknown in (1, 1):
-        with Output.open(target) as output:
-            assert output.n_unknown == n_unknown
-        assert go_on(target) == {1, 2, 3, 4}
-    assert target.read_bytes().startswith(old_line(2))
-    with pytest.raises(InputError, match="weights"):
-        go_on(target, made_by={**MADE_BY, "weights": "f" * 16})
+    settings = {name: value for name, value in MADE_BY.items() if name != "weights"}
+    target.write_bytes(before := line_of(2, **settings, **version))
+    with pytest.raises(InputError, match=f"written with format={version.get('format', 1)}, and this job has format=3"):
+        go_on(target)
+    assert target.read_bytes() == before
 
 
 def test_an_output_of_different_jobs_is_refused(tmp_path):
     target = tmp_path / "out.jsonl"
-    target.write_bytes(old_line(1) + old_line(2, budget=9))
+    target.write_bytes(line_of(1, format=3, **MADE_BY) + line_of(2, format=3, **{**MADE_BY, "budget": 9}))
     with pytest.raises(InputError, match="different jobs, with budget=24 and with budget=9"):
         Output.open(target)
 

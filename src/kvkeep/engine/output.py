@@ -20,13 +20,12 @@ from kvkeep.engine.jobs import COMPLETION, Line
 from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
 
-FORMAT = 2
-"""Version of the lines; those of version 1 name neither it nor the model's weights, and have the completion last."""
+FORMAT = 3
+"""Version of the lines; others read prompts in other pieces and drew otherwise, so that no job goes on with them."""
 
 SYNC_S = 2.0
 """What was written is brought to the disk with the first line after so many seconds."""
 
-_NOT_IN_ALL = ("format", "weights")
 _BEGINNING = f'{{"{COMPLETION}": {{"line": %d, "digest": "%s", '
 _WRITTEN_HERE = re.compile(rb'\{"completion": \{"line": \d+, "digest": "[0-9a-f]{32}", ')
 
@@ -42,14 +41,12 @@ class Output:
     Attributes:
         name: what messages call it.
         done: lines that are complete, with their fingerprints.
-        n_unknown: how many of them were written before weights were noted.
         made_by: the settings that they were written with; empty if there are none.
     """
 
     def __init__(self, file: IO[bytes], name: str, path: Path | None = None):
         self._file, self.name, self._path = file, name, path
         self.done: dict[int, str] = {}
-        self.n_unknown = 0
         self.made_by: dict[str, Any] = {}
         self._own: dict[str, Any] = {}
         self._torn: bytes = b""
@@ -94,8 +91,7 @@ class Output:
                     f"{differences[1]}. Give another output file."
                 )
             self.done[number] = digest
-            self.n_unknown += "weights" not in made_by
-            self.made_by = {**made_by, **self.made_by}
+            self.made_by = made_by
 
     def agree(self, made_by: Mapping[str, Any]) -> None:
         """Take the settings that all completions of a file have in common; they are written with each.
@@ -123,7 +119,7 @@ class Output:
                 something that no run of this job can have left.
         """
         for number, known in self.done.items():
-            if number in digests and not _same(known, digests[number]):
+            if number in digests and known != digests[number]:
                 raise InputError(
                     f"Line {number} of the input is not the one that {self.name} was written for. Give another "
                     "output file."
@@ -217,16 +213,12 @@ def _was_done(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
     """The number, the fingerprint and the settings of a line that an earlier run has done."""
     try:
         completion = json.loads(raw)[COMPLETION]
-        return int(completion["line"]), str(completion["digest"]), dict(completion["made_by"])
+        made_by = {"format": 1, **completion["made_by"]}  # the first version did not name itself
+        return int(completion["line"]), str(completion["digest"]), made_by
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise InputError(
             f"{name} holds a line that is no completion, so this job cannot go on there. Give another output file."
         ) from error
-
-
-def _same(known: str, digest: str) -> bool:
-    """Whether two fingerprints are of the same line; version 1 noted the first half."""
-    return known == digest or (len(known) == 16 and digest.startswith(known))
 
 
 def _is_ours(torn: bytes, digests: Mapping[int, str]) -> bool:
@@ -236,9 +228,9 @@ def _is_ours(torn: bytes, digests: Mapping[int, str]) -> bool:
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
-    """In what one's settings differ from another's, in words of both; what not all lines name may be missing."""
-    optional = {name for name in _NOT_IN_ALL if name not in one or name not in other}
-    names = sorted(name for name in {*one, *other} - optional if one.get(name) != other.get(name))
+    """In what one's settings differ from another's, in words of both; weights may not be known yet."""
+    known = {*one, *other} if "weights" in one and "weights" in other else {*one, *other} - {"weights"}
+    names = sorted(name for name in known if one.get(name) != other.get(name))
 
     def words(settings: Mapping[str, Any]) -> str:
         return ", ".join(
