@@ -14,18 +14,15 @@ from kvkeep.engine.admission import Admission
 from kvkeep.engine.request import Event, Generation, Request, Result
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.scheduler import Batch, Scheduler
-from kvkeep.errors import InputError, one_line
+from kvkeep.errors import InputError
 from kvkeep.memory import Memory
+from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Model, Tokenizer
+from kvkeep.models.own import keeps_states
 from kvkeep.models.rows import Rows
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
-
-NO_NUMBERS = (
-    "The model's logits are NaN or infinite, so they name no token. Its weights are damaged, or its numbers overflow "
-    "in this dtype: try bfloat16 or float32."
-)
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +39,8 @@ class Engine:
         budget: tokens kept per layer and head; the most that a request may ask for.
         rows: how many sequences run at once; by default 16, or what fits into ``kv_memory``.
         kv_memory: instead of ``rows``: bytes that the rows may take together.
-        prefill_chunk: prompt tokens that are fed in one step; ``None`` takes every prompt whole, as the papers do.
+        prefill_chunk: prompt tokens that are fed in one step; ``None`` takes every prompt whole, as the papers do. If
+            the model has layers that keep a state, it reads prompts whole, and its layers with slots take the chunks.
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         graphs: whether decode steps are recorded as CUDA graphs; by default where there is CUDA. Policies and models
@@ -73,8 +71,11 @@ class Engine:
         self.tokenizer = tokenizer
         self.policy = parse(policy) if isinstance(policy, str) else policy
         self.budget = budget
-        self._kv_memory, self._chunk = kv_memory, prefill_chunk
+        self._kv_memory = kv_memory
         self._options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
+        self._chunk = prefill_chunk
+        if has_states := keeps_states(self.model.config):
+            self._options["prefill_chunk"], self._chunk = prefill_chunk, None
         self._admission = Admission(
             self.model,
             tokenizer,
@@ -82,10 +83,11 @@ class Engine:
             budget=budget,
             rows=rows,
             kv_memory=kv_memory,
-            chunk=prefill_chunk,
+            chunk=self._chunk,
             options=self._options,
         )
-        self._runner = Runner(self.model, graphs=self.model.device.type == "cuda" if graphs is None else graphs)
+        wanted = self.model.device.type == "cuda" if graphs is None else graphs
+        self._runner = Runner(self.model, graphs=wanted and not has_states)
         self._all: dict[int, Generation] = {}
         self._count = 0
         self._unreported: list[Event] = []
@@ -218,11 +220,11 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            _log.warning("A step failed: %s", one_line(error), exc_info=_log.isEnabledFor(logging.DEBUG))
             self._rows.renew()  # a layer that was left half way refuses to go on
-            events += [self._fail(one, one_line(error)) for one in touched() if one.id in self._all]
+            events += [self._fail(one, reason_of(error)) for one in touched() if one.id in self._all]
             if not isinstance(error, Exception):
                 raise
+            _log.debug("A step failed.", exc_info=error)  # its requests say why they end
 
     def _beginning(self) -> list[Generation]:
         """Requests that have a row, and none of whose tokens were fed."""
@@ -271,7 +273,7 @@ class Engine:
             self._runner.graphs.clear()
         rows = Rows(self.model, policy, self.budget, **self._options)
         rows.allocate(self._admission.rows_that_fit(rows), most_bytes=self._kv_memory)
-        return rows, Scheduler(rows.count, self._chunk, alone=policy.cascades)
+        return rows, Scheduler(rows.count, self._chunk, alone=rows.alone)
 
     def _advance(self, batch: Batch, events: list[Event]) -> None:
         """Run the model over a batch, then choose the next tokens of the rows that are ready for one."""
@@ -283,7 +285,7 @@ class Engine:
         chosen = logits if len(those) == len(logits) else logits[places]
         for one, token in zip(those, sampler.draw(chosen, those), strict=True):
             with self._guard(events, lambda one=one: [one]):  # type: ignore[misc]
-                events.append(self._fail(one, NO_NUMBERS) if token is None else self._take(one, token))
+                events.append(self._fail(one, sampler.NO_NUMBERS) if token is None else self._take(one, token))
 
     def _take(self, one: Generation, token: int) -> Event:
         """Add a token to a generation, which may be its last."""
@@ -300,8 +302,9 @@ class Engine:
 
     def _end(self, one: Generation) -> Result:
         """Let go of a generation."""
+        memory = Memory() if one.row is None else self._rows.memory_of(one.row)
         if one.row is not None:
             self._rows.end(one.row)
         self._scheduler.leave(one)
         del self._all[one.id]
-        return one.result()
+        return one.result(memory)

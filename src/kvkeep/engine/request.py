@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import InputError
+from kvkeep.memory import Memory
 from kvkeep.models.text import Sampling
 from kvkeep.policies.base import Policy
 
@@ -31,7 +32,8 @@ class Request:
         stop: texts that end the generation; they are not part of the result. The engine needs a tokenizer for them.
         ignore_end: go on when the model wants to end its text.
         logprobs: report the logarithm of each token's probability, and of so many of the likeliest beside it.
-        sequence: identity for policies with randomness: equal requests with equal identity keep the same tokens.
+        sequence: identity for everything random, the draw of tokens and policies: equal requests with equal identity
+            get the same tokens.
 
     Raises:
         InputError: there is no token, something has another type, or a number is out of range.
@@ -145,6 +147,7 @@ class Result:
         prefill_s: time from getting a row to the first token, ``ttft_s - queued_s``; ``None`` if there was none.
         tpot_s: time per further token; ``None`` if there was only one.
         error: what failed; ``None`` unless that is why it ended.
+        memory: bytes of its row at its end; zeros if it never had one.
     """
 
     id: int
@@ -158,6 +161,7 @@ class Result:
     prefill_s: float | None
     tpot_s: float | None
     error: str | None = None
+    memory: Memory = field(default_factory=Memory)
 
 
 @dataclass(frozen=True)
@@ -242,8 +246,8 @@ class Generation:
         self.finish_reason, self.error = reason, error
         self.mark("last")
 
-    def result(self) -> Result:
-        """What the user gets."""
+    def result(self, memory: Memory) -> Result:
+        """What the user gets; ``memory`` is what its row held."""
         assert self.finish_reason is not None
         at, n = self.times, len(self.token_ids)
         started = at.get("started", at["last"])
@@ -259,4 +263,5 @@ class Generation:
             prefill_s=at["first"] - started if n else None,
             tpot_s=(at["last"] - at["first"]) / (n - 1) if n > 1 else None,
             error=self.error,
+            memory=memory,
         )
