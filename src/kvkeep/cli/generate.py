@@ -156,7 +156,12 @@ def generate(
         typer.Option(metavar="NUMBER", help="Above 1: used tokens become less likely.", rich_help_panel=_SAMPLING),
     ] = 1.0,
     seed: Annotated[
-        int, typer.Option(metavar="N", help="The same seed draws the same text.", rich_help_panel=_SAMPLING)
+        int,
+        typer.Option(
+            metavar="N",
+            help="The same seed draws the same text; each line of a batch its own.",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",

@@ -98,6 +98,9 @@ def parse_prefill_chunk(text: str | None) -> int | None:
     """The number of tokens.
 
     Raises:
-        InputError: it is no whole number.
+        InputError: it is no whole number of 1 or more.
     """
-    return None if text is None else parse_tokens(text, "--prefill-chunk")
+    tokens = None if text is None else parse_tokens(text, "--prefill-chunk")
+    if tokens is not None and tokens < 1:
+        raise InputError(f"--prefill-chunk {text} takes no token; give 1 or more, or leave it out for whole prompts.")
+    return tokens
