@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Int
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from kvkeep.errors import BudgetError
 from kvkeep.types import Budget
+
+MOST = 2**50
+"""More bytes than a machine has, and more tokens than a text."""
 
 RULES = {"uniform": "0", "ramp": "0.2", "pyramid": "20", "taper": "0.5"}
 """How a budget can be spread over layers, each with its parameter unless another is given; see `per_layer`."""
@@ -53,6 +57,20 @@ def check(budget: object) -> tuple[int, ...]:
         if number < 1:
             raise BudgetError(f"budget={number} keeps no token; the smallest budget is 1.")
     return numbers
+
+
+def check_one(number: object) -> int:
+    """Check a number of tokens, rows or bytes, and return it as Python's own; NumPy's will do.
+
+    Raises:
+        BudgetError: it is not an integer, is below 1, or is more than any memory holds.
+    """
+    if isinstance(number, bool) or not isinstance(number, SupportsIndex):
+        raise BudgetError(f"{number!r:.80} is not a whole number; for a fraction use budget_from_ratio.")
+    (found,) = check(number.__index__())
+    if found > MOST:
+        raise BudgetError(f"A number of {found.bit_length()} bits is more than there is memory for in the world.")
+    return found
 
 
 def per_row(numbers: Sequence[int], rows: int, device: torch.device) -> Budget:

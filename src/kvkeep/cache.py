@@ -244,9 +244,9 @@ class BoundedCache(Cache):
             BrokenCacheError: the step before failed in some layer, so the layers have seen different tokens.
         """
         if layer_idx == self._first:
-            seen = {layer.columns for layer in self.bounded_layers().values()}
-            if len(seen) > 1:
-                raise BrokenCacheError(f"layers have seen between {min(seen)} and {max(seen)} tokens")
+            layers = self.bounded_layers().values()
+            if len({(layer.columns, layer.moves) for layer in layers}) > 1:
+                raise BrokenCacheError("a step, or a selection of rows, ended between two layers")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def activate_past_recording(self) -> None:

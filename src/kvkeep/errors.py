@@ -9,6 +9,7 @@
     ├── InputError (ValueError)          a prompt, file or option of the user that cannot be used
     ├── ShapeError (ValueError)          tensors that do not fit the cache
     ├── BrokenCacheError                 a cache in which a step failed half way
+    ├── NoNumbersError                   logits that are NaN or infinite
     ├── ModelFileError (OSError)         a model folder that is missing, incomplete, unsafe or corrupted
     ├── UnsupportedModelError            a model that the attention interface does not reach
     └── UnsupportedOperationError        something that cannot be done after tokens were evicted
@@ -56,6 +57,16 @@ class BrokenCacheError(KVKeepError):
         )
 
 
+class NoNumbersError(KVKeepError):
+    """What a model computes names no token."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The model's logits are NaN or infinite, so they name no token. Its weights are damaged, or its numbers "
+            "overflow in this dtype: try bfloat16 or float32."
+        )
+
+
 class ModelFileError(KVKeepError, OSError):
     """A model folder is missing, incomplete, corrupted or holds weights that are not safetensors."""
 
@@ -70,7 +81,10 @@ class UnsupportedOperationError(KVKeepError):
 
 def one_line(error: BaseException) -> str:
     """An exception in one line: what kvkeep says itself, or the kind of the error and the beginning of its message."""
-    text = str(error).strip().partition("\n")[0]
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:  # somebody else's error that cannot even be shown
+        text = ""
     if isinstance(error, KVKeepError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,7 +1,7 @@
 """The joint of one layer: append → attend → observe → evict.
 
 `Layer` owns a fixed block of slots per row and KV head and the policy that decides what stays in it. It knows
-nothing of transformers; `kvkeep.cache` and later the engine drive it. Layouts are drawn in ``docs/layouts.md``.
+nothing of transformers: `kvkeep.cache` and the engine drive it. Layouts are drawn in ``docs/layouts.md``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Layer:
         budget: slots that may stay occupied after a step, one number or one per row.
         index: the layer's number in the model, a key of counter-based randomness.
         window: sliding window of the layer in tokens; its budget is then ``min(budget, window)``.
-        prefill_chunk: cut each row's prompt into chunks of this many tokens; ``None`` takes it whole.
-        sequences: identity of each row for randomness; all 0 if not given, whatever a row's place in the batch.
+        prefill_chunk: cut each row's prompt into chunks of so many tokens; ``None`` takes it whole.
+        sequences: identity of each row for randomness; all 0 if not given.
         rotation: the model's rotary embedding, for slot positions: keys are stored unrotated and attended at their
             rank in the cache. ``None``: true positions.
         cascade: what this layer shares with the others, for a policy that prunes through the depth of the model.
@@ -47,6 +47,7 @@ class Layer:
 
     Attributes:
         columns: columns seen so far, padding included.
+        moves: how often rows were selected.
         block: the slots, state and counters; allocated by the first step.
         budgets: what was asked for, at most the window; one number, or one per row.
     """
@@ -74,8 +75,7 @@ class Layer:
         self.window = window
         self.columns = 0
         self.allocated = False
-        self._rows_moved = False
-        self._broken = False
+        self._broken, self.moves = False, 0
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index = index
         self._prefill_chunk = prefill_chunk
@@ -127,21 +127,23 @@ class Layer:
 
     def reset(self) -> None:
         """Forget everything; the memory stays allocated, unless rows were moved or heads have budgets of their own."""
-        self.columns = 0
-        self._broken = False
+        self.columns, self._broken = 0, False
         if self._cascade is not None:
             self._cascade.clear()
-        if self._rows_moved or self.policy.spreads:  # budgets have changed: the next step makes new ones
-            self.allocated = self._rows_moved = False
+        if self.moves or self.policy.spreads:  # budgets have changed: the next step makes new ones
+            self.allocated = False
         elif self.allocated:
             self.block.clear()
+        self.moves = 0
 
     @inference
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
         if self.allocated:
-            self._rows_moved = True
+            self.moves += 1
+            broken, self._broken = self._broken, True  # until they have moved
             self.block.select_rows(index)
+            self._broken = broken
             if self._cascade is not None and self._cascade.first == self._index:
                 self._cascade.select_rows(index)
 

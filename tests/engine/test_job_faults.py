@@ -2,17 +2,16 @@
 
 import json
 import os
-import sys
-import traceback
 import tracemalloc
 from pathlib import Path
 
 import model_folders
+import processes
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvkeep.cli import job, main
+from kvkeep.cli import job
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.jobs import COMPLETION, Line
 from kvkeep.engine.output import Output
@@ -47,38 +46,10 @@ def whole(files):
 
 def command(args, *, closed, tmp_path):
     """Run the command in a process of its own whose streams are closed as by ``<&-``; exit code, output, errors."""
-    paths = {number: tmp_path / name for number, name in {1: "stdout", 2: "stderr"}.items()}
-    child = os.fork()
-    if not child:
-        code = 120  # as Python ends when a stream cannot be flushed
-        try:
-            for number, name in enumerate(("stdin", "stdout", "stderr")):
-                if number in closed:
-                    os.close(number)
-                    setattr(sys, name, None)
-                elif number:
-                    os.dup2(os.open(paths[number], os.O_WRONLY | os.O_CREAT), number)
-                    setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115  the child never returns
-            found = exit_code_of(["kvkeep", *map(str, args)])
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            code = found
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return code, *(path.read_text() if path.exists() else "" for path in paths.values())
-
-
-def exit_code_of(words):
-    sys.argv = words
-    try:
-        main.run()
-    except SystemExit as end:
-        return end.code or 0
-    except BaseException:
-        traceback.print_exc()
-        return 70
-    return 0
+    out, err = tmp_path / "stdout", tmp_path / "stderr"
+    process = processes.kvkeep(*args, closed=closed, out=out, err=err)
+    process.join()
+    return process.exitcode, *(path.read_text() if path.exists() else "" for path in (out, err))
 
 
 # ------------------------------------------------------------------ lines that fail

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import processes
 import pytest
 from typer.testing import CliRunner
 
@@ -299,23 +300,19 @@ def test_killed_ten_times_at_random_moments(tmp_path):
     args = ["generate", "-i", str(source), "-o", str(target), "--budget", "16", "--max-rows", "4", "--raw"]
     sizes = []
     for i in range(10):
-        child = os.fork()
-        if not child:
-            sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115  the child never returns
-            app(args)
-            os._exit(0)
+        process = processes.kvkeep(*args)
         if i % 3 == 0:  # any time, while it loads or resumes as well
             time.sleep(rng.random() * 0.4)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            process.kill()
+            process.join()
             continue
         enough = (sizes[-1] if sizes else 0) + rng.randrange(700)
         while not target.exists() or target.stat().st_size <= enough:
-            assert not os.waitpid(child, os.WNOHANG)[0], "the job ended before it was killed"
+            assert process.exitcode is None, "the job ended before it was killed"
             time.sleep(0.002)
         time.sleep(rng.random() * 0.02)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        process.kill()
+        process.join()
         sizes.append(target.stat().st_size)
     assert len(target.read_text().splitlines()) < 120
     assert run(*args[1:]).exit_code == 0

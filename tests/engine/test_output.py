@@ -3,8 +3,8 @@
 import json
 import math
 import os
-import sys
 
+import processes
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -59,13 +59,16 @@ def test_a_second_job_on_one_output_is_refused(tmp_path):
     assert run("-i", source, "-o", target, "--budget", 20, "-n", 2).exit_code == 0
 
 
+def open_and_die(target):
+    Output.open(target)
+    os.kill(os.getpid(), 9)
+
+
 def test_a_job_that_was_killed_leaves_no_lock(tmp_path):
     target = tmp_path / "out.jsonl"
-    child = os.fork()
-    if not child:
-        Output.open(target)
-        os.kill(os.getpid(), 9)
-    os.waitpid(child, 0)
+    process = processes.start(open_and_die, target)
+    process.join()
+    assert process.exitcode == -9
     assert go_on(target) == {1, 2, 3, 4}
 
 
@@ -294,14 +297,9 @@ def test_a_name_that_is_too_long_for_the_disk(tmp_path, name):
 def test_two_processes_at_once_write_every_line_once(tmp_path):
     entries = [{"prompt": f"Once {i}", "options": {"max_new_tokens": 3}} for i in range(40)]
     source, target = write(tmp_path / "in.jsonl", *entries), tmp_path / "out.jsonl"
-    children = []
-    for _ in range(2):
-        child = os.fork()
-        if not child:
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  the child never returns
-            code = run("-i", source, "-o", target, "--budget", 16).exit_code
-            os._exit(code)
-        children.append(child)
-    codes = sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
+    both = [processes.kvkeep("generate", "-i", source, "-o", target, "--budget", 16) for _ in range(2)]
+    for process in both:
+        process.join()
+    codes = sorted(process.exitcode for process in both)
     assert codes in ([0, 2], [0, 0])  # the second may come after the first has ended
     assert len(target.read_text().splitlines()) == len(completions(target)) == 40

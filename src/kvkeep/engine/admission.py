@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from kvkeep.engine.request import Generation, Request
 from kvkeep.engine.stops import StopText
-from kvkeep.errors import BudgetError, CapacityError, InputError
+from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.layout import Layout
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Model, Tokenizer, position_limit
@@ -67,8 +68,9 @@ class Admission:
         Raises:
             KVKeepError: the engine cannot run it; see `Engine.add`.
         """
-        chosen = self._policy if request.policy is None else request.policy
-        policy = parse(chosen) if isinstance(chosen, str) else chosen
+        if not isinstance(request, Request):
+            raise InputError(f"{request!r:.80} is no kvkeep.Request.")
+        policy = self._policy if request.policy is None else usable(request.policy)
         budget = self._budget if request.budget is None else request.budget
         if budget > self._budget:
             raise BudgetError(
@@ -133,6 +135,7 @@ class Admission:
         """
         if policy not in self._layouts:
             layout = Layout.of(self._model.config, policy, **self._options)
+            layout.slots(self._budget)  # its rows are made for the engine's budget
             if self._kv_memory is not None:
                 self.rows_that_fit(Rows(self._model, policy, self._budget, **self._options))
             if len(self._layouts) >= MOST_POLICIES:
@@ -148,3 +151,25 @@ class Admission:
     def _decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def usable(policy: object) -> Policy:
+    """A policy, or what a string names, that can be told from others.
+
+    Raises:
+        PolicyError: it is none, or cannot be compared or hashed, which decides whether requests share rows.
+    """
+    found = parse(policy) if isinstance(policy, str) else policy
+    if not isinstance(found, Policy):
+        raise PolicyError(f"{policy!r:.80} is neither a policy nor the name of one.")
+    try:
+        tells = hash(found) is not None and found == found
+    except Exception:  # whatever the class does there
+        tells = False
+    fields = {field.name for field in dataclasses.fields(found)}
+    if not tells or vars(found).keys() - fields:
+        raise PolicyError(
+            f"Policies of {type(found).__name__} cannot be told apart by their options. Make the class a frozen "
+            "dataclass whose fields are numbers, texts or tuples: @dataclass(frozen=True, kw_only=True)."
+        )
+    return found

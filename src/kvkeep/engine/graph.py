@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 WARM_UPS = 2
 """Runs before a capture: kernels are compiled and libraries take their workspaces."""
 
+MOST_REFUSED = 64
+"""Policies whose refusal is remembered."""
+
 _Run = Callable[[], Tensor]
 
 
@@ -112,6 +115,8 @@ class Graphs:
         return step
 
     def _refuse(self, policy: Policy, reason: str) -> None:
+        if len(self.refused) >= MOST_REFUSED:
+            self.refused.clear()
         self.refused[policy] = reason
         _log.warning(
             "Decode steps under %s are not recorded as CUDA graphs, which would be faster: %s.", policy, reason

@@ -60,7 +60,7 @@ class Request:
         if self.policy is not None and not isinstance(self.policy, str | Policy):
             raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
         if self.budget is not None:
-            budgets.check(self.budget)
+            object.__setattr__(self, "budget", budgets.check_one(self.budget))
         if self.logprobs is not None:
             object.__setattr__(self, "logprobs", _whole("logprobs", self.logprobs, 0, 100))
 
@@ -105,7 +105,10 @@ def _whole(name: str, value: object, low: int, high: int) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise InputError(f"{name}={value!r} is no whole number.")
-    number = operator.index(value)
+    try:
+        number = operator.index(value)
+    except Exception as error:  # an array of several numbers, for example
+        raise InputError(f"{name} is {_kind(value)}, no whole number.") from error
     if not low <= number <= high:
         raise InputError(f"{name}={number} is outside {low} … {high}.")
     return number
@@ -147,7 +150,7 @@ class Result:
         prefill_s: time from getting a row to the first token, ``ttft_s - queued_s``; ``None`` if there was none.
         tpot_s: time per further token; ``None`` if there was only one.
         error: what failed; ``None`` unless that is why it ended.
-        memory: bytes of its row at its end; zeros if it never had one.
+        memory: bytes of its row at its end; zeros if it was cancelled or ended by an error.
     """
 
     id: int
@@ -198,6 +201,7 @@ class Generation:
         finish_reason: why it has ended; ``None`` while it runs.
         error: what failed, if that is why.
         used: which tokens of the vocabulary occur in it, for a repetition penalty.
+        memory: bytes of its row when it had come to its end.
     """
 
     id: int
@@ -213,6 +217,7 @@ class Generation:
     finish_reason: FinishReason | None = None
     error: str | None = None
     used: Tensor | None = None
+    memory: Memory = field(default_factory=Memory)
     times: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -246,8 +251,8 @@ class Generation:
         self.finish_reason, self.error = reason, error
         self.mark("last")
 
-    def result(self, memory: Memory) -> Result:
-        """What the user gets; ``memory`` is what its row held."""
+    def result(self) -> Result:
+        """What the user gets."""
         assert self.finish_reason is not None
         at, n = self.times, len(self.token_ids)
         started = at.get("started", at["last"])
@@ -257,11 +262,11 @@ class Generation:
             text=self.tail.text if self.tail else "",
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.request.prompt),
-            logprobs=tuple(self.logprobs),
+            logprobs=tuple(self.logprobs[:n]),
             queued_s=started - at["added"],
             ttft_s=at["first"] - at["added"] if n else None,
             prefill_s=at["first"] - started if n else None,
             tpot_s=(at["last"] - at["first"]) / (n - 1) if n > 1 else None,
             error=self.error,
-            memory=memory,
+            memory=self.memory,
         )

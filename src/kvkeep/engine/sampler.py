@@ -17,11 +17,6 @@ from kvkeep.engine.request import Generation, Logprob
 from kvkeep.models.text import Sampling
 from kvkeep.noise import spread, uniform
 
-NO_NUMBERS = (
-    "The model's logits are NaN or infinite, so they name no token. Its weights are damaged, or its numbers overflow "
-    "in this dtype: try bfloat16 or float32."
-)
-
 
 def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> list[int | None]:
     """The next token of every row; ``None`` where the logits name none, since one is NaN or the largest infinite.
@@ -95,7 +90,8 @@ def _penalised(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) 
 def _used(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
     """Which tokens of the vocabulary occur in a row so far; kept from step to step."""
     if one.used is None:
-        one.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        with torch.inference_mode(False):  # written in inference mode and out of it
+            one.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         one.used[torch.tensor(one.request.prompt, device=logits.device)] = True
     if one.token_ids:
         one.used[one.token_ids[-1]] = True

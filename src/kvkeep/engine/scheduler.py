@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvkeep.engine.request import Generation
 from kvkeep.policies.base import Policy
@@ -59,6 +60,14 @@ class Batch:
         return [(i, one) for i, one in enumerate(self.rows) if one is not None and one.prompt_left == 0]
 
 
+class Gap(NamedTuple):
+    """A sequence, the row it has, and a free one before it."""
+
+    one: Generation
+    source: int
+    target: int
+
+
 class Scheduler:
     """Gives rows to requests whose policies can share them.
 
@@ -88,8 +97,8 @@ class Scheduler:
             if one is None or (row := self._free_row(one.policy)) is None:
                 break
             self._passed_over = 0 if one is self.waiting[0] else self._passed_over + 1
-            self.waiting.remove(one)
             one.row, self._rows[row] = row, one
+            self.waiting.remove(one)
             admitted.append(one)
         return admitted
 
@@ -109,14 +118,14 @@ class Scheduler:
 
     def leave(self, one: Generation) -> None:
         """Free the row of a sequence, or its place in the queue."""
+        if one in self.waiting:
+            self.waiting.remove(one)
         if one.row is not None:
             self._rows[one.row] = None
             one.row = None
-        elif one in self.waiting:
-            self.waiting.remove(one)
 
-    def close_gap(self) -> tuple[Generation, int] | None:
-        """Let the last sequence go on in the first free row, if nobody waits for it: which, and the row it had."""
+    def gap(self) -> Gap | None:
+        """The last sequence, if nobody waits for the first free row and it may go on there."""
         taken = [i for i, one in enumerate(self._rows) if one is not None]
         if self.waiting or self._alone or not taken or taken[-1] < len(taken):
             return None
@@ -125,8 +134,11 @@ class Scheduler:
         assert one is not None
         if one.prompt_left:
             return None
-        self._rows[source], self._rows[target], one.row = None, one, target
-        return one, source
+        return Gap(one, source, target)
+
+    def move(self, gap: Gap) -> None:
+        """Let a sequence go on in another row."""
+        self._rows[gap.source], self._rows[gap.target], gap.one.row = None, gap.one, gap.target
 
     def plan(self) -> list[Batch]:
         """What the model runs in this step: at most a chunk of prompts, and one token for every other row."""

@@ -57,9 +57,13 @@ class NoWaiting:
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
-        self._stack.enter_context(_Operators())
-        self._stack.enter_context(_Methods())
+        try:
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self._stack.enter_context(_Operators())
+            self._stack.enter_context(_Methods())
+        except BaseException:  # nobody will leave what was entered
+            self._stack.close()
+            raise
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
