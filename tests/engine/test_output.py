@@ -177,7 +177,7 @@ def test_a_job_that_is_refused_cuts_nothing_off(whole, tmp_path):
     [
         ({"weights": "f" * 16}, 'weights="0123456789abcdef", and this job has weights="ffffffffffffffff"'),
         ({"budget": 23}, "budget=24, and this job has budget=23"),
-        ({"format": 3}, "format=2, and this job has format=3"),
+        ({"format": 4}, "format=3, and this job has format=4"),
     ],
 )
 def test_a_job_does_not_go_on_with_another_maker(whole, tmp_path, changes, words):

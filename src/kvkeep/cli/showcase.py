@@ -26,8 +26,7 @@ from kvkeep import budget as budgets
 from kvkeep.cache import BoundedCache
 from kvkeep.cli import console
 from kvkeep.cli.demo import SEED, STORY_BUDGET
-from kvkeep.engine import Engine, Request
-from kvkeep.memory import Memory
+from kvkeep.engine import Engine, Event, Request, Result
 from kvkeep.models import text
 from kvkeep.models.load import embedded, find, read_weights
 from kvkeep.models.quiet import quiet
@@ -91,9 +90,9 @@ def tell_story(screen: Console, writer: text.Writer, seed: int) -> None:
     prompt = text.encode(writer.checkpoint, OPENING, raw=True)[0].tolist()
     sampling = text.Sampling(max_new_tokens=STORY_TOKENS, temperature=0.8, top_p=0.95, seed=seed)
     engine = Engine(writer.model, writer.checkpoint.tokenizer, budget=STORY_BUDGET, rows=1, prefill_chunk=None)
-    with Page(screen) as page:
+    with Page(screen, engine) as page:
         for seen, event in enumerate(engine.stream(Request(prompt=prompt, sampling=sampling)), start=len(prompt)):
-            page.write(event.text, seen, event.result.memory if event.result else engine.memory())
+            page.write(event, seen)
     screen.print("  Each head holds the newest tokens and the heaviest of the older ones, however long the text.\n")
 
 
@@ -204,8 +203,9 @@ def _title(screen: Console, title: str) -> None:
 class Page:
     """A text that is being written, with what the cache holds below it; on a terminal it changes in place."""
 
-    def __init__(self, screen: Console) -> None:
-        self._screen, self._text, self._seen, self._memory = screen, Text(OPENING, "dim"), 0, Memory()
+    def __init__(self, screen: Console, engine: Engine) -> None:
+        self._screen, self._engine, self._text, self._seen = screen, engine, Text(OPENING, "dim"), 0
+        self._result: Result | None = None
         self._live = Live(console=screen, auto_refresh=False, vertical_overflow="visible")
         self._written = 0.0
 
@@ -218,24 +218,19 @@ class Page:
         self._live.stop()
         _end_line(self._screen)
 
-    def write(self, piece: str, seen: int, memory: Memory) -> None:
-        """Add a piece of text; the picture is drawn ten times a second at most.
-
-        Args:
-            piece: the text.
-            seen: tokens that the model has seen.
-            memory: what the cache holds now.
-        """
-        self._text.append(console.printable(piece), "default")
-        self._seen, self._memory = seen, memory
+    def write(self, event: Event, seen: int) -> None:
+        """Add a piece of text, after which the model has seen so many tokens; drawn ten times a second at most."""
+        self._text.append(console.printable(event.text), "default")
+        self._seen, self._result = seen, event.result
         if self._screen.is_terminal and time.perf_counter() - self._written > 0.1:
             self._written = time.perf_counter()
             self._live.update(self._render(), refresh=True)
 
     def _render(self) -> RenderableType:
         seen, held = self._seen, min(self._seen, STORY_BUDGET)
+        memory = self._result.memory if self._result else self._engine.memory()
         bars = Table.grid(padding=(0, 2))
-        ours, theirs = self._memory.allocated_bytes, self._memory.full_bytes
+        ours, theirs = memory.allocated_bytes, memory.full_bytes
         bars.add_row("h2o", f"{held} of {seen} tokens", console.show_bytes(ours), _bar(ours, theirs))
         bars.add_row("full cache", f"{seen} tokens", console.show_bytes(theirs), _bar(theirs, ours))
         return Group(Panel(self._text), Padding(bars, (0, 2, 1, 2)))
