@@ -173,7 +173,8 @@ def _run(job: Job, engine: Engine, on_text: Callable[[str], object]) -> Result:
     """
     result = None
     for event in engine.stream(engines.Request(prompt=job.prompt, sampling=job.sampling)):
-        on_text(event.text)
+        if event.text:
+            on_text(event.text)
         result = event.result
     assert result is not None
     if result.finish_reason == "error":
