@@ -11,14 +11,11 @@ from typing import Any
 from kvkeep import plots
 from kvkeep.analysis import page
 from kvkeep.analysis.elsewhere import ELSEWHERE
-from kvkeep.analysis.folder import AGAIN, Folder
+from kvkeep.analysis.folder import AGAIN, ALL, PAGE, Folder
 from kvkeep.analysis.groups import MEASUREMENTS
 from kvkeep.analysis.measure import Claim, Measurement, Reading
 from kvkeep.analysis.recommend import Advice, advise
 from kvkeep.errors import InputError, KVKeepError
-
-PAGE = "index.html"
-ALL = "analysis.json"
 
 _LONGEST = 200
 
