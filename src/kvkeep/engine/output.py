@@ -136,7 +136,8 @@ class Output:
                 f"{self.name} holds a completion of line {min(missing)}, which the input has not, or which cannot be "
                 "run any more. Give another output file, or the input that it was written for."
             )
-        if self._torn and not _is_ours(self._torn, digests):
+        written = self._torn.rstrip(b"\0")  # where the disk lost what followed there are zeros
+        if self._torn and not (_is_ours(written, digests) if written else self.done):
             raise InputError(
                 f"{self.name} ends without a line break, and what stands there is no completion that was cut short. "
                 "Give another output file, or remove that line."
@@ -242,8 +243,7 @@ def _same(known: str, digest: str) -> bool:
 
 
 def _is_ours(torn: bytes, digests: Mapping[int, str]) -> bool:
-    """Whether the beginning of a line is one that was written here; where the disk lost the rest there are zeros."""
-    torn = torn.rstrip(b"\0")
+    """Whether the beginning of a line is one that was written here."""
     beginnings = ((_BEGINNING % entry).encode() for entry in digests.items())
     return bool(_WRITTEN_HERE.match(torn)) or any(beginning.startswith(torn) for beginning in beginnings)
 
