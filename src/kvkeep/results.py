@@ -86,8 +86,8 @@ class Results:
         """
         if found := sorted(name for name in self.names if os.path.lexists(self.path / name)):
             raise InputError(
-                f"{self.path} has {found[0]} but no {MANIFEST}, so it is unknown what was run there, and the file would "
-                "be overwritten. Choose another --output folder."
+                f"{self.path} has {found[0]} but no {MANIFEST}, so it is unknown what was run there, and the file "
+                "would be overwritten. Choose another --output folder."
             )
 
     def write_bytes(self, name: str, data: bytes) -> Path:

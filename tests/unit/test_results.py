@@ -29,7 +29,18 @@ def test_a_torn_last_line_is_no_row(tmp_path, torn):
 
 @pytest.mark.parametrize(
     "wrong",
-    [b"x", b"[1]\n", b'{"mine": 1}', b'{"mine"', b"\0\0text", b"\n", b'{"b": 1}\n', b'{"a": NaN}\n', b'{"a":' * 200 + b"1" + b"}" * 200 + b"\n", b"\xff"],
+    [
+        b"x",
+        b"[1]\n",
+        b'{"mine": 1}',
+        b'{"mine"',
+        b"\0\0text",
+        b"\n",
+        b'{"b": 1}\n',
+        b'{"a": NaN}\n',
+        b'{"a":' * 200 + b"1" + b"}" * 200 + b"\n",
+        b"\xff",
+    ],
 )
 def test_a_last_line_that_no_run_began_is_refused(tmp_path, wrong):
     path = tmp_path / "rows"

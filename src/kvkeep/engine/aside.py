@@ -28,7 +28,7 @@ def write(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
     """Write a file of bad lines; one that an earlier job has written is replaced.
 
     Raises:
-        InputError: there is a file that no job can have written or another one writes to, or the file cannot be written.
+        InputError: there is a file that no job can have written or another one writes to, or it cannot be written.
     """
     try:
         with _free(path):
