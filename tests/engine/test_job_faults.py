@@ -240,6 +240,7 @@ def test_bad_lines_of_a_job_to_standard_output_go_to_standard_error(files, tmp_p
         '{"line": 1, "reason": "x", "text": "y"}\nnotes\n',
         "[" * 100_000,
         "\n",
+        "",
     ],
     ids=lambda content: repr(content[:30]),
 )
@@ -251,6 +252,25 @@ def test_a_file_that_no_job_has_written_is_not_overwritten_with_bad_lines(files,
     assert (result.exit_code, "holds something else. Rename it" in result.said) == (2, True), result.said
     assert aside.read_text() == content
     assert not target.exists() or not target.read_bytes()
+
+
+def test_bad_lines_of_a_job_that_is_writing_are_not_replaced(files):
+    source, target = write(files[0], {"prompt": "Hello"}, "{nope"), files[1]
+    other = Path(f"{target}.bad")
+    with Output.open(other):
+        other.write_bytes(before := b'{"line": 1, "reason": "x", "text": "y"}\n')
+        result = run("-i", source, "-o", target, *SMALL, "--skip-bad")
+    assert (result.exit_code, f"Another run is writing to {other}" in result.said) == (2, True), result.said
+    assert other.read_bytes() == before
+
+
+def test_what_a_killed_job_left_beside_its_bad_lines_is_removed(files):
+    source, target = write(files[0], {"prompt": "Hello"}, "{nope"), files[1]
+    left = target.with_name(f".{target.name}.bad.abcd1234.new")
+    left.write_text("")
+    os.utime(left, (0, 0))
+    assert run("-i", source, "-o", target, *SMALL, "--skip-bad").exit_code == 0
+    assert not left.exists()
 
 
 def test_an_input_that_has_the_name_for_bad_lines_is_not_overwritten(tmp_path):

@@ -80,6 +80,40 @@ def test_an_output_that_was_cut_at_any_byte_is_completed(whole, tmp_path, unsync
         assert sorted(target.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
+@pytest.mark.parametrize("zeros", [1, 5000])
+@pytest.mark.parametrize("cut", [0, 1, 40, 130])
+def test_zero_bytes_where_the_disk_lost_a_completion_are_generated_again(whole, tmp_path, unsynced, cut, zeros):
+    target, first = tmp_path / "zeros.jsonl", whole.index(b"\n") + 1
+    for start in (0, first) if cut else (first,):  # a file of zeros alone may be anybody's
+        target.write_bytes(whole[: start + cut] + b"\0" * zeros)
+        assert go_on(target) == {1, 2, 3, 4}
+        assert b"\0" not in target.read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"\0mine", b"mine\0", b"{\0}", b"\0\n"])
+def test_zero_bytes_with_something_foreign_are_refused(whole, tmp_path, content):
+    target = tmp_path / "zeros.jsonl"
+    target.write_bytes(whole + content)
+    with pytest.raises(InputError):
+        go_on(target)
+    assert target.read_bytes() == whole + content
+
+
+@pytest.mark.parametrize("change", [lambda torn: torn + b"my note\n", lambda torn: b"x" * len(torn), lambda torn: b""])
+def test_what_others_write_behind_a_line_that_was_cut_is_not_removed(whole, tmp_path, change):
+    target, begun = tmp_path / "cut.jsonl", whole.index(b"\n") + 1
+    target.write_bytes(whole[: begun + 60])
+    now = whole[:begun] + change(whole[begun : begun + 60])
+    with Output.open(target) as output:
+        output.agree(MADE_BY)
+        output.check(DIGESTS)
+        target.write_bytes(now)
+        for write_or_finish in (lambda: output.write(LINES[1], result_of()), output.finish):
+            with pytest.raises(InputError, match="Nothing was removed"):
+                write_or_finish()
+    assert target.read_bytes() == now
+
+
 def test_a_line_that_was_cut_is_recognised_though_its_prompt_or_the_settings_have_changed(whole, tmp_path):
     target = tmp_path / "cut.jsonl"
     target.write_bytes(whole[: whole.index(b'"made_by"') + 12])

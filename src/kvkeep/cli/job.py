@@ -117,8 +117,8 @@ def _budget(request: Request, policy: Policy, survey: Survey, output: Output) ->
             named.append(parse_policy(name))
     default = default_budget(policy, survey.longest, named)
     earlier = output.made_by.get("budget")
-    if type(earlier) is not int or earlier < 1 or earlier == default:
-        return default
+    if type(earlier) is not int or not 1 <= earlier <= console.MAX_TOKENS or earlier == default:
+        return default  # of a number that no job has the output is refused
     console.note(
         f"budget {earlier}, with which {output.name} was begun; with another output file it would be {default}"
     )

@@ -50,6 +50,7 @@ class Output:
         self.made_by: dict[str, Any] = {}
         self._own: dict[str, Any] = {}
         self._torn: bytes = b""
+        self._torn_at = 0
         self._synced = time.monotonic()
 
     @classmethod
@@ -80,10 +81,12 @@ class Output:
 
     def _take_up(self, file: IO[bytes]) -> None:
         """Note what an earlier run has done, and a line in whose middle it was killed."""
+        end = 0
         for raw in file:
             if not raw.endswith(b"\n"):
-                self._torn = raw
+                self._torn, self._torn_at = raw, end
                 return
+            end += len(raw)
             number, digest, made_by = _was_done(raw, self.name)
             if self.made_by and (differences := _differences(self.made_by, made_by)):
                 raise InputError(
@@ -129,7 +132,8 @@ class Output:
                 f"{self.name} holds a completion of line {min(missing)}, which the input has not, or which cannot be "
                 "run any more. Give another output file, or the input that it was written for."
             )
-        if self._torn and not _is_ours(self._torn, digests):
+        written = self._torn.rstrip(b"\0")  # where the disk lost what followed there are zeros
+        if self._torn and not (_is_ours(written, digests) if written else self.done):
             raise InputError(
                 f"{self.name} ends without a line break, and what stands there is no completion that was cut short. "
                 "Give another output file, or remove that line."
@@ -170,10 +174,19 @@ class Output:
         return {number for number, digest in found.done.items() if self.done.get(number) == digest}
 
     def _cut(self) -> None:
-        """Remove a line that was cut short; it is generated again."""
+        """Remove a line that was cut short; it is generated again.
+
+        Raises:
+            InputError: something else stands there now, or after it.
+        """
         if self._torn:
-            self._file.seek(-len(self._torn), 2)
-            self._file.truncate()
+            self._file.seek(self._torn_at)
+            if self._file.read(len(self._torn) + 1) != self._torn:
+                raise InputError(
+                    f"Something else wrote to {self.name} after this job had begun, where a completion was cut short. "
+                    "Nothing was removed: give another output file, or remove what is no completion."
+                )
+            self._file.truncate(self._torn_at)
             self._torn = b""
 
     def _sync(self) -> None:

@@ -55,7 +55,7 @@ def check_generation_config(name: str) -> None:
     except Exception as error:  # whatever its values lead to
         raise ModelFileError(f"{problem} ({error!s:.200}). Remove it, or download the model again.") from error
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
+    if not all(isinstance(end, int) and not isinstance(end, bool) and abs(end) < 2**63 for end in ends):
         raise ModelFileError(
             f"{problem} (eos_token_id is {ends!s:.60}). Give the number of a token, or a list of such."
         )
