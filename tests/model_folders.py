@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
     GPT2Config,
+    Lfm2Config,
     LlamaConfig,
     OPTConfig,
     PreTrainedConfig,
@@ -68,6 +69,9 @@ def config_of(family: str) -> PreTrainedConfig:
         return GPT2Config(**common, n_embd=32, n_head=4, n_layer=2, n_positions=POSITIONS)
     if family == "opt":
         return OPTConfig(**common, **sizes, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=POSITIONS)
+    if family == "lfm2":
+        kinds = ["conv", "full_attention"]
+        return Lfm2Config(**common, **sizes, intermediate_size=48, num_key_value_heads=2, layer_types=kinds)
     return FalconConfig(**common, **sizes)
 
 

@@ -21,7 +21,8 @@ class Memory:
         allocated_bytes: everything: keys, values, positions, policy state, counters.
         occupied_bytes: the part of keys, values, positions and state that belongs to slots with a token.
         state_bytes: the policy's state and the counters, a part of ``allocated_bytes``.
-        full_bytes: keys and values of every token seen, which a full cache would hold (padding not counted).
+        full_bytes: keys and values of every token seen, which a full cache would hold (padding not counted), and the
+            states of layers without slots.
     """
 
     allocated_bytes: int = 0

@@ -45,6 +45,11 @@ def uniform(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     return _shift_right(state, 40).to(torch.float32) / 2**24
 
 
+def spread(key: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """A key as a number of 64 random bits, so that exclusive or joins it with another key; 0 stays 0."""
+    return _mix(key.to(torch.int64))
+
+
 def gumbel(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Standard Gumbel numbers, ``-ln(-ln u)`` with ``u`` from `uniform` moved to the middle of its step."""
     u = uniform(seed, *keys).double() + 2.0**-25

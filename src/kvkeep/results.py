@@ -8,17 +8,18 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from kvkeep.errors import InputError
-from kvkeep.runs import Lock, parse, read_whole, write_whole
+from kvkeep.runs import Lock, parse, read_whole, remove_leftovers, write_whole
+
+MANIFEST = "run.json"
+"""File of a folder that says what was run; without it nothing there is known to be a run's."""
 
 _LONGEST = 200
-_TORN = (b'{"', b"\0")
-"""How a line begins that was cut off in the middle, or whose content never reached the disk."""
 
 
 class Results:
@@ -29,14 +30,19 @@ class Results:
 
     Attributes:
         path: the same.
+        names: files that a run writes there, beside `MANIFEST`.
 
     Raises:
         InputError: it is no folder.
     """
 
+    names: Collection[str] = ()
+
     def __init__(self, path: Path):
         self.path = path
         self._locked = False
+        self._held = ExitStack()
+        """What else is held as long as the folder is locked."""
         with self.writing():
             if not path.is_dir() and os.path.lexists(path):
                 raise InputError(f"{path} is a file, or a link to nothing; --output needs a folder for results.")
@@ -64,12 +70,25 @@ class Results:
         with self.writing():
             self.path.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.path, str(self.path))
-        with lock:
+        with lock, self._held:
             self._locked = True
+            remove_leftovers(self.path, {MANIFEST, *self.names})
             try:
                 yield
             finally:
                 self._locked = False
+
+    def check_new(self) -> None:
+        """Refuse a folder without `MANIFEST` that has a file which a run would overwrite: it is somebody else's.
+
+        Raises:
+            InputError: there is one.
+        """
+        if found := sorted(name for name in self.names if os.path.lexists(self.path / name)):
+            raise InputError(
+                f"{self.path} has {found[0]} but no {MANIFEST}, so it is unknown what was run there, and the file "
+                "would be overwritten. Choose another --output folder."
+            )
 
     def write_bytes(self, name: str, data: bytes) -> Path:
         """Write a file at once, see `write_whole`, and return its path.
@@ -103,13 +122,16 @@ class Results:
             ) from error
 
 
-def read_rows(path: Path, fault: Callable[[dict[str, Any]], str | None]) -> tuple[int, list[dict[str, Any]]]:
+def read_rows(
+    path: Path, beginning: bytes, fault: Callable[[dict[str, Any]], str | None]
+) -> tuple[int, list[dict[str, Any]]]:
     """The rows of a file of one JSON object per line, and where the last whole line ends.
 
     A last line that was cut off, as by a power cut, is no part of them.
 
     Args:
         path: the file; none is an empty one.
+        beginning: what every row begins with; a last line without it was begun by no run.
         fault: what is wrong with an object that should be a row; ``None`` if nothing is.
 
     Raises:
@@ -120,7 +142,7 @@ def read_rows(path: Path, fault: Callable[[dict[str, Any]], str | None]) -> tupl
     end = 0
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
         row, what = _row(line, fault)
-        if row is None and end + len(line) == len(data) and (line.startswith(_TORN) or line == b"{"):
+        if row is None and end + len(line) == len(data) and _is_torn(line, beginning):
             break
         if what is not None:
             raise InputError(
@@ -130,6 +152,12 @@ def read_rows(path: Path, fault: Callable[[dict[str, Any]], str | None]) -> tupl
         rows.append(row)
         end += len(line)
     return end, rows
+
+
+def _is_torn(line: bytes, beginning: bytes) -> bool:
+    """Whether a line was cut off in the middle, or its content never reached the disk, which then has zero bytes."""
+    written = line.rstrip(b"\0\n")
+    return line != b"\n" and beginning.startswith(written[: len(beginning)])
 
 
 def _row(line: bytes, fault: Callable[[dict[str, Any]], str | None]) -> tuple[Any, str | None]:

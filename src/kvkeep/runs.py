@@ -9,8 +9,11 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 import tempfile
+import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +24,8 @@ if sys.platform != "win32":  # Windows has no POSIX locks: nothing keeps a secon
     import fcntl
 
 _TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+_LEFTOVER = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.new")
+"""How `write_whole` names what it writes beside a file."""
 _DEEPEST = 60
 _LARGEST = 2**64
 """Nested values and whole numbers beyond these would stop functions that call themselves, and sums of floats."""
@@ -92,6 +97,34 @@ def write_whole(path: Path, data: bytes) -> None:
             beside.unlink()
         raise
     _sync_folder(path.parent)
+
+
+def remove_leftovers(folder: Path, names: Collection[str], before: float | None = None) -> None:
+    """Remove what `write_whole` left beside files of these names when its process was killed.
+
+    Args:
+        folder: where the caller has the lock on these files.
+        names: of the files.
+        before: when the lock was taken, as of `time.time`; younger files stay. Default: now.
+    """
+    limit = time.time() if before is None else before
+    with suppress(OSError):  # they are only in the way
+        for path in folder.iterdir():
+            found = _LEFTOVER.fullmatch(path.name)
+            if found and found[1] in names and path.is_file() and path.lstat().st_mtime < limit:
+                path.unlink()
+
+
+def in_full(name: str | os.PathLike[str]) -> Path:
+    """The path with the home folder for ``~``; that of a user who does not exist is a name like any other."""
+    with suppress(RuntimeError):
+        return Path(name).expanduser()
+    return Path(name)
+
+
+def as_text(name: str) -> str:
+    """A name as UTF-8 can hold it: bytes of a file's name that are no UTF-8 become escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def sync(file: IO[bytes]) -> None:

@@ -240,6 +240,7 @@ def test_bad_lines_of_a_job_to_standard_output_go_to_standard_error(files, tmp_p
         '{"line": 1, "reason": "x", "text": "y"}\nnotes\n',
         "[" * 100_000,
         "\n",
+        "",
     ],
     ids=lambda content: repr(content[:30]),
 )
@@ -251,6 +252,25 @@ def test_a_file_that_no_job_has_written_is_not_overwritten_with_bad_lines(files,
     assert (result.exit_code, "holds something else. Rename it" in result.said) == (2, True), result.said
     assert aside.read_text() == content
     assert not target.exists() or not target.read_bytes()
+
+
+def test_bad_lines_of_a_job_that_is_writing_are_not_replaced(files):
+    source, target = write(files[0], {"prompt": "Hello"}, "{nope"), files[1]
+    other = Path(f"{target}.bad")
+    with Output.open(other):
+        other.write_bytes(before := b'{"line": 1, "reason": "x", "text": "y"}\n')
+        result = run("-i", source, "-o", target, *SMALL, "--skip-bad")
+    assert (result.exit_code, f"Another run is writing to {other}" in result.said) == (2, True), result.said
+    assert other.read_bytes() == before
+
+
+def test_what_a_killed_job_left_beside_its_bad_lines_is_removed(files):
+    source, target = write(files[0], {"prompt": "Hello"}, "{nope"), files[1]
+    left = target.with_name(f".{target.name}.bad.abcd1234.new")
+    left.write_text("")
+    os.utime(left, (0, 0))
+    assert run("-i", source, "-o", target, *SMALL, "--skip-bad").exit_code == 0
+    assert not left.exists()
 
 
 def test_an_input_that_has_the_name_for_bad_lines_is_not_overwritten(tmp_path):
@@ -306,28 +326,6 @@ def test_a_job_does_not_go_on_with_other_weights_under_the_same_name(files, tmp_
     assert "was written with weights=" in result.said
     assert "Give another output file, or the same settings and weights" in result.said
     assert files[1].read_bytes() == before
-
-
-def without_weights(target):
-    """The lines as the version before weights were noted wrote them."""
-    lines = []
-    for entry in map(json.loads, target.read_text().splitlines()):
-        completion = entry.pop(COMPLETION)
-        completion["digest"] = completion["digest"][:16]
-        del completion["made_by"]["weights"], completion["made_by"]["format"]
-        lines.append({**entry, COMPLETION: completion})
-    return write(target, *lines)
-
-
-def test_an_output_of_an_older_version_is_gone_on_with_and_said_so(files):
-    whole(files)
-    target = without_weights(files[1])
-    target.write_text("".join(target.read_text().splitlines(keepends=True)[:4]))
-    result = job_of(files)
-    assert result.exit_code == 0, result.said
-    assert "4 lines of" in result.said
-    assert "older version, which did not note the model's weights" in result.said
-    assert sorted(completions(target)) == list(range(1, N + 1))
 
 
 @pytest.mark.parametrize("policy", ["h2o", "full"])

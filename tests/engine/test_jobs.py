@@ -79,7 +79,7 @@ def test_a_second_run_does_nothing_and_other_settings_are_refused(ten, tmp_path)
 )
 def test_a_job_does_not_go_on_with_other_settings(ten, tmp_path, options, words):
     target = tmp_path / "out.jsonl"
-    made_by = {"model": "embedded", "policy": "h2o", "budget": 24}
+    made_by = {"format": 3, "model": "embedded", "policy": "h2o", "budget": 24}
     write(target, {"id": 0, COMPLETION: {"line": 1, "digest": "x", "made_by": made_by}})
     before = target.read_bytes()
     given = {"--budget": 24, **dict([options if len(options) == 2 else (options[0], "")])}
@@ -94,7 +94,7 @@ def test_a_completion_says_what_it_was_made_with(tmp_path):
     target = tmp_path / "out.jsonl"
     assert run("-i", source, "-o", target, "--budget", 20, "--seed", 3, "-n", 4).exit_code == 0
     one, two = (completions(target)[line][COMPLETION] for line in (1, 2))
-    settings = {"format": 2, "model": "embedded", "policy": "h2o", "budget": 20, "seed": 3, "max_new_tokens": 4}
+    settings = {"format": 3, "model": "embedded", "policy": "h2o", "budget": 20, "seed": 3, "max_new_tokens": 4}
     weights = one["made_by"].pop("weights")
     assert (len(weights), two["made_by"].pop("weights")) == (16, weights)
     assert one["made_by"] == two["made_by"] == settings

@@ -80,6 +80,40 @@ def test_an_output_that_was_cut_at_any_byte_is_completed(whole, tmp_path, unsync
         assert sorted(target.read_bytes().splitlines()) == sorted(whole.splitlines())
 
 
+@pytest.mark.parametrize("zeros", [1, 5000])
+@pytest.mark.parametrize("cut", [0, 1, 40, 130])
+def test_zero_bytes_where_the_disk_lost_a_completion_are_generated_again(whole, tmp_path, unsynced, cut, zeros):
+    target, first = tmp_path / "zeros.jsonl", whole.index(b"\n") + 1
+    for start in (0, first) if cut else (first,):  # a file of zeros alone may be anybody's
+        target.write_bytes(whole[: start + cut] + b"\0" * zeros)
+        assert go_on(target) == {1, 2, 3, 4}
+        assert b"\0" not in target.read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"\0mine", b"mine\0", b"{\0}", b"\0\n"])
+def test_zero_bytes_with_something_foreign_are_refused(whole, tmp_path, content):
+    target = tmp_path / "zeros.jsonl"
+    target.write_bytes(whole + content)
+    with pytest.raises(InputError):
+        go_on(target)
+    assert target.read_bytes() == whole + content
+
+
+@pytest.mark.parametrize("change", [lambda torn: torn + b"my note\n", lambda torn: b"x" * len(torn), lambda torn: b""])
+def test_what_others_write_behind_a_line_that_was_cut_is_not_removed(whole, tmp_path, change):
+    target, begun = tmp_path / "cut.jsonl", whole.index(b"\n") + 1
+    target.write_bytes(whole[: begun + 60])
+    now = whole[:begun] + change(whole[begun : begun + 60])
+    with Output.open(target) as output:
+        output.agree(MADE_BY)
+        output.check(DIGESTS)
+        target.write_bytes(now)
+        for write_or_finish in (lambda: output.write(LINES[1], result_of()), output.finish):
+            with pytest.raises(InputError, match="Nothing was removed"):
+                write_or_finish()
+    assert target.read_bytes() == now
+
+
 def test_a_line_that_was_cut_is_recognised_though_its_prompt_or_the_settings_have_changed(whole, tmp_path):
     target = tmp_path / "cut.jsonl"
     target.write_bytes(whole[: whole.index(b'"made_by"') + 12])
@@ -177,7 +211,7 @@ def test_a_job_that_is_refused_cuts_nothing_off(whole, tmp_path):
     [
         ({"weights": "f" * 16}, 'weights="0123456789abcdef", and this job has weights="ffffffffffffffff"'),
         ({"budget": 23}, "budget=24, and this job has budget=23"),
-        ({"format": 3}, "format=2, and this job has format=3"),
+        ({"format": 4}, "format=3, and this job has format=4"),
     ],
 )
 def test_a_job_does_not_go_on_with_another_maker(whole, tmp_path, changes, words):
@@ -199,28 +233,26 @@ def test_settings_are_compared_before_the_weights_are_known(whole, tmp_path):
             output.agree({**early, "weights": "f" * 16})
 
 
-def old_line(number, **changes):
-    """A line as the version before weights were noted wrote it."""
-    made_by = {name: value for name, value in MADE_BY.items() if name != "weights"} | changes
-    completion = {"line": number, "digest": DIGESTS[number][:16], "made_by": made_by, "text": "a"}
+def line_of(number, **made_by):
+    """A line of an output that was written with these settings."""
+    completion = {"line": number, "digest": DIGESTS[number], "made_by": made_by, "text": "a"}
     return json.dumps({"id": 1, COMPLETION: completion}).encode() + b"\n"
 
 
-def test_an_output_of_the_version_without_weights_is_gone_on_with(tmp_path):
+@pytest.mark.parametrize("version", [{}, {"format": 2, "weights": MADE_BY["weights"]}])
+def test_an_output_of_an_older_version_is_refused(tmp_path, version):
+    """It may hold texts that this version reads in other pieces or draws otherwise."""
     target = tmp_path / "out.jsonl"
-    target.write_bytes(old_line(2))
-    for n_unknown in (1, 1):
-        with Output.open(target) as output:
-            assert output.n_unknown == n_unknown
-        assert go_on(target) == {1, 2, 3, 4}
-    assert target.read_bytes().startswith(old_line(2))
-    with pytest.raises(InputError, match="weights"):
-        go_on(target, made_by={**MADE_BY, "weights": "f" * 16})
+    settings = {name: value for name, value in MADE_BY.items() if name != "weights"}
+    target.write_bytes(before := line_of(2, **settings, **version))
+    with pytest.raises(InputError, match=f"written with format={version.get('format', 1)}, and this job has format=3"):
+        go_on(target)
+    assert target.read_bytes() == before
 
 
 def test_an_output_of_different_jobs_is_refused(tmp_path):
     target = tmp_path / "out.jsonl"
-    target.write_bytes(old_line(1) + old_line(2, budget=9))
+    target.write_bytes(line_of(1, format=3, **MADE_BY) + line_of(2, format=3, **{**MADE_BY, "budget": 9}))
     with pytest.raises(InputError, match="different jobs, with budget=24 and with budget=9"):
         Output.open(target)
 

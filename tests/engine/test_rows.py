@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from kvkeep import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
+from kvkeep import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.engine import Engine, Request
 from kvkeep.models.text import Sampling
 
@@ -206,19 +206,3 @@ def test_one_job_at_a_time():
         engine.generate([Request(prompt=(3,))])
     stream.close()  # whoever stops listening frees the row
     assert not engine.busy
-
-
-def test_models_with_a_state_are_refused():
-    from transformers import AutoModelForCausalLM, Lfm2Config
-
-    config = Lfm2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        layer_types=["conv", "full_attention"],
-    )
-    with pytest.raises(UnsupportedModelError, match="state"):
-        Engine(AutoModelForCausalLM.from_config(config).eval(), budget=8)

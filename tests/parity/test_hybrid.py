@@ -1,11 +1,17 @@
 """Models that mix attention with linear or convolution layers: the latter keep their own, already constant, state."""
 
+import functools
+import random
+
 import pytest
 import torch
-from models import GATED, padded_batch
+from models import GATED, VOCAB, padded_batch
 from transformers import AutoModelForCausalLM, Lfm2Config, Qwen3NextConfig
 
 import kvkeep
+from kvkeep.engine import Engine, Request
+from kvkeep.memory import bytes_of
+from kvkeep.models.rows import Rows
 
 NEW = 10
 
@@ -44,3 +50,136 @@ def test_only_the_attention_layers_are_bounded(family):
     attention = [i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
     assert list(cache.bounded_layers()) == attention
     assert ((cache.positions(attention[0]) >= 0).sum(-1) == 8).all()
+
+
+# the engine
+
+
+@functools.cache
+def attached(family):
+    """A random model whose logits are far apart, so that rounding decides nothing."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4)
+    return kvkeep.attach(model)
+
+
+def request_of(seed, length, new=NEW, **options):
+    prompt = tuple(random.Random(seed).randrange(VOCAB) for _ in range(length))
+    return Request(prompt=prompt, sampling=kvkeep.Sampling(max_new_tokens=new), **options)
+
+
+def alone(family, request, policy="h2o", budget=8, chunk=None):
+    """Greedy tokens of one prompt through transformers' ``generate``."""
+    model, ids = attached(family), torch.tensor([request.prompt])
+    cache = kvkeep.BoundedCache(model.config, request.policy or policy, request.budget or budget, prefill_chunk=chunk)
+    new = request.sampling.max_new_tokens
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False)
+    return tuple(out[0, ids.shape[1] :].tolist())
+
+
+def play(engine, requests, every=3, cancelled=()):
+    """Let requests come one after the other while others run; their results in order."""
+    numbers, results, steps = [], {}, 0
+    while engine.busy or len(numbers) < len(requests):
+        if steps % every == 0 and len(numbers) < len(requests):
+            numbers.append(engine.add(requests[len(numbers)]))
+        results |= {event.id: event.result for event in engine.step() if event.result}
+        steps += 1
+        for place in cancelled:
+            if steps == every * place + 5 and (result := engine.cancel(numbers[place])):
+                results[numbers[place]] = result
+    return [results[number] for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("policy", "chunk"), [("h2o", None), ("h2o", 5), ("h2o", 512), ("full", 4), ("snapkv:window=4", None)]
+)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_engine_gives_what_generate_gives(family, policy, chunk):
+    budget = 64 if policy == "full" else 8
+    requests = [request_of(i, length) for i, length in enumerate((1, 17, 6, 2, 23, 9))]
+    engine = Engine(attached(family), policy=policy, budget=budget, rows=3, prefill_chunk=chunk, graphs=True)
+    found = play(engine, requests, cancelled=(3,))
+    for place, (request, result) in enumerate(zip(requests, found, strict=True)):
+        whole = alone(family, request, policy, budget, chunk)
+        assert result.finish_reason == ("cancelled" if place == 3 else "length")
+        assert result.token_ids == whole[: len(result.token_ids)]
+        assert len(result.token_ids) == NEW or place == 3
+    assert engine.generate(requests[:1])[0].token_ids == found[0].token_ids
+
+
+def test_rows_of_several_policies_and_budgets_share_an_engine():
+    requests = [request_of(i, 14, policy=p, budget=b) for i, (p, b) in enumerate((("h2o", 8), ("tova", 6), (None, 7)))]
+    found = play(Engine(attached("lfm2"), policy="local", budget=8, rows=3, prefill_chunk=None), requests, every=1)
+    assert [r.token_ids for r in found] == [alone("lfm2", request, "local") for request in requests]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("in a layer"), KeyboardInterrupt()])
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_step_that_fails_harms_no_other_row(family, layer, error):
+    requests = [request_of(i, 12) for i in range(3)]
+    engine = Engine(attached(family), budget=8, rows=3, prefill_chunk=None)
+    numbers = [engine.add(request) for request in requests]
+    for _ in range(4):
+        engine.step()
+    left = [1]
+
+    def fail(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            hook.remove()
+            raise error
+
+    hook = attached(family).model.layers[layer].register_forward_pre_hook(fail)  # the second row's run fails
+    results = {}
+    while engine.busy:
+        try:
+            results |= {event.id: event.result for event in engine.step() if event.result}
+        except KeyboardInterrupt:
+            continue
+    ends = [results[number] for number in numbers]
+    assert [result.finish_reason for result in ends].count("error") == 1
+    for request, result in zip(requests, ends, strict=True):
+        whole = alone(family, request)
+        assert result.token_ids == (whole if result.finish_reason == "length" else whole[: len(result.token_ids)])
+    assert [r.token_ids for r in engine.generate(requests)] == [alone(family, request) for request in requests]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_states_count_as_memory(family):
+    engine = Engine(attached(family), budget=8, rows=2)
+    slots = engine.memory().allocated_bytes
+    number = engine.add(request_of(1, 12))
+    engine.step()
+    states = [state for state in vars_of(engine._rows._own[0].states.values()) if isinstance(state, torch.Tensor)]
+    assert bytes_of(states) > 0
+    assert engine.memory().allocated_bytes == slots + bytes_of(states)
+    assert engine.row_bytes == slots // 2 + bytes_of(states)
+    result = next(event.result for _ in range(NEW) for event in engine.step() if event.result)
+    assert (result.id, result.memory.allocated_bytes) == (number, engine.row_bytes)
+    assert engine.memory().allocated_bytes == slots
+    fitted = Engine(attached(family), budget=8, kv_memory=3 * engine.row_bytes + 5)
+    assert fitted.rows == 3
+
+
+def vars_of(layers):
+    """Everything that layers hold, also in dictionaries."""
+    for layer in layers:
+        for value in vars(layer).values():
+            yield from value.values() if isinstance(value, dict) else [value]
+
+
+def test_a_state_moves_with_its_row():
+    rows = Rows(attached("lfm2"), kvkeep.parse("h2o"), 8)
+    rows.allocate(2)
+    rows.begin(0, budget=8)
+    own = rows._own[0]
+    rows.move(0, 1)
+    assert rows._own == [None, own]
+    assert set(own.states) == {0, 2}
+    rows.end(1)
+    assert rows._own == [None, None]

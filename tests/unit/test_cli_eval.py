@@ -218,7 +218,7 @@ def test_weights_of_layers_from_a_file(tmp_path):
         (["-o", "OUT", "--ask", "never"], "--ask 'never' is no way to ask; use prompt or later"),
         (["-o", "OUT", "--positions", "slots"], "--positions 'slots' is not a mode"),
         (["-o", "OUT", "--layer-budget", "slope"], "calibrated:FILE"),
-        (["-o", "OUT", "--prefill-chunk", "0"], "The prefill chunk 0"),
+        (["-o", "OUT", "--prefill-chunk", "0"], "--prefill-chunk 0 takes no token"),
         (["-o", "OUT", "--facts", "900"], "--facts 900 is more than there are names and things for"),
         (["-o", "OUT", "--text", "missing.txt"], "The text file missing.txt cannot be read: No such file"),
         (["-o", "OUT", "--dtype", "float"], "Unknown dtype"),

@@ -14,12 +14,15 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli import compare, console
+from kvkeep.cli.completion import default_budget
 from kvkeep.cli.main import app
+from kvkeep.engine import Engine
+from kvkeep.engine.runner import Runner
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, load
 from kvkeep.models.quiet import quiet
 from kvkeep.models.stream import TextPieces
-from kvkeep.models.text import Sampling, Writer, encode
+from kvkeep.models.text import Sampling, encode
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the cat"
 
@@ -115,7 +118,7 @@ def test_default_budget():
     result = generate("-p", PROMPT, "-n", 5)
     assert "budget 17;" in result.stderr  # the prompt's 12 tokens and 5 new ones: no more slots than tokens
     assert "nothing was evicted" in result.stderr
-    assert as_json("-p", PROMPT, "-n", 2000)["budget"] == 1024
+    assert default_budget(kvkeep.parse("h2o"), 2000) == 1024
     assert as_json("-p", "the", "-n", 1, "--policy", "streaming_llm:sinks=9")["budget"] == 9
 
 
@@ -139,7 +142,9 @@ def test_prefill_chunk_reaches_the_cache_and_the_model(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.nn.Embedding, "forward", watch)
     whole = as_json("-p", PROMPT, "-n", 4)
+    assert widths.pop(0) == 1  # shows the engine what a row is
     assert widths[0] == whole["prompt_tokens"]
+    assert set(widths[1:]) == {1}
     widths.clear()
     chunked = as_json("-p", PROMPT, "-n", 4, "--prefill-chunk", 3)
     assert max(widths) == 3
@@ -153,11 +158,11 @@ ANALYSED = {"name": "persistence", "result": {"read": 8, "by_prefix": {"8": {"ra
 def test_a_budget_by_layer_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str):
     file = tmp_path / "persistence.json"
     file.write_text(content)
-    caches = []
-    complete = Writer.complete
-    monkeypatch.setattr(Writer, "complete", lambda *a, **k: caches.append(a[2]) or complete(*a, **k))
+    engines = []
+    stream = Engine.stream
+    monkeypatch.setattr(Engine, "stream", lambda self, *a: engines.append(self) or stream(self, *a))
     generate("-p", PROMPT, "-b", 12, "-n", 2, "--layer-budget", f"calibrated:{file}")
-    assert [layer.budgets for layer in caches[0].bounded_layers().values()] == [(21,), (3,)]
+    assert [block.budget for block in engines[0]._rows._blocks] == [21, 3]
 
 
 def test_dtype():
@@ -229,6 +234,13 @@ def test_compare_finds_the_first_difference():
     assert found["bounded_token"] == model_folders.tokenizer().decode([bounded[first]])
     assert found["full_token"] == model_folders.tokenizer().decode([full[first]])
     assert found["equal_tokens"] == sum(a == b for a, b in zip(bounded, full, strict=True))
+    assert result["full"]["memory"]["allocated_bytes"] == result["memory"]["full_bytes"]
+
+
+@pytest.mark.parametrize("options", [("--positions", "slot"), ("--layer-budget", "ramp:0.2"), ("--prefill-chunk", 3)])
+def test_compare_with_a_full_cache_that_knows_nothing_of_the_other_options(options: tuple[object, ...]):
+    result = as_json("-p", PROMPT, "-b", 6, "-n", 6, "--policy", "tova", "--compare", *options)
+    assert result["full"]["token_ids"] == expected_ids(1024, 6)
     assert result["full"]["memory"]["allocated_bytes"] == result["memory"]["full_bytes"]
 
 
@@ -322,12 +334,49 @@ def test_the_line_is_ended_whatever_happens(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "half a line\na line\n"
 
 
-def test_an_error_after_some_text_stands_on_its_own_line():
-    tokens = len(model_folders.tokenizer()(PROMPT)["input_ids"])
-    result = invoke("-p", PROMPT, "-n", 9, "--policy", "full", "-b", tokens + 3, model=model_folders.folder())
+def failing(error: BaseException, after: int):
+    """The engine's runner, that fails once the prompt and some tokens have run."""
+    plain, left = Runner.run, [after]
+
+    def run(*arguments: object):
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return plain(*arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a kernel failed"), MemoryError()])
+def test_a_step_that_fails_leaves_the_text_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+):
+    whole = generate("-p", PROMPT, "-n", 9).stdout
+    monkeypatch.setattr(Runner, "run", failing(error, after=3))
+    result = invoke("-p", PROMPT, "-n", 9, model=model_folders.folder())
     assert result.exit_code == 2
     assert result.stdout.endswith("\n")
-    assert "never evicts" in result.stderr
+    assert 1 < len(result.stdout) < len(whole)
+    assert whole.startswith(result.stdout.removesuffix("\n"))
+    assert f"error: The text ends after 3 new tokens, since a step failed. {type(error).__name__}" in result.stderr
+    assert not caplog.records  # the error is told once
+    assert ("a smaller budget or a prefill_chunk" in result.stderr) == isinstance(error, MemoryError)
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("options", "written"), [([], True), (["--json"], False), (["--compare"], False)])
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_interrupt_leaves_the_text_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], written: bool, after: int
+):
+    whole = generate("-p", PROMPT, "-n", 9).stdout
+    monkeypatch.setattr(Runner, "run", failing(KeyboardInterrupt(), after))
+    result = invoke("-p", PROMPT, "-n", 9, *options, model=model_folders.folder())
+    assert result.exit_code == 130
+    assert whole.startswith(result.stdout.removesuffix("\n"))
+    assert bool(result.stdout) == (written and after > 0)
+    assert result.stdout.endswith("\n") == bool(result.stdout)
+    assert result.stderr == "note: stopped before the end of the text\n"
 
 
 # bad input
@@ -350,12 +399,12 @@ def test_an_error_after_some_text_stands_on_its_own_line():
             ["--budget", 8, "--policy", "h2o:sinks=4,recent=5"],
             ["error: h2o:recent=5,sinks=4 protects 4 first and 5 recent", "at least 9"],
         ),
-        (["--budget", 4, "--policy", "full"], ["never evicts", "budget is 4"]),
+        (["--budget", 4, "--policy", "full"], ["does not evict generated tokens", "budget is 4"]),
         (["--keep-ratio", 0], ["keep_ratio=0", "(0, 1]"]),
         (["--keep-ratio", 1.5], ["keep_ratio=1.5", "(0, 1]"]),
         (["--keep-ratio", "nan"], ["keep_ratio=nan"]),
         (["--keep-ratio", 0.5, "--budget", 8], ["--budget and --keep-ratio"]),
-        (["--prefill-chunk", 0], ["The prefill chunk 0"]),
+        (["--prefill-chunk", 0], ["--prefill-chunk 0 takes no token"]),
         (
             ["--layer-budget", "slope"],
             ["'slope' is no rule", "uniform, ramp:0.2, pyramid:20, taper:0.5 or calibrated:FILE"],

@@ -12,6 +12,7 @@ import pytest
 from kvkeep.errors import InputError
 from kvkeep.results import Results, check_same, command, read_rows
 
+BEGINNING = b'{"a": '
 NAMES = {"model": "the model", "seed": "the seed"}
 
 
@@ -23,25 +24,36 @@ def no_fault(row):
 def test_a_torn_last_line_is_no_row(tmp_path, torn):
     path = tmp_path / "rows"
     path.write_bytes(b'{"a": 1}\n{"a": 2}\r\n' + torn)
-    assert read_rows(path, no_fault) == (19, [{"a": 1}, {"a": 2}])
+    assert read_rows(path, BEGINNING, no_fault) == (19, [{"a": 1}, {"a": 2}])
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [b"x", b"[1]\n", b"\n", b'{"b": 1}\n', b'{"a": NaN}\n', b'{"a":' * 200 + b"1" + b"}" * 200 + b"\n", b"\xff"],
+    [
+        b"x",
+        b"[1]\n",
+        b'{"mine": 1}',
+        b'{"mine"',
+        b"\0\0text",
+        b"\n",
+        b'{"b": 1}\n',
+        b'{"a": NaN}\n',
+        b'{"a":' * 200 + b"1" + b"}" * 200 + b"\n",
+        b"\xff",
+    ],
 )
 def test_a_last_line_that_no_run_began_is_refused(tmp_path, wrong):
     path = tmp_path / "rows"
     path.write_bytes(b'{"a": 1}\n' + wrong)
     with pytest.raises(InputError, match=rf"Line 2 of {path} is no row of results: .*remove that line"):
-        read_rows(path, no_fault)
+        read_rows(path, BEGINNING, no_fault)
 
 
 def test_a_torn_line_is_refused_where_others_follow(tmp_path):
     path = tmp_path / "rows"
     path.write_bytes(b'{"a": \n{"a": 2}\n')
     with pytest.raises(InputError, match="Line 1 of"):
-        read_rows(path, no_fault)
+        read_rows(path, BEGINNING, no_fault)
 
 
 def test_the_same_run_is_told_from_another(tmp_path):
@@ -115,5 +127,18 @@ def test_a_command_is_quoted_for_the_shell():
 def test_rows_are_json(tmp_path):
     path = tmp_path / "rows"
     path.write_text(json.dumps({"a": [1.5, None, "é"]}) + "\n", encoding="utf-8")
-    assert read_rows(path, no_fault)[1] == [{"a": [1.5, None, "é"]}]
-    assert read_rows(tmp_path / "none", no_fault) == (0, [])
+    assert read_rows(path, BEGINNING, no_fault)[1] == [{"a": [1.5, None, "é"]}]
+    assert read_rows(tmp_path / "none", BEGINNING, no_fault) == (0, [])
+
+
+def test_what_a_killed_run_left_beside_its_files_is_removed_and_nothing_else(tmp_path):
+    others = (".run.json.new", ".mine.abcd1234.new", ".run.json.abcd.new", "run.json.abcd1234.new", "notes")
+    for name in (".run.json.ab_d1234.new", *others):
+        (tmp_path / name).write_text("")
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / ".run.json.00000000.new").symlink_to("notes")
+    (tmp_path / ".run.json.11111111.new").touch()
+    os.utime(tmp_path / ".run.json.11111111.new", (2**32, 2**32))  # of somebody who is writing now
+    with Results(tmp_path).locked():
+        left = {path.name for path in tmp_path.iterdir()}
+    assert left - {".run.json.00000000.new"} == {*others, ".run.json.11111111.new"}

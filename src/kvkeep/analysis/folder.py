@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kvkeep.analysis.groups import MEASUREMENTS
 from kvkeep.errors import InputError
-from kvkeep.results import Results, check_same, command
+from kvkeep.results import MANIFEST, Results, check_same, command
 from kvkeep.runs import finite, read_object
 
-MANIFEST = "run.json"
+PAGE = "index.html"
+ALL = "analysis.json"
 KIND = "kvkeep analyze"
 
 _SAME = {
@@ -40,6 +42,8 @@ class Folder(Results):
         InputError: it is no folder.
     """
 
+    names = (PAGE, ALL, *(f"{kind.name}.{end}" for kind in MEASUREMENTS for end in ("json", "png")))
+
     @property
     def safe(self) -> str:
         """What is written once is never touched again."""
@@ -57,11 +61,8 @@ class Folder(Results):
         found = read_object(self.path / MANIFEST, _REMEDY)
         if found is not None:
             check_same(self.path, found, {"kind": KIND, **manifest}, _SAME)
-        elif results := sorted(self.path.glob("*.json*")):
-            raise InputError(
-                f"{self.path} has {results[0].name} but no {MANIFEST}, so it is unknown what was run there. Choose "
-                "another --output folder."
-            )
+        else:
+            self.check_new()
 
     def open(self, manifest: dict[str, Any]) -> None:
         """Say what the folder is of; it has to be `locked`.

@@ -11,14 +11,11 @@ from typing import Any
 from kvkeep import plots
 from kvkeep.analysis import page
 from kvkeep.analysis.elsewhere import ELSEWHERE
-from kvkeep.analysis.folder import AGAIN, Folder
+from kvkeep.analysis.folder import AGAIN, ALL, PAGE, Folder
 from kvkeep.analysis.groups import MEASUREMENTS
 from kvkeep.analysis.measure import Claim, Measurement, Reading
 from kvkeep.analysis.recommend import Advice, advise
 from kvkeep.errors import InputError, KVKeepError
-
-PAGE = "index.html"
-ALL = "analysis.json"
 
 _LONGEST = 200
 
@@ -61,8 +58,13 @@ def _read(folder: Folder, kind: type[Measurement], record: dict[str, Any]) -> Fo
 
 
 @contextmanager
-def _undamaged(folder: Folder, kind: type[Measurement]) -> Iterator[None]:
+def _undamaged(folder: Folder, kind: type[Measurement], *, drawn: bool = False) -> Iterator[None]:
     """Blame the file for whatever its numbers break: what a measurement itself writes breaks nothing.
+
+    Args:
+        folder: where the file is.
+        kind: the measurement.
+        drawn: whether a picture is drawn of it, which matplotlib may be to blame for.
 
     Raises:
         InputError: something broke.
@@ -72,6 +74,8 @@ def _undamaged(folder: Folder, kind: type[Measurement]) -> Iterator[None]:
     except KVKeepError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if drawn:
+            plots.check()
         why = f"{type(error).__name__}: {error}"[:_LONGEST]
         raise InputError(
             f"{folder.path / kind.name}.json does not hold what the measurement {kind.name} writes: it was changed or "
@@ -103,8 +107,9 @@ def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
 
 def _section(folder: Folder, found: Found) -> page.Section:
     """A measurement as the page shows it, with its picture."""
-    with _undamaged(folder, found.kind):
-        return page.section(found.kind, found.record, pictures=plots.available())
+    pictures = plots.available()
+    with _undamaged(folder, found.kind, drawn=pictures):
+        return page.section(found.kind, found.record, pictures=pictures)
 
 
 def _everything(run: dict[str, Any], found: Sequence[Found], claims: Sequence[Claim], advice: Advice) -> dict[str, Any]:

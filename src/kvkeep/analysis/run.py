@@ -23,6 +23,7 @@ from kvkeep.evals.task import Options
 from kvkeep.models.control import with_random_weights
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
+from kvkeep.runs import as_text
 
 DEFAULT_TOKENS = 4096
 """Tokens of the text that are read, unless the user says otherwise or the model was made for fewer."""
@@ -69,9 +70,9 @@ class Job:
     def manifest(self) -> dict[str, Any]:
         """What results must share to stand in one folder, as far as it is known without weights."""
         return {
-            "model": self.model,
+            "model": as_text(self.model),
             "text": f"sha256:{self.text.sha256}",
-            "text_name": self.text.name,
+            "text_name": as_text(self.text.name),
             "n_tokens": len(self.text.tokens),
             "seed": self.seed,
             "trained_length": self.checkpoint.trained_length,

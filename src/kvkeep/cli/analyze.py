@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.console import Debug, Json, one_line_errors, parse_tokens
+from kvkeep.cli.files import place
 from kvkeep.cli.model_options import AllowPickle, Device, Dtype, Model
 
 _ANALYSIS, _OUTPUT = "Analysis", "Output"
@@ -41,7 +42,7 @@ def analyze(
         typer.Option(metavar="FILE", help="UTF-8 text to read; - is standard input.", rich_help_panel=_ANALYSIS),
     ],
     output: Annotated[
-        Path,
+        str,
         typer.Option(
             "--output",
             "-o",
@@ -65,7 +66,9 @@ def analyze(
             rich_help_panel=_ANALYSIS,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of whatever is drawn.", rich_help_panel=_ANALYSIS)] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, metavar="N", help="Of whatever is drawn.", rich_help_panel=_ANALYSIS)
+    ] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     allow_pickle: AllowPickle = False,
@@ -80,7 +83,7 @@ def analyze(
     request = Request(
         model=model,
         text=text,
-        output=output.expanduser(),
+        output=place(output, "--output"),
         only=() if only is None else tuple(filter(None, (name.strip() for name in only.split(",")))),
         max_tokens=None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens"),
         seed=seed,

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkeep.cli import console
-from kvkeep.models.text import Completion
+from kvkeep.engine import Result
 
 _NARROW = 60
 """Below this many columns the texts stand one above the other."""
@@ -24,13 +24,13 @@ class Side:
     Attributes:
         name: what ran.
         budget: how much it may keep, in words.
-        completion: what it wrote.
+        result: what it wrote.
         held_bytes: keys, values and all else that its cache holds.
     """
 
     name: str
     budget: str
-    completion: Completion
+    result: Result
     held_bytes: int
 
 
@@ -85,9 +85,9 @@ def show(bounded: Side, full: Side, difference: Difference) -> None:
 
 
 def _texts(screen: Console, bounded: Side, full: Side) -> RenderableType:
-    common = _common_length(bounded.completion.text, full.completion.text)
+    common = _common_length(bounded.result.text, full.result.text)
     panels = [
-        Panel(_marked(side.completion.text, common), title=Text(side.name), subtitle=Text(side.budget))
+        Panel(_marked(side.result.text, common), title=Text(side.name), subtitle=Text(side.budget))
         for side in (bounded, full)
     ]
     grid = Table.grid(expand=True)
@@ -117,9 +117,9 @@ def _figures(bounded: Side, full: Side) -> Table:
     for column in figures.columns[1:]:
         column.justify = "right"
     for name, values in {
-        "new tokens": [str(len(side.completion.token_ids)) for side in (bounded, full)],
-        "time to first token": [console.show_seconds(side.completion.ttft_s) for side in (bounded, full)],
-        "speed after that": [console.show_speed(side.completion.tpot_s) for side in (bounded, full)],
+        "new tokens": [str(len(side.result.token_ids)) for side in (bounded, full)],
+        "time to first token": [console.show_seconds(side.result.ttft_s or 0.0) for side in (bounded, full)],
+        "speed after that": [console.show_speed(side.result.tpot_s) for side in (bounded, full)],
         "KV memory": [console.show_bytes(side.held_bytes) for side in (bounded, full)],
         "compression": [console.show_factor(full.held_bytes / side.held_bytes) for side in (bounded, full)],
     }.items():

@@ -1,23 +1,27 @@
-"""The work of ``kvkeep generate``: check everything, load the model, run, and show the result.
+"""The work of ``kvkeep generate`` for one prompt, which runs through the engine as a batch of one.
 
 All that can be refused is refused before weights are read. Importing this module imports torch and transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from jaxtyping import Int
-from torch import Tensor
+import typer
 
 from kvkeep import budget as budgets
-from kvkeep.cache import BoundedCache
+from kvkeep import engine as engines
 from kvkeep.cli import compare, console
 from kvkeep.cli.request import DEFAULT_BUDGET, Request
+from kvkeep.cli.run_lines import INTERRUPTED
+from kvkeep.engine import Engine, Result
+from kvkeep.errors import KVKeepError
+from kvkeep.layout import Layout
 from kvkeep.memory import Memory
 from kvkeep.models import text
-from kvkeep.models.device import parse_device, parse_dtype
+from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.generation import remark
 from kvkeep.models.load import Checkpoint, embedded, find, read_weights
 from kvkeep.models.quiet import quiet
@@ -36,15 +40,17 @@ class Job:
         prompt: token ids.
         policy: the eviction policy.
         budget: tokens per layer and head.
+        position_mode: ``true`` or ``slot``.
         sampling: how tokens are chosen.
     """
 
     request: Request
     checkpoint: Checkpoint
     writer: text.Writer
-    prompt: Int[Tensor, "1 T"]
+    prompt: Sequence[int]
     policy: Policy
     budget: int
+    position_mode: str
     sampling: text.Sampling
 
     @property
@@ -57,14 +63,19 @@ def serve(request: Request) -> None:
     """Do what ``kvkeep generate`` was asked for.
 
     Raises:
-        KVKeepError: something in the request or the model cannot be used.
+        KVKeepError: something in the request or the model cannot be used, or a step failed.
+        Exit: the user pressed Ctrl-C; what was written until then stays.
     """
-    with quiet():
-        job = prepare(request)
-        if request.compare:
-            _serve_comparison(job)
-        else:
-            _serve_one(job)
+    try:
+        with quiet(), enough_memory(parse_device(request.device)):
+            job = prepare(request)
+            if request.compare:
+                _serve_comparison(job)
+            else:
+                _serve_one(job)
+    except KeyboardInterrupt as interrupt:
+        console.note("stopped before the end of the text")
+        raise typer.Exit(INTERRUPTED) from interrupt
 
 
 def prepare(request: Request) -> Job:
@@ -79,18 +90,19 @@ def prepare(request: Request) -> Job:
     if request.keep_ratio is not None:
         budgets.from_ratio(request.keep_ratio, tokens=1)
     parse_dtype(request.dtype)
-    parse_device(request.device)
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
-    prompt = text.encode(checkpoint, request.prompt, raw=request.raw)
-    text.check_length(checkpoint, prompt.shape[1], sampling.max_new_tokens)
-    budget = _choose_budget(request, policy, prompt.shape[1])
-    _cache(request, checkpoint, policy, budget)  # checks the numbers
+    prompt: list[int] = text.encode(checkpoint, request.prompt, raw=request.raw)[0].tolist()
+    text.check_length(checkpoint, len(prompt), sampling.max_new_tokens)
+    budget = _choose_budget(request, policy, len(prompt))
+    layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
+    layout.slots(budget)  # checks the numbers
     writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device))
     if left_out := remark(writer.model):
         console.note(left_out)
-    return Job(request, checkpoint, writer, prompt, policy, budget, sampling)
+    mode = "true" if layout.rotation is None else "slot"
+    return Job(request, checkpoint, writer, prompt, policy, budget, mode, sampling)
 
 
 def sampling_of(request: Request) -> text.Sampling:
@@ -110,40 +122,65 @@ def sampling_of(request: Request) -> text.Sampling:
     )
 
 
+def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:
+    """Room for so many tokens and for what the policies protect, and at most `DEFAULT_BUDGET`: more is waste."""
+    if not policy.evicts:
+        return tokens
+    return min(DEFAULT_BUDGET, max(tokens, *(sum(map(int, one.protected(tokens))) for one in (policy, *others))))
+
+
+def engine_for(writer: text.Writer, request: Request, **options: Any) -> Engine:
+    """An engine that reads prompts and keeps tokens as a request asks, whether it is one prompt or many.
+
+    Args:
+        writer: the model.
+        request: what the user asked for.
+        options: of `Engine`; they go before what the request says.
+    """
+    asked = {
+        "policy": request.policy,
+        "prefill_chunk": request.prefill_chunk,
+        "layer_budget": request.layer_budget,
+        "positions": request.positions,
+    }
+    return Engine(writer.model, writer.checkpoint.tokenizer, **{**asked, **options})
+
+
 def _choose_budget(request: Request, policy: Policy, prompt_tokens: int) -> int:
     if request.keep_ratio is not None:
         return budgets.from_ratio(request.keep_ratio, prompt_tokens)
     if request.budget is not None:
         return request.budget
-    total = prompt_tokens + request.max_new_tokens
-    if not policy.evicts:
-        return total
-    sinks, recent = policy.protected(total)
-    return min(DEFAULT_BUDGET, max(total, sinks + int(recent)))  # more slots than tokens would only cost memory
+    return default_budget(policy, prompt_tokens + request.max_new_tokens)
 
 
-def _run_bounded(job: Job, on_text: Callable[[str], object]) -> tuple[text.Completion, Memory]:
-    chunk = job.request.prefill_chunk
-    cache = _cache(job.request, job.checkpoint, job.policy, job.budget)
-    return job.writer.complete(job.prompt, cache, job.sampling, prefill_chunk=chunk, on_text=on_text), cache.memory()
+def _run_bounded(job: Job, on_text: Callable[[str], object]) -> Result:
+    return _run(job, engine_for(job.writer, job.request, budget=job.budget, rows=1), on_text)
 
 
-def _cache(request: Request, checkpoint: Checkpoint, policy: Policy, budget: int) -> BoundedCache:
-    """An unused cache for one prompt."""
-    return BoundedCache(
-        checkpoint.config,
-        policy,
-        budget,
-        prefill_chunk=request.prefill_chunk,
-        layer_budget=request.layer_budget,
-        positions=request.positions,
-    )
+def _run_full(job: Job) -> Result:
+    """The same prompt with everything kept, whatever else was asked of the bounded cache."""
+    total = len(job.prompt) + job.sampling.max_new_tokens
+    options = {"policy": "full", "layer_budget": None, "positions": None}
+    return _run(job, engine_for(job.writer, job.request, budget=total, rows=1, **options), _ignore)
 
 
-def _run_full(job: Job) -> tuple[text.Completion, int]:
-    cache = job.writer.full_cache()
-    completion = job.writer.complete(job.prompt, cache, job.sampling, prefill_chunk=job.request.prefill_chunk)
-    return completion, text.full_cache_bytes(cache)
+def _run(job: Job, engine: Engine, on_text: Callable[[str], object]) -> Result:
+    """Continue the prompt; each piece of text is handed on as soon as it is final.
+
+    Raises:
+        KVKeepError: the engine does not take the prompt, or a step failed.
+    """
+    result = None
+    for event in engine.stream(engines.Request(prompt=job.prompt, sampling=job.sampling)):
+        if event.text:
+            on_text(event.text)
+        result = event.result
+    assert result is not None
+    if result.finish_reason == "error":
+        new = console.count(len(result.token_ids), "new token")
+        raise KVKeepError(f"The text ends after {new}, since a step failed. {result.error}")
+    return result
 
 
 def _ignore(piece: str) -> None:
@@ -152,35 +189,36 @@ def _ignore(piece: str) -> None:
 
 def _serve_one(job: Job) -> None:
     if job.request.json:
-        completion, memory = _run_bounded(job, _ignore)
-        console.write_json({**_describe(job), **_result(completion), "memory": _measure(memory)})
+        result = _run_bounded(job, _ignore)
+        console.write_json({**_describe(job), **_result(result), "memory": _measure(result.memory)})
         return
     with console.streamed_text() as write:
-        completion, memory = _run_bounded(job, write)
+        result = _run_bounded(job, write)
     screen = console.err()
     screen.print()
-    screen.print(console.facts(_summarise(job, completion, memory)))
-    _remark(job, completion)
+    screen.print(console.facts(_summarise(job, result)))
+    _remark(job, result)
 
 
 def _serve_comparison(job: Job) -> None:
     console.progress(f"running {job.name} with a budget of {job.budget} …")
-    bounded, memory = _run_bounded(job, _ignore)
+    bounded = _run_bounded(job, _ignore)
     console.progress("running the full cache …")
-    full, full_bytes = _run_full(job)
+    full = _run_full(job)
     difference = compare.measure(bounded.token_ids, full.token_ids, job.writer.show_token)
+    full_bytes = full.memory.full_bytes  # of the tokens that there are, not of the slots that were made for more
     if job.request.json:
         console.write_json(
             {
                 **_describe(job),
                 **_result(bounded),
-                "memory": _measure(memory),
+                "memory": _measure(bounded.memory),
                 "full": {**_result(full), "memory": {"allocated_bytes": full_bytes}},
                 "comparison": asdict(difference),
             }
         )
         return
-    left = compare.Side(job.name, f"budget {job.budget}", bounded, memory.allocated_bytes)
+    left = compare.Side(job.name, f"budget {job.budget}", bounded, bounded.memory.allocated_bytes)
     right = compare.Side("full cache", "keeps everything", full, full_bytes)
     compare.show(left, right, difference)
     _remark(job, bounded)
@@ -195,21 +233,20 @@ def _describe(job: Job) -> dict[str, object]:
         "budget": job.budget,
         "prefill_chunk": job.request.prefill_chunk,
         "layer_budget": job.request.layer_budget or job.policy.layer_budget,
-        "positions": _cache(job.request, job.checkpoint, job.policy, job.budget).position_mode,
+        "positions": job.position_mode,
         "sampling": asdict(job.sampling),
     }
 
 
-def _result(completion: text.Completion) -> dict[str, object]:
-    ids = completion.token_ids
+def _result(result: Result) -> dict[str, object]:
     return {
-        "text": completion.text,
-        "token_ids": ids,
-        "finish_reason": completion.finish_reason,
-        "prompt_tokens": completion.prompt_tokens,
-        "new_tokens": len(ids),
-        "ttft_s": completion.ttft_s,
-        "tpot_s": completion.tpot_s,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": len(result.token_ids),
+        "ttft_s": result.ttft_s,
+        "tpot_s": result.tpot_s,
     }
 
 
@@ -217,13 +254,13 @@ def _measure(memory: Memory) -> dict[str, object]:
     return {**asdict(memory), "compression": memory.compression}
 
 
-def _summarise(job: Job, completion: text.Completion, memory: Memory) -> dict[str, str]:
-    new = len(completion.token_ids)
-    speed = f"{console.show_speed(completion.tpot_s)}, " if completion.tpot_s else ""
-    end = "the model ended its text" if completion.finish_reason == "stop" else "stopped at --max-new-tokens"
+def _summarise(job: Job, result: Result) -> dict[str, str]:
+    new, memory = len(result.token_ids), result.memory
+    speed = f"{console.show_speed(result.tpot_s)}, " if result.tpot_s else ""
+    end = "the model ended its text" if result.finish_reason == "stop" else "stopped at --max-new-tokens"
     return {
         "policy": f"{job.name}, budget {job.budget}; {job.writer.dtype} on {job.writer.device}",
-        "prompt": f"{console.count(completion.prompt_tokens, 'token')} in {console.show_seconds(completion.ttft_s)}",
+        "prompt": f"{console.count(result.prompt_tokens, 'token')} in {console.show_seconds(result.ttft_s or 0.0)}",
         "new": f"{console.count(new, 'token')}, {speed}{end}",
         "KV memory": f"{console.show_bytes(memory.allocated_bytes)} held, "
         f"{console.show_bytes(memory.full_bytes)} in a full cache, "
@@ -231,9 +268,9 @@ def _summarise(job: Job, completion: text.Completion, memory: Memory) -> dict[st
     }
 
 
-def _remark(job: Job, completion: text.Completion) -> None:
+def _remark(job: Job, result: Result) -> None:
     """Notes on what a user may not expect."""
-    total = completion.prompt_tokens + len(completion.token_ids)
+    total = result.prompt_tokens + len(result.token_ids)
     trained = job.checkpoint.trained_length
     if job.policy.evicts and job.budget >= total:
         console.note(

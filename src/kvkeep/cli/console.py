@@ -27,7 +27,11 @@ BAD_INPUT = 2
 """Exit code of everything that the user can put right; the same as for a misspelt option."""
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
-_MAX_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1
+"""The last position there is."""
+_MAX_BYTES = 2**63 - 1
+_LONGEST = 300
+"""Characters of a word in a message; a longer one is a value that somebody gave, and shown in part."""
 _BYTES: dict[str, int] = {
     "B": 1,
     **{f"{prefix}B": 1000**power for prefix, power in (("k", 1), ("K", 1), ("M", 2), ("G", 3), ("T", 4))},
@@ -80,7 +84,7 @@ def progress(message: str) -> None:
 
 def error(message: str) -> None:
     """Say in one line what went wrong."""
-    err().print(Text.assemble(("error: ", "bold red"), visible(" ".join(message.split()))), soft_wrap=True)
+    err().print(Text.assemble(("error: ", "bold red"), visible(" ".join(map(_cut, message.split())))), soft_wrap=True)
 
 
 def note(message: str) -> None:
@@ -126,6 +130,11 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+def _cut(word: str) -> str:
+    """A word of a message, without the middle where it is too long to read."""
+    return word if len(word) <= _LONGEST else f"{word[: _LONGEST // 2]}…{word[-_LONGEST // 2 :]}"
+
+
 def facts(rows: dict[str, str]) -> Table:
     """Names and values, as two columns without lines."""
     grid = Table.grid(padding=(0, 2))
@@ -163,8 +172,8 @@ def parse_tokens(text: str, option: str) -> int:
         tokens, number = 0, 0.5
     if tokens != number:
         raise InputError(f"{option} {text!r} is not a whole number of tokens; write e.g. 1024, 4K (4096) or 4k (4000).")
-    if tokens > _MAX_TOKENS:
-        raise InputError(f"{option} {text} is larger than {_MAX_TOKENS}, the last position there is.")
+    if tokens > MAX_TOKENS:
+        raise InputError(f"{option} {text} is larger than {MAX_TOKENS}, the last position there is.")
     return tokens
 
 
@@ -199,12 +208,15 @@ def parse_bytes(text: str, option: str, *, example: str = "24GiB (2^30 each) or 
     """Read a size: ``24GiB``, ``24 GB``, ``512MiB``.
 
     Raises:
-        InputError: it is no number with a unit, or not above 0.
+        InputError: it is no number with a unit, not above 0, or larger than any machine has.
     """
     found = re.fullmatch(r"\s*([+-]?[0-9]*\.?[0-9]+)\s*([kKMGT]?i?B)\s*", text)
     if found is None or found[2] not in _BYTES:
         raise InputError(f"{option} {text!r} is not a size with a unit; write e.g. {example}.")
-    size = round(float(found[1]) * _BYTES[found[2]])
+    number = float(found[1]) * _BYTES[found[2]]
+    if number > _MAX_BYTES:
+        raise InputError(f"{option} {text} is more than any machine has, 2^63 bytes; write e.g. {example}.")
+    size = round(number)
     if size < 1:
         raise InputError(f"{option} {text} is not above 0; write e.g. {example}.")
     return size

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from kvkeep.cli.console import Debug, Json, one_line_errors, parse_budget, parse_number, parse_tokens
+from kvkeep.cli.files import place
 from kvkeep.cli.memory_options import (
     LayerBudget,
     Positions,
@@ -148,7 +149,7 @@ def evaluate(
     device: Device = "auto",
     allow_pickle: AllowPickle = False,
     output: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             "--output",
             "-o",
@@ -158,7 +159,7 @@ def evaluate(
         ),
     ] = None,
     report: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
             metavar="DIR",
             help="Run nothing: show the table of a folder and draw its plots again.",
@@ -209,12 +210,14 @@ def evaluate(
         grid.report(request)
 
 
-def _folder(output: Path | None, report: Path | None) -> Path:
+def _folder(output: str | None, report: str | None) -> Path:
     if output is not None and report is not None:
         raise InputError("--output and --report were both given; --report only shows what a folder already holds.")
-    if (folder := output or report) is None:
+    if report is not None:
+        return place(report, "--report")
+    if output is None:
         raise InputError("There is no folder for results. Give --output DIR, or --report DIR to show earlier ones.")
-    return folder.expanduser()
+    return place(output, "--output")
 
 
 def _items(text: str, option: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -10,8 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvkeep.errors import InputError
+from kvkeep.runs import in_full
 
-STANDARD_INPUT = "-"
+STANDARD_INPUT = STANDARD_OUTPUT = "-"
 
 
 def read_text(file: str, *, kind: str, purpose: str) -> str:
@@ -27,7 +30,7 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
     """
     source = "Standard input" if file == STANDARD_INPUT else f"The {kind} {file}"
     try:
-        data = sys.stdin.buffer.read() if file == STANDARD_INPUT else _in_full(file).read_bytes()
+        data = sys.stdin.buffer.read() if file == STANDARD_INPUT else in_full(file).read_bytes()
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
@@ -58,13 +61,15 @@ def read_again(file: str, *, kind: str) -> Iterator[Path]:
         kind: what messages call the file, e.g. ``input``.
 
     Raises:
-        InputError: it cannot be copied.
+        InputError: it cannot be copied, or is a device, which may have no end.
     """
-    path = _in_full(file)
+    path = in_full(file)
+    if file != STANDARD_INPUT and _is_endless(path):
+        raise InputError(f"The {kind} {file} is a device, which may have no end. Give a file, a pipe, or - for input.")
     if file != STANDARD_INPUT and not _is_stream(path):
         yield path  # also one that does not exist: whoever reads it says so
         return
-    with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
+    with _temporary_folder() as folder:
         copy = Path(folder) / "copy"
         try:
             with copy.open("wb") as target:
@@ -79,11 +84,36 @@ def read_again(file: str, *, kind: str) -> Iterator[Path]:
         yield copy
 
 
-def _in_full(file: str) -> Path:
-    """The path with the home folder for ``~``, where there is one."""
-    with suppress(RuntimeError):  # ~ of a user that does not exist: a name like any other
-        return Path(file).expanduser()
-    return Path(file)
+def place(text: str, option: str) -> Path:
+    """The path that an option for results names.
+
+    Raises:
+        InputError: it is empty, which the system takes for the folder that one is in.
+    """
+    if not text:
+        raise InputError(f"{option} is empty, so there is no place for results. Give a name, or . for this folder.")
+    return in_full(text)
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="kvkeep-")
+    except OSError as error:
+        raise InputError(
+            f"There is no folder for a copy of the input: {error.strerror}. Set TMPDIR to a folder with room, or give "
+            "a file instead of a pipe."
+        ) from error
+
+
+def _is_endless(path: Path) -> bool:
+    """Whether a file is a device like ``/dev/zero``, and not the one that standard input comes from."""
+    with suppress(OSError):
+        found = path.stat()
+        if stat.S_ISCHR(found.st_mode):
+            with suppress(OSError):  # standard input is closed
+                return found.st_rdev != os.fstat(0).st_rdev
+            return True
+    return False
 
 
 def _is_stream(path: Path) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.console import Debug, Json, one_line_errors, parse_bytes, parse_tokens
-from kvkeep.cli.files import not_empty, read_text
+from kvkeep.cli.files import STANDARD_OUTPUT, not_empty, place, read_text
 from kvkeep.cli.memory_options import (
     LayerBudget,
     Positions,
@@ -156,7 +156,12 @@ def generate(
         typer.Option(metavar="NUMBER", help="Above 1: used tokens become less likely.", rich_help_panel=_SAMPLING),
     ] = 1.0,
     seed: Annotated[
-        int, typer.Option(metavar="N", help="The same seed draws the same text.", rich_help_panel=_SAMPLING)
+        int,
+        typer.Option(
+            metavar="N",
+            help="The same seed draws the same text; each line of a batch its own.",
+            rich_help_panel=_SAMPLING,
+        ),
     ] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -229,6 +234,8 @@ def _batch(
         return None
     if output is None:
         raise InputError("A batch job needs --output FILE, where its completions go; - is standard output.")
+    if output != STANDARD_OUTPUT:
+        output = str(place(output, "--output"))
     if max_rows is not None and max_rows < 1:
         raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
     size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")

@@ -30,6 +30,7 @@ from kvkeep.models.load import embedded, find, read_weights
 from kvkeep.models.quiet import quiet
 from kvkeep.models.text import Writer
 from kvkeep.results import command
+from kvkeep.runs import as_text
 
 EMBEDDED = "embedded"
 """How results name the model of the package."""
@@ -93,7 +94,7 @@ def prepare(request: Request) -> Grid:
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
     wanted = Wanted(policies=policies, budgets=budgets, setup=setup)
-    return lay_out(checkpoint, request.model or EMBEDDED, kinds, wanted, options)
+    return lay_out(checkpoint, as_text(request.model or EMBEDDED), kinds, wanted, options)
 
 
 def _options(request: Request) -> list[Options]:
@@ -169,7 +170,13 @@ def _draw(request: Request, records: Records) -> Sequence[Path]:
     if not plots.available():
         console.note(f"no plots: {plots.MISSING}, then {command('kvkeep eval --report', request.output)}.")
         return []
-    return curves.plots(records.rows, request.output)
+    try:
+        return curves.plots(records.rows, request.output)
+    except InputError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        console.note(str(error))  # as in somebody else's folder: tables need no place there
+        return []
 
 
 def _places(request: Request, pictures: Sequence[Path]) -> dict[str, str]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from kvkeep import budget as budgets
 from kvkeep.cli import console
-from kvkeep.cli.completion import sampling_of
+from kvkeep.cli.completion import default_budget, engine_for, sampling_of
 from kvkeep.cli.files import read_again
-from kvkeep.cli.request import DEFAULT_BUDGET, Batch, Request
+from kvkeep.cli.request import Batch, Request
 from kvkeep.cli.run_lines import STANDARD_OUTPUT, run
 from kvkeep.engine import Engine, aside
 from kvkeep.engine.admission import DEFAULT_ROWS
@@ -26,15 +26,14 @@ from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.generation import remark
-from kvkeep.models.load import Checkpoint, Model, embedded, find, read_weights
+from kvkeep.models.load import Checkpoint, embedded, find, read_weights
 from kvkeep.models.packed import pack_weights
 from kvkeep.models.quiet import quiet
-from kvkeep.models.text import Sampling
+from kvkeep.models.text import Sampling, Writer
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse as parse_policy
 from kvkeep.registry import spec
 
-DEFAULT_CHUNK = 512
 Read = Callable[[int, bytes], Line | BadLine]
 
 
@@ -68,7 +67,7 @@ def serve(request: Request, batch: Batch) -> None:
             if left_out := remark(model):
                 console.note(left_out)
             output.agree({**settings, "weights": fingerprint(model)})
-            engine = _engine(model, checkpoint, request, batch, rows=len(survey.digests), budget=budget)
+            engine = _engine(Writer(checkpoint, model), request, batch, lines=len(survey.digests), budget=budget)
             if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
                 console.note(
                     f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the "
@@ -112,25 +111,18 @@ def _budget(request: Request, policy: Policy, survey: Survey, output: Output) ->
     """The budget that was asked for, that of an earlier run, or one with room for the longest line."""
     if request.budget:
         return request.budget
-    default = _default_budget(policy, survey.policies, survey.longest)
+    named = []
+    for name in survey.policies:
+        with suppress(PolicyError):  # the line that names it is refused later, with its number
+            named.append(parse_policy(name))
+    default = default_budget(policy, survey.longest, named)
     earlier = output.made_by.get("budget")
-    if type(earlier) is not int or earlier < 1 or earlier == default:
-        return default
+    if type(earlier) is not int or not 1 <= earlier <= console.MAX_TOKENS or earlier == default:
+        return default  # of a number that no job has the output is refused
     console.note(
         f"budget {earlier}, with which {output.name} was begun; with another output file it would be {default}"
     )
     return earlier
-
-
-def _default_budget(policy: Policy, others: Iterable[str], longest: int) -> int:
-    """Room for the longest line, and for what the policies protect; at most `DEFAULT_BUDGET`."""
-    if not policy.evicts:
-        return longest
-    known = [policy]
-    for name in others:
-        with suppress(PolicyError):  # the line that names it is refused later, with its number
-            known.append(parse_policy(name))
-    return min(DEFAULT_BUDGET, max(longest, *(sum(map(int, one.protected(longest))) for one in known)))
 
 
 def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling) -> dict[str, object]:
@@ -147,23 +139,14 @@ def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling)
     return {**always, **{name: value for name, value in options.items() if value is not None and value is not False}}
 
 
-def _engine(model: Model, checkpoint: Checkpoint, request: Request, batch: Batch, *, rows: int, budget: int) -> Engine:
+def _engine(writer: Writer, request: Request, batch: Batch, *, lines: int, budget: int) -> Engine:
     """The engine, with rows for all lines if these are few."""
-    engine = Engine(
-        model,
-        checkpoint.tokenizer,
-        policy=request.policy,
-        budget=budget,
-        rows=min(rows, batch.max_rows or (rows if batch.kv_memory else DEFAULT_ROWS)),
-        kv_memory=batch.kv_memory,
-        prefill_chunk=request.prefill_chunk or DEFAULT_CHUNK,
-        layer_budget=request.layer_budget,
-        positions=request.positions,
-    )
-    pack_weights(model, engine.rows, if_faster=True)
+    rows = min(lines, batch.max_rows or (lines if batch.kv_memory else DEFAULT_ROWS))
+    engine = engine_for(writer, request, budget=budget, rows=rows, kv_memory=batch.kv_memory)
+    pack_weights(writer.model, engine.rows, if_faster=True)
     if batch.compile:
         console.progress("compiling …")
-        console.note(f"{console.count(compile_layers(model), 'layer')} compiled")
+        console.note(f"{console.count(compile_layers(writer.model), 'layer')} compiled")
     return engine
 
 

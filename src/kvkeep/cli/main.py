@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import signal
 import sys
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -15,6 +18,9 @@ from kvkeep.version import __version__
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
+
+_WIDTHS = ("COLUMNS", "LINES", "JUPYTER_COLUMNS", "JUPYTER_LINES", "TERMINAL_WIDTH")
+_ENDINGS = ("SIGTERM", "SIGHUP")
 
 
 app = typer.Typer(
@@ -52,6 +58,8 @@ def kvkeep(
 def run() -> None:
     """Entry point of the command ``kvkeep``: never a traceback for Ctrl-C, or for a stream that is closed or full."""
     _open_closed_streams()
+    _forget_odd_widths()
+    _end_tidily()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" instead of failing
@@ -65,10 +73,41 @@ def run() -> None:
     except OSError as error:
         if error.filename is not None or error.strerror is None:
             raise  # no stream: a file, which has a name, or the network
+        if not isinstance(error, BrokenPipeError) and not _is_full():
+            console.error(f"The system refused what this command needs: {error.strerror}.")
+            sys.exit(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush does not fail again
         if not isinstance(error, BrokenPipeError):
             console.error(f"Standard output cannot be written: {error.strerror}.")
         sys.exit(1)
+
+
+def _is_full() -> bool:
+    """Whether standard output still has what it could not write."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def _forget_odd_widths() -> None:
+    """Drop sizes of a terminal that none has: what draws tables would take them as they are, or fail."""
+    for name in _WIDTHS:
+        if not re.fullmatch("[0-9]{1,4}", os.environ.get(name, "0")):
+            del os.environ[name]
+
+
+def _end_tidily() -> None:
+    """Let signals that end the process remove what is temporary first, unless whoever started it ignores them."""
+    for name in _ENDINGS:
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def _open_closed_streams() -> None:

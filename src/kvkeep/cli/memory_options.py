@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import typer
 
 from kvkeep.cli.console import parse_tokens
 from kvkeep.errors import InputError
+from kvkeep.runs import in_full, parse
 
 PANEL = "KV memory"
 
@@ -61,7 +60,7 @@ def parse_layer_budget(text: str | None) -> str | list[float] | None:
             f"--layer-budget {text!r} is no rule; use uniform, ramp:0.2, pyramid:20, taper:0.5 or calibrated:FILE."
         )
     try:
-        content = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        content = parse(in_full(file).read_bytes())
         numbers = [float(ratio) for ratio in _persistence(content)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(
@@ -98,6 +97,9 @@ def parse_prefill_chunk(text: str | None) -> int | None:
     """The number of tokens.
 
     Raises:
-        InputError: it is no whole number.
+        InputError: it is no whole number of 1 or more.
     """
-    return None if text is None else parse_tokens(text, "--prefill-chunk")
+    tokens = None if text is None else parse_tokens(text, "--prefill-chunk")
+    if tokens is not None and tokens < 1:
+        raise InputError(f"--prefill-chunk {text} takes no token; give 1 or more, or leave it out for whole prompts.")
+    return tokens

@@ -8,10 +8,21 @@ import typer
 
 PANEL = "Model"
 
+
+def given(model: str | None) -> str | None:
+    """Refuse a name that is empty, as of a variable that a script has not set."""
+    if model == "":
+        raise typer.BadParameter("it is empty; leave it out for the embedded model")
+    return model
+
+
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="A hub name or a local folder. The embedded model if not given.", show_default=False, metavar="MODEL"
+        help="A hub name or a local folder. The embedded model if not given.",
+        show_default=False,
+        metavar="MODEL",
+        callback=given,
     ),
 ]
 Dtype = Annotated[

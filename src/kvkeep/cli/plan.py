@@ -10,7 +10,7 @@ import typer
 from kvkeep.cli.console import Debug, Json, one_line_errors, parse_budget, parse_bytes, parse_tokens
 from kvkeep.cli.memory_options import PANEL, LayerBudget, Positions, parse_layer_budget, parse_positions
 from kvkeep.cli.model_options import PANEL as MODEL
-from kvkeep.cli.model_options import Device
+from kvkeep.cli.model_options import Device, given
 from kvkeep.errors import InputError
 
 DEFAULT_CHUNK = "512"
@@ -52,6 +52,7 @@ def plan(
             help="A hub name, a local folder, or a config.json. The embedded model if not given.",
             show_default=False,
             metavar="MODEL",
+            callback=given,
         ),
     ] = None,
     policy: Annotated[

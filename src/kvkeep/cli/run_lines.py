@@ -71,11 +71,6 @@ def _tell_of_earlier(output: Output, total: int) -> None:
     """Say what earlier runs have done."""
     if output.done:
         console.note(f"{len(output.done)} of {console.count(total, 'line')} were done before")
-    if output.n_unknown:
-        console.note(
-            f"{console.count(output.n_unknown, 'line')} of {output.name} came from an older version, which did not "
-            "note the model's weights: nothing shows that they are the same now"
-        )
 
 
 def _problems(output: Output, kept: set[int], failed: Mapping[int, str], unread: set[int], total: int) -> Iterator[str]:

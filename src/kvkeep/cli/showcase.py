@@ -6,10 +6,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from jaxtyping import Int
@@ -25,6 +26,7 @@ from kvkeep import budget as budgets
 from kvkeep.cache import BoundedCache
 from kvkeep.cli import console
 from kvkeep.cli.demo import SEED, STORY_BUDGET
+from kvkeep.engine import Engine, Event, Request, Result
 from kvkeep.models import text
 from kvkeep.models.load import embedded, find, read_weights
 from kvkeep.models.quiet import quiet
@@ -33,6 +35,7 @@ from kvkeep.registry import parse
 
 OPENING = "Once upon a time, there was a little dog named Max. He lived in a big house near the forest."
 STORY_TOKENS = 500
+ANSWER_TOKENS = 8
 KEEP_RATIO = 0.2
 DISTANCE_TOKENS = 1500
 PROMPT_TOKENS = 1990
@@ -84,12 +87,12 @@ def one_thread() -> Iterator[None]:
 def tell_story(screen: Console, writer: text.Writer, seed: int) -> None:
     """The first scene: a story goes on while the cache holds the same few tokens."""
     _title(screen, f"1  A story in a cache of {STORY_BUDGET} tokens")
-    prompt = text.encode(writer.checkpoint, OPENING, raw=True)
-    cache = BoundedCache(writer.model.config, "h2o", STORY_BUDGET)
+    prompt = text.encode(writer.checkpoint, OPENING, raw=True)[0].tolist()
     sampling = text.Sampling(max_new_tokens=STORY_TOKENS, temperature=0.8, top_p=0.95, seed=seed)
-    page = Page(screen, cache)
-    with page:
-        writer.complete(prompt, cache, sampling, on_text=page.write)
+    engine = Engine(writer.model, writer.checkpoint.tokenizer, budget=STORY_BUDGET, rows=1, prefill_chunk=None)
+    with Page(screen, engine) as page:
+        for seen, event in enumerate(engine.stream(Request(prompt=prompt, sampling=sampling)), start=len(prompt)):
+            page.write(event, seen)
     screen.print("  Each head holds the newest tokens and the heaviest of the older ones, however long the text.\n")
 
 
@@ -156,14 +159,15 @@ class Answer:
 
 def _answers(writer: text.Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterator[Answer]:
     """Each policy's reply; the full cache comes first."""
-    sampling = text.Sampling(max_new_tokens=8)
+    tokens = prompt.shape[1]
+    generate = cast(Callable[..., Tensor], writer.model.generate)
     for name in POLICIES:
         policy = parse(name)
-        room = budget if policy.evicts else prompt.shape[1] + sampling.max_new_tokens
+        room = budget if policy.evicts else tokens + ANSWER_TOKENS
         cache = BoundedCache(writer.model.config, policy, room)
         writer.read(prompt[:, :-1], cache)  # cut to the budget here: what follows sees no more than that
-        reply = writer.complete(prompt, cache, sampling)
-        yield Answer(name, room, reply.text, cache.memory().allocated_bytes)
+        reply = generate(prompt, past_key_values=cache, max_new_tokens=ANSWER_TOKENS, do_sample=False)[0, tokens:]
+        yield Answer(name, room, writer.text_of(reply.tolist()), cache.memory().allocated_bytes)
 
 
 def _question(writer: text.Writer, seed: int) -> tuple[Question, Int[Tensor, "1 T"]]:
@@ -199,8 +203,9 @@ def _title(screen: Console, title: str) -> None:
 class Page:
     """A text that is being written, with what the cache holds below it; on a terminal it changes in place."""
 
-    def __init__(self, screen: Console, cache: BoundedCache) -> None:
-        self._screen, self._cache, self._text = screen, cache, Text(OPENING, "dim")
+    def __init__(self, screen: Console, engine: Engine) -> None:
+        self._screen, self._engine, self._text, self._seen = screen, engine, Text(OPENING, "dim"), 0
+        self._result: Result | None = None
         self._live = Live(console=screen, auto_refresh=False, vertical_overflow="visible")
         self._written = 0.0
 
@@ -213,16 +218,17 @@ class Page:
         self._live.stop()
         _end_line(self._screen)
 
-    def write(self, piece: str) -> None:
-        """Add a piece of text; the picture is drawn ten times a second at most."""
-        self._text.append(console.printable(piece), "default")
+    def write(self, event: Event, seen: int) -> None:
+        """Add a piece of text, after which the model has seen so many tokens; drawn ten times a second at most."""
+        self._text.append(console.printable(event.text), "default")
+        self._seen, self._result = seen, event.result
         if self._screen.is_terminal and time.perf_counter() - self._written > 0.1:
             self._written = time.perf_counter()
             self._live.update(self._render(), refresh=True)
 
     def _render(self) -> RenderableType:
-        memory, layer = self._cache.memory(), self._cache.bounded_layers()[0]
-        seen, held = int(layer.seen[0]), int((layer.store.positions[0, 0] >= 0).sum())
+        seen, held = self._seen, min(self._seen, STORY_BUDGET)
+        memory = self._result.memory if self._result else self._engine.memory()
         bars = Table.grid(padding=(0, 2))
         ours, theirs = memory.allocated_bytes, memory.full_bytes
         bars.add_row("h2o", f"{held} of {seen} tokens", console.show_bytes(ours), _bar(ours, theirs))
@@ -232,4 +238,4 @@ class Page:
 
 def _bar(mine: int, other: int, width: int = 24) -> Text:
     """A bar as long as one size is beside the larger of two."""
-    return Text("█" * max(1, round(width * mine / max(mine, other))), "green" if mine <= other else "red")
+    return Text("█" * max(1, round(width * mine / max(mine, other, 1))), "green" if mine <= other else "red")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvkeep import runs
 from kvkeep.engine.output import as_line
@@ -27,25 +28,43 @@ def write(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
     """Write a file of bad lines; one that an earlier job has written is replaced.
 
     Raises:
-        InputError: there is a file that no job can have written, or the file cannot be written.
+        InputError: there is a file that no job can have written or another one writes to, or it cannot be written.
     """
     try:
-        if os.path.lexists(path) and not _is_one(path):
-            raise InputError(
-                f"{path}, where lines that cannot be run are set aside, exists and holds something else. Rename it, "
-                "or give another output file."
-            )
-        runs.write_whole(path, b"".join(map(as_line, found)))
+        with _free(path):
+            runs.remove_leftovers(path.parent, {path.name})
+            runs.write_whole(path, b"".join(map(as_line, found)))
     except OSError as error:
         raise InputError(f"{path}, for lines that cannot be run, cannot be written: {error.strerror}.") from error
 
 
-def _is_one(path: Path) -> bool:
-    """Whether every line of a file has the fields of a bad line, and no others."""
+@contextmanager
+def _free(path: Path) -> Iterator[None]:
+    """Keep other jobs from a file that is about to be replaced, if there is one.
+
+    Raises:
+        InputError: no job can have written it, or another job writes to it.
+    """
+    if not os.path.lexists(path):
+        yield
+        return
+    foreign = InputError(
+        f"{path}, where lines that cannot be run are set aside, exists and holds something else. Rename it, or give "
+        "another output file."
+    )
     if not path.is_file():
-        return False
+        raise foreign
     with path.open("rb") as file:
-        return all(_is_entry(raw) for raw in file)
+        runs.Lock(file, str(path))
+        if not _are_entries(file):
+            raise foreign
+        yield
+
+
+def _are_entries(file: IO[bytes]) -> bool:
+    """Whether there are lines, and every one has the fields of a bad line, and no others."""
+    found = [_is_entry(raw) for raw in file]
+    return bool(found) and all(found)
 
 
 def _is_entry(raw: bytes) -> bool:

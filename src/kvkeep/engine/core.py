@@ -16,10 +16,12 @@ from kvkeep.engine.interrupts import Guard, Uninterrupted
 from kvkeep.engine.request import Event, Generation, Request, Result
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.scheduler import Batch, Scheduler
-from kvkeep.errors import InputError, NoNumbersError, one_line
+from kvkeep.errors import InputError, NoNumbersError
 from kvkeep.memory import Memory
+from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Model, Tokenizer
+from kvkeep.models.own import keeps_states
 from kvkeep.models.rows import Rows
 from kvkeep.policies.base import Policy
 
@@ -51,6 +53,8 @@ class Core:
         self.budget = budget
         self._kv_memory, self._chunk = kv_memory, prefill_chunk
         self._options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
+        if has_states := keeps_states(self.model.config):
+            self._options["prefill_chunk"], self._chunk = prefill_chunk, None
         self._admission = Admission(
             self.model,
             tokenizer,
@@ -58,10 +62,11 @@ class Core:
             budget=budget,
             rows=rows,
             kv_memory=kv_memory,
-            chunk=prefill_chunk,
+            chunk=self._chunk,
             options=self._options,
         )
-        self._runner = Runner(self.model, graphs=self.model.device.type == "cuda" if graphs is None else graphs)
+        wanted = self.model.device.type == "cuda" if graphs is None else graphs
+        self._runner = Runner(self.model, graphs=wanted and not has_states)
         self._all: dict[int, Generation] = {}
         self._count = 0
         self._unreported: list[Event] = []
@@ -170,13 +175,13 @@ class Core:
         """End what a failure has touched. Rows are given back before anything runs that may fail again."""
         self._rows.renew()  # a layer that was left half way refuses to go on
         failed = [one for one in touched if one.id in self._all]
-        message = one_line(error)
+        message = reason_of(error)
         for one in failed:
             one.finish("error", message)
             self._let_go(one)
         self._unreported += [Event(one.id, None, _rest_of(one), one.result()) for one in failed]
         with suppress(Exception):  # a handler of the user
-            _log.warning("A step failed: %s", message, exc_info=error if _log.isEnabledFor(logging.DEBUG) else None)
+            _log.debug("A step failed.", exc_info=error)  # its requests say why they end
 
     def _beginning(self) -> list[Generation]:
         """Whom a failure before the first batch has touched: those with a row that were fed nothing; or who is next."""
@@ -230,7 +235,7 @@ class Core:
             self._runner.graphs.clear()
         rows = Rows(self.model, policy, self.budget, **self._options)
         rows.allocate(self._admission.rows_that_fit(rows), most_bytes=self._kv_memory)
-        return rows, Scheduler(rows.count, self._chunk, alone=policy.cascades)
+        return rows, Scheduler(rows.count, self._chunk, alone=rows.alone)
 
     def _advance(self, batch: Batch) -> None:
         """Run the model over a batch, then choose the next tokens of the rows that are ready for one."""
@@ -250,6 +255,7 @@ class Core:
         """Add a token to a generation, which may be its last."""
         event = one.take(token)
         if one.finish_reason:
+            one.memory = self._rows.memory_of(cast(int, one.row))
             self._let_go(one)
             event = replace(event, result=one.result())
         self._unreported.append(event)

@@ -21,7 +21,8 @@ class Engine(Core):
         budget: tokens kept per layer and head; the most that a request may ask for.
         rows: how many sequences run at once; by default 16, or what fits into ``kv_memory``.
         kv_memory: instead of ``rows``: bytes that the rows may take together.
-        prefill_chunk: prompt tokens that are fed in one step; ``None`` takes every prompt whole, as the papers do.
+        prefill_chunk: prompt tokens that are fed in one step; ``None`` takes every prompt whole, as the papers do. If
+            the model has layers that keep a state, it reads prompts whole, and its layers with slots take the chunks.
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         graphs: whether decode steps are recorded as CUDA graphs; by default where there is CUDA. Policies and models

@@ -102,7 +102,7 @@ def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line |
         if COMPLETION in fields:
             raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
         options = {} if options is None else options
-        return Line(number, digest(raw), fields, _request(encode(prompt), options, defaults), options)
+        return Line(number, digest(raw), fields, _request(number, encode(prompt), options, defaults), options)
     except json.JSONDecodeError as error:
         return BadLine(number, f"it is no JSON ({error})")
     except RecursionError:
@@ -167,7 +167,8 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
     return cast(list[dict[str, str]], messages)
 
 
-def _request(prompt: Sequence[int], options: object, defaults: Sampling) -> Request:
+def _request(number: int, prompt: Sequence[int], options: object, defaults: Sampling) -> Request:
+    """What a line asks of the engine; it draws by the job's seed and its number, or by a seed of its own alone."""
     if not isinstance(options, dict):
         raise InputError('its "options" are no JSON object')
     for name, value in options.items():
@@ -185,4 +186,4 @@ def _request(prompt: Sequence[int], options: object, defaults: Sampling) -> Requ
     chosen = {name: value for name, value in options.items() if name in _SAMPLING}
     chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
     sampling = dataclasses.replace(defaults, **chosen)
-    return Request(prompt=prompt, sampling=sampling, **rest)
+    return Request(prompt=prompt, sampling=sampling, sequence=0 if "seed" in options else number - 1, **rest)

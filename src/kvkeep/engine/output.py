@@ -20,13 +20,12 @@ from kvkeep.engine.jobs import COMPLETION, Line
 from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
 
-FORMAT = 2
-"""Version of the lines; those of version 1 name neither it nor the model's weights, and have the completion last."""
+FORMAT = 3
+"""Version of the lines; others read prompts in other pieces and drew otherwise, so that no job goes on with them."""
 
 SYNC_S = 2.0
 """What was written is brought to the disk with the first line after so many seconds."""
 
-_NOT_IN_ALL = ("format", "weights")
 _BEGINNING = f'{{"{COMPLETION}": {{"line": %d, "digest": "%s", '
 _WRITTEN_HERE = re.compile(rb'\{"completion": \{"line": \d+, "digest": "[0-9a-f]{32}", ')
 
@@ -42,17 +41,16 @@ class Output:
     Attributes:
         name: what messages call it.
         done: lines that are complete, with their fingerprints.
-        n_unknown: how many of them were written before weights were noted.
         made_by: the settings that they were written with; empty if there are none.
     """
 
     def __init__(self, file: IO[bytes], name: str, path: Path | None = None):
         self._file, self.name, self._path = file, name, path
         self.done: dict[int, str] = {}
-        self.n_unknown = 0
         self.made_by: dict[str, Any] = {}
         self._own: dict[str, Any] = {}
         self._torn: bytes = b""
+        self._torn_at = 0
         self._synced = time.monotonic()
 
     @classmethod
@@ -83,10 +81,12 @@ class Output:
 
     def _take_up(self, file: IO[bytes]) -> None:
         """Note what an earlier run has done, and a line in whose middle it was killed."""
+        end = 0
         for raw in file:
             if not raw.endswith(b"\n"):
-                self._torn = raw
+                self._torn, self._torn_at = raw, end
                 return
+            end += len(raw)
             number, digest, made_by = _was_done(raw, self.name)
             if self.made_by and (differences := _differences(self.made_by, made_by)):
                 raise InputError(
@@ -94,8 +94,7 @@ class Output:
                     f"{differences[1]}. Give another output file."
                 )
             self.done[number] = digest
-            self.n_unknown += "weights" not in made_by
-            self.made_by = {**made_by, **self.made_by}
+            self.made_by = made_by
 
     def agree(self, made_by: Mapping[str, Any]) -> None:
         """Take the settings that all completions of a file have in common; they are written with each.
@@ -123,7 +122,7 @@ class Output:
                 something that no run of this job can have left.
         """
         for number, known in self.done.items():
-            if number in digests and not _same(known, digests[number]):
+            if number in digests and known != digests[number]:
                 raise InputError(
                     f"Line {number} of the input is not the one that {self.name} was written for. Give another "
                     "output file."
@@ -133,7 +132,8 @@ class Output:
                 f"{self.name} holds a completion of line {min(missing)}, which the input has not, or which cannot be "
                 "run any more. Give another output file, or the input that it was written for."
             )
-        if self._torn and not _is_ours(self._torn, digests):
+        written = self._torn.rstrip(b"\0")  # where the disk lost what followed there are zeros
+        if self._torn and not (_is_ours(written, digests) if written else self.done):
             raise InputError(
                 f"{self.name} ends without a line break, and what stands there is no completion that was cut short. "
                 "Give another output file, or remove that line."
@@ -174,10 +174,19 @@ class Output:
         return {number for number, digest in found.done.items() if self.done.get(number) == digest}
 
     def _cut(self) -> None:
-        """Remove a line that was cut short; it is generated again."""
+        """Remove a line that was cut short; it is generated again.
+
+        Raises:
+            InputError: something else stands there now, or after it.
+        """
         if self._torn:
-            self._file.seek(-len(self._torn), 2)
-            self._file.truncate()
+            self._file.seek(self._torn_at)
+            if self._file.read(len(self._torn) + 1) != self._torn:
+                raise InputError(
+                    f"Something else wrote to {self.name} after this job had begun, where a completion was cut short. "
+                    "Nothing was removed: give another output file, or remove what is no completion."
+                )
+            self._file.truncate(self._torn_at)
             self._torn = b""
 
     def _sync(self) -> None:
@@ -217,16 +226,12 @@ def _was_done(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
     """The number, the fingerprint and the settings of a line that an earlier run has done."""
     try:
         completion = json.loads(raw)[COMPLETION]
-        return int(completion["line"]), str(completion["digest"]), dict(completion["made_by"])
+        made_by = {"format": 1, **completion["made_by"]}  # the first version did not name itself
+        return int(completion["line"]), str(completion["digest"]), made_by
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise InputError(
             f"{name} holds a line that is no completion, so this job cannot go on there. Give another output file."
         ) from error
-
-
-def _same(known: str, digest: str) -> bool:
-    """Whether two fingerprints are of the same line; version 1 noted the first half."""
-    return known == digest or (len(known) == 16 and digest.startswith(known))
 
 
 def _is_ours(torn: bytes, digests: Mapping[int, str]) -> bool:
@@ -236,9 +241,9 @@ def _is_ours(torn: bytes, digests: Mapping[int, str]) -> bool:
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
-    """In what one's settings differ from another's, in words of both; what not all lines name may be missing."""
-    optional = {name for name in _NOT_IN_ALL if name not in one or name not in other}
-    names = sorted(name for name in {*one, *other} - optional if one.get(name) != other.get(name))
+    """In what one's settings differ from another's, in words of both; weights may not be known yet."""
+    known = {*one, *other} if "weights" in one and "weights" in other else {*one, *other} - {"weights"}
+    names = sorted(name for name in known if one.get(name) != other.get(name))
 
     def words(settings: Mapping[str, Any]) -> str:
         return ", ".join(

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import InputError
+from kvkeep.memory import Memory
 from kvkeep.models.text import Sampling
 from kvkeep.policies.base import Policy
 
@@ -31,7 +32,8 @@ class Request:
         stop: texts that end the generation; they are not part of the result. The engine needs a tokenizer for them.
         ignore_end: go on when the model wants to end its text.
         logprobs: report the logarithm of each token's probability, and of so many of the likeliest beside it.
-        sequence: identity for policies with randomness: equal requests with equal identity keep the same tokens.
+        sequence: identity for everything random, the draw of tokens and policies: equal requests with equal identity
+            get the same tokens.
 
     Raises:
         InputError: there is no token, something has another type, or a number is out of range.
@@ -148,6 +150,7 @@ class Result:
         prefill_s: time from getting a row to the first token, ``ttft_s - queued_s``; ``None`` if there was none.
         tpot_s: time per further token; ``None`` if there was only one.
         error: what failed; ``None`` unless that is why it ended.
+        memory: bytes of its row at its end; zeros if it was cancelled or ended by an error.
     """
 
     id: int
@@ -161,6 +164,7 @@ class Result:
     prefill_s: float | None
     tpot_s: float | None
     error: str | None = None
+    memory: Memory = field(default_factory=Memory)
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,7 @@ class Generation:
         finish_reason: why it has ended; ``None`` while it runs.
         error: what failed, if that is why.
         used: which tokens of the vocabulary occur in it, for a repetition penalty.
+        memory: bytes of its row when it had come to its end.
     """
 
     id: int
@@ -212,6 +217,7 @@ class Generation:
     finish_reason: FinishReason | None = None
     error: str | None = None
     used: Tensor | None = None
+    memory: Memory = field(default_factory=Memory)
     times: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -262,4 +268,5 @@ class Generation:
             prefill_s=at["first"] - started if n else None,
             tpot_s=(at["last"] - at["first"]) / (n - 1) if n > 1 else None,
             error=self.error,
+            memory=self.memory,
         )

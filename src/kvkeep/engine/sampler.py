@@ -1,7 +1,8 @@
 """From logits to tokens, all rows at once; each row draws as it would alone.
 
-Randomness is counter-based: the number that decides the n-th token of a request depends on the request's seed and on
-n, not on the batch. The order of the steps is that of transformers: penalty, temperature, top-k, top-p, min-p.
+Randomness is counter-based: the number that decides the n-th token of a request depends on the request's seed, on its
+sequence and on n, not on the batch. The order of the steps is that of transformers: penalty, temperature, top-k,
+top-p, min-p.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kvkeep.engine.request import Generation, Logprob
 from kvkeep.models.text import Sampling
-from kvkeep.noise import uniform
+from kvkeep.noise import spread, uniform
 
 
 def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> list[int | None]:
@@ -32,7 +33,8 @@ def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> lis
         index = torch.tensor(drawn, device=logits.device)
         chosen = [generations[i] for i in drawn]
         steps = torch.tensor([len(one.token_ids) for one in chosen], device=logits.device)
-        tokens[index] = choose(penalised[index], [one.request.sampling for one in chosen], steps)
+        sequences = torch.tensor([one.request.sequence for one in chosen], device=logits.device)
+        tokens[index] = choose(penalised[index], [one.request.sampling for one in chosen], steps ^ spread(sequences))
     found: list[int] = tokens.masked_fill_(~best.isfinite(), -1).tolist()
     _note(logits, found, generations)
     return [None if token < 0 else token for token in found]
@@ -44,7 +46,8 @@ def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: I
     Args:
         logits: float32, a repetition penalty already applied.
         samplings: how each row draws; temperatures above 0.
-        steps: how many tokens each row has drawn before.
+        steps: how many tokens each row has drawn before, joined with its sequence if that is not 0: rows of equal
+            seeds and steps draw with the same number.
     """
 
     def column(values: list[float]) -> Float[Tensor, "n 1"]:

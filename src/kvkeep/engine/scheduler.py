@@ -14,6 +14,9 @@ from kvkeep.engine.request import Generation
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
 
+WHOLE_PROMPTS = 512
+"""Tokens that prompts which are read whole may have together in one run; the first of them may have more."""
+
 PATIENCE = 4
 """How many times the number of rows a request that needs other rows may be passed over before it gets them."""
 
@@ -164,7 +167,7 @@ class Scheduler:
         first = min((one for one in self.running if one.prompt_left), key=lambda one: one.id, default=None)
         if first is None or first.row is None:
             return []
-        chunk = first.prompt_left if self._chunk is None else self._chunk
+        chunk = max(WHOLE_PROMPTS, first.prompt_left) if self._chunk is None else self._chunk
         fresh = first.fed == 0
         group = [first]
         while fresh and not self._alone and first.prompt_left <= chunk:

@@ -33,17 +33,21 @@ _DEPTHS = 5
 _SHARES = (-3.0, 103.0)
 
 
+PICTURES = ("quality.png", "depth.png", "kept.png")
+"""Files that `plots` writes."""
+
+
 def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Draw everything that the rows have numbers for.
 
     Returns:
-        The pictures: ``quality.png``, ``depth.png`` and ``kept.png``, or fewer.
+        The pictures: those of `PICTURES`, or fewer.
 
     Raises:
         InputError: matplotlib is missing, or a picture cannot be written.
     """
-    pictures = {"quality.png": quality(rows), "depth.png": depth(rows), "kept.png": kept(rows)}
-    return [draw(folder / name, panels) for name, panels in pictures.items() if panels]
+    panels = zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=True)
+    return [draw(folder / name, drawn) for name, drawn in panels if drawn]
 
 
 def quality(rows: Sequence[Row]) -> list[Panel]:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InputError
+from kvkeep.evals.curves import PICTURES
 from kvkeep.evals.plan import Cell
 from kvkeep.evals.rows import fault, key_of
-from kvkeep.results import Results, check_same, read_rows
-from kvkeep.runs import finite, read_object, sync
+from kvkeep.results import MANIFEST, Results, check_same, read_rows
+from kvkeep.runs import Lock, finite, read_object, sync
 
 ROWS = "results.jsonl"
-MANIFEST = "run.json"
+_BEGINNING = b'{"task": "'
 
 _SAME = {"model": "the model", "weights": "the model's weights", "dtype": "the dtype"}
 _REMEDY = "Restore it, or choose another --output folder."
@@ -36,13 +37,15 @@ class Records(Results):
         InputError: it is no folder, or its files cannot be read.
     """
 
+    names = (ROWS, *PICTURES)
+
     def __init__(self, folder: Path):
         self.rows: list[dict[str, Any]] = []
         super().__init__(folder)
         self._read()
 
     def _read(self) -> None:
-        self._end, rows = read_rows(self.path / ROWS, fault)
+        self._end, rows = read_rows(self.path / ROWS, _BEGINNING, fault)
         self.rows = list({key_of(row): row for row in rows}.values())
 
     @property
@@ -59,17 +62,16 @@ class Records(Results):
         """What was run in this folder; ``None`` if nothing was.
 
         Raises:
-            InputError: there are results, but it does not say of what.
+            InputError: there are results, or files of the same names, but it does not say of what.
         """
         path = self.path / MANIFEST
         found = read_object(path, _REMEDY)
         if found is None:
-            if self.rows:
-                raise InputError(
-                    f"{self.path} has {ROWS} but no {MANIFEST}, so it is unknown what was run. Choose another folder."
-                )
+            self.check_new()
             return None
         tasks = found.get("tasks")
+        if wrong := [key for key in _SAME if not isinstance(found.get(key), str)]:
+            raise InputError(f"{path} is of no evaluation: it does not say {_SAME[wrong[0]]} as text. {_REMEDY}")
         if not isinstance(tasks, dict) or not all(isinstance(settings, dict) for settings in tasks.values()):
             raise InputError(f"{path} does not say which tasks were run, under which settings. {_REMEDY}")
         return found
@@ -111,7 +113,10 @@ class Records(Results):
         self._read()
         tasks = {**self.check(manifest), **manifest["tasks"]}
         self.write_bytes(MANIFEST, (json.dumps({**manifest, "tasks": tasks}, indent=2) + "\n").encode())
-        with self.writing(), (self.path / ROWS).open("ab") as file:
+        with self.writing():
+            file = self._held.enter_context((self.path / ROWS).open("ab"))
+            Lock(file, str(self.path / ROWS))  # a batch job locks its output, but not the folder
+            self._read()
             file.truncate(self._end)
 
     def append(self, row: dict[str, Any]) -> None:

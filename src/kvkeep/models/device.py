@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What a model can be loaded in, besides ``auto``: the checkpoint's own dtype."""
@@ -62,6 +62,12 @@ def enough_memory(device: torch.device) -> Iterator[None]:
             f"Out of memory on {device}. Lower the budget or --max-rows, set --prefill-chunk, or take a smaller dtype "
             "or model."
         ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What a failed step is reported with: the error in one line, and what helps where memory was too small."""
+    remedy = "Use fewer rows, a smaller budget or a prefill_chunk, or a smaller dtype or model."
+    return f"{one_line(error).rstrip('.')}. {remedy}" if is_out_of_memory(error) else one_line(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -22,6 +22,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAFE = ".safetensors"
 MOST_LAYERS = 1000
 MOST_EXPERTS = 10_000
+MOST_LABELS = 1_000_000
 PARAMETERS_PER_BYTE = 16
 """Twice as many as there are bits; nobody stores a weight in fewer."""
 _LARGEST = 2**63 - 1
@@ -82,16 +83,17 @@ def check_numbers(name: str, fields: object) -> None:
 
     Raises:
         ModelFileError: a number is no 64-bit one.
-        UnsupportedModelError: there are more layers or experts than any model has.
+        UnsupportedModelError: there are more layers, experts or labels than any model has.
     """
-    limits = {"layer": MOST_LAYERS, "block": MOST_LAYERS, "expert": MOST_EXPERTS}
+    limits = {"layer": MOST_LAYERS, "block": MOST_LAYERS, "expert": MOST_EXPERTS, "num_labels": MOST_LABELS}
     for key, number in _numbers("", fields):
         if abs(number) > _LARGEST:
             raise ModelFileError(f"{name}: the number of {key!r:.60} in its config.json has more than 64 bits.")
         part = _PARTS.fullmatch(key)
-        if part and number > limits[part[1]]:
+        limit = limits.get(part[1] if part else key)
+        if limit is not None and number > limit:
             raise UnsupportedModelError(
-                f"{name} has {key}={number} in its config.json; kvkeep takes at most {limits[part[1]]}, "
+                f"{name} has {key}={number} in its config.json; kvkeep takes at most {limit}, "
                 "more than any model has. The file is damaged, or made to exhaust the memory."
             )
 

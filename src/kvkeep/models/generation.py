@@ -7,18 +7,11 @@ that a single prompt, a batch and a session give the same text; `remark` names i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from kvkeep.errors import ModelFileError
 from kvkeep.models.files import optional
-from kvkeep.models.sampling import Sampling
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -62,7 +55,7 @@ def check_generation_config(name: str) -> None:
     except Exception as error:  # whatever its values lead to
         raise ModelFileError(f"{problem} ({error!s:.200}). Remove it, or download the model again.") from error
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(isinstance(end, int) and not isinstance(end, bool) for end in ends):
+    if not all(isinstance(end, int) and not isinstance(end, bool) and abs(end) < 2**63 for end in ends):
         raise ModelFileError(
             f"{problem} (eos_token_id is {ends!s:.60}). Give the number of a token, or a list of such."
         )
@@ -84,35 +77,6 @@ def ends_of(model: PreTrainedModel) -> set[int]:
     """The tokens with which the model ends its text."""
     ids = model.generation_config.eos_token_id
     return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
-
-
-@contextmanager
-def own_options(model: PreTrainedModel, sampling: Sampling, **others: Any) -> Iterator[GenerationConfig]:
-    """The generation config for one call of ``generate``; meanwhile the model has no other, which would be merged."""
-    before = model.generation_config
-    ends = sorted(ends_of(model)) or None
-    model.generation_config = GenerationConfig(**sampling.arguments(), eos_token_id=ends, **others)
-    try:
-        yield model.generation_config
-    finally:
-        model.generation_config = before
-
-
-class OnlyNumbers(LogitsProcessor):
-    """Ends a generation whose logits are no numbers: the first token would be taken, or the end of the text."""
-
-    def __call__(self, input_ids: Int[Tensor, "B T"], scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
-        """The scores as they are.
-
-        Raises:
-            ModelFileError: the largest of them is NaN or infinite.
-        """
-        if not bool(torch.isfinite(scores.amax(dim=-1)).all()):
-            raise ModelFileError(
-                "The model's logits are no numbers (NaN or infinite), so there is no next token. Its weights are "
-                "damaged, or the dtype is too narrow for them: download the model again, or take --dtype float32."
-            )
-        return scores
 
 
 def _asked(model: PreTrainedModel) -> dict[str, object]:

@@ -35,6 +35,7 @@ from kvkeep.models.files import check_folder, check_index, check_numbers, check_
 from kvkeep.models.generation import check_generation_config
 from kvkeep.models.hf import attach
 from kvkeep.models.quiet import no_conversion_service
+from kvkeep.runs import in_full
 
 Model: TypeAlias = PreTrainedModel
 """What rooms above call a model."""
@@ -122,7 +123,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         ModelFileError: it can only be a folder, and there is none.
     """
     name = os.fspath(name_or_path)
-    path = Path(name).expanduser()
+    path = in_full(name)
     try:
         exists = path.exists()
     except OSError as error:  # e.g. a name that is too long for the file system
@@ -220,6 +221,8 @@ def read_config(name: str) -> PreTrainedConfig:
             f"{name} is of type {kind!r}, which transformers does not offer as a decoder that generates text."
         )
     check_shape(name, config)
+    for part in (config, config.get_text_config(decoder=True)):
+        part.return_dict = True  # kvkeep reads a model's output by its names
     return config
 
 

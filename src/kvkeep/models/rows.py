@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvkeep.cache import BoundedCache, BoundedLayer, PhasedCache
-from kvkeep.errors import BudgetError, UnsupportedModelError
+from kvkeep.errors import BudgetError
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout
 from kvkeep.memory import Memory
+from kvkeep.models.own import Own, states_of
 from kvkeep.models.segments import Segment, Segments, segments
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, Cascade, inference
@@ -45,14 +46,16 @@ class Rows:
         budget: the largest budget of a row; every row has memory for it.
         layer_budget: how budgets are spread over the layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
+        prefill_chunk: the chunk of layers with slots, see `BoundedCache`, where a model reads prompts whole.
 
     Attributes:
         count: rows there is memory for; none before `allocate`.
         version: incremented whenever tensors of the rows, or what was made of them, are replaced.
         row_bytes: what one row takes under the policy that they were made for.
+        alone: whether every run of the model may have one row only.
 
     Raises:
-        UnsupportedModelError: the model has layers with a state that is not made of slots.
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Rows:
         *,
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
         self.policy = policy
         self.count = 0
@@ -70,25 +74,25 @@ class Rows:
         self._config = model.config
         self._budget = budget
         self._most_bytes: int | None = None
-        self._options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
+        self._options: dict[str, Any] = {
+            "layer_budget": layer_budget,
+            "positions": positions,
+            "prefill_chunk": prefill_chunk,
+        }
         self._layouts: dict[Policy, Layout] = {}
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Policy | None] = []
-        self._cascades: list[Cascade | None] = []
-        self._parts: dict[tuple[tuple[Segment, ...], Cascade | None], PhasedCache] = {}
+        self._own: list[Own | None] = []
+        self._parts: dict[tuple[tuple[Segment, ...], Own | None], PhasedCache] = {}
         probe = self._cache(policy, budget)
-        found = probe.bounded_layers()
-        if len(found) < len(probe.layers):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has layers that keep a state instead of keys and values (state-space or "
-                "convolution layers), which the engine cannot give to one row at a time. Use model.generate with a "
-                "BoundedCache."
-            )
         with torch.inference_mode():  # one token shows the shapes of every layer's keys and values
             model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
-        self._like = [layer.store.slots() for layer in found.values()]
+        self._like = [layer.store.slots() for layer in probe.bounded_layers().values()]
+        self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
+        self._has_states = bool(states_of(probe))
+        self.alone = policy.cascades or self._has_states
         self.allocate(1)
-        self.row_bytes = self.memory().allocated_bytes
+        self.row_bytes = self.memory().allocated_bytes + self._state_bytes
         self.allocate(0)
 
     @inference
@@ -100,7 +104,7 @@ class Rows:
         self.count = count
         self._most_bytes = most_bytes
         self._owners = [None] * count
-        self._cascades = [None] * count
+        self._own = [None] * count
         try:
             self._blocks = [
                 self._block(budget, like)
@@ -132,7 +136,8 @@ class Rows:
         if missing <= 0 or self._most_bytes is None:
             return True
         more = missing * sum(4 * block.store.positions.numel() for block in self._blocks)
-        return self.memory().allocated_bytes + more <= self._most_bytes
+        held = sum(block.memory().allocated_bytes for block in self._blocks) + self.count * self._state_bytes
+        return held + more <= self._most_bytes
 
     @inference
     def begin(self, row: int, *, budget: int, policy: Policy | None = None, sequence: int = 0) -> None:
@@ -142,7 +147,7 @@ class Rows:
             BudgetError: the policy protects more than the budget.
         """
         owner = self._owners[row] = self.policy if policy is None else policy
-        self._cascades[row] = Cascade(0) if owner.cascades else None
+        self._own[row] = self._new_own(owner)
         numbers = self.numbers(owner, budget)
         if any(len(owner.slots) > len(block.state) for block in self._blocks):
             self.renew()
@@ -160,15 +165,15 @@ class Rows:
     @inference
     def end(self, row: int) -> None:
         """Let go of a row: whatever policy the rows beside it have, nothing in it is in their way."""
-        if (shared := self._cascades[row]) is not None:
-            self._parts = {key: part for key, part in self._parts.items() if key[1] is not shared}
-        self._owners[row] = self._cascades[row] = None
+        if (own := self._own[row]) is not None:
+            self._parts = {key: part for key, part in self._parts.items() if key[1] is not own}
+        self._owners[row] = self._own[row] = None
         self._empty(row)
 
     @inference
     def move(self, source: int, target: int) -> None:
         """Let a sequence go on in another row."""
-        self._owners[target], self._cascades[target] = self._owners[source], self._cascades[source]
+        self._owners[target], self._own[target] = self._owners[source], self._own[source]
         for block in self._blocks:
             block.move_row(source, target)
         self.end(source)
@@ -181,10 +186,10 @@ class Rows:
     def part(self, start: int, stop: int, phase: Phase, *, fresh: bool = False) -> PhasedCache:
         """A range of rows as the cache of one run of the model; ``fresh``: all of them begin a new prompt.
 
-        Under a policy that cascades a range has one row only.
+        Where rows run alone a range has one row only.
         """
         found = segments(self._owners, start, stop, self.policy)
-        key = (found, self._cascades[start])
+        key = (found, self._own[start])
         if fresh:
             part = self._cache_of(found, columns=0)
         elif key in self._parts:
@@ -212,12 +217,22 @@ class Rows:
         return self._layouts[policy].slots(budget)
 
     def memory(self) -> Memory:
-        """Bytes over all rows and layers, summed over real tensors."""
-        return sum((block.memory() for block in self._blocks), Memory())
+        """Bytes over all rows and layers, summed over real tensors; a free row has nothing beside its slots."""
+        beside = (own.memory() for own in self._own if own is not None)
+        return sum((*(block.memory() for block in self._blocks), *beside), Memory())
+
+    def memory_of(self, row: int) -> Memory:
+        """Bytes of one row over all layers."""
+        own = self._own[row]
+        parts = (block.part(row, row + 1).memory() for block in self._blocks)
+        return sum(parts, Memory() if own is None else own.memory())
 
     def _cache_of(self, those: tuple[Segment, ...], *, columns: int) -> PhasedCache:
         """The layers of some rows, as a model takes them."""
         layers = [RowLayer(self._layer(i, those, columns)) for i in range(len(self._blocks))]
+        own = self._own[those[0].start]
+        for i, state in sorted(own.states.items()) if own else ():
+            layers.insert(i, state)
         return PhasedCache(layers=cast(Any, layers))
 
     def _layer(self, index: int, those: tuple[Segment, ...], columns: int) -> Layer:
@@ -228,7 +243,8 @@ class Rows:
                 _make_room(self._layers)
                 self._layers[one.policy] = list(self._cache(one.policy, self._budget).bounded_layers().values())
             block = self._blocks[index].under(one.policy.slots).part(one.start, one.stop)
-            cascade = self._cascades[one.start]
+            own = self._own[one.start]
+            cascade = None if own is None else own.cascade
             part = self._layers[one.policy][index].over(block, columns=columns, cascade=cascade)
             parts.append((slice(one.start - start, one.stop - start), part))
         return parts[0][1] if len(parts) == 1 else Segments(parts)
@@ -236,6 +252,13 @@ class Rows:
     def _empty(self, row: int) -> None:
         for block in self._blocks:
             block.clear_row(row)
+
+    def _new_own(self, policy: Policy) -> Own | None:
+        """What a new sequence under a policy has beside its slots, if it has anything."""
+        if not policy.cascades and not self._has_states:
+            return None
+        states = states_of(self._cache(policy, self._budget)) if self._has_states else {}
+        return Own(Cascade(0) if policy.cascades else None, states)
 
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:
         return BoundedCache(self._config, policy, budget, **self._options)

@@ -6,7 +6,6 @@ import math
 import numbers
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 from kvkeep.errors import InputError
 
@@ -14,8 +13,6 @@ _MOST_TOKENS = 2**31 - 1
 _LEAST_TOP_P = 1e-6
 _PENALTIES = (0.01, 100.0)
 _HOTTEST = 1000.0
-_COLDEST = 1e-30
-"""Logits divided by less would be infinite in float32; the likeliest token is certain long before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +79,6 @@ class Sampling:
             raise InputError(f"min_p={self.min_p} is outside (0, 1].")
         if not low <= self.repetition_penalty <= high:
             raise InputError(f"repetition_penalty={self.repetition_penalty} is outside {low:g} … {high:g}; 1 is off.")
-
-    def arguments(self) -> dict[str, Any]:
-        """The same in the words of transformers' ``generate``."""
-        drawn = {
-            "temperature": max(self.temperature, _COLDEST),
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "top_k": 0 if self.top_k is None else self.top_k,
-            "min_p": self.min_p,
-        }
-        sampled = self.temperature > 0
-        always = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": self.repetition_penalty}
-        return {**always, "do_sample": sampled, **(drawn if sampled else {})}
 
 
 def _whole(name: str, value: object) -> int:

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-from jaxtyping import Int
-from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 _REPLACEMENT = "\ufffd"
 """What half a character is decoded to."""
@@ -46,28 +40,3 @@ class TextPieces:
     def _pending(self) -> str:
         known = self._decode(self._ids[self._start : self._done])
         return self._decode(self._ids[self._start :])[len(known) :]
-
-
-@dataclass
-class Watch(BaseStreamer):
-    """What ``generate`` reports to: the prompt first, then token by token."""
-
-    pieces: TextPieces
-    on_text: Callable[[str], object]
-    text: str = ""
-    times: list[float] = field(default_factory=list)
-
-    def put(self, value: Int[Tensor, "..."]) -> None:
-        """Take the prompt (the first call) or the next token."""
-        self.times.append(time.perf_counter())
-        if len(self.times) > 1:
-            self._hand_out(self.pieces.add(int(value)))
-
-    def end(self) -> None:
-        """Hand out what was held back."""
-        self._hand_out(self.pieces.end())
-
-    def _hand_out(self, piece: str) -> None:
-        self.text += piece
-        if piece:
-            self.on_text(piece)

@@ -1,52 +1,21 @@
-"""From a prompt's text to the text of its continuation, with timings: what the command line and demos run."""
+"""Between texts and tokens: prompts and conversations in, text out, and a model with its tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from kvkeep.errors import InputError
-from kvkeep.memory import bytes_of
 from kvkeep.models.device import enough_memory
-from kvkeep.models.generation import OnlyNumbers, ends_of, own_options
 from kvkeep.models.load import Checkpoint, explained
 from kvkeep.models.sampling import Sampling as Sampling
-from kvkeep.models.stream import TextPieces, Watch
 from kvkeep.models.templates import fill
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a model wrote, and how long it took.
-
-    Attributes:
-        token_ids: the new tokens.
-        text: the same as text, without special tokens.
-        finish_reason: ``stop`` (the model ended its text) or ``length`` (the limit did).
-        prompt_tokens: length of the prompt.
-        ttft_s: time to the first token.
-        tpot_s: time per further token; ``None`` if there was only one.
-    """
-
-    token_ids: list[int]
-    text: str
-    finish_reason: Literal["stop", "length"]
-    prompt_tokens: int
-    ttft_s: float
-    tpot_s: float | None
-
-    @property
-    def tokens_per_s(self) -> float:
-        """New tokens per second, from the prompt to the last token."""
-        further = (self.tpot_s or 0.0) * (len(self.token_ids) - 1)
-        return len(self.token_ids) / (self.ttft_s + further)
 
 
 def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Tensor, "1 T"]:
@@ -126,7 +95,7 @@ def check_length(checkpoint: Checkpoint, prompt_tokens: int, new_tokens: int) ->
 
 @dataclass(frozen=True)
 class Writer:
-    """A loaded model that continues prompts.
+    """A loaded model with its tokenizer.
 
     Attributes:
         checkpoint: where it comes from, with its tokenizer.
@@ -146,60 +115,9 @@ class Writer:
         """Where the model runs, as the user writes it."""
         return str(self.model.device)
 
-    def full_cache(self) -> DynamicCache:
-        """A cache for one prompt that keeps everything: transformers' own."""
-        return DynamicCache(config=self.model.config)
-
-    def complete(
-        self,
-        prompt: Int[Tensor, "1 T"],
-        cache: Cache,
-        sampling: Sampling,
-        *,
-        prefill_chunk: int | None = None,
-        on_text: Callable[[str], object] = lambda text: None,
-    ) -> Completion:
-        """Continue a prompt.
-
-        Args:
-            prompt: token ids.
-            cache: an unused cache.
-            sampling: how tokens are chosen, and how many.
-            prefill_chunk: run the prompt through the model in chunks of so many tokens, which bounds activations.
-            on_text: called with each piece of text as soon as it is final.
-
-        Raises:
-            InputError: the device's memory is too small.
-            ModelFileError: what the model computes are no numbers.
-        """
-        model = self.model
-        watch = Watch(TextPieces(self.text_of), on_text)
-        torch.manual_seed(sampling.seed)
-        prompt = prompt.to(model.device)
-        generate = cast(Callable[..., Tensor], model.generate)
-        own = own_options(model, sampling, pad_token_id=self._padding(), prefill_chunk_size=prefill_chunk)
-        with enough_memory(model.device), own as config:
-            output = generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                past_key_values=cache,
-                streamer=watch,
-                generation_config=config,
-                logits_processor=[OnlyNumbers()],
-            )
-        ids = output[0, prompt.shape[1] :].tolist()
-        return Completion(
-            token_ids=ids,
-            text=watch.text,
-            finish_reason="stop" if ids[-1] in ends_of(self.model) else "length",
-            prompt_tokens=prompt.shape[1],
-            ttft_s=watch.times[1] - watch.times[0],
-            tpot_s=(watch.times[-1] - watch.times[1]) / (len(ids) - 1) if len(ids) > 1 else None,
-        )
-
     @torch.inference_mode()
     def read(self, prompt: Int[Tensor, "1 T"], cache: Cache) -> None:
-        """Run tokens through the model for what they leave in the cache; `complete` then goes on from there.
+        """Run tokens through the model for what they leave in the cache.
 
         Raises:
             InputError: the device's memory is too small.
@@ -214,14 +132,3 @@ class Writer:
     def show_token(self, token_id: int) -> str:
         """One token as a person should see it, special or not; half a character shows as U+FFFD."""
         return str(self.checkpoint.tokenizer.decode([token_id]))
-
-    def _padding(self) -> int:
-        """Any token will do: one sequence has no padding, but ``generate`` wants to know."""
-        given = self.checkpoint.tokenizer.pad_token_id
-        return min(ends_of(self.model), default=0) if given is None else int(given)
-
-
-def full_cache_bytes(cache: DynamicCache) -> int:
-    """Bytes of the keys and values that transformers' own cache holds."""
-    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    return bytes_of(tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None)
