@@ -129,7 +129,7 @@ class Stream:
         saved = torch.load(self.state, weights_only=False)  # written by this script
         self.done = saved["done"]
         for i, layer in self.cache.bounded_layers().items():
-            layer.block, layer.allocated, layer.columns = saved["blocks"][i], True, self.done
+            layer.hold(saved["blocks"][i], columns=self.done)
 
 
 def rows_of(output: Path) -> list[dict]:
