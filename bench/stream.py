@@ -146,7 +146,7 @@ class Stream:
             ) from error
         self.done = done
         for i, layer in layers.items():
-            layer.block, layer.allocated, layer.columns = blocks[i], True, done
+            layer.hold(blocks[i], columns=done)
 
 
 def rows_of(output: Path) -> list[dict]:

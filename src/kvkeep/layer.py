@@ -160,8 +160,7 @@ class Layer:
     def over(self, block: Block, *, columns: int, cascade: Cascade | None = None) -> Layer:
         """The same layer over slots that somebody else owns and has counted ``columns`` columns in."""
         other = copy.copy(self)
-        other._hold(block)
-        other.columns = columns
+        other.hold(block, columns=columns)
         other._shared = cascade or Alone()
         return other
 
@@ -303,9 +302,9 @@ class Layer:
             return
         starts, ids = self.policy.slots, self._sequences
         new = inference(Block)(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind)
-        self._hold(new)
+        self.hold(new, columns=self.columns)
 
-    def _hold(self, block: Block) -> None:
-        """Use a block's slots, and the backend for their device and dtype."""
-        self.block, self.allocated, self._kind = block, True, type(block.store)
+    def hold(self, block: Block, *, columns: int) -> None:
+        """Go on in slots that have seen ``columns`` columns, with the backend for their device and dtype."""
+        self.block, self.allocated, self.columns, self._kind = block, True, columns, type(block.store)
         self._backend = choose(block.seen.device, block.store.slots().keys.dtype)

@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from kvkeep import scores
-from kvkeep.backends import Backend, Limits
+from kvkeep.backends import Backend
 from kvkeep.statistic import Rows
 from kvkeep.types import EMPTY, Report, Slots
 
@@ -34,8 +34,7 @@ class DummyBackend(Backend):
             hidden = (age < 0) | (age >= (options.window or 2**31))
             x, blind = x.masked_fill(hidden, -torch.inf), hidden.all(dim=-1, keepdim=True)
             if options.sinks is not None:
-                extra = options.sinks.to(wide).view(Hk, -1)[head]
-                x = torch.cat([x, extra[:, None, None].expand(-1, T, 1)], dim=-1)
+                x = torch.cat([x, options.sinks.to(wide).view(Hk, -1, 1, 1)[head].expand(-1, T, 1)], dim=-1)
             p[row, head, ..., held] = x.softmax(dim=-1)[..., : len(held)].masked_fill(blind, 0.0)
         if options.top is not None and T == 1:
             p = scores.only_top(p, positions == now[:, :, None], options.top)
@@ -75,6 +74,5 @@ class DummyBackend(Backend):
             state.scatter_(-1, slot, 0.0).mul_(fade).add_(report.mass)
         if limits.window is not None:
             self.expire(slots.positions, limits.seen, limits.window)
-        score = added.states[0] if added.is_score else slots.positions.float()
-        self.evict(slots.positions, score, Limits(limits.seen, limits.sinks, limits.recent, limits.stay))
+        self.evict(slots.positions, added.states[0] if added.is_score else slots.positions.float(), limits)
         return out

@@ -100,7 +100,7 @@ class Faults:
         hooks.append(network.lm_head.register_forward_hook(after))
         with monkeypatch.context() as monkeypatch:
             policy = {"policy": BoomError("in a policy"), "interrupted policy": KeyboardInterrupt()}
-            monkeypatch.setattr(Layer, "_observe", self._failing(Layer._observe, policy))
+            monkeypatch.setattr(Layer, "_view", self._failing(Layer._view, policy))
             monkeypatch.setattr(sampler, "draw", self._failing(sampler.draw, {"sampler": BoomError("in the sampler")}))
             monkeypatch.setattr(Rows, "begin", self._failing(Rows.begin, {"begin": MemoryError()}))
             monkeypatch.setattr(Rows, "allocate", self._failing(Rows.allocate, {"rows": MemoryError("no room")}))

@@ -25,10 +25,11 @@ REFUSED = {name for name in kvkeep.available_policies() if refusal(kvkeep.parse(
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """Torch does the work, and nobody asks for a number: whether a head holds too much, whether all is finite."""
+    """Torch does the work, and nobody asks for a number: what is held, is finite, or set."""
     monkeypatch.setenv(backends.SWITCH, "torch")
     monkeypatch.setattr(TorchBackend, "is_over", lambda self, positions, limit: True)
     monkeypatch.setattr(plain, "_is_finite", lambda x: False)
+    monkeypatch.setattr("kvkeep.policies._bursts._none_is_set", lambda bits: False)
 
 
 def requests(*lengths):

@@ -119,11 +119,11 @@ def test_a_layer_in_which_a_step_failed_refuses_to_go_on(monkeypatch):
     cache = kvkeep.BoundedCache(network.config, "h2o", 8)
     last = cache.bounded_layers()[2]
 
-    def fail(*args):
+    def fail(*args, **options):
         raise MemoryError
 
     with torch.inference_mode(), monkeypatch.context() as patched:
-        patched.setattr(last, "_observe", fail)
+        patched.setattr(last, "_view", fail)
         with pytest.raises(MemoryError):
             network(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
     with torch.inference_mode(), pytest.raises(BrokenCacheError):

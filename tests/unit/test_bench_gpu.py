@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvkeep.backends.torch import TorchBackend
+
 BENCH = Path(__file__).parents[2] / "bench"
 if not BENCH.is_dir():
     pytest.skip("the benchmarks are not part of this copy", allow_module_level=True)
@@ -61,13 +63,13 @@ def test_all_parts(monkeypatch, capsys, tmp_path):
 def test_a_kernel_that_is_wrong_is_named(monkeypatch, capsys):
     import_module("gpu")
     check = import_module("lib.gpu_check")
-    honest = check.attend
 
-    def attend(*tensors, **options):
-        out, report = honest(*tensors, **options)
-        return (out * torch.nan if out.dtype == torch.float16 else out), report
+    class Wrong(TorchBackend):
+        def attend(self, query, slots, now, *, statistic, options):
+            out, report = super().attend(query, slots, now, statistic=statistic, options=options)
+            return (out * torch.nan if out.dtype == torch.float16 else out), report
 
-    monkeypatch.setattr(check, "attend", attend)
+    monkeypatch.setattr(check, "choose", lambda device, dtype: Wrong())
     _, data = run(monkeypatch, capsys, "--only", "k")
     wrong = [one["name"] for one in data["parts"]["k"] if one["error"] > one["limit"]]
     assert wrong == ["token, float16, head dim 256, Low: output", "prompt, float16, head dim 64, Low: output"]

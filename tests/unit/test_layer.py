@@ -7,7 +7,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import kvkeep
 from kvkeep import AttentionOptions, Layer
-from kvkeep.backends import choose
+from kvkeep.backends import SWITCH
+from kvkeep.backends.torch import TorchBackend
 from kvkeep.policies.full import Full
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.local import Local
@@ -215,14 +216,14 @@ def test_reset_restores_budgets_and_identities_after_rows_have_moved():
 
 def test_the_slots_and_one_chunk_are_all_that_a_prefill_ever_holds(monkeypatch):
     widths = []
-    kind = type(choose(torch.device("cpu"), torch.float32))
-    honest = kind.attend
+    honest = TorchBackend.attend
 
-    def spy(self, query, slots, *rest, **options):
+    def spy(self, query, slots, now, **options):
         widths.append(slots.keys.shape[2])
-        return honest(self, query, slots, *rest, **options)
+        return honest(self, query, slots, now, **options)
 
-    monkeypatch.setattr(kind, "attend", spy)
+    monkeypatch.setenv(SWITCH, "torch")
+    monkeypatch.setattr(TorchBackend, "attend", spy)
     feed(Layer(H2O(), budget=8, prefill_chunk=5), 43)
     assert widths[:3] == [5, 5 + 5, 8 + 5]  # empty slots are not attended to
     assert max(widths) == 8 + 5
