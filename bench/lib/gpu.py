@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
+from kvkeep.types import Phase
 from lib import twin
 
 Step = Callable[[], object]
@@ -270,5 +271,5 @@ def fill(layer: kvkeep.Layer, keys: torch.Tensor, values: torch.Tensor, tokens: 
     layer.store.fill(keys, values, positions.to(torch.int32))
     for state in layer.state.values():
         state[..., :kept] = torch.rand((rows, heads, kept), device=keys.device)
-    layer.block.count(tokens)
+    layer.block.advance(tokens, None, Phase.PREFILL)
     layer.columns = tokens

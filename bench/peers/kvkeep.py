@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.models.text import Sampling
+from kvkeep.types import Phase
 from peers import Outcome, Prompt, Run, Unavailable, Work
 
 
@@ -65,6 +66,6 @@ def filled_cache(model, policy: str, budget: int, *, rows: int, tokens: int) -> 
         layer.store.fill(keys, values, torch.cat([older, recent], dim=-1).to(torch.int32))
         for state in layer.state.values():
             state[..., :kept] = torch.rand(rows, heads, kept)
-        layer.block.count(tokens)
+        layer.block.advance(tokens, None, Phase.PREFILL)
         layer.columns = tokens
     return cache

@@ -202,8 +202,8 @@ def test_a_folder_of_another_run_is_refused(finished, writer, changes, what):
 
 
 def test_a_folder_of_another_command_or_of_unknown_origin_is_refused(tmp_path):
-    (tmp_path / "results.jsonl").write_text("{}\n")
-    with pytest.raises(InputError, match=r"results.jsonl but no run.json"):
+    (tmp_path / "sparsity.json").write_text("{}\n")
+    with pytest.raises(InputError, match=r"sparsity.json but no run.json"):
         Folder(tmp_path).check({})
     (tmp_path / "run.json").write_text('{"model": "m", "tasks": {}}')
     with pytest.raises(InputError, match="another run: the command"):

@@ -83,7 +83,7 @@ class Rows:
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Policy | None] = []
         self._own: list[Own | None] = []
-        self._parts: dict[tuple[tuple[Segment, ...], Own | None], PhasedCache] = {}
+        self._parts: dict[tuple[tuple[Segment, ...], Own | None, Phase], PhasedCache] = {}
         probe = self._cache(policy, budget)
         with torch.inference_mode():  # one token shows the shapes of every layer's keys and values
             model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
@@ -189,7 +189,7 @@ class Rows:
         Where rows run alone a range has one row only.
         """
         found = segments(self._owners, start, stop, self.policy)
-        key = (found, self._own[start])
+        key = (found, self._own[start], phase)  # a recorded step keeps its part, and what it says
         if fresh:
             part = self._cache_of(found, columns=0)
         elif key in self._parts:
