@@ -112,6 +112,8 @@ def plain() -> list[int]:
 
 
 EVERY = {**NAMED, **NO_MATTER, **SILENT}
+KNOWN = set(GenerationConfig().to_dict())
+"""What this transformers knows; the rest of a file it does not read."""
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -120,9 +122,9 @@ def test_no_wish_of_the_makers_changes_the_text_or_ends_it(name: str, tmp_path: 
     assert result.exit_code == 0, result.output or result.exception
     assert json.loads(result.stdout)["token_ids"] == plain
     said = " ".join(result.stderr.split())
-    assert (f"also asks for {name}=" in said) == (name not in SILENT)
-    assert ("the text may differ" in said) == (name in NAMED)
-    assert ("it changes no text" in said) == (name in NO_MATTER)
+    assert (f"also asks for {name}=" in said) == (name in KNOWN and name not in SILENT)
+    assert ("the text may differ" in said) == (name in KNOWN and name in NAMED)
+    assert ("it changes no text" in said) == (name in KNOWN and name in NO_MATTER)
 
 
 def test_every_wish_that_transformers_knows_has_been_decided_on():
@@ -134,6 +136,8 @@ def test_every_wish_that_transformers_knows_has_been_decided_on():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_wishes_that_transformers_refuses_end_in_one_line(name: str, tmp_path: Path):
+    if name == "continuous_batching_config" and "speculation_type" not in KNOWN:
+        pytest.skip("older transformers take it")
     result = generate(asking(tmp_path / "m", **{name: REFUSED[name]}))
     assert result.exit_code == 2, result.output or result.exception
     assert result.stderr.count("\n") == 1
