@@ -43,13 +43,13 @@ test-slow: .venv/.installed  ## long measurements that are asserted, e.g. peak m
 	$(BIN)/python -m pytest tests/slow -m slow
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers, with the oldest version that is supported
-	$(OLD)/python -m pytest $(SPREAD) tests/parity tests/unit
+	$(OLD)/python -m pytest $(SPREAD) tests/parity tests/models tests/engine tests/core tests/cli tests/evals
 
 check: .venv/.installed  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/unit/test_house.py
+	$(BIN)/python -m pytest tests/test_house.py
 
 fix: .venv/.installed  ## format and repair what can be repaired
 	$(BIN)/ruff format .

@@ -38,7 +38,7 @@ from peers import transformers as dense
 from transformers import LlamaForCausalLM
 
 import kvkeep
-from kvkeep.models.bandwidth import measure_bandwidth
+from kvkeep.planning.bandwidth import measure_bandwidth
 
 DYNAMIC, STATIC, FULL = "DynamicCache", "StaticCache", "kvkeep full"
 DENSE = (DYNAMIC, STATIC, FULL)

@@ -19,15 +19,16 @@ import torch
 from lib import report
 
 from kvkeep import Policy, parse
-from kvkeep.evals import hindsight, metrics
+from kvkeep.evals import metrics
 from kvkeep.evals.drive import Drive
-from kvkeep.evals.hindsight import H2OGlobal, Totals
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks.mass import Mass
 from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces
 from kvkeep.models import tiny
 from kvkeep.models.load import find, read_weights
 from kvkeep.models.text import Writer
+from kvkeep.research import hindsight
+from kvkeep.research.hindsight import H2OGlobal, Totals
 
 SHARES = (0.01, 0.05, 0.1, 0.2)
 Sets = list[frozenset[int]]

@@ -36,10 +36,10 @@ from lib.cells import System, alternating, asked, leaving_out, pooled, ran, save
 from lib.sizes import token_bytes
 
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.sampling import Sampling
 from kvkeep.models import tiny
 from kvkeep.models.load import find, read_weights
 from kvkeep.models.quiet import quiet
-from kvkeep.models.text import Sampling
 
 COLUMNS = ["system", "TTFT s: first", "median", "last", "TPOT ms (quartiles)", "tokens/s"]
 HISTORIES = (1024, 65_536)

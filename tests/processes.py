@@ -9,7 +9,7 @@ import sys
 import traceback
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["kvkeep.cli.main", "kvkeep.cli.job", "kvkeep.models.load", "transformers"])
+_FORKS.set_forkserver_preload(["kvkeep.cli.main", "kvkeep.cli.generate.job", "kvkeep.models.load", "transformers"])
 
 
 def kvkeep(*words, closed=(), out=os.devnull, err=os.devnull):

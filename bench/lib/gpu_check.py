@@ -13,7 +13,7 @@ import kvkeep
 from kvkeep.backends import SWITCH, choose, reference
 from kvkeep.backends.triton import prefill_ops
 from kvkeep.engine import Engine, Request
-from kvkeep.models.text import Sampling
+from kvkeep.engine.sampling import Sampling
 from kvkeep.statistic import Low, Mass, Statistic
 from kvkeep.types import AttentionOptions, Phase, Slots
 from lib.gpu import DRY, Bench, fill

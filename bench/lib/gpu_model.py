@@ -13,10 +13,10 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.request import Generation
+from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
+from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.scheduler import Batch
-from kvkeep.models.rows import Rows
-from kvkeep.models.text import Sampling
 from kvkeep.types import Phase
 from lib.gpu import RUN_OUT, Bench, Step, fill, middle
 from lib.sizes import bounded_row_bytes, token_bytes, weight_bytes

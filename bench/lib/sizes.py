@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvkeep import parse
-from kvkeep.theory.cost import LayerShape, block_bytes
+from kvkeep.planning.cost import LayerShape, block_bytes
 
 GIB = 2**30
 MIB = 2**20

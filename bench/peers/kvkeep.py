@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.models.text import Sampling
+from kvkeep.engine.sampling import Sampling
 from kvkeep.types import Phase
 from peers import Outcome, Prompt, Run, Unavailable, Work
 

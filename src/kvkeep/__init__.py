@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvkeep.cache import BoundedCache
     from kvkeep.engine.engine import Engine
     from kvkeep.engine.request import Event, Request, Result
+    from kvkeep.engine.sampling import Sampling
     from kvkeep.errors import (
         BrokenCacheError,
         BudgetError,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from kvkeep.models.compiled import compile_layers
     from kvkeep.models.hf import attach
     from kvkeep.models.packed import pack_weights
-    from kvkeep.models.text import Sampling
     from kvkeep.policies.base import Policy, option
     from kvkeep.registry import available as available_policies
     from kvkeep.registry import parse, spec
@@ -64,7 +64,7 @@ _HOME = {
     "Report": "types:Report",
     "Request": "engine.request:Request",
     "Result": "engine.request:Result",
-    "Sampling": "models.text:Sampling",
+    "Sampling": "engine.sampling:Sampling",
     "ShapeError": "errors:ShapeError",
     "State": "types:State",
     "Statistic": "statistic:Statistic",

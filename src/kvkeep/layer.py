@@ -23,7 +23,7 @@ from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, Unsupported
 from kvkeep.eviction import append, check_room, cut, evict, fused, fuses
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
-from kvkeep.rotation import AsItIs, Rotation
+from kvkeep.rotary.ranks import AsItIs, Rotation
 from kvkeep.store import Alone, Block, Cascade, DenseStore, Store, inference
 from kvkeep.types import AttentionOptions, Phase, Report, Slots, State, View
 

@@ -11,8 +11,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from kvkeep import budget as budgets
 from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
 from kvkeep.policies.base import Policy
-from kvkeep.rope import rotation_for
-from kvkeep.rotation import Rotation
+from kvkeep.rotary.embedding import rotation_for
+from kvkeep.rotary.ranks import Rotation
 
 _SUPPORTED_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp"}
 

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
 from kvkeep.engine import Result
-from kvkeep.engine.jobs import COMPLETION
+from kvkeep.jobs.lines import COMPLETION
 
 
 def run(*args, stdin=None):

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import BudgetError, CapacityError
-from kvkeep.models.text import Sampling
 
 from .models import VOCABULARY, model
 from .test_equal import POLICIES
@@ -81,8 +81,8 @@ class Faults:
     def injected(self, network, monkeypatch):
         """Put the faults into a model, the layers' policies, the sampler and the rows."""
         from kvkeep.engine import sampler
+        from kvkeep.engine.rows import Rows
         from kvkeep.layer import Layer
-        from kvkeep.models.rows import Rows
 
         def before(module, args):
             if self.strikes("layer"):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import kvkeep
 from kvkeep.engine import Engine, Request, Result
-from kvkeep.models.text import Sampling
+from kvkeep.engine.sampling import Sampling
 
 from .models import CONFIGS, VOCABULARY, alone, model
 

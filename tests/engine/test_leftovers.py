@@ -7,7 +7,7 @@ import kvkeep
 from kvkeep import backends
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
-from kvkeep.models.text import Sampling
+from kvkeep.engine.sampling import Sampling
 
 from .models import alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.jobs import COMPLETION, parse
-from kvkeep.models.text import Sampling
+from kvkeep.engine.sampling import Sampling
+from kvkeep.jobs.lines import COMPLETION, parse
 from kvkeep.noise import spread, uniform
 
 from .commands import completions, run, write

@@ -5,8 +5,8 @@ import torch
 
 import kvkeep
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.sampling import Sampling
 from kvkeep.layer import Layer
-from kvkeep.models.text import Sampling
 from kvkeep.types import AttentionOptions, Phase
 
 from .models import alone, model

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.request import Generation
+from kvkeep.engine.rows import Rows
+from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.errors import BrokenCacheError, BudgetError, CapacityError, InputError, PolicyError
-from kvkeep.models.rows import Rows
-from kvkeep.models.text import Sampling
 from kvkeep.policies.base import Policy
 
 from .models import CONFIGS, alone, model

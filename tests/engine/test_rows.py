@@ -9,7 +9,7 @@ import torch
 
 from kvkeep import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.engine import Engine, Request
-from kvkeep.models.text import Sampling
+from kvkeep.engine.sampling import Sampling
 
 from .models import VOCABULARY, alone, model
 

@@ -14,7 +14,7 @@ import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.request import Generation
 from kvkeep.engine.sampler import choose, draw
-from kvkeep.models.text import Sampling
+from kvkeep.engine.sampling import Sampling
 
 from .models import VOCABULARY, model
 

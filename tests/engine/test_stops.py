@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkeep.engine import Engine, Request, stops
+from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.stops import StopText
 from kvkeep.models import tiny
 from kvkeep.models.load import load
-from kvkeep.models.text import Sampling
 
 PIECES = ("a", "b", "\n", ".", "ab", "ba.b", "\na")
 

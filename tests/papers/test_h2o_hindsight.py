@@ -8,8 +8,8 @@ from phases import phase_of
 from torch import Tensor
 
 from kvkeep import AttentionOptions, Layer, parse
-from kvkeep.evals.hindsight import H2OGlobal, Keys, Totals
 from kvkeep.evals.whole import Adding, Hiding
+from kvkeep.research.hindsight import H2OGlobal, Keys, Totals
 from kvkeep.types import Phase
 
 from . import rules_hindsight as rules

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvkeep
 from kvkeep import BudgetError, Layer, PolicyError
 from kvkeep.engine import Engine, Request
-from kvkeep.models.text import Sampling
-from kvkeep.theory.scissorhands import Reading, algorithm_1
+from kvkeep.engine.sampling import Sampling
+from kvkeep.research.theory.scissorhands import Reading, algorithm_1
 from kvkeep.types import Phase
 
 from .by_hand import row, step

@@ -10,8 +10,8 @@ from models import WINDOW, build, padded_batch
 
 import kvkeep
 from kvkeep.errors import InputError, ShapeError, UnsupportedOperationError
-from kvkeep.evals import hindsight
-from kvkeep.evals.hindsight import H2OGlobal, Keys, Totals
+from kvkeep.research import hindsight
+from kvkeep.research.hindsight import H2OGlobal, Keys, Totals
 from kvkeep.testing import LAWS, Case
 
 FAMILIES = ["llama", "qwen2-window", "gemma2", "gpt2", "opt", "gpt-oss"]

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, Lfm2Config, Qwen3NextConfig
 
 import kvkeep
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.rows import Rows
 from kvkeep.memory import bytes_of
-from kvkeep.models.rows import Rows
 
 NEW = 10
 

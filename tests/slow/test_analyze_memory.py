@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from kvkeep.analysis.groups import MEASUREMENTS
 from kvkeep.evals.texts import own_sentences
+from kvkeep.research.analysis.groups import MEASUREMENTS
 
 HEADS = 4
 """Query heads of a layer of the embedded model."""

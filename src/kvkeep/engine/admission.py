@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvkeep.engine.request import Generation, Request
+from kvkeep.engine.rows import Rows, largest_budget
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.layout import Layout
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Model, Tokenizer, position_limit
-from kvkeep.models.rows import Rows, largest_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 

@@ -13,7 +13,9 @@ from kvkeep import budget as budgets
 from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission, usable
 from kvkeep.engine.interrupts import Guard, Uninterrupted
+from kvkeep.engine.own import keeps_states
 from kvkeep.engine.request import Event, Generation, Request, Result
+from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.scheduler import Batch, Scheduler
 from kvkeep.errors import InputError, NoNumbersError
@@ -21,8 +23,6 @@ from kvkeep.memory import Memory
 from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Model, Tokenizer
-from kvkeep.models.own import keeps_states
-from kvkeep.models.rows import Rows
 from kvkeep.policies.base import Policy
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Core:
         self.budget = budget
         self._kv_memory, self._chunk = kv_memory, prefill_chunk
         self._options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
-        if has_states := keeps_states(self.model.config):
+        if has_states := keeps_states(self.model):
             self._options["prefill_chunk"], self._chunk = prefill_chunk, None
         self._admission = Admission(
             self.model,

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.engine.rows import Rows
 from kvkeep.engine.scheduler import Batch
 from kvkeep.engine.waits import NoWaiting, WaitError
 from kvkeep.models.load import Model
-from kvkeep.models.rows import Rows
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
 

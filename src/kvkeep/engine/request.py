@@ -11,10 +11,10 @@ from typing import Literal, SupportsIndex
 from torch import Tensor
 
 from kvkeep import budget as budgets
+from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import InputError
 from kvkeep.memory import Memory
-from kvkeep.models.text import Sampling
 from kvkeep.policies.base import Policy
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]

@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.engine.graph import Graphs
+from kvkeep.engine.rows import Rows
 from kvkeep.engine.scheduler import Batch
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.load import Model
-from kvkeep.models.rows import Rows
 
 
 class Runner:

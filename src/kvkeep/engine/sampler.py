@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.engine.request import Generation, Logprob
-from kvkeep.models.text import Sampling
+from kvkeep.engine.sampling import Sampling
 from kvkeep.noise import spread, uniform
 
 

@@ -11,7 +11,7 @@ from kvkeep.cache import BoundedCache
 from kvkeep.errors import BudgetError
 from kvkeep.models.load import Checkpoint
 from kvkeep.policies.base import Policy
-from kvkeep.rope import rotation_for
+from kvkeep.rotary.embedding import rotation_for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,6 +21,9 @@ from kvkeep.cache import ATTENTION, BoundedLayer, unwrap
 from kvkeep.errors import ShapeError, UnsupportedModelError
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, AttentionOptions, Slots
+
+Decoder: TypeAlias = PreTrainedModel
+"""A decoder of transformers, for rooms that do not import transformers themselves."""
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 

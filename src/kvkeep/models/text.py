@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache
 from kvkeep.errors import InputError
 from kvkeep.models.device import enough_memory
 from kvkeep.models.load import Checkpoint, explained
-from kvkeep.models.sampling import Sampling as Sampling
 from kvkeep.models.templates import fill
 
 

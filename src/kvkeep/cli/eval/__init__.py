@@ -1,0 +1,234 @@
+"""``kvkeep eval``: the options. The work is in `kvkeep.cli.eval.grid`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from kvkeep.cli.console import Debug, Json, one_line_errors, parse_budget, parse_number, parse_tokens
+from kvkeep.cli.files import place
+from kvkeep.cli.memory_options import (
+    LayerBudget,
+    Positions,
+    PrefillChunk,
+    parse_layer_budget,
+    parse_positions,
+    parse_prefill_chunk,
+)
+from kvkeep.cli.model_options import AllowPickle, Device, Dtype, Model
+from kvkeep.errors import InputError
+
+_GRID, _TASKS, _OUTPUT = "Grid", "Tasks", "Output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the user asked for; numbers are numbers, lists of names and the text file are not read yet.
+
+    Attributes:
+        budgets: each a share of the text (a float) or a number of tokens (an int).
+    """
+
+    model: str | None
+    output: Path
+    policies: str
+    budgets: tuple[float | int, ...]
+    tasks: str
+    limit: int | None
+    seeds: tuple[int, ...]
+    text: str | None
+    contexts: tuple[int, ...]
+    facts: int
+    depths: tuple[float, ...]
+    ask: str
+    window: int | None
+    stride: int
+    positions: Literal["true", "slot"] | None
+    layer_budget: str | tuple[float, ...] | None
+    prefill_chunk: int | None
+    plots: bool
+    dtype: str
+    device: str
+    allow_pickle: bool
+    json: bool
+
+
+@one_line_errors
+def evaluate(
+    model: Model = None,
+    policies: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Policies with their options, e.g. full,local,h2o:recent=32,sinks=4,tova. "
+            "full is run once, with room for everything.",
+            rich_help_panel=_GRID,
+        ),
+    ] = "full,local,h2o,tova",
+    budgets: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Budgets per layer and head: shares of the text as 20%, or tokens as 512, 4K (4096), 4k (4000).",
+            rich_help_panel=_GRID,
+        ),
+    ] = "4%,10%,20%,60%",
+    tasks: Annotated[
+        str, typer.Option(metavar="LIST", help="What is measured.", rich_help_panel=_GRID)
+    ] = "recall,perplexity,agreement,mass",
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Questions per context and texts per task. Default: 30 questions, 8 texts (mass: 4).",
+            rich_help_panel=_TASKS,
+        ),
+    ] = None,
+    seed: Annotated[
+        str,
+        typer.Option(
+            metavar="LIST",
+            help="Chooses questions and windows of the text. Several seeds, as 0,1,2, give a mean and a range.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = "0",
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 text for perplexity, agreement and mass. Default: the package's own plain sentences.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = None,
+    context: Annotated[
+        str, typer.Option(metavar="LIST", help="Lengths of recall prompts in tokens.", rich_help_panel=_TASKS)
+    ] = "512,1024",
+    facts: Annotated[
+        int, typer.Option(metavar="N", help="Facts in a recall prompt; one is asked for.", rich_help_panel=_TASKS)
+    ] = 16,
+    depths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Where asked facts stand, from 0 (start) to 1 (end). Default: evenly spread.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = None,
+    ask: Annotated[
+        str,
+        typer.Option(
+            metavar="WHEN",
+            help="prompt: a policy has read the recall question when it cuts the text to the budget. "
+            "later: the text is cut first, then the question comes.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = "prompt",
+    window: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Length of a perplexity window. Default: 1024, or the trained length.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = None,
+    stride: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKENS",
+            help="Perplexity feeds so many tokens at once; 1 is decoding.",
+            rich_help_panel=_TASKS,
+        ),
+    ] = "16",
+    prefill_chunk: PrefillChunk = None,
+    layer_budget: LayerBudget = None,
+    positions: Positions = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    allow_pickle: AllowPickle = False,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Folder for results.jsonl and plots. A run that was stopped goes on there.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Run nothing: show the table of a folder and draw its plots again.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    plots: Annotated[
+        bool, typer.Option(help="Draw plots, with matplotlib (extra: plots).", rich_help_panel=_OUTPUT)
+    ] = True,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure policies at budgets: recall, perplexity, agreement with the full cache, retained attention mass.
+
+    Every result is written to DIR at once; the same command again goes on where it was stopped.
+    """
+    folder = _folder(output, report)
+    spread = parse_layer_budget(layer_budget)
+    request = Request(
+        model=model,
+        output=folder,
+        policies=policies,
+        budgets=tuple(parse_budget(item, "--budgets") for item in _items(budgets, "--budgets")),
+        tasks=tasks,
+        limit=None if limit is None else parse_tokens(limit, "--limit"),
+        seeds=tuple(dict.fromkeys(_whole(item, "--seed") for item in _items(seed, "--seed"))),
+        text=text,
+        contexts=tuple(parse_tokens(item, "--context") for item in _items(context, "--context")),
+        facts=facts,
+        depths=() if depths is None else tuple(parse_number(item, "--depths") for item in _items(depths, "--depths")),
+        ask=ask,
+        window=None if window is None else parse_tokens(window, "--window"),
+        stride=parse_tokens(stride, "--stride"),
+        positions=parse_positions(positions),
+        layer_budget=tuple(spread) if isinstance(spread, list) else spread,
+        prefill_chunk=parse_prefill_chunk(prefill_chunk),
+        plots=plots,
+        dtype=dtype,
+        device=device,
+        allow_pickle=allow_pickle,
+        json=json,
+    )
+    from kvkeep.cli.eval import grid  # torch and transformers: only now
+
+    if report is None:
+        grid.serve(request)
+    else:
+        grid.report(request)
+
+
+def _folder(output: str | None, report: str | None) -> Path:
+    if output is not None and report is not None:
+        raise InputError("--output and --report were both given; --report only shows what a folder already holds.")
+    if report is not None:
+        return place(report, "--report")
+    if output is None:
+        raise InputError("There is no folder for results. Give --output DIR, or --report DIR to show earlier ones.")
+    return place(output, "--output")
+
+
+def _items(text: str, option: str) -> list[str]:
+    items = list(filter(None, (item.strip() for item in text.split(","))))
+    if not items:
+        raise InputError(f"{option} is an empty list; leave it out for the default.")
+    return items
+
+
+def _whole(text: str, option: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(f"{option}: {text!r} is not a whole number.") from None

@@ -1,0 +1,270 @@
+"""``kvkeep generate``: the options, and the prompt. The work is done by `completion` and `job` beside this file."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvkeep.cli.console import Debug, Json, one_line_errors, parse_bytes, parse_tokens
+from kvkeep.cli.files import STANDARD_OUTPUT, not_empty, place, read_text
+from kvkeep.cli.generate.request import DEFAULT_BUDGET, Batch, Request
+from kvkeep.cli.memory_options import (
+    LayerBudget,
+    Positions,
+    PrefillChunk,
+    parse_layer_budget,
+    parse_positions,
+    parse_prefill_chunk,
+)
+from kvkeep.cli.model_options import AllowPickle, Device, Dtype, Model
+from kvkeep.errors import InputError
+
+_PROMPT, _JOB, _MEMORY, _SAMPLING = "Prompt", "Batch job", "KV memory", "Sampling"
+_PURPOSE = "Give the model some text to continue."
+
+
+@one_line_errors
+def generate(
+    model: Model = None,
+    source: Annotated[
+        str | None,
+        typer.Argument(help="- reads the prompt from standard input.", show_default=False, metavar="-"),
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.", rich_help_panel=_PROMPT)
+    ] = None,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt-file",
+            "-f",
+            metavar="FILE",
+            help="Read the prompt from a UTF-8 file; - is standard input. A final line break is dropped.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.", rich_help_panel=_PROMPT)
+    ] = False,
+    input: Annotated[  # noqa: A002  the option's name
+        str | None,
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="FILE",
+            help='Run a batch: a JSONL file with a "prompt" or "messages" per line, and "options" of its own if it '
+            "wants any; other fields are carried through.",
+            rich_help_panel=_JOB,
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="JSONL file for the completions; a job that was stopped goes on there. - is standard output.",
+            rich_help_panel=_JOB,
+        ),
+    ] = None,
+    skip_bad: Annotated[
+        bool,
+        typer.Option(
+            "--skip-bad",
+            help="Set lines that cannot be run aside in OUTPUT.bad, or on standard error for -.",
+            rich_help_panel=_JOB,
+        ),
+    ] = False,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Sequences at once. Default: 16, or what fits.", rich_help_panel=_JOB),
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="KV memory for all of them, e.g. 2GiB or 500MB.", rich_help_panel=_JOB),
+    ] = None,
+    compile: Annotated[  # noqa: A002  the option's name
+        bool,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Compile norms and feed-forward layers with torch.compile first, for a GPU.",
+            rich_help_panel=_JOB,
+        ),
+    ] = False,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICY",
+            help="What decides which tokens stay, e.g. h2o:recent=32; see [b]kvkeep policies[/b].",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = "h2o",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            "-b",
+            metavar="TOKENS",
+            help="Tokens kept per layer and head, e.g. 512, 4K (4096) or 4k (4000). "
+            f"Default: {DEFAULT_BUDGET}, or prompt and new tokens if these are fewer or the policy is full.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    keep_ratio: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATIO",
+            help="Instead of a budget: the fraction of the prompt's tokens to keep, in (0, 1].",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    prefill_chunk: PrefillChunk = None,
+    layer_budget: LayerBudget = None,
+    positions: Positions = None,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Run the full cache too and show both side by side.", rich_help_panel=_MEMORY),
+    ] = False,
+    max_new_tokens: Annotated[
+        str,
+        typer.Option("--max-new-tokens", "-n", metavar="TOKENS", help="Stop after so many.", rich_help_panel=_SAMPLING),
+    ] = "256",
+    temperature: Annotated[
+        float,
+        typer.Option(
+            "--temperature", "-t", metavar="NUMBER", help="0 is greedy, above 0 draws.", rich_help_panel=_SAMPLING
+        ),
+    ] = 0.0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER", help="Draw among the likeliest with this much probability.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="N", help="Draw among the N likeliest.", rich_help_panel=_SAMPLING)
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NUMBER", help="Draw among tokens this likely relative to the likeliest.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(metavar="NUMBER", help="Above 1: used tokens become less likely.", rich_help_panel=_SAMPLING),
+    ] = 1.0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="The same seed draws the same text; each line of a batch its own.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    allow_pickle: AllowPickle = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Continue a prompt, or a file of prompts (--input), with a bounded KV cache.
+
+    The text goes to standard output as it is written, a short summary to standard error.
+    """
+    model, prompt_file = _standard_input(model, source, prompt_file)
+    batch = _batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
+    if batch and (prompt is not None or prompt_file is not None or compare or keep_ratio is not None):
+        raise InputError("--input runs a file of prompts; --prompt, --compare and --keep-ratio are for a single one.")
+    request = Request(
+        model=model,
+        prompt="" if batch else read_prompt(prompt, prompt_file),
+        raw=raw,
+        policy=policy,
+        budget=None if budget is None else _parse_budget(budget),
+        keep_ratio=keep_ratio,
+        prefill_chunk=parse_prefill_chunk(prefill_chunk),
+        layer_budget=parse_layer_budget(layer_budget),
+        positions=parse_positions(positions),
+        compare=compare,
+        max_new_tokens=parse_tokens(max_new_tokens, "--max-new-tokens"),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        allow_pickle=allow_pickle,
+        json=json,
+    )
+    if budget is not None and keep_ratio is not None:
+        raise InputError("--budget and --keep-ratio were both given; one of them says how much to keep.")
+    if batch:
+        from kvkeep.cli.generate import job  # torch and transformers: only now
+
+        job.serve(request, batch)
+    else:
+        from kvkeep.cli.generate import completion
+
+        completion.serve(request)
+
+
+def _parse_budget(text: str) -> int:
+    """A number of tokens; a share is refused, since it is not said of what."""
+    if text.endswith("%"):
+        raise InputError(
+            f"--budget {text} is a share of no known length; give a number of tokens, e.g. 512. For a share of a "
+            "single prompt there is --keep-ratio, e.g. 0.2."
+        )
+    return parse_tokens(text, "--budget")
+
+
+def _batch(
+    source: str | None, output: str | None, *, skip_bad: bool, max_rows: int | None, kv_memory: str | None, layers: bool
+) -> Batch | None:
+    """The options of a batch job, if it is one."""
+    if source is None:
+        if output is not None or skip_bad or max_rows is not None or kv_memory is not None or layers:
+            raise InputError(
+                "--output, --skip-bad, --max-rows, --kv-memory and --compile belong to a batch job: give --input FILE."
+            )
+        return None
+    if output is None:
+        raise InputError("A batch job needs --output FILE, where its completions go; - is standard output.")
+    if output != STANDARD_OUTPUT:
+        output = str(place(output, "--output"))
+    if max_rows is not None and max_rows < 1:
+        raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
+    size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
+    return Batch(input=source, output=output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=size, compile=layers)
+
+
+def _standard_input(model: str | None, source: str | None, file: str | None) -> tuple[str | None, str | None]:
+    """Turn a ``-`` among the arguments, alone or after the model, into the prompt file ``-``."""
+    if source is None and model == "-":
+        model, source = None, "-"
+    if source is None:
+        return model, file
+    if source != "-":
+        raise InputError(f"Unexpected argument {source!r}. After the model only - may follow; give text with --prompt.")
+    if file is not None:
+        raise InputError("- and --prompt-file were both given; one prompt is enough.")
+    return model, "-"
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt from wherever the user put it.
+
+    Raises:
+        InputError: there is none, there are two, or the file cannot be read.
+    """
+    if prompt is not None and file is not None:
+        raise InputError("--prompt and --prompt-file were both given; one prompt is enough.")
+    if prompt is not None:
+        return not_empty(prompt, "The prompt", _PURPOSE)
+    if file is None:
+        raise InputError("There is no prompt. Give --prompt TEXT, --prompt-file FILE, or - for standard input.")
+    return read_text(file, kind="prompt file", purpose=_PURPOSE)

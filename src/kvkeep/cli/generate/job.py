@@ -1,0 +1,190 @@
+"""The work of ``kvkeep generate --input``: check every line, load the model, and run what is not done yet."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from kvkeep import budget as budgets
+from kvkeep.cli import console
+from kvkeep.cli.files import read_again
+from kvkeep.cli.generate.completion import default_budget, engine_for, sampling_of
+from kvkeep.cli.generate.request import Batch, Request
+from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, run
+from kvkeep.engine import Engine
+from kvkeep.engine.admission import DEFAULT_ROWS
+from kvkeep.engine.sampling import Sampling
+from kvkeep.errors import InputError, PolicyError
+from kvkeep.jobs import aside
+from kvkeep.jobs.lines import BadLine, Line, digest, parse, read
+from kvkeep.jobs.output import Output
+from kvkeep.jobs.survey import Survey
+from kvkeep.models import text
+from kvkeep.models.compiled import compile_layers
+from kvkeep.models.device import enough_memory, parse_device, parse_dtype
+from kvkeep.models.fingerprint import fingerprint
+from kvkeep.models.generation import remark
+from kvkeep.models.load import Checkpoint, embedded, find, read_weights
+from kvkeep.models.packed import pack_weights
+from kvkeep.models.quiet import quiet
+from kvkeep.models.text import Writer
+from kvkeep.policies.base import Policy
+from kvkeep.registry import parse as parse_policy
+from kvkeep.registry import spec
+
+Read = Callable[[int, bytes], Line | BadLine]
+
+
+def serve(request: Request, batch: Batch) -> None:
+    """Do what ``kvkeep generate --input`` was asked for.
+
+    Raises:
+        KVKeepError: something in the request, the file or the model cannot be used.
+    """
+    parse_dtype(request.dtype)
+    device = parse_device(request.device)
+    with quiet(), enough_memory(device), read_again(batch.input, kind="input") as source:
+        policy = parse_policy(request.policy)
+        budgets.check(1 if request.budget is None else request.budget)
+        defaults = sampling_of(request)
+        name = request.model or embedded()
+        console.progress(f"reading {batch.input} …")
+        checkpoint = find(name, allow_pickle=request.allow_pickle)
+
+        def read_line(number: int, raw: bytes) -> Line | BadLine:
+            return parse(number, raw, lambda prompt: _encode(checkpoint, prompt, raw=request.raw), defaults)
+
+        survey = _survey(source, read_line, batch)
+        with _open(batch.output) as output:
+            budget = _budget(request, policy, survey, output)
+            settings = _settings(request, policy, budget, defaults)
+            output.agree(settings)
+            output.check(survey.digests)
+            console.progress(f"loading {name} …")
+            model = read_weights(checkpoint, request.dtype, request.device)
+            if left_out := remark(model):
+                console.note(left_out)
+            output.agree({**settings, "weights": fingerprint(model)})
+            engine = _engine(Writer(checkpoint, model), request, batch, lines=len(survey.digests), budget=budget)
+            if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
+                console.note(
+                    f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the "
+                    "model was trained for."
+                )
+            todo = _todo(source, survey, engine, output, batch)
+            console.progress(
+                f"{spec(policy)}, budget {budget}: {console.count(engine.rows, 'row')} of "
+                f"{console.show_bytes(engine.row_bytes)}"
+            )
+            lines = _lines(source, read_line, todo)
+            run(engine, lines, output, todo=todo, total=len(survey.digests), as_json=request.json)
+
+
+def _encode(checkpoint: Checkpoint, prompt: str | Sequence[Mapping[str, str]], *, raw: bool) -> list[int]:
+    ids = text.encode(checkpoint, prompt, raw=raw) if isinstance(prompt, str) else text.encode_chat(checkpoint, prompt)
+    found: list[int] = ids[0].tolist()
+    return found
+
+
+def _survey(source: Path, read_line: Read, batch: Batch) -> Survey:
+    """Read every line once. A bad line stops the job unless such lines are set aside."""
+    survey = Survey()
+    for number, raw in read(source):
+        line = read_line(number, raw)
+        if isinstance(line, BadLine) and not batch.skip_bad:
+            raise _refusal(line.number, line.reason)
+        survey.add(line)
+    if not survey.digests:
+        raise InputError(f"{batch.input} has no line that can be run.")
+    return survey
+
+
+def _open(path: str) -> Output:
+    if path == "-":
+        return Output(open(sys.stdout.fileno(), "wb", closefd=False), STANDARD_OUTPUT)
+    return Output.open(Path(path))
+
+
+def _budget(request: Request, policy: Policy, survey: Survey, output: Output) -> int:
+    """The budget that was asked for, that of an earlier run, or one with room for the longest line."""
+    if request.budget:
+        return request.budget
+    named = []
+    for name in survey.policies:
+        with suppress(PolicyError):  # the line that names it is refused later, with its number
+            named.append(parse_policy(name))
+    default = default_budget(policy, survey.longest, named)
+    earlier = output.made_by.get("budget")
+    if type(earlier) is not int or not 1 <= earlier <= console.MAX_TOKENS or earlier == default:
+        return default  # of a number that no job has the output is refused
+    console.note(
+        f"budget {earlier}, with which {output.name} was begun; with another output file it would be {default}"
+    )
+    return earlier
+
+
+def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling) -> dict[str, object]:
+    """Everything that completions depend on beside lines and weights: what is not at its default."""
+    options: dict[str, object] = {
+        "raw": request.raw,
+        "dtype": None if request.dtype == "auto" else request.dtype,
+        "layer_budget": request.layer_budget,
+        "positions": request.positions,
+        "prefill_chunk": request.prefill_chunk,
+    }
+    options |= {name: value for name, value in asdict(defaults).items() if value != getattr(Sampling(), name)}
+    always = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
+    return {**always, **{name: value for name, value in options.items() if value is not None and value is not False}}
+
+
+def _engine(writer: Writer, request: Request, batch: Batch, *, lines: int, budget: int) -> Engine:
+    """The engine, with rows for all lines if these are few."""
+    rows = min(lines, batch.max_rows or (lines if batch.kv_memory else DEFAULT_ROWS))
+    engine = engine_for(writer, request, budget=budget, rows=rows, kv_memory=batch.kv_memory)
+    pack_weights(writer.model, engine.rows, if_faster=True)
+    if batch.compile:
+        console.progress("compiling …")
+        console.note(f"{console.count(compile_layers(writer.model), 'layer')} compiled")
+    return engine
+
+
+def _todo(source: Path, survey: Survey, engine: Engine, output: Output, batch: Batch) -> dict[int, str]:
+    """The lines that are to be run now, with their fingerprints; those that cannot be run are set aside."""
+    new = [number for number in survey.digests if number not in output.done]
+    survey.set_aside(survey.check(engine, new))
+    if survey.bad and not batch.skip_bad:
+        raise _refusal(*min(survey.bad.items()))
+    if survey.bad:
+        _set_aside(aside.entries(read(source), survey.bad), len(survey.bad), batch)
+    return {number: found for number, found in survey.digests.items() if number not in output.done}
+
+
+def _refusal(number: int, reason: str) -> InputError:
+    return InputError(
+        f"Line {number} cannot be run: {reason}. Nothing was generated. Mend it, or set such lines aside with "
+        "--skip-bad."
+    )
+
+
+def _set_aside(entries: Iterator[Mapping[str, object]], count: int, batch: Batch) -> None:
+    """Write lines that cannot be run to a file beside the output, or to standard error where there is no such place."""
+    place = "below"
+    if batch.output != "-":
+        place = f"in {batch.output}.bad"
+        aside.write(Path(f"{batch.output}.bad"), entries)
+    console.note(f"{console.count(count, 'line')} cannot be run and {'is' if count == 1 else 'are'} set aside {place}")
+    if batch.output == "-":
+        sys.stderr.writelines(json.dumps(entry) + "\n" for entry in entries)
+
+
+def _lines(source: Path, read_line: Read, todo: Mapping[int, str]) -> Iterator[Line]:
+    """Read lines that were surveyed once more; one whose text has changed since is left out."""
+    for number, raw in read(source):
+        if number in todo and digest(raw) == todo[number]:
+            line = read_line(number, raw)
+            if isinstance(line, Line):
+                yield line

@@ -1,0 +1,55 @@
+"""All that one sequence of the engine has beside its slots: tables of a cascade, layers with a state of fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvkeep.cache import BoundedCache
+from kvkeep.memory import Memory, bytes_of
+from kvkeep.models.hf import Decoder
+from kvkeep.store import Cascade
+
+
+@dataclass(frozen=True, eq=False)
+class Own:
+    """What comes and goes with a sequence, and no other may touch.
+
+    Attributes:
+        cascade: what the layers share under a policy that prunes through them.
+        states: transformers' layers with a state (state-space, convolution), by their number in the model.
+    """
+
+    cascade: Cascade | None
+    states: Mapping[int, Any]
+
+    def memory(self) -> Memory:
+        """Bytes of all of it; a full cache would hold the states, too."""
+        shared = 0 if self.cascade is None else self.cascade.bytes(self.cascade.first)
+        held = bytes_of(tensor for layer in self.states.values() for tensor in _tensors(layer))
+        return Memory(allocated_bytes=shared + held, state_bytes=shared, full_bytes=held)
+
+
+def keeps_states(model: Decoder) -> bool:
+    """Whether a model has layers without slots: such a model runs one row at a time and reads every prompt whole.
+
+    Raises:
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
+    """
+    return bool(states_of(BoundedCache(model.config, "full", 1)))
+
+
+def states_of(cache: BoundedCache) -> dict[int, Any]:
+    """The layers of a cache that have no slots, by their number in the model."""
+    bounded = cache.bounded_layers()
+    return {i: layer for i, layer in enumerate(cache.layers) if i not in bounded}
+
+
+def _tensors(layer: object) -> Iterator[Tensor]:
+    """The tensors of a layer with a state, which may hold several of a kind."""
+    for value in vars(layer).values():
+        parts = value.values() if isinstance(value, dict) else [value]
+        yield from (part for part in parts if isinstance(part, Tensor))

@@ -1,0 +1,296 @@
+"""The KV memory of a batch whose rows come and go: one row per running sequence, all of them allocated once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from kvkeep.cache import BoundedCache, BoundedLayer, PhasedCache
+from kvkeep.engine.own import Own, states_of
+from kvkeep.engine.segments import Segment, Segments, segments
+from kvkeep.errors import BudgetError
+from kvkeep.layer import Layer
+from kvkeep.layout import Layout
+from kvkeep.memory import Memory
+from kvkeep.models.hf import Decoder
+from kvkeep.policies.base import Policy
+from kvkeep.store import Block, Cascade, inference
+from kvkeep.types import Phase, Slots
+
+_MOST = 64
+"""Ranges of rows, and policies, whose layers are remembered; what is forgotten is made again when it is needed."""
+
+
+class RowLayer(BoundedLayer):
+    """What the model sees of some rows of a layer; the engine says where each row stands, so this has no length."""
+
+    def get_seq_length(self) -> int:
+        """Nothing: positions are given."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The new tokens alone."""
+        return query_length, 0
+
+
+class Rows:
+    """Rows of slots in all layers of a model, made for one policy and shared by others that have room in them.
+
+    Args:
+        model: the model, attached.
+        policy: what decides which tokens stay.
+        budget: the largest budget of a row; every row has memory for it.
+        layer_budget: how budgets are spread over the layers, see `BoundedCache`.
+        positions: ``true`` or ``slot``, see `BoundedCache`.
+        prefill_chunk: the chunk of layers with slots, see `BoundedCache`, where a model reads prompts whole.
+
+    Attributes:
+        count: rows there is memory for; none before `allocate`.
+        version: incremented whenever tensors of the rows, or what was made of them, are replaced.
+        row_bytes: what one row takes under the policy that they were made for.
+        alone: whether every run of the model may have one row only.
+
+    Raises:
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        policy: Policy,
+        budget: int,
+        *,
+        layer_budget: str | Sequence[float] | None = None,
+        positions: str | None = None,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        self.policy = policy
+        self.count = 0
+        self.version = 0
+        self._config = model.config
+        self._budget = budget
+        self._most_bytes: int | None = None
+        self._options: dict[str, Any] = {
+            "layer_budget": layer_budget,
+            "positions": positions,
+            "prefill_chunk": prefill_chunk,
+        }
+        self._layouts: dict[Policy, Layout] = {}
+        self._layers: dict[Policy, list[Layer]] = {}
+        self._owners: list[Policy | None] = []
+        self._own: list[Own | None] = []
+        self._parts: dict[tuple[tuple[Segment, ...], Own | None, Phase], PhasedCache] = {}
+        probe = self._cache(policy, budget)
+        with torch.inference_mode():  # one token shows the shapes of every layer's keys and values
+            model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
+        self._like = [layer.store.slots() for layer in probe.bounded_layers().values()]
+        self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
+        self._has_states = bool(states_of(probe))
+        self.alone = policy.cascades or self._has_states
+        self.allocate(1)
+        self.row_bytes = self.memory().allocated_bytes + self._state_bytes
+        self.allocate(0)
+
+    @inference
+    def allocate(self, count: int, *, most_bytes: int | None = None) -> None:
+        """Make the memory for so many rows, all of them empty; later, other policies may add state up to a limit."""
+        self.renew()
+        self._layers.clear()
+        self._blocks = []  # the old memory is free before there is new memory
+        self.count = count
+        self._most_bytes = most_bytes
+        self._owners = [None] * count
+        self._own = [None] * count
+        try:
+            self._blocks = [
+                self._block(budget, like)
+                for budget, like in zip(self.numbers(self.policy, self._budget), self._like, strict=True)
+            ]
+        except BaseException:
+            self.count = 0
+            raise
+
+    def _block(self, budget: int, like: Slots) -> Block:
+        """One layer's slots, all of them empty."""
+        starts = {str(i): 0.0 for i in range(len(self.policy.slots))}  # a new token's state is written with it
+        heads = like.keys.shape[1]
+        keys, values = (x[:, :, :1].expand(self.count, -1, -1, -1) for x in (like.keys, like.values))
+        block = Block(keys, values, numbers=[self.policy.most(budget, heads)], starts=starts)
+        block.budget = block.seen.new_full((self.count, heads), budget) if self.policy.spreads else budget
+        return block
+
+    def takes(self, policy: Policy) -> bool:
+        """Whether a sequence under this policy can have one of the rows while others run under theirs."""
+        if policy == self.policy:
+            return True
+        if any(one.cascades or one.spreads for one in (policy, self.policy)):
+            return False  # layers share tables of the whole batch, or heads have budgets of their own
+        numbers = self.numbers(policy, self._budget)
+        if any(number >= block.store.capacity for number, block in zip(numbers, self._blocks, strict=True)):
+            return False
+        missing = len(policy.slots) - len(self._blocks[0].state)
+        if missing <= 0 or self._most_bytes is None:
+            return True
+        more = missing * sum(4 * block.store.positions.numel() for block in self._blocks)
+        held = sum(block.memory().allocated_bytes for block in self._blocks) + self.count * self._state_bytes
+        return held + more <= self._most_bytes
+
+    @inference
+    def begin(self, row: int, *, budget: int, policy: Policy | None = None, sequence: int = 0) -> None:
+        """Empty a row for a new sequence, under a policy that the rows take or under the one they were made for.
+
+        Raises:
+            BudgetError: the policy protects more than the budget.
+        """
+        owner = self._owners[row] = self.policy if policy is None else policy
+        self._own[row] = self._new_own(owner)
+        numbers = self.numbers(owner, budget)
+        if any(len(owner.slots) > len(block.state) for block in self._blocks):
+            self.renew()
+            for block in self._blocks:
+                block.add_state(len(owner.slots))
+        for block, number in zip(self._blocks, numbers, strict=True):
+            if isinstance(block.budget, int) and block.budget != number:
+                self.renew()
+                block.budget = block.seen.new_full((self.count, 1), block.budget)
+            if isinstance(block.budget, Tensor):
+                block.budget[row] = number
+            block.sequences[row] = sequence
+        self._empty(row)
+
+    @inference
+    def end(self, row: int) -> None:
+        """Let go of a row: whatever policy the rows beside it have, nothing in it is in their way."""
+        if (own := self._own[row]) is not None:
+            self._parts = {key: part for key, part in self._parts.items() if key[1] is not own}
+        self._owners[row] = self._own[row] = None
+        self._empty(row)
+
+    @inference
+    def move(self, source: int, target: int) -> None:
+        """Let a sequence go on in another row."""
+        self._owners[target], self._own[target] = self._owners[source], self._own[source]
+        for block in self._blocks:
+            block.move_row(source, target)
+        self.end(source)
+
+    def sole(self, start: int, stop: int) -> Policy | None:
+        """The policy of all rows of a range, ``None`` if there are several."""
+        found = segments(self._owners, start, stop, self.policy)
+        return found[0].policy if len(found) == 1 else None
+
+    def part(self, start: int, stop: int, phase: Phase, *, fresh: bool = False) -> PhasedCache:
+        """A range of rows as the cache of one run of the model; ``fresh``: all of them begin a new prompt.
+
+        Where rows run alone a range has one row only.
+        """
+        found = segments(self._owners, start, stop, self.policy)
+        key = (found, self._own[start], phase)  # a recorded step keeps its part, and what it says
+        if fresh:
+            part = self._cache_of(found, columns=0)
+        elif key in self._parts:
+            part = self._parts[key]
+        else:
+            _make_room(self._parts)
+            part = self._parts[key] = self._cache_of(found, columns=1)  # its beginning is in the slots
+        part.phase = phase
+        return part
+
+    def renew(self) -> None:
+        """Forget what was made of the rows' tensors: these are about to be replaced, or a step failed on them."""
+        self._parts.clear()
+        self.version += 1
+
+    def numbers(self, policy: Policy, budget: int) -> list[int]:
+        """A budget, spread over the layers.
+
+        Raises:
+            BudgetError: the policy protects more than the budget.
+        """
+        if policy not in self._layouts:
+            _make_room(self._layouts)
+            self._layouts[policy] = Layout.of(self._config, policy, **self._options)
+        return self._layouts[policy].slots(budget)
+
+    def memory(self) -> Memory:
+        """Bytes over all rows and layers, summed over real tensors; a free row has nothing beside its slots."""
+        beside = (own.memory() for own in self._own if own is not None)
+        return sum((*(block.memory() for block in self._blocks), *beside), Memory())
+
+    def memory_of(self, row: int) -> Memory:
+        """Bytes of one row over all layers."""
+        own = self._own[row]
+        parts = (block.part(row, row + 1).memory() for block in self._blocks)
+        return sum(parts, Memory() if own is None else own.memory())
+
+    def _cache_of(self, those: tuple[Segment, ...], *, columns: int) -> PhasedCache:
+        """The layers of some rows, as a model takes them."""
+        layers = [RowLayer(self._layer(i, those, columns)) for i in range(len(self._blocks))]
+        own = self._own[those[0].start]
+        for i, state in sorted(own.states.items()) if own else ():
+            layers.insert(i, state)
+        return PhasedCache(layers=cast(Any, layers))
+
+    def _layer(self, index: int, those: tuple[Segment, ...], columns: int) -> Layer:
+        """Some rows of one layer: of one policy, or of several side by side."""
+        start, parts = those[0].start, []
+        for one in those:
+            if one.policy not in self._layers:
+                _make_room(self._layers)
+                self._layers[one.policy] = list(self._cache(one.policy, self._budget).bounded_layers().values())
+            block = self._blocks[index].under(one.policy.slots).part(one.start, one.stop)
+            own = self._own[one.start]
+            cascade = None if own is None else own.cascade
+            part = self._layers[one.policy][index].over(block, columns=columns, cascade=cascade)
+            parts.append((slice(one.start - start, one.stop - start), part))
+        return parts[0][1] if len(parts) == 1 else Segments(parts)
+
+    def _empty(self, row: int) -> None:
+        for block in self._blocks:
+            block.clear_row(row)
+
+    def _new_own(self, policy: Policy) -> Own | None:
+        """What a new sequence under a policy has beside its slots, if it has anything."""
+        if not policy.cascades and not self._has_states:
+            return None
+        states = states_of(self._cache(policy, self._budget)) if self._has_states else {}
+        return Own(Cascade(0) if policy.cascades else None, states)
+
+    def _cache(self, policy: Policy, budget: int) -> BoundedCache:
+        return BoundedCache(self._config, policy, budget, **self._options)
+
+
+def _make_room(remembered: dict[Any, Any]) -> None:
+    """Keep what is remembered bounded."""
+    if len(remembered) >= _MOST:
+        remembered.clear()
+
+
+def largest_budget(model: Decoder, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
+    """The largest budget under another one of which one row fits into so many bytes; ``None`` if there is none.
+
+    Args:
+        model: the model, attached.
+        policy: what the row is made for.
+        below: a budget of which no row fits.
+        memory: bytes.
+        options: as for `Rows`.
+    """
+
+    @cache
+    def size(budget: int) -> int:
+        return Rows(model, policy, budget, **options).row_bytes
+
+    low, high = policy.least, below
+    try:
+        while low < high - 1 and size(low) <= memory:  # bytes grow with the budget in a line, but for rounding
+            share = (memory - size(low)) / (size(high) - size(low))
+            guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
+            low, high = (guess, high) if size(guess) <= memory else (low, guess)
+        return low if low < below and size(low) <= memory else None
+    except BudgetError:  # the policy protects more than its least says
+        return None

@@ -1,0 +1,144 @@
+"""A4: what becomes of the model when heavy hitters are hidden from it (H2O, Figure 2c).
+
+The keys with the largest column sums, per layer and head, are hidden from all rows but their own; as many random ones
+and as many with the smallest sums are the controls. A fourth set is the heavy ones without the first token, since one
+attention sink can account for much of the harm.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, final
+
+from kvkeep.research import hindsight
+from kvkeep.research.analysis.groups import _texts
+from kvkeep.research.analysis.groups._lines import lines
+from kvkeep.research.analysis.measure import Axes, Measurement, Progress, Reading, Result, Skipped, Subject, Verdict
+from kvkeep.research.hindsight import Keys, Totals
+
+SHARES = (0.01, 0.05, 0.1, 0.2)
+"""Shares of the keys that are hidden; the last is the paper's budget."""
+
+WINDOW, TEXTS = 512, 2
+
+HARM = 0.1
+"""Loss in nats that counts as harm: a tenth of perplexity."""
+
+TIMES = 2.0
+"""Heavy hitters matter if hiding them does so many times the harm of hiding random keys."""
+
+WIDE = 10.0
+"""From this factor between lines on, the picture's axis is logarithmic."""
+
+KNOWS = 0.5
+"""Nats below guessing from which a model's loss says something about the text."""
+
+
+@final
+class Removal(Measurement):
+    """Loss without the heaviest keys, beside random and light ones."""
+
+    name: ClassVar[str] = "removal"
+    source: ClassVar[str] = "H2O, Figure 2c"
+    title: ClassVar[str] = "Without its heavy hitters the model fails"
+    reads: ClassVar[frozenset[str]] = frozenset({"model"})
+    least_tokens: ClassVar[int] = 128
+
+    def runs(self, subject: Subject, progress: Progress) -> None:
+        """A first pass for the sums, then one for each set of keys."""
+        ids, model = _texts.windows(subject, rows=TEXTS, length=WINDOW), subject.model
+        steps = len(ids) * (1 + len(SHARES) * len(NAMES))
+        losses: dict[str, list[float]] = {name: [0.0] * len(SHARES) for name in NAMES}
+        full, done = 0.0, 0
+        for text in ids.split(1):
+            full += _texts.loss(model, text) / len(ids)
+            totals = hindsight.measure(model, text.to(model.device))
+            done += 1
+            for place, share in enumerate(SHARES):
+                for name, keys in chosen(totals, share, subject.seed).items():
+                    harmed = _texts.loss(model, text, hindsight.without(model, keys))
+                    losses[name][place] += harmed / len(ids)
+                    done += 1
+                    progress(done / steps)
+        if not all(math.isfinite(value) for values in (*losses.values(), [full]) for value in values):
+            raise Skipped("the model's loss on this text is no number")
+        self._found: Result = {
+            "shares": list(SHARES),
+            "window": ids.shape[1],
+            "texts": len(ids),
+            "full": full,
+            "guessing": _texts.guesses(model),
+            **losses,
+            "perplexity": {name: math.exp(min(found[-1], 50.0)) for name, found in {**losses, "full": [full]}.items()},
+        }
+
+    def result(self) -> Result:
+        """Losses in nats: of the full cache, and per hidden share."""
+        return self._found
+
+    @classmethod
+    def reading(cls, result: Result) -> Reading:
+        """Agrees if hiding the heaviest fifth does clear harm, and far more than hiding random keys."""
+        harm = {name: result[name][-1] - result["full"] for name in NAMES}
+        times = {name: f"{math.exp(min(value, 50.0)):.3g}×" for name, value in harm.items()}
+        return Reading(
+            paper="With heavy hitters masked the accuracy of OPT drops drastically.",
+            here=f"Hiding a fifth of the keys multiplies perplexity ({math.exp(min(result['full'], 50.0)):.3g}) by: "
+            f"{times['heavy']} for the heaviest, {times['heavy_but_first']} for these without the first token, "
+            f"{times['random']} for random and {times['light']} for the lightest.",
+            meaning=_meaning(harm),
+            verdict=_verdict(result, harm),
+        )
+
+    @classmethod
+    def draw(cls, result: Result, axes: Axes) -> None:
+        """Perplexity over the hidden share."""
+        places = [100 * share for share in result["shares"]]
+        times = {name: [math.exp(min(x - result["full"], 50.0)) for x in result[name]] for name in NAMES}
+        lines(
+            axes,
+            {label: (places, times[name]) for name, label in NAMES.items()},
+            x="hidden keys, %",
+            y="perplexity, times that of the full cache",
+        )
+        if max(map(max, times.values())) > WIDE:
+            axes.set_yscale("log")
+
+
+NAMES = {
+    "heavy": "heaviest",
+    "heavy_but_first": "heaviest but the first token",
+    "random": "random",
+    "light": "lightest",
+}
+"""The sets that are hidden, and what the page calls them."""
+
+
+def chosen(totals: Totals, share: float, seed: int) -> dict[str, Keys]:
+    """The sets of keys to hide, of equal size but for the one that spares the first token."""
+    heavy = totals.heaviest(share)
+    later = {layer: keys.clone() for layer, keys in heavy.chosen.items()}
+    for keys in later.values():
+        keys[..., 0] = False
+    return {
+        "heavy": heavy,
+        "heavy_but_first": Keys(later),
+        "random": totals.drawn(share, seed=seed),
+        "light": totals.lightest(share),
+    }
+
+
+def _meaning(harm: dict[str, float]) -> str:
+    if harm["heavy"] < HARM:
+        return (
+            "This model gets by without its heavy hitters on this text, so any policy that keeps recent tokens will do."
+        )
+    if harm["heavy_but_first"] < harm["heavy"] / 2:
+        return "Most of the harm comes from the first token: protect it (sinks=1 or more), whatever the policy."
+    return "Keep what attention accumulates on: policies that do not look at attention risk losing these tokens."
+
+
+def _verdict(result: Result, harm: dict[str, float]) -> Verdict:
+    if result["full"] > result["guessing"] - KNOWS:
+        return "cannot tell"
+    return "agree" if harm["heavy"] >= HARM and harm["heavy"] >= TIMES * harm["random"] else "differ"

@@ -1,0 +1,190 @@
+"""Where in a prompt the tokens stand that policies keep, and how the scores depend on the position (AhaKV).
+
+Under iid logits the accumulated attention of token ``j`` of ``n`` is H_n - H_{j-1} on average (H: harmonic numbers),
+a curve that falls although no token is worth more than another. It is drawn beside the measured ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep import budget as budgets
+from kvkeep.registry import parse
+from kvkeep.research.analysis.groups._lines import lines
+from kvkeep.research.analysis.groups._numbers import in_bins, percent, show
+from kvkeep.research.analysis.groups._prompt import Prompt
+from kvkeep.research.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows, Verdict
+
+RECENT_ONLY = "ahakv:sg_softmax=false,value_prior=false"
+POLICIES = ("h2o", "h2o_avg", RECENT_ONLY, "ahakv", "scissorhands", "tova", "snapkv")
+"""Those of Figure 2 and Table 2, and their neighbours. None of them looks at keys."""
+
+KEEP_RATIO = 0.2
+"""Figure 2: 720 of 3600 tokens."""
+
+LATE = 1500 / 3600
+"""Figure 2: beyond this part of the prompt H2O keeps hardly anything."""
+
+BINS = 20
+CURVE_BINS = 40
+
+BIASED = 0.75
+"""Late tokens that H2O chooses, as a share of what an even spread would: below this the bias is there."""
+
+EVENER = 0.05
+"""AhaKV has to be closer to an even spread by that much in Kolmogorov-Smirnov distance to count as less biased."""
+
+
+def expected_mass(n: int) -> Float[Tensor, " n"]:
+    """Accumulated attention of each token under iid logits: the sum of 1/i over the rows i = j ... n that see it."""
+    return (1.0 / torch.arange(1, n + 1).double()).flip(0).cumsum(dim=0).flip(0)
+
+
+def spread(counts: Float[Tensor, " n"]) -> dict[str, float]:
+    """How evenly chosen tokens lie over ``n`` positions.
+
+    Args:
+        counts: how often each position was chosen.
+
+    Returns:
+        ``ks``: largest distance between the cumulative shares and those of an even spread. ``entropy``: of the
+        histogram over `BINS` bins, 1 if even. ``late``: chosen beyond `LATE`, over what an even spread has there.
+    """
+    n = len(counts)
+    share = counts.double() / counts.sum()
+    even = torch.arange(1, n + 1).double() / n
+    bins = in_bins(share, BINS)
+    bins = bins / bins.sum()
+    start = round(LATE * n)
+    return {
+        "ks": (share.cumsum(dim=0) - even).abs().max().item(),
+        "entropy": (torch.special.entr(bins).sum() / torch.log(torch.tensor(float(BINS)))).item(),
+        "late": (share[start:].sum() / (1.0 - start / n)).item(),
+    }
+
+
+@final
+class Retained(Measurement):
+    """What each policy keeps of the text as a prompt, and the scores by which H2O and AhaKV choose."""
+
+    name: ClassVar[str] = "retained"
+    source: ClassVar[str] = "AhaKV, Figures 2a-c, 5 and 6"
+    title: ClassVar[str] = "Accumulated scores keep the beginning of a prompt"
+    reads: ClassVar[frozenset[str]] = frozenset({"attention"})
+    least_tokens: ClassVar[int] = 256
+    panels: ClassVar[int] = 2
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._budget = budgets.from_ratio(KEEP_RATIO, context.n_tokens)
+        self._prompts = {
+            name: [Prompt(parse(name), context, self._budget, layer) for layer in range(context.n_layers)]
+            for name in POLICIES
+        }
+
+    def rows(self, rows: Rows) -> None:
+        """Let every policy look at the rows."""
+        for prompts in self._prompts.values():
+            prompts[rows.layer].add(rows)
+
+    def result(self) -> Result:
+        """Histograms of kept positions, how evenly the chosen ones lie, and score curves with a mean of 1."""
+        return {
+            "budget": self._budget,
+            "policies": {name: self._kept(prompts) for name, prompts in self._prompts.items()},
+            "curves": self._curves(),
+        }
+
+    def _kept(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """Of one policy; the protected newest tokens are in the histogram, but were not chosen."""
+        kept = torch.stack([prompt.kept() for prompt in prompts])
+        counts = kept.double().sum(dim=(0, 1))
+        chosen = counts[: len(counts) - prompts[0].recent]
+        histogram = in_bins(counts, BINS)
+        return {"histogram": (histogram / histogram.sum()).tolist(), "recent": prompts[0].recent, **spread(chosen)}
+
+    def _curves(self) -> dict[str, list[float]]:
+        """Scores by position, each with a mean of 1: means over heads and layers, one head, and chance."""
+        n, middle = self.context.n_tokens, self.context.n_layers // 2
+        curves = {
+            name: torch.stack([prompt.score() for prompt in self._prompts[name]]).double().mean(dim=(0, 1))
+            for name in ("h2o", "ahakv")
+        }
+        curves["h2o, one head"] = self._prompts["h2o"][middle].score()[0].double()
+        curves["iid logits"] = expected_mass(n)
+        return {name: in_bins(curve / curve.mean(), min(CURVE_BINS, n)).tolist() for name, curve in curves.items()}
+
+    @classmethod
+    def reading(cls, result: Result) -> Reading:
+        """Compare what H2O and AhaKV choose late with an even spread."""
+        h2o, ahakv = result["policies"]["h2o"], result["policies"]["ahakv"]
+        return Reading(
+            paper="Of 3 600 tokens H2O keeps hardly any beyond position 1 500 except the recent ones; those of "
+            "AhaKV are spread over the whole prompt (Figure 2c).",
+            here=f"In the last {percent(1 - LATE)} of the text H2O chooses {show(h2o['late'])} times as many tokens as "
+            f"an even spread would, AhaKV {show(ahakv['late'])} times; the distances from an even spread are "
+            f"{show(h2o['ks'])} and {show(ahakv['ks'])}.",
+            meaning=_meaning(result["policies"]),
+            verdict=_verdict(h2o, ahakv),
+        )
+
+    @classmethod
+    def claims(cls, result: Result) -> tuple[Claim, ...]:
+        """The bias of accumulated scores, and that AhaKV is without."""
+        policies = result["policies"]
+        h2o, ahakv, averaged = (policies[name] for name in ("h2o", "ahakv", "h2o_avg"))
+        gap = h2o["ks"] - ahakv["ks"]
+        return (
+            Claim(
+                "Accumulated attention keeps early tokens",
+                "AhaKV, Figures 2a, 2c, 5 and 6; Equation 4",
+                "Hardly any token beyond position 1 500 of 3 600, except the recent ones.",
+                f"{show(h2o['late'])} times as many beyond that part as an even spread has; averaged over rows, "
+                f"{show(averaged['late'])} times.",
+                "agree" if h2o["late"] < BIASED else "differ",
+            ),
+            Claim(
+                "AhaKV keeps tokens from the whole prompt",
+                "AhaKV, Figures 2b, 2c, 5 and 6",
+                "More evenly spread than H2O's.",
+                f"Distance from an even spread {show(ahakv['ks'])}, H2O's {show(h2o['ks'])}.",
+                "agree" if gap >= EVENER else "differ" if gap <= -EVENER else "cannot tell",
+            ),
+        )
+
+    @classmethod
+    def draw(cls, result: Result, axes: Axes) -> None:
+        """Score curves beside that of iid logits, and below them the kept positions of four policies."""
+        scores, kept = axes
+        curves = {
+            name: ([(number + 0.5) / len(curve) for number in range(len(curve))], curve)
+            for name, curve in result["curves"].items()
+        }
+        lines(scores, curves, x="position, as a share of the text", y="score, its mean is 1")
+        scores.set_yscale("log")
+        names = {"h2o": "h2o", "h2o_avg": "h2o_avg", RECENT_ONLY: "recent accumulation only", "ahakv": "ahakv"}
+        middles = [(number + 0.5) / BINS for number in range(BINS)]
+        series = {text: (middles, result["policies"][name]["histogram"]) for name, text in names.items()}
+        lines(kept, series, x="position, as a share of the text", y="share of the kept tokens")
+        kept.axhline(1 / BINS, color="0.6", linewidth=0.8)
+
+
+def _verdict(h2o: dict[str, Any], ahakv: dict[str, Any]) -> Verdict:
+    biased, evener = h2o["late"] < BIASED, ahakv["ks"] <= h2o["ks"] - EVENER
+    if biased and evener:
+        return "agree"
+    return "cannot tell" if biased or evener else "differ"
+
+
+def _meaning(policies: dict[str, dict[str, Any]]) -> str:
+    evenest = min(policies, key=lambda name: policies[name]["ks"])
+    if policies["h2o"]["late"] < BIASED:
+        return (
+            f"With long prompts whose later parts matter, prefer a policy that is not biased to the beginning; here "
+            f"{evenest} spreads its choice most evenly."
+        )
+    return "H2O is not biased to the beginning on this text; position is no reason against it."

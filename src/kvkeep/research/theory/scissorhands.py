@@ -1,0 +1,95 @@
+"""Algorithms 1 and 2 of Scissorhands (Liu et al., arXiv:2305.17118) as plain loops, one attention head.
+
+In the paper's letters: budget ``B``, history window of ``w`` rows, recent window of ``r`` tokens, drop amount ``m``,
+attention row ``α_i``, importance record ``I``, kept set ``S_t``. Positions count from 0, so row ``i`` has the average
+score ``1 / (i + 1)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvkeep.research.theory.loops import Vector
+from kvkeep.research.theory.rows import Row, attend
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the two algorithms are read where the paper leaves it open, or prints what its text contradicts.
+
+    Attributes:
+        theta: a row finds a token insignificant below ``1 / (theta * n)``.
+        live: ``n`` is the number of keys that the row sees instead of the row's own number.
+        newest_first: among equal counts the newest token goes, as a stable sort has it; otherwise the one with the
+            smallest sum in the window, then the oldest.
+        printed_slice: Algorithm 2 as printed, ``I[:-r] ← 0``: the counts of all but the recent tokens are forgotten.
+    """
+
+    theta: float = 1.0
+    live: bool = False
+    newest_first: bool = False
+    printed_slice: bool = False
+
+    def threshold(self, i: int, row: Row) -> float:
+        """The score below which row ``i`` finds a token insignificant."""
+        return 1.0 / (self.theta * (len(row) if self.live else i + 1))
+
+
+PROJECT = Reading()
+"""How kvkeep reads the paper."""
+
+
+def importance_record(window: Iterable[tuple[int, Row]], reading: Reading = PROJECT) -> dict[int, int]:
+    """``I``: in how many rows ``(i, α_i)`` of the window each token got less than the average."""
+    I: dict[int, int] = {}  # noqa: E741 (the paper's letter)
+    for i, alpha in window:
+        for j, p in alpha.items():
+            I[j] = I.get(j, 0) + int(p < reading.threshold(i, alpha))
+    return I
+
+
+def leaving_order(
+    S: Sequence[int], window: Sequence[tuple[int, Row]], *, r: int, reading: Reading = PROJECT
+) -> list[int]:
+    """The kept tokens ``S`` (ascending) that may go, the first to go first: the ends of ``Argsort(I)`` first."""
+    I = importance_record(window, reading)  # noqa: E741
+    recent = set(S[len(S) - r :])
+    if reading.printed_slice:
+        I, recent = {j: n if j in recent else 0 for j, n in I.items()}, set()  # noqa: E741
+    mass = {j: sum(alpha.get(j, 0.0) for _, alpha in window) for j in S}
+
+    def key(j: int) -> tuple[int | float, ...]:
+        return (-I.get(j, 0), -j) if reading.newest_first else (-I.get(j, 0), mass[j], j)
+
+    return sorted((j for j in S if j not in recent), key=key)
+
+
+def algorithm_2(
+    S: Sequence[int], window: Sequence[tuple[int, Row]], *, r: int, m: int, reading: Reading = PROJECT
+) -> list[int]:
+    """Compress the cache: ``m`` of the tokens ``S`` go, those with the highest counts; the ``r`` newest stay."""
+    gone = set(leaving_order(S, window, r=r, reading=reading)[:m])
+    return [j for j in S if j not in gone]
+
+
+def algorithm_1(
+    queries: Sequence[Vector],
+    keys: Sequence[Vector],
+    B: int,
+    *,
+    w: int,
+    r: int,
+    m: int,
+    scaling: float,
+    reading: Reading = PROJECT,
+) -> Iterator[list[int]]:
+    """Inference with a budget: attend, and compress whenever more than ``B`` tokens are kept. Yields each ``S_t``."""
+    S: list[int] = []
+    alpha: list[tuple[int, Row]] = []
+    for t, query in enumerate(queries):
+        S = [*S, t]
+        alpha = [*alpha, (t, attend(query, keys, S, scaling))][-w:]
+        if len(S) > B:
+            S = algorithm_2(S, alpha, r=r, m=m, reading=reading)
+        yield S

@@ -1,0 +1,340 @@
+"""The benchmarks of speed, memory and peers, each in its smallest form and in this process; bytes by hand."""
+
+import json
+import sys
+import weakref
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import kvkeep
+from kvkeep.models.packed import PackedLinear
+from kvkeep.planning.bandwidth import Bandwidth
+
+BENCH = Path(__file__).parents[2] / "bench"
+if not BENCH.is_dir():
+    pytest.skip("the benchmarks are not part of this copy", allow_module_level=True)
+
+SMALL = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    eos_token_id=None,
+)
+
+
+@pytest.fixture(autouse=True)
+def bench(monkeypatch):
+    """The scripts' own folder on the path, and a small model."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setattr(import_module("lib"), "SPEED_MODEL", SMALL)
+    yield
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in {
+            "lib",
+            "peers",
+            "decode",
+            "throughput",
+            "latency",
+            "prefill_memory",
+            "overhead",
+            "mixed",
+            "kernel",
+            "products",
+        }:
+            del sys.modules[name]
+
+
+def run(name, monkeypatch, capsys, *arguments):
+    """What a script prints: lines for people, and its data."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--layers", "1", "--threads", "1", *arguments])
+    import_module(name).main()
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    return "\n".join(lines), json.loads(last)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Peers run in this process; continuous batching, which starts threads, and kvpress are not there."""
+    cells, child = import_module("lib.cells"), import_module("peers.__main__")
+    monkeypatch.setitem(sys.modules, "kvpress", None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+
+    def measure(system, work):
+        if system.peer == "transformers_batch":
+            return {"skipped": "not in this test"}
+        return child.measure(system.peer, work)
+
+    monkeypatch.setattr(cells, "run", measure)
+
+
+def test_bytes_by_hand():
+    lib, sizes = import_module("lib"), import_module("lib.sizes")
+    model = lib.speed_model(torch.bfloat16, 1)
+    attention, mlp, norms, logits = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 48, 3 * 32, 64 * 32
+    assert sizes.weight_bytes(model) == 2 * (attention + mlp + norms + logits)
+    assert sizes.token_bytes(SMALL, torch.float32) == 3 * 2 * (8 + 8) * 4
+    # h2o: one float32 beside each position
+    assert sizes.bounded_row_bytes(SMALL, torch.float32, "h2o", 9) == 3 * (10 * 2 * (16 * 4 + 4 + 4) + 24)
+
+
+def test_a_filled_cache_is_one_that_has_seen_so_many_tokens():
+    lib, sizes, peer = (import_module(name) for name in ("lib", "lib.sizes", "peers.kvkeep"))
+    model = lib.speed_model(torch.float32, 3)
+    cache = peer.filled_cache(model, "h2o", 6, rows=2, tokens=20)
+    assert cache.memory().allocated_bytes == 2 * sizes.bounded_row_bytes(SMALL, torch.float32, "h2o", 6)
+    held = cache.positions(1)
+    assert held[..., 3:6].eq(torch.tensor([17, 18, 19])).all()
+    assert held[..., :3].lt(17).all()
+    assert held[..., :3].diff().gt(0).all()
+    model(input_ids=torch.zeros((2, 1), dtype=torch.long), past_key_values=cache)
+    assert (cache.positions(1) == 20).any(dim=-1).all()
+    assert (cache.positions(1) >= 0).sum(dim=-1).eq(6).all()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "full"])
+def test_dense_caches_are_filled_with_the_same_number_of_tokens(kind):
+    lib, ours, theirs = (import_module(name) for name in ("lib", "peers.kvkeep", "peers.transformers"))
+    model = lib.speed_model(torch.float32, 1, attach=kind == "full")
+    make = {
+        "dynamic": lambda: theirs.dynamic_cache(model, rows=2, tokens=5),
+        "static": lambda: theirs.static_cache(model, rows=2, tokens=5, room=2),
+        "full": lambda: ours.filled_cache(model, "full", 7, rows=2, tokens=5),
+    }
+    cache = make[kind]()
+    assert int(cache.get_seq_length()) == 5
+    model(input_ids=torch.zeros((2, 1), dtype=torch.long), past_key_values=cache)
+    assert int(cache.get_seq_length()) == 6
+
+
+def test_decode(monkeypatch, capsys):
+    decode = import_module("decode")
+    monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(1e9, 5e8))
+    words = ["--rows", "2", "--contexts", "20", "--repeats", "2", "--budgets", "50%", "8", "512"]
+    text, data = run("decode", monkeypatch, capsys, *words)
+    (cell,) = data["cells"]
+    assert list(cell["systems"]) == ["DynamicCache", "StaticCache", "kvkeep full", "h2o 8 (40%)", "h2o 10 (50%)"]
+    assert cell["groups"] == [list(cell["systems"])]
+    assert "2 rows x 20 tokens, float32, steps interleaved" in text
+    per_token = 2 * 2 * (8 + 8) * 4
+    bytes_of = {name: system["bytes"] - data["weights"] for name, system in cell["systems"].items()}
+    assert bytes_of["DynamicCache"] == bytes_of["kvkeep full"] == 21 * per_token
+    assert bytes_of["h2o 8 (40%)"] == 9 * per_token
+    one = cell["systems"]["h2o 8 (40%)"]
+    assert len(one["ms"]) == 2
+    assert one["mbu"] == pytest.approx(one["bytes"] / (sum(one["ms"]) / 2 / 1e3) / 1e9)
+
+
+def test_decode_with_compiled_layers(monkeypatch, capsys):
+    decode = import_module("decode")
+    monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(1e9, 5e8))
+    compiled = []
+    monkeypatch.setattr(kvkeep, "compile_layers", lambda model: compiled.append(model) or 5)
+    monkeypatch.setattr("kvkeep.models.packed._faster", lambda layers, rows: True)
+    words = ["--rows", "2", "--contexts", "20", "--repeats", "1", "--budgets", "8", "--compile"]
+    text, data = run("decode", monkeypatch, capsys, *words)
+    assert list(data["cells"][0]["systems"])[3:] == ["h2o 8 (40%)", "h2o 8 (40%), compiled"]
+    assert "Layers compiled: 5" in text
+    (model,) = compiled
+    assert isinstance(model.lm_head, PackedLinear) == torch.backends.mkldnn.is_available()
+    run("decode", monkeypatch, capsys, *words, "--no-pack")
+    assert not isinstance(compiled[1].lm_head, PackedLinear)
+
+
+def test_decode_steps_for_a_gpu_with_compiled_layers():
+    shared, model = import_module("lib.gpu"), import_module("lib.gpu_model")
+    bench = shared.Bench(torch.device("cpu"), shared.DRY, compile=True)
+    found = model.decode(bench)
+    assert [one["name"] for one in found[:3]] == ["kvkeep local", "kvkeep h2o", "kvkeep h2o, compiled"]
+    assert bench.notes == []
+    compiled = [part for part in bench.compiled.modules() if part._compiled_call_impl is not None]
+    assert len(compiled) == 2 * 3
+    assert not [part for part in bench.model.modules() if part._compiled_call_impl is not None]
+
+
+def test_a_twin_shares_weights_and_nothing_else():
+    lib = import_module("lib")
+    model = lib.speed_model(layers=1)
+    kvkeep.pack_weights(model)
+    other = lib.twin(model)
+    ids = torch.tensor([[3, 1, 4]])
+    torch.testing.assert_close(other(ids).logits, model(ids).logits, rtol=0, atol=0)
+    assert other.model.layers[0].mlp is not model.model.layers[0].mlp
+    shared = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(one is two for one, two in shared)
+
+
+def test_decode_takes_turns_when_caches_do_not_fit_together(monkeypatch, capsys):
+    decode = import_module("decode")
+    monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(1e9, 5e8))
+    alive, most = weakref.WeakSet(), []
+    stepper = decode.stepper
+
+    def counted(model, cache, token):
+        alive.add(cache)
+        most.append(len(alive))
+        return stepper(model, cache, token)
+
+    monkeypatch.setattr(decode, "stepper", counted)
+    words = ["--rows", "1", "--contexts", "20", "--repeats", "3", "--budgets", "4", "--memory", str(21 * 128 / 2**30)]
+    text, data = run("decode", monkeypatch, capsys, *words)
+    (cell,) = data["cells"]
+    assert cell["groups"] == [["DynamicCache"], ["StaticCache"], ["kvkeep full"], ["h2o 4 (20%)"]]
+    assert most == [1] * 12  # four systems in three blocks, one cache at a time
+    assert all(len(system["ms"]) == 3 for system in cell["systems"].values())
+    assert "4 groups of systems in turn" in text
+
+
+def test_kernel(monkeypatch, capsys):
+    monkeypatch.setattr(import_module("kernel"), "BUFFER_BYTES", 2**16)
+    words = ["--shapes", "1x5", "2x3", "--dtypes", "bfloat16", "--repeats", "2", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", ["kernel.py", *words])
+    import_module("kernel").main()
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    one, two = json.loads(last)["cells"]
+    # keys and values of 64 numbers, a position and a mass, for 4 heads
+    assert (one["bytes"], two["bytes"]) == (5 * 4 * (2 * 64 * 2 + 8), 6 * 4 * (2 * 64 * 2 + 8))
+    assert one["moved"] == pytest.approx(one["bytes"] / (sum(one["attend_s"]) / 2))
+    assert len(two["torch_s"]) == 2
+
+
+def test_products(monkeypatch, capsys):
+    text, data = run("products", monkeypatch, capsys, "--rows", "1", "3", "--dtypes", "float32", "--repeats", "2")
+    # queries and output 32 x 32, keys and values 32 x 16, three times 32 x 48; the head is a table of 64 x 32
+    flop = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 64 * 32)
+    assert [cell["flop"] for cell in data["cells"]] == [flop, 3 * flop]
+    assert all(len(cell[f"{name}_s"]) == 2 for cell in data["cells"] for name in ("plain", "packed"))
+    assert "3 rows" in text
+
+
+def test_overhead(monkeypatch, capsys):
+    text, data = run("overhead", monkeypatch, capsys, "--rows", "2", "--budget", "40", "--repeats", "2")
+    assert data["policies"]["local"]["step_ratio"] == data["policies"]["local"]["layer_ratio"] == 1.0
+    assert {"h2o", "ahakv", "scissorhands"} <= data["policies"].keys()
+    assert "2 rows x 40 slots" in text
+
+
+def test_mixed(monkeypatch, capsys):
+    words = ["--each", "2", "--budget", "40", "--prompt", "3", "--new", "4", "--repeats", "2"]
+    text, data = run("mixed", monkeypatch, capsys, *words)
+    assert data["same"] == 8
+    assert [len(seconds) for seconds in data["seconds"].values()] == [2, 2, 2]
+    assert "8 of 8 requests have the same tokens" in text
+
+
+def test_throughput(monkeypatch, capsys, here):
+    # a token of one layer is 128 bytes: 24 + 6 take 29 * 128, so 1 MiB holds 282 rows of a dense cache
+    words = ["--kv-mib", "1", "--workloads", "24+6", "--scale", "0.002", "--policy", "local"]
+    text, data = run("throughput", monkeypatch, capsys, *words)
+    (cell,) = data["cells"]
+    assert cell["requests"] == round(0.002 * (2**20 // (7 * 2 * (64 + 4) + 24)))
+    assert set(cell["tokens_per_s"]) == {"kvkeep local 20%", "kvkeep full", "transformers"}
+    assert all(found[0]["new_tokens"] == 6 * cell["requests"] for found in cell["runs"].values() if "rows" in found[0])
+    assert cell["runs"]["kvkeep full"][0]["sample"] == cell["runs"]["transformers"][0]["sample"]
+    assert "kvpress SnapKV: import of kvpress halted" in text
+    assert "make peers" in text
+    assert "generate_batch: not in this test" in text
+
+
+def test_batches_are_as_large_as_fits():
+    throughput = import_module("throughput")
+    options = throughput.argparse.Namespace(
+        kv_mib=1, layers=1, dtype="float32", ratio=0.2, policy="h2o", chunk=512, limit_s=None
+    )
+    systems = {system.name: system.options for system in throughput.systems(24, 6, options)}
+    assert systems["transformers"]["rows"] == 2**20 // (29 * 128)
+    assert systems["kvkeep full"]["budget"] == 29
+    assert systems["kvkeep h2o 20%"]["budget"] == 6
+
+
+def test_systems_can_be_left_out():
+    cells = import_module("lib.cells")
+    systems = [cells.System("one", "kvkeep", {}), cells.System("two words", "kvpress", {})]
+    parser = cells.leaving_out(cells.argparse.ArgumentParser())
+    assert cells.asked(systems, parser.parse_args([])) == systems
+    assert cells.asked(systems, parser.parse_args(["--without", "two words"])) == systems[:1]
+    with pytest.raises(SystemExit, match="only one, two words"):
+        cells.asked(systems, parser.parse_args(["--without", "three"]))
+
+
+def test_latency(monkeypatch, capsys, here):
+    words = ["--rows", "1", "2", "--contexts", "12", "--new", "3", "--budget", "16", "--chunk", "5"]
+    text, data = run("latency", monkeypatch, capsys, *words)
+    one, two = data["cells"]
+    assert "skipped" in one["systems"]["llama.cpp"][0]
+    assert set(one["systems"]) - set(two["systems"]) == {"kvpress SnapKV", "llama.cpp"}  # they take one prompt
+    assert "generate_batch: not in this test" in text
+    for cell in (one, two):
+        (ours,), (dense,), (theirs,) = (cell["systems"][k] for k in ("kvkeep h2o 16", "kvkeep full", "transformers"))
+        assert ours["sample"] == dense["sample"] == theirs["sample"]  # nothing is evicted
+        assert len(ours["first_s"]) == len(theirs["first_s"]) == len(ours["tpot_s"]) == cell["rows"]
+        assert max(ours["first_s"]) < ours["seconds"]
+    assert "1 row x 12 tokens + 3 new" in text
+
+
+def test_a_paged_cache_has_room_for_all_rows():
+    latency, batch = import_module("latency"), import_module("peers.transformers_batch")
+    options = latency.argparse.Namespace(layers=1, dtype="float32", policy="h2o", budget=16, chunk=5, new=3)
+    pages = {system.name: system.options for system in latency.systems(3, 40, options)}["generate_batch"]
+    per_request = -(-(40 + 3) // batch.PAGE_TOKENS)
+    assert pages["kv_bytes"] // (batch.PAGE_TOKENS * pages["token_bytes"]) >= 3 * per_request
+
+
+def test_latency_over_histories(monkeypatch, capsys):
+    words = ["--history", "8", "--history-new", "3", "--speed-model", "--budget", "4", "--chunk", "2"]
+    monkeypatch.setattr(import_module("latency"), "HISTORIES", (2, 8))
+    _, data = run("latency", monkeypatch, capsys, *words)
+    assert [line["history"] for line in data["lengths"]] == [2, 8]
+    assert [(len(line["old_ms"]), len(line["young_ms"])) for line in data["lengths"]] == [(2, 2), (2, 2)]
+
+
+def test_prefill_memory(monkeypatch, capsys, here):
+    words = ["--contexts", "40", "--budget", "8", "--chunk", "16"]
+    text, data = run("prefill_memory", monkeypatch, capsys, *words)
+    (cell,) = data["cells"]
+    assert cell["full_bytes"] == 40 * 128
+    assert cell["block_bytes"] == 9 * 2 * (64 + 8) + 24
+    samples = {name: found[0].get("sample") for name, found in cell["systems"].items()}
+    # a whole prompt is attended to in full, so its first token is that of a dense cache
+    assert samples["kvkeep h2o 8 whole"] == samples["transformers whole"] == samples["transformers by 16"]
+    assert samples["kvpress SnapKV"] is None
+    assert "kvpress SnapKV: " in text
+
+
+def test_a_peer_that_fails_says_so_in_its_row(monkeypatch):
+    cells, peers = import_module("lib.cells"), import_module("peers")
+    work = peers.Work(model="", dtype="float32", threads=1, vocabulary=9, requests=1, prompt_tokens=1, new_tokens=1)
+    found = cells.run(cells.System("other", "nobody", {}), work)
+    assert found["skipped"].startswith("failed: there is no peer 'nobody'")
+
+
+def test_what_takes_too_long_ends_after_a_batch():
+    peers = import_module("peers")
+    done = peers.in_batches([[1]] * 5, 2, 0.0, lambda part: peers.Outcome(len(part), 1.0, [[7]] * len(part), [0.5]))
+    assert (done.rows, done.seconds, len(done.tokens)) == (2, 1.0, 2)
+    done = peers.in_batches([[1]] * 3, 2, None, lambda part: peers.Outcome(len(part), 1.0, [[7]] * len(part), [0.5]))
+    assert (done.rows, done.seconds, len(done.tokens), done.first_s) == (2, 2.0, 3, [0.5, 1.5])
+
+
+def test_a_workload_is_two_numbers():
+    throughput = import_module("throughput")
+    assert throughput.lengths("512+32") == (512, 32)
+    for text in ("512", "512+", "0+4", "a+b"):
+        with pytest.raises(throughput.argparse.ArgumentTypeError, match="PROMPT"):
+            throughput.lengths(text)
+
+
+def test_the_machine_is_described_with_its_kernel():
+    lib = import_module("lib")
+    assert lib.machine()["kernel"].startswith(("native", "torch ("))
+    assert lib.machine()["kvkeep"] == kvkeep.__version__

@@ -1,0 +1,447 @@
+"""``kvkeep plan``: its figures against real tensors, what it prints, and bad input as one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import allocation
+import model_folders
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+from typer.testing import CliRunner
+
+import kvkeep
+from kvkeep.budget import per_layer
+from kvkeep.cli import console
+from kvkeep.cli.main import app
+from kvkeep.cli.plan import parse_speed, sizing
+from kvkeep.errors import InputError
+from kvkeep.models import load as loading
+from kvkeep.models.load import find, read_weights
+from kvkeep.models.quiet import quiet
+from kvkeep.planning import bandwidth, shapes
+from kvkeep.planning.bandwidth import Bandwidth, measure_bandwidth
+
+CONTEXT = model_folders.TRAINED_LENGTH
+PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers × heads × (K, V) × head dim × float32
+WIDE = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 1000}
+EVICTING = [name for name in kvkeep.available_policies() if kvkeep.parse(name).evicts]
+
+
+@pytest.fixture(autouse=True)
+def _fast():
+    with model_folders.one_thread():
+        yield
+
+
+def invoke(*arguments: object, model: Path | None = None):
+    where = [] if model is None else [str(model)]
+    return CliRunner().invoke(app, ["plan", *where, *map(str, arguments)])
+
+
+def plan(*arguments: object, model: Path | None = None):
+    result = invoke(*arguments, model=model or model_folders.folder())
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def as_json(*arguments: object, model: Path | None = None):
+    return json.loads(plan(*arguments, "--json", model=model).stdout)
+
+
+def refused(*arguments: object, model: Path | None = None) -> str:
+    """The one line that a bad input gets."""
+    result = invoke(*arguments, model=model or model_folders.folder())
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def with_rows(kind: dict, rows: int) -> dict:
+    return next(case for case in kind["with_rows"] if case["rows"] == rows)
+
+
+# figures
+
+
+def measured(model: torch.nn.Module, policy: str, budget: int, rows: int, **options: object) -> int:
+    """Bytes of a real cache after a prompt and one more token."""
+    cache = kvkeep.BoundedCache(model.config, policy, budget, **options)
+    with torch.inference_mode():
+        for T in (CONTEXT - 2, 1):
+            model(input_ids=torch.randint(0, 9, (rows, T)), past_key_values=cache)
+    return cache.memory().allocated_bytes
+
+
+@pytest.fixture(scope="module")
+def model():
+    with quiet():
+        return read_weights(find(model_folders.folder()))
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_the_cache_of_a_row_is_what_real_tensors_take(model: torch.nn.Module, policy: str):
+    found = as_json("--policy", policy, "--budget", 34, "--context", CONTEXT)
+    assert found["full"]["row_bytes"] == CONTEXT * PER_TOKEN
+    real = measured(model, policy, 34, rows=3)
+    spreads = kvkeep.parse(policy).spreads
+    assert 3 * found["bounded"]["row_bytes"] <= real if spreads else 3 * found["bounded"]["row_bytes"] == real
+    assert any("largest head" in note for note in found["notes"]) == spreads
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_layer_budgets_and_dtypes(model: torch.nn.Module, dtype: str):
+    found = as_json("--budget", 16, "--layer-budget", "pyramid:4", "--dtype", dtype)
+    assert found["layer_budgets"] == per_layer("pyramid:4", 16, 2, least=kvkeep.parse("h2o").least) == [27, 5]
+    try:
+        real = measured(model.to(getattr(torch, dtype)), "h2o", 16, rows=2, layer_budget="pyramid:4")
+    finally:
+        model.to(torch.float32)
+    assert 2 * found["bounded"]["row_bytes"] == real
+    assert found["weights_bytes"] == sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
+    assert "(5 to 27 by layer)" in plan("--budget", 16, "--layer-budget", "pyramid:4").stdout
+
+
+def test_sliding_windows_bound_both_caches(tmp_path: Path):
+    config = MistralConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        sliding_window=12,
+    )
+    config.save_pretrained(tmp_path)
+    with quiet():
+        model = kvkeep.attach(AutoModelForCausalLM.from_config(config).eval())
+    found = as_json("--budget", 30, model=tmp_path)
+    assert found["layer_budgets"] == [12, 12]
+    assert found["full"]["row_bytes"] == 12 * PER_TOKEN
+    assert 2 * found["bounded"]["row_bytes"] == measured(model, "h2o", 30, rows=2)
+
+
+def test_rows_that_fit_are_those_whose_peak_fits():
+    for kind in ("full", "bounded"):
+        options = ["--budget", 8, "--context", "4K", "--prefill-chunk", 16, "--rows", 7]
+        peak = with_rows(as_json(*options)[kind], 7)["peak_bytes"]
+        exactly = as_json(*options, "--memory", f"{peak}B")[kind]
+        one_less = as_json(*options, "--memory", f"{peak - 1}B")[kind]
+        assert (exactly["rows"], with_rows(exactly, 7)["fits"]) == (7, True)
+        assert (one_less["rows"], with_rows(one_less, 7)["fits"]) == (6, False)
+
+
+def test_the_peak_is_weights_rows_and_the_larger_of_two_steps():
+    found = as_json("--budget", 8, "--rows", 3)["bounded"]
+    weights = as_json()["weights_bytes"]
+    working = max(found["prompt_bytes"], 3 * found["step_bytes"])
+    assert with_rows(found, 3)["peak_bytes"] == weights + 3 * found["row_bytes"] + working
+    assert with_rows(found, 3)["fits"] is None
+
+
+def test_speeds_follow_from_bytes():
+    found = as_json("--budget", 8, "--rows", 5, "--bandwidth", "2GB/s")
+    assert found["bandwidth"] == {"bytes_per_s": 2 * 10**9, "source": "given"}
+    tokens = len(model_folders.tokenizer()) * 32 * 4  # the input embedding: one line of it is read
+    for kind in ("full", "bounded"):
+        case = with_rows(found[kind], 5)
+        assert case["read_bytes"] == found["weights_bytes"] - tokens + 5 * found[kind]["row_bytes"]
+        assert case["tokens_per_s"] == pytest.approx(5 * 2e9 / case["read_bytes"])
+    assert found["bounded"]["compression"] == found["full"]["row_bytes"] / found["bounded"]["row_bytes"]
+
+
+def test_chunks_of_prompts_are_part_of_the_peak():
+    small, large = (as_json("--budget", 8, "--prefill-chunk", chunk) for chunk in (4, CONTEXT - 1))
+    assert small["prefill_chunk"] == 4
+    for kind in ("full", "bounded"):
+        assert small[kind]["prompt_bytes"] < large[kind]["prompt_bytes"]
+    assert as_json("--prefill-chunk", "4K")["prefill_chunk"] == CONTEXT  # not more than there is
+
+
+@pytest.mark.parametrize("policy", ["ahakv", "keyformer", "scissorhands_release", "spatten", "streaming_llm"])
+def test_working_memory_of_demanding_policies_is_not_more_than_planned(tmp_path: Path, policy: str):
+    config = LlamaConfig(**WIDE, intermediate_size=704, num_key_value_heads=2, max_position_embeddings=4096)
+    config.save_pretrained(tmp_path)
+    with quiet():
+        model = kvkeep.attach(AutoModelForCausalLM.from_config(config).eval())
+    chunk, rows = 384, 4
+    found = as_json("--policy", policy, "--budget", 64, "--prefill-chunk", chunk, model=tmp_path)["bounded"]
+    ids = torch.zeros((rows, chunk), dtype=torch.int64)
+
+    def feed(cache: kvkeep.BoundedCache, ids: torch.Tensor) -> None:
+        with torch.inference_mode():
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+
+    cache = kvkeep.BoundedCache(config, policy, budget=64)
+    feed(cache, ids[:1])
+    assert allocation.peak_bytes(lambda: feed(cache, ids[:1])) <= found["prompt_bytes"]
+    cache = kvkeep.BoundedCache(config, policy, budget=64)
+    feed(cache, ids[:, :96])
+    assert allocation.peak_bytes(lambda: feed(cache, ids[:, :1])) <= rows * found["step_bytes"]
+
+
+def test_weights_of_another_dtype():
+    found = as_json("--dtype", "bfloat16", "--weights-dtype", "float32")
+    assert (found["dtype"], found["weights_dtype"]) == ("bfloat16", "float32")
+    assert found["token_bytes"] == PER_TOKEN // 2
+    assert found["weights_bytes"] == as_json()["weights_bytes"]
+
+
+def test_measured_bandwidth(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sizing, "measure_bandwidth", lambda device: Bandwidth(read=3e9, copy=4e9))
+    found = as_json("--measure", "--device", "cpu")
+    assert found["bandwidth"] == {
+        "bytes_per_s": 4e9,
+        "source": "measured",
+        "device": "cpu",
+        "read_bytes_per_s": 3e9,
+        "copy_bytes_per_s": 4e9,
+    }
+    assert "4.00 GB/s, measured on cpu" in plan("--measure", "--device", "cpu").stdout
+
+
+def test_bandwidth_is_the_median_of_several_repeats(monkeypatch: pytest.MonkeyPatch):
+    clock = iter([0.0, 9.0, 0.0, 1.0, 0.0, 2.0, 0.0, 4.0] * 2)  # a first time that does not count, then three
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(clock))
+    found = measure_bandwidth(torch.device("cpu"), size_bytes=4000, repeats=3)
+    assert (found.read, found.copy, found.best) == (2000, 4000, 4000)
+
+
+def test_bandwidth_of_this_machine():
+    found = measure_bandwidth(torch.device("cpu"), size_bytes=2**20, repeats=3)
+    assert min(found.read, found.copy) > 10**6
+
+
+# defaults
+
+
+def test_default_budgets():
+    assert as_json()["budget"] == CONTEXT
+    assert as_json("--context", "4K")["budget"] == 1024
+    assert as_json("--context", "4K", "--budget", "25%")["budget"] == 1024
+    assert as_json("--policy", "full", "--context", "4K")["budget"] == 4096
+    assert as_json("--context", "32k")["context_tokens"] == 32_000
+    assert as_json()["context_tokens"] == CONTEXT
+
+
+def test_no_memory_no_rows():
+    found = as_json()
+    assert found["memory_bytes"] is found["full"]["rows"] is found["bandwidth"] is None
+    text = " ".join(plan().stdout.split())
+    assert "rows that fit" not in text
+    assert "tokens/s" not in text
+    assert "how many rows fit: --memory 24GiB; how fast they are at most: --bandwidth 100GB/s, or --measure" in text
+    text = plan("--memory", "1GiB", "--bandwidth", "1GB/s").stdout
+    assert "--memory" not in text
+    assert "--measure" not in text
+
+
+def test_a_configuration_file_a_folder_and_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    whole = as_json()
+    bare = model_folders.copy(tmp_path / "m", "*.safetensors", "tokenizer*")
+    for where in (bare, bare / "config.json"):
+        assert {**as_json(model=where), "model": whole["model"]} == whole
+    monkeypatch.setattr(loading.tiny, "path", model_folders.folder)
+    assert json.loads(invoke("--json").stdout) == whole
+
+
+# what people see
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int):
+    monkeypatch.setenv("COLUMNS", str(width))
+    options = ["--memory", "1GiB", "--budget", 8, "--rows", 64, "--bandwidth", "20GB/s", "--policy", "h2o:recent=3"]
+    result = plan(*options)
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= width
+    head = next(number for number, line in enumerate(lines) if "full cache" in line)
+    assert "budget 8" in lines[head]
+    table = {line[: line.index("  ")]: line.split()[-1] for line in lines[head + 1 :] if "  " in line}
+    assert list(table) == [
+        "cache of a row",
+        "compression",
+        "working memory of a prompt's chunk",
+        "rows that fit",
+        "memory for 64 rows",
+        "a step reads more cache than weights from",
+        "tokens/s at most, 1 row",
+        "tokens/s at most, all that fit",
+        "tokens/s at most, 64 rows",
+    ]
+    found = as_json(*options)
+    assert int(table["rows that fit"]) == found["bounded"]["rows"]
+    assert table["memory for 64 rows"] == "fits"
+    for words in ("h2o:recent=3", "1.074 GB", "(1 GiB)", "20.0 GB/s, given", "not counted: "):
+        assert words.replace("1.074", "1.07") in result.stdout
+
+
+def test_rows_that_do_not_fit_get_no_speed():
+    peak = with_rows(as_json("--budget", 8, "--rows", 2)["bounded"], 2)["peak_bytes"]
+    text = plan("--budget", 8, "--rows", 3, "--memory", f"{peak}B", "--bandwidth", "1GB/s").stdout
+    line = next(line for line in text.splitlines() if line.startswith("memory for 3 rows"))
+    assert line.endswith("too much")
+    assert next(line for line in text.splitlines() if "3 rows" in line and "tokens/s" in line).endswith("–")
+
+
+def test_notes(tmp_path: Path):
+    assert "nothing is evicted: the budget of 40 is not smaller" in plan().stderr
+    text = " ".join(plan("--context", 100, "--budget", 8).stderr.split())
+    assert text == "note: 100 tokens are more than the 40 that the model was trained for."
+    folder = model_folders.copy(tmp_path / "m")
+    model_folders.edit_json(folder / "config.json", dtype=None, quantization_config={"quant_method": "gptq", "bits": 4})
+    notes = as_json("--budget", 8, model=folder)["notes"]
+    assert any("names no dtype" in note for note in notes)
+    assert any("quantised weights" in note and "float32" in note for note in notes)
+
+
+def test_layers_without_keys_and_values_are_named(tmp_path: Path):
+    file = tmp_path / "hybrid.json"
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    types = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+    file.write_text(json.dumps({"model_type": "lfm2", "vocab_size": 300, **sizes, **types}))
+    found = as_json("--context", 100, "--budget", 8, model=file)
+    assert len(found["layer_budgets"]) == 1
+    assert "2 layers without keys and values are not counted." in found["notes"]
+
+
+def test_help_has_its_groups_and_options(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = CliRunner().invoke(app, ["plan", "--help"]).stdout
+    for group in ("KV memory", "Model", "Machine", "Output"):
+        assert f"─ {group} ─" in text
+    for option in ("--memory", "--budget", "--context", "--rows", "--bandwidth", "--measure", "--prefill-chunk"):
+        assert option in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "plan" in CliRunner().invoke(app, ["--help"]).stdout
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory", "24"], ["--memory '24'", "24GiB"]),
+        (["--memory", "24G"], ["--memory '24G'", "unit"]),
+        (["--memory", "24KiBB"], ["unit"]),
+        (["--memory", "kiB"], ["unit"]),
+        (["--memory", "nanGB"], ["unit"]),
+        (["--memory", "-5GiB"], ["-5GiB is not above 0"]),
+        (["--memory", "0GB"], ["0GB is not above 0"]),
+        (["--bandwidth", "100GB"], ["'100GB' is not a size per second", "100GB/s"]),
+        (["--bandwidth", "fast/s"], ["--bandwidth", "100GB/s"]),
+        (["--bandwidth", "0GB/s"], ["not above 0"]),
+        (["--bandwidth", "1GB/s", "--measure"], ["--bandwidth and --measure"]),
+        (["--budget", "0"], ["smallest budget is 1"]),
+        (["--budget", "-3"], ["smallest budget is 1"]),
+        (["--budget", "some"], ["--budget 'some'"]),
+        (["--budget", "0%"], ["--budget 0% is outside"]),
+        (["--budget", "8", "--policy", "full"], ["full never evicts", "a budget of 8", "40 tokens"]),
+        (["--budget", "8", "--policy", "h2o:sinks=4,recent=5"], ["at least 9"]),
+        (["--policy", "h2p"], ["Did you mean 'h2o'"]),
+        (["--layer-budget", "slope"], ["--layer-budget 'slope'"]),
+        (["--positions", "3"], ["--positions '3'"]),
+        (["--context", "0"], ["--context 0 is not above 0"]),
+        (["--context", "long"], ["--context 'long'"]),
+        (["--prefill-chunk", "-1"], ["--prefill-chunk -1 is not above 0"]),
+        (["--rows", "0"], ["--rows 0 asks for nothing"]),
+        (["--rows", "-2", "--memory", "1GB"], ["--rows -2 asks for nothing", "would fit"]),
+        (["--dtype", "int8"], ["Unknown dtype 'int8'"]),
+        (["--weights-dtype", "int8"], ["Unknown dtype 'int8'"]),
+        (["--device", "cuda:99"], ["'cuda:99'", "Available"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_options(arguments: list[str], words: list[str]):
+    line = refused(*arguments)
+    assert all(word in line for word in words), line
+
+
+def test_memory_that_does_not_hold_the_weights():
+    found = as_json("--budget", 8)
+    line = refused("--budget", 8, "--memory", f"{found['weights_bytes'] - 1}B")
+    needed = console.show_bytes(with_rows(found["bounded"], 1)["peak_bytes"])
+    assert f"the weights take {console.show_bytes(found['weights_bytes'])} in float32" in line
+    assert f"({console.show_bytes(found['weights_bytes'] // 2)} in bfloat16)" in line
+    assert f"One row of h2o with a budget of 8 fits into {needed}" in line
+
+
+def test_memory_that_does_not_hold_one_row_says_what_fits():
+    """The budget, the chunk and the memory that the message names do fit, and are the largest or smallest that do."""
+    found = as_json("--budget", 4000, "--context", 5000, "--prefill-chunk", 64)
+    memory = f"{found['weights_bytes'] + found['bounded']['row_bytes'] - 1}B"
+    options = ["--context", 5000, "--memory", memory]
+    line = refused(*options, "--budget", 4000, "--prefill-chunk", 64)
+    assert "Not one row fits" in line
+    budget = int(line.split("--budget ")[1].split(",")[0])
+    assert as_json(*options, "--budget", budget, "--prefill-chunk", 64)["bounded"]["rows"] == 1
+    refused(*options, "--budget", budget + 1, "--prefill-chunk", 64)
+    needed = line.split("--memory ")[2].rstrip(".\n")  # rounded up
+    assert as_json("--context", 5000, "--memory", needed, "--budget", 4000, "--prefill-chunk", 64)["bounded"]["rows"]
+    assert "--prefill-chunk" not in line.split("What fits")[1]  # no chunk is small enough
+    peak = with_rows(as_json("--budget", 8, "--context", 5000, "--prefill-chunk", 64)["bounded"], 1)["peak_bytes"]
+    line = refused("--context", 5000, "--memory", f"{peak}B", "--budget", 8, "--prefill-chunk", 3000)
+    chunk = int(line.split("--prefill-chunk ")[1].split(",")[0])
+    assert 64 <= chunk < 3000
+
+
+def test_learned_positions_end():
+    line = refused("--context", model_folders.POSITIONS + 1, model=model_folders.folder("gpt2"))
+    assert f"learned positions for {model_folders.POSITIONS} tokens" in line
+    assert as_json(model=model_folders.folder("gpt2"))["context_tokens"] == model_folders.POSITIONS
+
+
+def test_models_that_cannot_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert "does not exist" in refused(model=tmp_path / "nowhere")
+    assert "attention interface" in refused(model=model_folders.folder("falcon"))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "config.json" in refused(model=empty)
+    file = tmp_path / "config.json"
+    file.write_text("{")
+    assert "config.json" in refused(model=file)
+    file.write_text(json.dumps({"model_type": "frobnicate", "auto_map": {"AutoConfig": "evil.Config"}}))
+    assert "own code, which kvkeep never runs" in refused(model=file)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert "The hub cannot be reached" in refused(model=Path("someone/something-of-kvkeep-tests"))
+
+
+def test_a_model_that_does_not_say_its_length(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shapes, "trained_length", lambda config: None)
+    assert "give --context TOKENS" in refused()
+    assert as_json("--context", 50)["context_tokens"] == 50
+
+
+# units
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("512MiB", 2**29),
+        ("1.5 TB", 15 * 10**11),
+        ("4kB", 4000),
+        (".5KiB", 512),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, size: int):
+    assert console.parse_bytes(text, "--memory") == size
+    assert parse_speed(f"{text}/s") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "24", "24GIB", "24gb", "1e3GB", "infGB", "24 GiB x", "kiB", "1 0GB"])
+def test_sizes_that_are_none(text: str):
+    with pytest.raises(InputError, match="unit"):
+        console.parse_bytes(text, "--memory")

@@ -1,0 +1,140 @@
+"""The house keeps its shape: imports point down, each third-party package has one room, files stay readable."""
+
+import ast
+import re
+from pathlib import Path
+
+import kvkeep
+from kvkeep import backends
+
+SRC = Path(kvkeep.__file__).parent
+TESTING = "testing"
+
+# the lower floor first; rooms on one floor never import each other
+FLOORS = [
+    {"version", "types", "errors", "noise"},
+    {"runs", "scores", "statistic", "memory", "budget", "chunks", "rotary"},
+    {"results", "backends", "store", "policies"},
+    {"registry", "eviction"},
+    {"layer", "layout"},
+    {"cache"},
+    {"models", "plots"},
+    {"engine", "planning"},
+    {"jobs", "server", "evals"},
+    {"research"},
+    {"cli"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+ABOVE_ALL = {TESTING, "__init__", "__main__"}
+
+ONE_ROOM = {
+    "transformers": {"models", "cache", "layout", "rotary", "planning"},
+    "tokenizers": {"models"},
+    "huggingface_hub": {"models"},
+    "triton": {"backends"},
+    "fastapi": {"server"},
+    "matplotlib": {"plots"},
+    "typer": {"cli"},
+    "rich": {"cli"},
+}
+
+
+ALLOWED = {"cli": {"kvkeep.backends.torch"}}
+"""Modules of single backends that a room may import: bytes are planned with the blocks that torch's backend makes."""
+
+
+def room(path):
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imports(path):
+    """Every imported module name, wherever in the file the import stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            if node.module == "kvkeep":
+                yield from (f"kvkeep.{alias.name}" for alias in node.names)
+
+
+FILES = sorted(SRC.rglob("*.py"))
+
+
+def test_every_room_has_a_floor():
+    assert {room(path) for path in FILES} <= set(FLOOR) | ABOVE_ALL
+
+
+def test_imports_point_down():
+    wrong = []
+    for path in FILES:
+        here = room(path)
+        if here in ABOVE_ALL:
+            continue
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] != "kvkeep" or len(parts) == 1 or parts[1] == here:
+                continue
+            there = parts[1]
+            if there not in FLOOR or FLOOR[there] >= FLOOR[here]:
+                wrong.append(f"{path.relative_to(SRC)} imports {name}")
+    assert wrong == []
+
+
+def test_a_third_party_package_has_one_room():
+    wrong = [
+        f"{path.relative_to(SRC)} imports {name}"
+        for path in FILES
+        for name in imports(path)
+        if name.split(".")[0] in ONE_ROOM and room(path) not in ONE_ROOM[name.split(".")[0]]
+    ]
+    assert wrong == []
+
+
+def test_only_stores_and_backends_know_how_slots_lie_in_memory():
+    wrong = [
+        f"{path.relative_to(SRC)}: {line.strip()}"
+        for path in FILES
+        if room(path) not in {"store", "backends"}
+        for line in path.read_text().splitlines()
+        if ".store.keys" in line or ".store.values" in line
+    ]
+    assert wrong == []
+
+
+def test_nobody_outside_names_a_backend():
+    """`backends.choose` decides who works; the definition may be asked by its functions."""
+    kinds = {kind.__name__ for kind in backends.KINDS.values()}
+    wrong = []
+    for path in FILES:
+        if room(path) == "backends":
+            continue
+        words = set(re.findall(r"\w+", path.read_text()))
+        wrong += [f"{path.relative_to(SRC)} names {name}" for name in sorted(words & kinds)]
+        rooms = {name for name in imports(path) if name.startswith("kvkeep.backends.")} - ALLOWED.get(room(path), set())
+        wrong += [f"{path.relative_to(SRC)} imports {name}" for name in sorted(rooms)]
+    assert wrong == []
+
+
+def test_public_names():
+    assert len(kvkeep.__all__) <= 40
+    assert sorted(kvkeep.__all__) == kvkeep.__all__
+    for name in kvkeep.__all__:
+        assert getattr(kvkeep, name) is not None
+
+
+def test_the_names_that_type_checkers_see_are_those_that_are_loaded():
+    tree = ast.parse((SRC / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname or alias.name: f"{node.module}:{alias.name}" for node in block.body for alias in node.names}
+    assert seen == {name: f"kvkeep.{home}" for name, home in kvkeep._HOME.items()}
+    assert set(kvkeep.__all__) == {*seen, "__version__"}
+
+
+def test_files_and_policies_stay_small():
+    lines = {str(path.relative_to(SRC)): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: n for name, n in lines.items() if n > 310} == {}
+    policies = {name: n for name, n in lines.items() if name.startswith("policies/") and "/_" not in name}
+    del policies["policies/base.py"]
+    assert {name: n for name, n in policies.items() if n > 60} == {}
