@@ -12,7 +12,7 @@ from kvkeep.cli.main import app
 from kvkeep.research.theory import claims
 from kvkeep.research.theory.claim import Claim, Outcome
 
-NODE = "tests/research/theory/test_claims.py::test_judge"
+NODE = "tests/research/test_claims.py::test_judge"
 SOME = (
     Claim("one", "Paper, Lemma 1", "One is one.", NODE, lambda: Outcome("holds", "exactly")),
     Claim("two", "Paper, Lemma 2", "Two " * 30, NODE, lambda: Outcome("holds with a correction", "by 1")),

@@ -181,7 +181,7 @@ def _cache_size() -> Outcome:
     return judge(f"{gib:.0f} GiB", printed=gib == 128)
 
 
-_TESTS = "tests/research/theory/test_ahakv.py::test_"
+_TESTS = "tests/research/test_ahakv.py::test_"
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(

@@ -125,7 +125,7 @@ def _probability() -> Outcome:
     )
 
 
-_TESTS = "tests/research/theory/test_drift.py::test_"
+_TESTS = "tests/research/test_drift.py::test_"
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(

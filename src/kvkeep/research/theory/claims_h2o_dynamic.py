@@ -130,7 +130,7 @@ def _mild() -> Outcome:
     return judge(by, printed=min(gamma, theta) <= needed)
 
 
-_HERE = "tests/research/theory/test_dynamic.py::"
+_HERE = "tests/research/test_dynamic.py::"
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(

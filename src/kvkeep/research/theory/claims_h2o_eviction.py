@@ -110,7 +110,7 @@ def _opt_30b() -> Outcome:
     return judge(f"{size / 1e9:.1f} GB", printed=round(size / 1e10) == 18)
 
 
-_RUNS = "tests/research/theory/test_h2o.py::"
+_RUNS = "tests/research/test_h2o.py::"
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -152,7 +152,7 @@ CLAIMS: tuple[Claim, ...] = (
         "h2o-claim-d34",
         "H2O, Claim D.34 and its proof",
         "In (α, τ, k)-good rows the supports have at most αkn tokens outside of the core together.",
-        "tests/research/theory/test_sparsity.py::test_the_bound_for_one_row",
+        "tests/research/test_sparsity.py::test_the_bound_for_one_row",
         _sparsity,
     ),
     Claim(

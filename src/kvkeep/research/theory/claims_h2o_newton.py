@@ -66,7 +66,7 @@ def _epsilon_1() -> Outcome:
     return judge(by, printed=wide <= 1.0 / math.e, corrected=narrow <= 1.01 / math.e)
 
 
-_STEPS = "tests/research/theory/test_newton.py::"
+_STEPS = "tests/research/test_newton.py::"
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(

@@ -148,7 +148,7 @@ def _hessian_lipschitz() -> Outcome:
     return judge(f"at most {worst:.0e} of the bound for 40 pairs of points, R up to 2", printed=worst <= 1.0)
 
 
-_LOSS = "tests/research/theory/test_regression.py::"
+_LOSS = "tests/research/test_regression.py::"
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(

@@ -133,7 +133,7 @@ def _robust() -> Outcome:
     return judge(f"marginals off by ε/2n lose at most {lost:.2f} ε", printed=lost <= 1.0)
 
 
-_SETS = "tests/research/theory/test_submodular.py::"
+_SETS = "tests/research/test_submodular.py::"
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(

@@ -170,7 +170,7 @@ def _kv_table() -> Outcome:
     )
 
 
-_TESTS = "tests/research/theory/test_scissorhands.py::test_"
+_TESTS = "tests/research/test_scissorhands.py::test_"
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(

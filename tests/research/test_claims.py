@@ -10,7 +10,7 @@ import pytest
 from kvkeep.research.theory.claim import Outcome, judge
 from kvkeep.research.theory.claims import CLAIMS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 HOLDS, CORRECTED, FAILS = "holds", "holds with a correction", "fails"
 
