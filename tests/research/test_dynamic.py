@@ -155,7 +155,7 @@ def test_the_sets_are_much_better_than_what_is_promised():
         assert found.steps[-1].bound < 0.05 * found.steps[-1].best
 
 
-def test_theorem_d32_follows_from_the_lemmas():
+def test_theorem_d32_follows_from_lemmas():
     for n, alpha, beta in itertools.product((1, 7, 500), (0.01, 0.5, 0.99), (0.0, 2.0)):
         theta, lost = alpha / (10 * n), beta / (10 * n)
         for i in range(1, n + 1):

@@ -58,7 +58,7 @@ def test_claim_d42(problem, x):
 
 
 @pytest.mark.parametrize(("problem", "x"), PROBLEMS)
-def test_definition_d38_means_the_f_of_d37(problem, x):
+def test_definition_d38_means_f_of_d37(problem, x):
     """Erratum: it names itself. Taken so, c = c - b, which nothing solves unless b = 0."""
     close(problem.c(x) + problem.b, (problem.A @ x).softmax(dim=0))
     assert float((problem.c(x) - (problem.c(x) - problem.b)).abs().max()) > 0.1

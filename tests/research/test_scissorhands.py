@@ -78,7 +78,7 @@ def test_algorithm_1_looks_back_over_w_rows(w: int):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_printed_slice_drops_the_recent(seed: int):
+def test_printed_slice_drops_recent(seed: int):
     """Algorithm 2, line 4 (erratum): ``I[:-r]`` is everything but the recent tokens; ``I[-r:]`` is meant."""
     q, k = torch.randn(2, 80, 8, generator=draw(seed), dtype=torch.float64).tolist()
     lost = {}
@@ -130,7 +130,7 @@ def pivotal(seed: int, wobble: float, mlp: float) -> persistence.Step:
 
 
 @pytest.mark.parametrize(("wobble", "mlp"), [(0.0, 0.0), (0.01, 0.0), (0.01, 0.01), (0.1, 0.05)])
-def test_theorem_3_1_and_absolute_value(wobble: float, mlp: float):
+def test_theorem_31_and_absolute_value(wobble: float, mlp: float):
     """With ``|x_j A x_ℓ^T|`` (erratum: printed without) the next score is ``α_ℓ`` to within 3ε."""
     for seed in SEEDS:
         step = pivotal(seed, wobble, mlp)

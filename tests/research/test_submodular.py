@@ -212,7 +212,7 @@ def test_lemma_d19_leaves_room(n):
 # -- is attention submodular? ------------------------------------------------------------------------------------------
 
 
-def test_mass_is_submodular_closeness_not():
+def test_mass_is_submodular():
     """Lemma 3.1 assumes that the attention scheme is submodular; what that means decides."""
     noise = random.Random(0)
     row = softmax([noise.gauss(0.0, 1.0) for _ in range(6)])

@@ -172,7 +172,7 @@ CLAIMS: tuple[Claim, ...] = (
         "h2o-theorem-d32",
         "H2O, Theorems 4.4 and D.32",
         "If θ, γ ≤ α/10n and ε_0 ≤ β/10n, each set has (1-1/e)(1-α) opt - β.",
-        f"{_HERE}test_theorem_d32_follows_from_the_lemmas",
+        f"{_HERE}test_theorem_d32_follows_from_lemmas",
         _theorem,
     ),
     Claim(

@@ -155,7 +155,7 @@ CLAIMS: tuple[Claim, ...] = (
         "h2o-definition-d38",
         "H2O, Definition D.38",
         "c = f - b with the f of Definition D.38.",
-        f"{_LOSS}test_definition_d38_means_the_f_of_d37",
+        f"{_LOSS}test_definition_d38_means_f_of_d37",
         _self_reference,
     ),
     Claim(

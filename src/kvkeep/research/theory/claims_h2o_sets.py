@@ -168,7 +168,7 @@ CLAIMS: tuple[Claim, ...] = (
         "h2o-attention-scheme",
         "H2O, assumption of Lemma 3.1",
         "The attention scheme is submodular.",
-        f"{_SETS}test_mass_is_submodular_closeness_not",
+        f"{_SETS}test_mass_is_submodular",
         _scheme,
     ),
     Claim(

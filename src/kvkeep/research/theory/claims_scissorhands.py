@@ -177,14 +177,14 @@ CLAIMS: tuple[Claim, ...] = (
         "scissorhands-recent-window",
         "Scissorhands, Algorithm 2",
         "I[: -r] ← 0 keeps the r newest tokens from being dropped.",
-        f"{_TESTS}printed_slice_drops_the_recent",
+        f"{_TESTS}printed_slice_drops_recent",
         _recent_window,
     ),
     Claim(
         "scissorhands-absolute-value",
         "Scissorhands, Theorem 3.1",
         "x_ℓ A x_ℓ^T ≥ max x_j A x_ℓ^T / ε, without an absolute value, makes the next score follow α_ℓ to within 3ε.",
-        f"{_TESTS}theorem_3_1_and_absolute_value",
+        f"{_TESTS}theorem_31_and_absolute_value",
         _absolute_value,
     ),
     Claim(
