@@ -15,7 +15,7 @@ from kvkeep.backends.native.ops import TYPES
 from kvkeep.backends.protocol import Added, Backend, Limits
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.triton import TritonBackend, switch
+from kvkeep.backends.triton import TritonBackend, gpu
 from kvkeep.errors import InputError
 
 __all__ = ["KINDS", "SWITCH", "Added", "Backend", "Limits", "choose", "why"]
@@ -48,10 +48,10 @@ def why(device: torch.device, dtype: torch.dtype) -> str:
     name = choose(device, dtype).name
     if os.environ.get(SWITCH):
         return f"{SWITCH}={name}"
-    details = {"native": native().detail, "triton": switch.kernels().detail}
+    details = {"native": native().detail, "triton": gpu.kernels().detail}
     if name in details:
         return details[name]
-    return native().detail if device.type == "cpu" else switch.kernels().detail
+    return native().detail if device.type == "cpu" else gpu.kernels().detail
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def _fastest(device: str, dtype: torch.dtype) -> str:
     """Compiled kernels where there are any; torch everywhere else."""
     if device == "cpu":
         return "native" if dtype in TYPES and native().library is not None else "torch"
-    return "triton" if device in switch.kernels().devices else "torch"
+    return "triton" if device in gpu.kernels().devices else "torch"
 
 
 def _checked(name: str, device: str) -> str:
@@ -77,6 +77,6 @@ def _checked(name: str, device: str) -> str:
     if name == "native" and (device != "cpu" or native().library is None):
         reason = native().detail if device == "cpu" else "it runs on CPUs only"
         raise InputError(f"{SWITCH}=native cannot run on {device}: {reason}.")
-    if name == "triton" and device not in switch.kernels().devices:
-        raise InputError(f"{SWITCH}=triton cannot run on {device}: {switch.kernels().detail}.")
+    if name == "triton" and device not in gpu.kernels().devices:
+        raise InputError(f"{SWITCH}=triton cannot run on {device}: {gpu.kernels().detail}.")
     return name
