@@ -1,6 +1,7 @@
-"""The kernel's functions on tensors. Each says ``None`` when the kernel cannot do it, and then has done nothing.
+"""The kernel as functions of tensors; each returns ``None`` and does nothing if the kernel cannot do it.
 
-The kernel gets bare addresses, so everything that it relies on is checked before: devices, dtypes, shapes and strides.
+The kernel gets bare addresses and cannot check anything itself. So each function first checks all that the kernel
+relies on: devices, dtypes, shapes and strides.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.native import checks
 from kvkeep.backends.native.build import native
 from kvkeep.backends.wanted import Wanted
 from kvkeep.types import AttentionOptions, Budget
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Element types that the kernel knows, with its numbers for them."""
+"""Element types that the kernel knows, with the kernel's numbers for them."""
 
+_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _KINDS = {None: 1, "last": 2, "low": 3}
+_NOTHING = Wanted()
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d")
 _WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q")
 _SLOTS = struct.Struct("4q 3q 3q 3q q 3q 4q")
 _LAST = 2**31 - 1
-"""The largest position; the kernel counts positions in 32 bits."""
+"""The largest position: the kernel counts positions in 32 bits."""
 
 
 def attend(
@@ -41,26 +43,22 @@ def attend(
 ) -> list[Tensor] | None:
     """Attention of one token per row, in one pass over keys and values.
 
-    A padded query (position -1) and one that sees nothing give zeros. `AttentionOptions.top` is not heeded.
+    A padded query (position -1), and a query that sees nothing, give zeros. `AttentionOptions.top` is ignored.
 
     Returns:
-        The output ``(B, Hq, 1, E)`` in the query's dtype; if wanted, the mass and what stands beside it,
+        The output ``(B, Hq, 1, E)`` in the query's dtype; if wanted, then the mass and the second field of the report,
         ``(B, Hk, S)`` float32.
     """
     library = _library(query, keys, values, now, positions)
-    if library is None or query.dtype not in TYPES:
-        return None
-    per_row = () if wanted is None else (wanted.counts, wanted.gain, wanted.last)
-    if not checks.attendable(query, keys, values, now, positions, options=options, per_row=per_row):
+    kind, wanted = _KINDS[wanted.second] if wanted else 0, wanted or _NOTHING
+    if library is None or not _attendable(query, keys, values, now, positions, options=options, wanted=wanted):
         return None
     B, Hq, _, D = query.shape
     Hk, S = keys.shape[1:3]
     positions, now = _as(positions, torch.int32), _as(now, torch.int64)
-    kind = _KINDS[wanted.second] if wanted else 0
     results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
     results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2))]
     out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]
-    wanted = wanted or _NOTHING
     sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
     counted, counts = _either(wanted.counts, torch.int64)
     gains, gain = _either(1.0 if wanted.gain is None else wanted.gain, torch.float32)
@@ -89,10 +87,10 @@ def write(
     new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
     now: Int[Tensor, "B 1"],
 ) -> Int[Tensor, "B Hk 1"] | None:
-    """Put one token per row into the empty slot of each head, in place, and say which slot it was."""
+    """`Backend.append`, where the new token has the dtype of the slots."""
     library = _library(keys, values, positions, *new, now)
     new_keys, new_values = new
-    if library is None or not checks.writable(keys, values, positions, new, now):
+    if library is None or not _writable(keys, values, positions, new, now):
         return None
     B, Hk, S = positions.shape
     now = _as(now, torch.int64)
@@ -111,18 +109,18 @@ def write(
 
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
-    """Empty, in place, the slots that no later query can see through a sliding window of ``window`` tokens."""
+    """`Backend.expire`."""
     library = _library(positions, seen)
-    if library is None or not checks.countable(positions, seen):
+    if library is None or not _countable(positions, seen):
         return None
     call = _slots(positions, seen, window=window)
     return None if library.kvkeep_expire(call.packed) else True
 
 
 def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
-    """How many heads hold more tokens than their limit."""
+    """The number of heads that hold more tokens than their limit."""
     library = _library(positions)
-    if library is None or not checks.countable(positions, limit=limit):
+    if library is None or not _countable(positions, limit=limit):
         return None
     call = _slots(positions, limit=limit)
     found = library.kvkeep_count_over(call.packed)
@@ -138,13 +136,9 @@ def evict(
     recent: Budget,
     limit: Budget,
 ) -> bool | None:
-    """Empty, in place, the weakest slot of every head that holds more than its limit.
-
-    The order is that of `scores.weakest` after `scores.protect`: the smallest (score, position) goes, NaN is the
-    lowest score, and the first ``sinks`` and newest ``recent`` positions have an infinite one.
-    """
+    """`Backend.evict`."""
     library = _library(positions, scores, seen)
-    if library is None or not checks.countable(positions, seen, recent, limit):
+    if library is None or not _countable(positions, seen, recent, limit):
         return None
     if scores.dtype != torch.float32 or scores.shape != positions.shape:
         return None
@@ -153,11 +147,11 @@ def evict(
 
 
 class _Call(NamedTuple):
-    """What the functions on slots take.
+    """Arguments of the functions on slots.
 
     Attributes:
         packed: numbers and addresses.
-        tensors: what stands at the addresses, converted where it had to be; it must live as long as the call.
+        tensors: what lies at the addresses, converted where needed; it must live as long as the call.
     """
 
     packed: bytes
@@ -174,7 +168,7 @@ def _slots(
     recent: Budget = 0,
     limit: Budget = 0,
 ) -> _Call:
-    """Pack what the functions on slots take."""
+    """Pack the arguments of the functions on slots."""
     seen = None if seen is None else _as(seen, torch.int64)
     recents, newest = _either(_bounded(recent), torch.int64)
     limits, most = _either(_bounded(limit), torch.int64)
@@ -190,15 +184,34 @@ def _slots(
 
 
 def _strides(limits: Int[Tensor, "B #Hk"]) -> tuple[int, int]:
-    """From row to row and from head to head, where there may be one number for all heads."""
+    """From row to row and from head to head; the latter is 0 where one number is for all heads."""
     return limits.stride(0), limits.stride(1) if limits.shape[1] > 1 else 0
 
 
-_NOTHING = Wanted()
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this dtype; a comparison is cheaper than a conversion to the same dtype."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _bounded(value: Budget) -> Budget:
+    """The value, limited so that the kernel can subtract it from a position without an overflow."""
+    return value.to(torch.int64).clamp(-_LAST, _LAST) if isinstance(value, Tensor) else max(-_LAST, min(value, _LAST))
+
+
+def _either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:
+    """A dense tensor of this dtype and 0, or ``None`` and one number for all."""
+    return (value.to(dtype).contiguous(), 0) if isinstance(value, Tensor) else (None, value)
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
 
 
 def _library(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The kernel, if these are ordinary tensors in main memory with a dense last axis that nobody differentiates."""
+    """The kernel, if the tensors are ordinary ones in main memory, dense in the last axis, without gradients."""
     library = native().library
     if library is None or torch.compiler.is_compiling():
         return None
@@ -210,20 +223,66 @@ def _library(*tensors: Tensor) -> ctypes.CDLL | None:
     return library
 
 
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in this dtype; asking first is cheaper than a conversion to the same."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+def _attendable(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    now: Tensor,
+    positions: Tensor,
+    *,
+    options: AttentionOptions,
+    wanted: Wanted,
+) -> bool:
+    """Whether dtypes and shapes are those that `attend` promises to the kernel."""
+    (B, Hq, T, D), (_, Hk, S, E) = query.shape, values.shape
+    if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype:
+        return False
+    if T != 1 or S == 0 or Hq % Hk or keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
+        return False
+    if now.dtype not in _WHOLE or positions.dtype not in _WHOLE or now.shape != (B, 1):
+        return False
+    if positions.shape != (B, Hk, S) and positions.shape != (B, 1, S):
+        return False
+    if options.window is not None and options.window < 0:
+        return False
+    sinks = options.sinks
+    if sinks is not None and (
+        not sinks.is_cpu or sinks.shape != (Hq,) or (sinks.requires_grad and torch.is_grad_enabled())
+    ):
+        return False
+    return _is_per_row(wanted.counts, B) and _is_per_row(wanted.gain, B) and _is_per_row(wanted.last, B)
 
 
-def _bounded(value: Budget) -> Budget:
-    """A number, or numbers, that the kernel can subtract from a position without an overflow."""
-    return value.to(torch.int64).clamp(-_LAST, _LAST) if isinstance(value, Tensor) else max(-_LAST, min(value, _LAST))
+def _writable(keys: Tensor, values: Tensor, positions: Tensor, new: tuple[Tensor, Tensor], now: Tensor) -> bool:
+    """Whether dtypes and shapes are those that `write` promises to the kernel."""
+    B, Hk, S = positions.shape
+    D, E = keys.shape[-1], values.shape[-1]
+    if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
+        return False
+    if keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
+        return False
+    if keys.dtype != new[0].dtype or values.dtype != new[1].dtype:
+        return False
+    return new[0].shape == (B, Hk, 1, D) and new[1].shape == (B, Hk, 1, E)
 
 
-def _either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:
-    """A tensor of one number per row, dense and of this type, or a number."""
-    return (value.to(dtype).contiguous(), 0) if isinstance(value, Tensor) else (None, value)
+def _countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0, limit: Budget = 0) -> bool:
+    """Whether dtypes and shapes are those that the functions on slots promise to the kernel."""
+    B, Hk, _ = positions.shape
+    if positions.dtype != torch.int32:
+        return False
+    if seen is not None and (seen.dtype not in _WHOLE or seen.shape != (B,)):
+        return False
+    return _is_share(recent, B, 1) and _is_share(limit, B, Hk)
 
 
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _is_share(value: Budget, rows: int, heads: int) -> bool:
+    """Whether it is one whole number, or one for each row or head."""
+    if isinstance(value, int):
+        return True
+    return value.is_cpu and value.dtype in _WHOLE and value.shape in ((rows, 1), (rows, heads))
+
+
+def _is_per_row(value: object, rows: int) -> bool:
+    """Whether it is one number, or one for each row."""
+    return not isinstance(value, Tensor) or (value.is_cpu and value.shape == (rows,))
