@@ -1,6 +1,6 @@
-"""Who does the work of a layer's step: chosen once for a device and dtype, by `choose`, and nowhere else.
+"""Backends do the work of a layer's step. `choose` alone decides which one, for a device and a dtype.
 
-`protocol` says what a backend does, `reference` is the definition that the others are tested against.
+`protocol` says what a backend does. `reference` is the definition that all others are tested against.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvkeep.errors import InputError
 __all__ = ["KINDS", "SWITCH", "Added", "Backend", "Limits", "choose", "why"]
 
 SWITCH = "KVKEEP_BACKEND"
-"""Environment variable: the name of the backend that does all work; by default the fastest that can."""
+"""Environment variable: the name of the backend to use; by default the fastest one that can run."""
 
 KINDS: dict[str, type[Backend]] = {
     kind.name: kind for kind in (NativeBackend, TritonBackend, TorchBackend, ReferenceBackend)
 }
-"""Every backend by its name. One that is added here can be forced; nothing chooses it by itself."""
+"""Every backend by its name. A backend that is added here can be forced, but `choose` never takes it by itself."""
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend that does the work on a device, in a dtype.
+    """The backend for a device and a dtype.
 
     Raises:
         InputError: the environment variable names no backend, or one that cannot run there.
@@ -60,17 +60,17 @@ def _made(kind: type[Backend]) -> Backend:
 
 
 def _fastest(device: str, dtype: torch.dtype) -> str:
-    """Compiled kernels where there are any; torch everywhere else."""
+    """The name of the backend with compiled kernels if there is one; otherwise torch."""
     if device == "cpu":
         return "native" if dtype in TYPES and native().library is not None else "torch"
     return "triton" if device in gpu.kernels().devices else "torch"
 
 
 def _checked(name: str, device: str) -> str:
-    """The name of a backend that was asked for, if it can run there.
+    """The name of a backend that was asked for, if it can run on the device.
 
     Raises:
-        InputError: it cannot, or there is none of this name.
+        InputError: it cannot run there, or there is no backend of this name.
     """
     if name not in KINDS:
         raise InputError(f"{SWITCH}={name!r} is no backend. There are {', '.join(sorted(KINDS))}.")

@@ -1,5 +1,5 @@
-// Slots: where a token goes, what a sliding window has passed, and which one is emptied. The interface is that of
-// attend.cpp.
+// Functions on slots: write a token, expire, count, evict. What is empty: see EMPTY in types.py; what is protected,
+// expires and goes first: see scores.py. The C interface: see attend.cpp.
 
 #include <cmath>
 #include <cstring>
@@ -25,8 +25,7 @@ extern "C" struct Write {
     int64_t *slot;  // dense
 };
 
-// Put each row's token into the slot with the smallest position of every head (empty ones carry -1), the first of
-// equals, and say which it was.
+// Put each row's token into the first free slot of every head, and report the slot.
 extern "C" int64_t kvkeep_write(const Write *w) {
     const auto work = [=](int64_t index, float *) {
         const int64_t row = index / w->kv_heads, head = index % w->kv_heads;
@@ -52,7 +51,7 @@ extern "C" struct Slots {
     int64_t rows, kv_heads, slots, threads;
     int32_t *positions;
     int64_t position_row, position_head;
-    const int64_t *seen;  // tokens of each row
+    const int64_t *seen;  // tokens that each row has seen
     int64_t seen_row, window;
     const float *scores;
     int64_t score_row, score_head, sinks;
@@ -82,7 +81,7 @@ bool is_over(const Slots *s, const int32_t *positions, int64_t row, int64_t head
 
 }  // namespace
 
-// Empty the slots that no later query can see.
+// Empty expired slots.
 extern "C" int64_t kvkeep_expire(const Slots *s) {
     return for_each_head(s, 0, [=](int32_t *positions, int64_t row, int64_t, float *) {
         const int32_t last = (int32_t)(s->seen[row * s->seen_row] - s->window);
@@ -90,7 +89,7 @@ extern "C" int64_t kvkeep_expire(const Slots *s) {
     }) ? 0 : -1;
 }
 
-// How many heads hold more than their limit.
+// The number of heads that hold more than their limit.
 extern "C" int64_t kvkeep_count_over(const Slots *s) {
     int64_t over = 0;
     const bool done = for_each_head(s, 0, [=, &over](int32_t *positions, int64_t row, int64_t head, float *) {
@@ -99,8 +98,7 @@ extern "C" int64_t kvkeep_count_over(const Slots *s) {
     return done ? over : -1;
 }
 
-// Empty the occupied slot with the smallest (score, position) in every head that holds more than its limit. The first
-// `sinks` and the newest `recent` positions have an infinite score.
+// Empty the slot that goes first in every head that holds more than its limit.
 extern "C" int64_t kvkeep_evict(const Slots *s) {
     return for_each_head(s, up(s->slots, W), [=](int32_t *positions, int64_t row, int64_t head, float *scratch) {
         if (!is_over(s, positions, row, head)) return;
@@ -111,7 +109,7 @@ extern "C" int64_t kvkeep_evict(const Slots *s) {
         for (int64_t i = 0; i < s->slots; i += W) {
             const Ints position = load<Ints>(positions + i, s->slots - i, -1);
             Floats score = load<Floats>(scores + i, s->slots - i, 0.0f);
-            score = select(score != score, all(-INFINITY), score);  // NaN has no order: it goes first
+            score = select(score != score, all(-INFINITY), score);
             score = select((position >= recent) | (position < sinks), all(INFINITY), score);
             low = select((position >= 0) & (score < low), score, low);
             store(scratch + i, score);
