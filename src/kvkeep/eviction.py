@@ -64,6 +64,7 @@ def fused(
     positions: Int[Tensor, "B 1"],
     *,
     options: AttentionOptions,
+    window: int | None,
     backend: Backend,
 ) -> Float[Tensor, "B Hq 1 E"] | None:
     """Append, attend, observe and evict in one go, in place; ``None``, and nothing is done, where that cannot be.
@@ -75,6 +76,7 @@ def fused(
         new: the token's query, key and value.
         positions: its position, -1 for padding.
         options: of the model's attention.
+        window: sliding window of the layer.
         backend: does it.
     """
     rule = policy.sums
@@ -89,7 +91,7 @@ def fused(
         statistic=policy.wants(view),
         options=options,
         added=Added(tuple(block.state[name] for name in names), rule.score is not None),
-        limits=Limits(view.seen, sinks, recent, _limit(policy, view, block.state, options.window), options.window),
+        limits=Limits(view.seen, sinks, recent, _limit(policy, view, block.state, window), window),
     )
 
 

@@ -200,7 +200,9 @@ class Layer:
         slots, backend = self.store.slots(), self._backend
         if isinstance(self._rotation, AsItIs) and fuses(self.policy, backend):
             view, new = self._view(slots, new=positions >= 0, phase=Phase.DECODE), (query, keys, values)
-            done = fused(self.policy, self.block, view, new, positions, options=options, backend=backend)
+            done = fused(
+                self.policy, self.block, view, new, positions, options=options, window=self.window, backend=backend
+            )
             if done is not None:
                 return done
         query, keys = self._rotation.unrotated(query, keys, positions)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from kvkeep.backends.protocol import Added
+from kvkeep.backends.wanted import Wanted
 from kvkeep.types import AttentionOptions, Budget
 
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
@@ -63,6 +65,17 @@ def writable(keys: Tensor, values: Tensor, positions: Tensor, new: tuple[Tensor,
     if keys.dtype != new[0].dtype or values.dtype != new[1].dtype:
         return False
     return new[0].shape == (B, Hk, 1, D) and new[1].shape == (B, Hk, 1, E)
+
+
+def addable(added: Added, positions: Tensor, wanted: Wanted | None) -> bool:
+    """Whether the policy's sums are of the dtype, shape and strides that `step` promises to the kernel."""
+    if wanted is None or wanted.second is not None:
+        return not added.states and wanted is None
+    first = added.states[:1]
+    return len(added.states) <= 2 and all(
+        state.dtype == torch.float32 and state.shape == positions.shape and state.stride() == first[0].stride()
+        for state in added.states
+    )
 
 
 def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0, limit: Budget = 0) -> bool:

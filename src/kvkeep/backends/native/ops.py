@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kvkeep.backends.native import checks
 from kvkeep.backends.native.build import native
+from kvkeep.backends.protocol import Added, Limits
 from kvkeep.backends.wanted import Wanted
-from kvkeep.types import AttentionOptions, Budget
+from kvkeep.types import AttentionOptions, Budget, Slots
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types that the kernel knows, with its numbers for them."""
@@ -25,6 +26,7 @@ _KINDS = {None: 1, "last": 2, "low": 3}
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d")
 _WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q")
 _SLOTS = struct.Struct("4q 3q 3q 3q q 3q 4q")
+_STEP = struct.Struct("3q 3q 2q 3q 3q 3q 4q d")
 _LAST = 2**31 - 1
 """The largest position; the kernel counts positions in 32 bits."""
 
@@ -53,32 +55,55 @@ def attend(
     per_row = () if wanted is None else (wanted.counts, wanted.gain, wanted.last)
     if not checks.attendable(query, keys, values, now, positions, options=options, per_row=per_row):
         return None
-    B, Hq, _, D = query.shape
-    Hk, S = keys.shape[1:3]
     positions, now = _as(positions, torch.int32), _as(now, torch.int64)
-    kind = _KINDS[wanted.second] if wanted else 0
-    results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
-    results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2))]
-    out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]
-    wanted = wanted or _NOTHING
-    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
-    counted, counts = _either(wanted.counts, torch.int64)
-    gains, gain = _either(1.0 if wanted.gain is None else wanted.gain, torch.float32)
-    newest, last = _either(wanted.last, torch.int64)
-    call = _ATTEND.pack(
-        *(B, Hk, Hq // Hk, S, D, values.shape[-1], torch.get_num_threads(), TYPES[keys.dtype]),
-        *(query.data_ptr(), *query.stride()[:2]),
-        *(keys.data_ptr(), *keys.stride()[:3]),
-        *(values.data_ptr(), *values.stride()[:3]),
-        *(positions.data_ptr(), positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0),
-        *(now.data_ptr(), now.stride(0)),
-        *(out, _pointer(sinks), min(options.window or 0, _LAST)),
-        *(kind, mass, second),
-        *(_pointer(counted), counts, _pointer(gains), wanted.gain is not None),
-        *(_pointer(newest), last, wanted.live),
-        *(options.scaling, options.softcap or 0.0, gain, wanted.decay, wanted.theta),
+    call = _attention(query, keys, values, now, positions, options=options, wanted=wanted)
+    return None if library.kvkeep_attend(call.packed) else call.results
+
+
+def step(
+    query: Float[Tensor, "B Hq 1 D"],
+    slots: Slots,
+    new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+    now: Int[Tensor, "B 1"],
+    *,
+    options: AttentionOptions,
+    wanted: Wanted | None,
+    added: Added,
+    limits: Limits,
+) -> Float[Tensor, "B Hq 1 E"] | None:
+    """`Backend.step` in one pass over keys and values; ``wanted`` is for the mass alone, ``None`` if nothing is added.
+
+    The window of the options and that of the limits are the same.
+    """
+    keys, values, positions = slots
+    library = _library(query, *slots, *new, now, *added.states)
+    if (
+        library is None
+        or query.dtype not in TYPES
+        or not checks.countable(positions, limits.seen, limits.recent, limits.stay)
+    ):
+        return None
+    per_row = () if wanted is None else (wanted.counts, wanted.gain, wanted.last)
+    if not checks.attendable(query, keys, values, now, positions, options=options, per_row=per_row):
+        return None
+    if not checks.writable(*slots, new, now) or not checks.addable(added, positions, wanted):
+        return None
+    now, seen = _as(now, torch.int64), _as(limits.seen, torch.int64)
+    recents, recent = _either(_bounded(limits.recent), torch.int64)
+    most, limit = _either(_bounded(limits.stay), torch.int64)
+    total, other = (*added.states, None, None)[:2]
+    call = _attention(query, keys, values, now, positions, options=options, wanted=wanted, reports=False)
+    packed = call.packed + _STEP.pack(
+        *(new[0].data_ptr(), *new[0].stride()[:2]),
+        *(new[1].data_ptr(), *new[1].stride()[:2]),
+        *(_pointer(total), _pointer(other)),
+        *((0, 0) if total is None else total.stride()[:2]),
+        *(added.is_score, seen.data_ptr(), seen.stride(0), _bounded(limits.sinks)),
+        *(_pointer(recents), 0 if recents is None else recents.stride(0), recent),
+        *(_pointer(most), *((0, 0) if most is None else _strides(most)), limit),
+        1.0 if wanted is None else wanted.decay,
     )
-    return None if library.kvkeep_attend(call) else results
+    return None if library.kvkeep_step(packed) else call.results[0]
 
 
 def write(
@@ -150,6 +175,59 @@ def evict(
         return None
     call = _slots(positions, seen, scores=scores, sinks=sinks, recent=recent, limit=limit)
     return None if library.kvkeep_evict(call.packed) else True
+
+
+class _Attention(NamedTuple):
+    """What attention takes.
+
+    Attributes:
+        packed: numbers and addresses.
+        results: the output, and what is reported.
+        tensors: what else stands at the addresses; it must live as long as the call.
+    """
+
+    packed: bytes
+    results: list[Tensor]
+    tensors: tuple[Tensor | None, ...]
+
+
+def _attention(
+    query: Float[Tensor, "B Hq 1 D"],
+    keys: Float[Tensor, "B Hk S D"],
+    values: Float[Tensor, "B Hk S E"],
+    now: Int[Tensor, "B 1"],
+    positions: Int[Tensor, "B #Hk S"],
+    *,
+    options: AttentionOptions,
+    wanted: Wanted | None,
+    reports: bool = True,
+) -> _Attention:
+    """Pack what attention takes; without ``reports`` the kernel keeps the mass to itself."""
+    B, Hq, _, D = query.shape
+    Hk, S = keys.shape[1:3]
+    kind = _KINDS[wanted.second] if wanted else 0
+    results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
+    results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2) if reports else 0)]
+    out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]
+    wanted = wanted or _NOTHING
+    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+    counted, counts = _either(wanted.counts, torch.int64)
+    gains, gain = _either(1.0 if wanted.gain is None else wanted.gain, torch.float32)
+    newest, last = _either(wanted.last, torch.int64)
+    packed = _ATTEND.pack(
+        *(B, Hk, Hq // Hk, S, D, values.shape[-1], torch.get_num_threads(), TYPES[keys.dtype]),
+        *(query.data_ptr(), *query.stride()[:2]),
+        *(keys.data_ptr(), *keys.stride()[:3]),
+        *(values.data_ptr(), *values.stride()[:3]),
+        *(positions.data_ptr(), positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0),
+        *(now.data_ptr(), now.stride(0)),
+        *(out, _pointer(sinks), min(options.window or 0, _LAST)),
+        *(kind, mass, second),
+        *(_pointer(counted), counts, _pointer(gains), wanted.gain is not None),
+        *(_pointer(newest), last, wanted.live),
+        *(options.scaling, options.softcap or 0.0, gain, wanted.decay, wanted.theta),
+    )
+    return _Attention(packed, results, (sinks, counted, gains, newest))
 
 
 class _Call(NamedTuple):
