@@ -106,13 +106,13 @@ def _is_told(kind: type[Policy]) -> bool:
 
 
 def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> None:
-    """After one token: empty slots of every row and head that holds too much. Nothing moves.
+    """After one token: empty slots of every row and head that holds more than its limit. Nothing moves.
 
     Args:
         policy: scores the slots and says how many stay.
         block: the slots, with the new token among them.
         view: the same as the policy sees it.
-        window: sliding window of the layer; what no later query can see goes first.
+        window: sliding window of the layer; expired slots are emptied first, see `scores.expire`.
         backend: does it.
     """
     held = block.store.positions  # the view's own: what expires here has expired for the policy, too
@@ -134,7 +134,7 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
     Args:
         policy: scores the tokens and says how many stay.
         block: the slots, which are overwritten.
-        view: slots and chunk together; what a sliding window has passed is empty.
+        view: slots and chunk together; expired slots are empty.
         state: the policy's state for these.
         window: sliding window of the layer.
     """
@@ -166,7 +166,7 @@ def _limit(policy: Policy, view: View, state: State, window: int | None) -> Budg
 
 
 def _shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """The policy's scores with the protected tokens out of reach."""
+    """The policy's scores after `scores.protect`."""
     sinks, recent = policy.protected(view.budget)
     score = policy.score(view, state)
     return scores.protect(score, view.positions, view.seen, sinks=sinks, recent=recent)

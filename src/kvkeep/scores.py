@@ -1,7 +1,7 @@
-"""Pure functions over scores: what is protected, what is kept, what goes first.
+"""Pure functions over scores: what is protected (`protect`), what is kept (`keep`), what goes first.
 
-The total order is the same everywhere: the slot with the smallest ``(score, position)`` goes first, so among
-equal scores the older token goes. Nothing depends on the order of the slots or on how a sort breaks ties.
+The order of eviction is the same everywhere: the occupied slot with the smallest ``(score, position)`` goes first, so
+among equal scores the older token goes. Nothing depends on the order of the slots or on how a sort breaks ties.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def protect(
         recent: number of newest tokens to protect, one number or one per row.
 
     Returns:
-        New scores; the input is not changed. NaN, which has no order, becomes the lowest score: what a broken step
-        has touched goes first, and the protected tokens stay.
+        New scores; the input is not changed. NaN, which has no order, becomes the lowest score, so tokens that a broken
+        step has touched go first and protected tokens stay.
     """
     first_recent = seen[:, None] - recent
     shielded = positions >= first_recent[:, :, None]
@@ -72,10 +72,10 @@ def keep(
 
 
 def weakest(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk 1"]:
-    """The one occupied slot that goes first: the complement of ``keep(..., occupied - 1)``, without a sort.
+    """The one slot of each row and head that goes first: the complement of ``keep(..., occupied - 1)``, without a sort.
 
-    The decode step evicts one token per head, and a sort of all slots would cost more than attention's report.
-    A row and head with no occupied slot gets slot 0; callers decide whether anything has to go.
+    A decode step evicts one token per head, and a sort of all slots would cost more than attention's report.
+    A row and head with no occupied slot gets slot 0; callers decide whether a slot has to go.
     """
     occupied_scores = scores.masked_fill(positions < 0, torch.inf)
     lowest = occupied_scores.amin(dim=-1, keepdim=True)

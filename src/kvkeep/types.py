@@ -31,7 +31,9 @@ Budget: TypeAlias = int | Int[Tensor, "B #Hk"]
 """Slots that may stay occupied: one number, or one per row (and head)."""
 
 EMPTY = -1
-"""The position of a slot that holds no token."""
+"""The position of a slot that holds no token, below every true one: a head's smallest position names a free slot.
+
+Keys and values that were left in an empty slot must not matter."""
 
 
 class Phase(enum.Enum):

@@ -10,7 +10,7 @@ import kvkeep
 from kvkeep import registry
 from kvkeep.backends import SWITCH, Added, Limits, reference
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.triton import TritonBackend, blocks, launch, ops, prefill_ops, switch
+from kvkeep.backends.triton import TritonBackend, gpu, ops, prefill_ops
 from kvkeep.eviction import fuses
 from kvkeep.noise import Gumbel
 from kvkeep.statistic import LastHit, Mass, Nothing
@@ -27,26 +27,26 @@ ALL = AttentionOptions(scaling=0.5, window=WINDOW, softcap=2.0, sinks=SINKS)
 @pytest.fixture(autouse=True)
 def kernels_on(monkeypatch):
     """Kernels run on a CPU too, and there in large tiles: each operation costs the same, whatever its size."""
-    if DEVICE.type not in switch.kernels().devices:
-        pytest.skip(switch.kernels().detail)
+    if DEVICE.type not in gpu.kernels().devices:
+        pytest.skip(gpu.kernels().detail)
     if DEVICE.type == "cpu":
-        monkeypatch.setitem(blocks.DECODE, "", {1024: blocks.Decode(128, 128, 4, 1)})
-    switch.notice.cache_clear()
+        monkeypatch.setitem(gpu.DECODE, "", {1024: gpu.Decode(128, 128, 4, 1)})
+    gpu.notice.cache_clear()
 
 
 @pytest.mark.parametrize(("S", "splits"), [(48, 1), (49, 2), (70, 2), (80, 2), (81, 3)])
 def test_small_tiles_and_many_splits(monkeypatch, S, splits):
-    monkeypatch.setitem(blocks.DECODE, "", {1024: blocks.Decode(16, 32, 4, 1)})
+    monkeypatch.setitem(gpu.DECODE, "", {1024: gpu.Decode(16, 32, 4, 1)})
     query, slots, now = token(S, 40, 3, torch.bfloat16, E=24)
     slots.positions[2, :, :-1], slots.positions[2, :, -1] = -1, NOW  # all that a row holds is in the last slot
     slots.keys[2, :, -1], slots.values[2, :, -1] = 0.5, 2.0
     check(TritonBackend(), *on("triton", (query, slots, now), Mass(gain=2.0), ALL))
-    assert launch.Scratch(*on("triton", query, slots.keys, slots.values), keeps=False).splits == splits
+    assert ops.Scratch(*on("triton", query, slots, now, ALL), keeps=False).splits == splits
 
 
 @pytest.mark.parametrize("place", [0, 31, 32, 63, 64, 79])
 def test_a_new_token_enters_any_split(monkeypatch, place):
-    monkeypatch.setitem(blocks.DECODE, "", {1024: blocks.Decode(16, 32, 4, 1)})
+    monkeypatch.setitem(gpu.DECODE, "", {1024: gpu.Decode(16, 32, 4, 1)})
     (q, (k, v, _), now), B = on("triton", token(80, 40, 3, Hk=1))[0], 6
     others = torch.arange(79, dtype=torch.int32, device=DEVICE)
     positions = torch.cat([others[:place], others.new_full((1,), -1), others[place:]]).repeat(B, 1, 1)
@@ -105,20 +105,20 @@ def test_torch_does_what_no_kernel_knows_and_says_so_once(given, statistic, opti
 def test_where_kernels_run(monkeypatch):
     try:
         for interprets, devices in (("1", {"cuda", "cpu"}), ("0", {"cuda"})):
-            monkeypatch.setenv(switch.INTERPRET, interprets)
-            switch.kernels.cache_clear()
-            assert switch.kernels().devices == devices
+            monkeypatch.setenv(gpu.INTERPRET, interprets)
+            gpu.kernels.cache_clear()
+            assert gpu.kernels().devices == devices
     finally:
-        switch.kernels.cache_clear()
+        gpu.kernels.cache_clear()
 
 
 def test_tensors_that_are_differentiated_or_spread_are_left_to_torch():
     q, (k, _, _), _ = on("triton", token(20, 16, 2))[0]
-    assert switch.runs(q, k)
-    assert not switch.runs(q, k.mT.contiguous().mT)
-    assert not switch.runs(q, torch.nn.Parameter(k))
+    assert gpu.runs(q, k)
+    assert not gpu.runs(q, k.mT.contiguous().mT)
+    assert not gpu.runs(q, torch.nn.Parameter(k))
     with torch.no_grad():
-        assert switch.runs(q, k.clone().requires_grad_())
+        assert gpu.runs(q, k.clone().requires_grad_())
 
 
 @pytest.mark.parametrize(("policy", "fused"), [("h2o", 2), ("local", 2), ("h2o:graduate=replace", 0), ("tova", 0)])

@@ -13,9 +13,9 @@ from kvkeep.statistic import LastHit, Low, Mass, Nothing
 from kvkeep.types import AttentionOptions, Slots, Top
 
 pytest.importorskip("triton")
-from kvkeep.backends.triton import TritonBackend, prefill_launch, prefill_ops, prefill_tiles, switch
+from kvkeep.backends.triton import TritonBackend, gpu, prefill_ops
 
-if not switch.interprets():
+if not gpu.interprets():
     pytest.skip("kernels run compiled here, not interpreted", allow_module_level=True)
 
 PLAIN = AttentionOptions(scaling=0.3)
@@ -30,7 +30,7 @@ class Kernels(TritonBackend):
 
     def attend(self, query, slots, now, *, statistic, options):
         asked = {"statistic": statistic, "options": options, "output": self.output}
-        found = prefill_ops.attend(query, slots.keys, slots.values, now, slots.positions, **asked)
+        found = prefill_ops.attend(query, slots, now, **asked)
         assert found is not None
         return found
 
@@ -59,7 +59,7 @@ def test_rows_that_see_nothing(statistic):
 @pytest.mark.parametrize("statistic", [Mass(), Mass(gain=1.5), Low()], ids=["mass", "gain", "low"])
 def test_tiles_outside_of_the_window_are_left_out(statistic, monkeypatch):
     options = AttentionOptions(scaling=0.3, window=24)
-    monkeypatch.setattr(prefill_tiles, "CPU", prefill_tiles.CPU._replace(rows=16, slots=64))
+    monkeypatch.setattr(gpu, "CPU", gpu.CPU._replace(rows=16, slots=64))
     given = chunk(T=150, S=70, G=1, Hk=1, D=16, pads=20)
     check(Kernels(), given, statistic, options)
     work = prefill_ops.Prefill(*flat(given), options)
@@ -77,7 +77,7 @@ def test_tiles_outside_of_the_window_are_left_out(statistic, monkeypatch):
 @pytest.mark.parametrize("statistic", [Mass(), Mass(rows=5, gain=1.5), Low()], ids=["mass", "gain", "low"])
 def test_work_may_be_split_and_is_the_same_every_time(statistic, monkeypatch):
     given = chunk(S=70, pads=5)
-    monkeypatch.setattr(prefill_tiles, "splits", lambda programs, like: 2)
+    monkeypatch.setattr(gpu, "splits", lambda programs, like: 2)
     out, report = check(Kernels(), given, statistic, PLAIN)
     again, same = check(Kernels(), given, statistic, PLAIN)
     assert out.equal(again)
@@ -115,7 +115,7 @@ def test_the_output_may_be_torch_s(statistic, monkeypatch):
 
 
 def test_torch_is_preferred_for_long_prompts_of_which_few_rows_count(monkeypatch):
-    monkeypatch.setattr(prefill_launch, "TORCH_ROWS", 8)
+    monkeypatch.setattr(prefill_ops, "TORCH_ROWS", 8)
     work = prefill_ops.Prefill(*flat(whole_prompt(dtype=torch.bfloat16)), PLAIN)
     on_gpu = type("OnGPU", (torch.Tensor,), {"is_cuda": property(lambda self: True)})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -145,18 +145,19 @@ UNKNOWN = {
 @pytest.mark.parametrize("reason", UNKNOWN)
 def test_what_is_not_known_is_left_to_others(reason):
     asked = {"statistic": Mass(), "options": PLAIN, **UNKNOWN[reason]}
-    tensors = flat(chunk(T=2, S=3))
-    assert prefill_ops.attend(*tensors, **asked) is None
-    assert reason in prefill_ops.unknown(*tensors[:3], **asked)
+    query, slots, now = chunk(T=2, S=3)
+    assert prefill_ops.attend(query, slots, now, **asked) is None
+    assert reason in prefill_ops.unknown(query, slots, **asked)
 
 
 def test_types_and_sizes_that_are_not_known_are_left_to_others():
-    q, k, v, now, positions = flat(chunk(T=2, S=3))
+    q, (k, v, positions), now = chunk(T=2, S=3)
     plain = {"statistic": Mass(), "options": PLAIN}
-    assert "float64" in prefill_ops.unknown(q.double(), k.double(), v.double(), **plain)
-    assert "bfloat16" in prefill_ops.unknown(q, k.bfloat16(), v, **plain)
-    assert "256" in prefill_ops.unknown(q, k, torch.zeros(2, 2, 5, 257), **plain)
-    assert prefill_ops.attend(q.double(), k.double(), v.double(), now, positions, **plain) is None
+    wide = Slots(k.double(), v.double(), positions)
+    assert "float64" in prefill_ops.unknown(q.double(), wide, **plain)
+    assert "bfloat16" in prefill_ops.unknown(q, Slots(k.bfloat16(), v, positions), **plain)
+    assert "256" in prefill_ops.unknown(q, Slots(k, torch.zeros(2, 2, 5, 257), positions), **plain)
+    assert prefill_ops.attend(q.double(), wide, now, **plain) is None
 
 
 def test_agrees_with_torch_on_a_strided_chunk():

@@ -7,7 +7,7 @@ import torch
 
 from kvkeep.backends import Added, Limits
 from kvkeep.backends.reference import ReferenceBackend
-from kvkeep.backends.triton import blocks
+from kvkeep.backends.triton import gpu
 from kvkeep.statistic import Mass, Nothing
 from kvkeep.types import AttentionOptions, Slots
 
@@ -120,7 +120,7 @@ def test_is_over_where_some_head_holds_more_than_its_limit(backend, stay):
 @pytest.mark.parametrize("recent", [0, 5000], ids=["none protected", "all protected"])
 @pytest.mark.parametrize("turned", [False, True], ids=["oldest first", "oldest last"])
 def test_of_equals_the_oldest_goes_wherever_it_stands(backend, turned, recent):
-    S = blocks.SCAN + 70  # more than Triton's kernels look at together
+    S = gpu.SCAN + 70  # more than Triton's kernels look at together
     order = torch.arange(S, dtype=torch.int32)
     positions = (order.flip(0) if turned else order).expand(1, 2, S).clone()
     positions[:, 1, 3] = -1

@@ -1,4 +1,4 @@
-"""The definition of a step on slots: the whole matrix in float64, heads one by one, nothing clever.
+"""The definition of a step on slots: the whole matrix in float64, and slots of one head after the other.
 
 Every other backend is tested against this one. It allocates (B, Hq, T, S) and is meant for tests.
 """
@@ -24,8 +24,8 @@ def probabilities(
 ) -> Float[Tensor, "B Hk G T S"]:
     """Softmax over the keys that each query row can see; rows that see nothing are zero.
 
-    A key is visible when its slot is occupied, its position is not after the query's, and it lies inside the
-    sliding window. Padded query rows (position -1) see nothing.
+    A key is visible if its slot is occupied, its position is not after the query's, and it lies inside the sliding
+    window. Padded query rows (position -1) see nothing.
     """
     B, Hq, T, D = query.shape
     Hk, S = keys.shape[1:3]
@@ -41,7 +41,7 @@ def probabilities(
     if options.sinks is not None:
         sink = options.sinks.double().reshape(1, Hk, Hq // Hk, 1, 1).expand(B, -1, -1, T, 1)
         logits = torch.cat([logits, sink], dim=-1)
-    blind = ~visible.any(dim=-1)[:, :, None, :, None]  # and no NaN but this: one in a key shows
+    blind = ~visible.any(dim=-1)[:, :, None, :, None]  # only these: a NaN in a key must show
     p = logits.softmax(dim=-1)[..., :S].masked_fill(blind, 0.0)
     if options.top is None or T > 1:
         return p
@@ -66,7 +66,7 @@ def attend(
 
 
 class ReferenceBackend(Backend):
-    """The definition, its output rounded to the query's dtype and its report to float32."""
+    """The definition, with the output rounded to the query's dtype and the report to float32."""
 
     name = "reference"
 
@@ -86,7 +86,7 @@ class ReferenceBackend(Backend):
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """The first empty slot of each row and head takes the token."""
+        """See `Backend.append`; the first empty slot takes the token."""
         chosen = (slots.positions == EMPTY).int().argmax(dim=-1, keepdim=True)
         for row, heads in enumerate(chosen.tolist()):
             for head, (slot,) in enumerate(heads):
@@ -96,16 +96,16 @@ class ReferenceBackend(Backend):
         return chosen
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """See `scores.expire`, the definition."""
+        """See `Backend.expire`."""
         positions.copy_(scores.expire(positions, seen, window))
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """Count what each head holds."""
+        """See `Backend.is_over`."""
         stay = torch.as_tensor(limit, device=positions.device).expand(positions.shape[:2])
         return bool(((positions >= 0).sum(dim=-1) > stay).any())
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
-        """Sort each head's tokens by what they are worth and when they came, and drop the first."""
+        """See `Backend.evict`; without `scores.weakest`, so that each checks the other."""
         shielded = scores.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
         B, Hk, _ = positions.shape
         stay = torch.as_tensor(limits.stay, device=positions.device).expand(B, Hk)

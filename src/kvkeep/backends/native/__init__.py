@@ -1,7 +1,7 @@
-"""Decode steps in C++: compiled for the machine at first use, and only where that works.
+"""Decode steps in C++, compiled for this machine at first use.
 
-`ops` are the kernel's functions on tensors; they say ``None`` where torch has to do the work. `native` tells whether
-there is a kernel, and why not.
+`build` compiles and loads the kernel, and `ops` are its functions on tensors. `native` returns the kernel, or why there
+is none.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["Native", "NativeBackend", "native"]
 
 
 class NativeBackend(Backend):
-    """One token per row in the kernel, everything else in torch.
+    """The kernel for one token per row, torch for everything else.
 
     Cost of `attend`:
-        for one token, it reads the visible part of ``B·Hk·S·(D + E)`` elements once.
+        for one token, the visible part of ``B·Hk·S·(D + E)`` elements is read once.
     """
 
     name = "native"

@@ -1,5 +1,5 @@
-// Slots: where a token goes, what a sliding window has passed, and which one is emptied. The interface is that of
-// attend.cpp.
+// Functions on the slots of one head: write a token, expire, count, evict. What is empty: see EMPTY in types.py; what is
+// protected, expires and goes first: see scores.py.
 
 #pragma once
 
@@ -31,7 +31,7 @@ extern "C" struct Slots {
     int64_t rows, kv_heads, slots, threads;
     int32_t *positions;
     int64_t position_row, position_head;
-    const int64_t *seen;  // tokens of each row
+    const int64_t *seen;  // tokens that each row has seen
     int64_t seen_row, window;
     const float *scores;
     int64_t score_row, score_head, sinks;
@@ -43,8 +43,7 @@ extern "C" struct Slots {
 
 namespace {
 
-// Put a row's token into the slot with the smallest position of a head (empty slots carry -1), the first of equals.
-// Returns the slot.
+// Put a row's token into the first free slot of a head. Returns the slot.
 inline int64_t write_head(const Write &w, int64_t row, int64_t head) {
     int32_t *positions = w.positions + row * w.position_row + head * w.position_head;
     int32_t least = positions[0];
@@ -65,7 +64,7 @@ inline int32_t *positions_of(const Slots &s, int64_t row, int64_t head) {
     return s.positions + row * s.position_row + head * s.position_head;
 }
 
-// Empty the slots that no later query can see.
+// Empty expired slots.
 inline void expire_head(const Slots &s, int64_t row, int64_t head) {
     int32_t *positions = positions_of(s, row, head);
     const int32_t last = (int32_t)(s.seen[row * s.seen_row] - s.window);
@@ -79,9 +78,8 @@ inline bool is_over(const Slots &s, int64_t row, int64_t head) {
     return held > (s.limits ? s.limits[row * s.limits_row + head * s.limits_head] : s.limit);
 }
 
-// Empty the occupied slot with the smallest (score, position) of a head that holds more than its limit. The first
-// `sinks` and the newest `recent` positions have an infinite score. Without scores the position is the score.
-// `scratch`: a float for each slot, and W more.
+// Empty the slot that goes first, if the head holds more than its limit. Without scores the position is the score.
+// `scratch`: floats for the slots, rounded up to W.
 inline void evict_head(const Slots &s, int64_t row, int64_t head, float *scratch) {
     if (!is_over(s, row, head)) return;
     int32_t *positions = positions_of(s, row, head);
@@ -92,7 +90,7 @@ inline void evict_head(const Slots &s, int64_t row, int64_t head, float *scratch
     for (int64_t i = 0; i < s.slots; i += W) {
         const Ints position = load<Ints>(positions + i, s.slots - i, -1);
         Floats score = scores ? load<Floats>(scores + i, s.slots - i, 0.0f) : __builtin_convertvector(position, Floats);
-        score = select(score != score, all(-INFINITY), score);  // NaN has no order: it goes first
+        score = select(score != score, all(-INFINITY), score);
         score = select((position >= recent) | (position < sinks), all(INFINITY), score);
         low = select((position >= 0) & (score < low), score, low);
         store(scratch + i, score);
