@@ -13,10 +13,11 @@ TESTING = "testing"
 # the lower floor first; rooms on one floor never import each other
 FLOORS = [
     {"version", "types", "errors", "noise"},
-    {"runs", "scores", "statistic", "memory", "budget", "chunks", "rotary"},
+    {"runs", "scores", "statistic", "memory", "budget", "rotary"},
     {"results", "backends", "store", "policies"},
     {"registry", "eviction"},
     {"layer", "layout"},
+    {"handing"},
     {"cache"},
     {"models", "plots"},
     {"engine", "planning"},
@@ -28,7 +29,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 ABOVE_ALL = {TESTING, "__init__", "__main__"}
 
 ONE_ROOM = {
-    "transformers": {"models", "cache", "layout", "rotary", "planning"},
+    "transformers": {"models", "cache", "handing", "layout", "rotary", "planning"},
     "tokenizers": {"models"},
     "huggingface_hub": {"models"},
     "triton": {"backends"},

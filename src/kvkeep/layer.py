@@ -18,9 +18,8 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep import scores
 from kvkeep.backends import Backend, choose
-from kvkeep.chunks import in_chunks
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
-from kvkeep.eviction import append, check_room, cut, evict, fused, fuses
+from kvkeep.eviction import append, check_room, cut, evict, fused, fuses, in_chunks
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.rotary.ranks import AsItIs, Rotation
@@ -118,7 +117,7 @@ class Layer:
         if self._broken:
             raise BrokenCacheError("a step failed between its beginning and its end")
         T = query.shape[2]
-        self.open(keys, values)
+        self._open(keys, values)
         if phase is Phase.DECODE and T > 1:
             raise ShapeError(f"{T} tokens per row came as generated ones; they come one at a time.")
         if phase is not Phase.PROBE:
@@ -289,7 +288,7 @@ class Layer:
             alive=alive,
         )
 
-    def open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
+    def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate on the first step; later, check that the tensors still fit.
 
         Raises:
@@ -301,7 +300,7 @@ class Layer:
             self.block.check_fit(keys, values)
             return
         starts, ids = self.policy.slots, self._sequences
-        new = inference(Block)(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind)
+        new = Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind)
         self.hold(new, columns=self.columns)
 
     def hold(self, block: Block, *, columns: int) -> None:

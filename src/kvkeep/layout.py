@@ -51,8 +51,7 @@ class Layout:
             UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
             UnsupportedModelError: the model has layers whose cache cannot be bounded.
         """
-        _check_layer_types(config.get_text_config(decoder=True))
-        windows = _windows(DynamicCache(config=config).layers)
+        windows = windows_of(config)
         rotation = rotation_for(config, positions, own=policy.position_mode)
         if policy.cascades and (prefill_chunk or any(windows.values())):
             raise UnsupportedOperationError(
@@ -95,11 +94,16 @@ class Layout:
         return min((number for number, window in pairs if window is None or number < window), default=None)
 
 
-def _windows(layers: Sequence[object]) -> dict[int, int | None]:
-    """The layers with keys and values, each with its sliding window; not those with a state of fixed size."""
+def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
+    """Sliding window of each layer with keys and values, by its number in the model; ``None`` for full attention.
+
+    Raises:
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
+    """
+    _check_layer_types(config.get_text_config(decoder=True))
     return {
         i: layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        for i, layer in enumerate(layers)
+        for i, layer in enumerate(DynamicCache(config=config).layers)
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
     }
 

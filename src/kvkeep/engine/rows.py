@@ -4,37 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache import BoundedCache, BoundedLayer, PhasedCache
+from kvkeep.cache import BoundedCache
 from kvkeep.engine.own import Own, states_of
 from kvkeep.engine.segments import Segment, Segments, segments
 from kvkeep.errors import BudgetError
+from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout
 from kvkeep.memory import Memory
 from kvkeep.models.hf import Decoder
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, Cascade, inference
-from kvkeep.types import Phase, Slots
+from kvkeep.types import Phase, Slots, Stepper
 
 _MOST = 64
 """Ranges of rows, and policies, whose layers are remembered; what is forgotten is made again when it is needed."""
-
-
-class RowLayer(BoundedLayer):
-    """What the model sees of some rows of a layer; the engine says where each row stands, so this has no length."""
-
-    def get_seq_length(self) -> int:
-        """Nothing: positions are given."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The new tokens alone."""
-        return query_length, 0
 
 
 class Rows:
@@ -87,7 +76,9 @@ class Rows:
         probe = self._cache(policy, budget)
         with torch.inference_mode():  # one token shows the shapes of every layer's keys and values
             model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
-        self._like = [layer.store.slots() for layer in probe.bounded_layers().values()]
+        layers = probe.bounded_layers().values()
+        self._like = [layer.store.slots() for layer in layers]
+        self._windows = [layer.window for layer in layers]
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
         self.alone = policy.cascades or self._has_states
@@ -229,13 +220,15 @@ class Rows:
 
     def _cache_of(self, those: tuple[Segment, ...], *, columns: int) -> PhasedCache:
         """The layers of some rows, as a model takes them."""
-        layers = [RowLayer(self._layer(i, those, columns)) for i in range(len(self._blocks))]
+        layers: list[Any] = [
+            HandingLayer(self._layer(i, those, columns), window) for i, window in enumerate(self._windows)
+        ]
         own = self._own[those[0].start]
         for i, state in sorted(own.states.items()) if own else ():
             layers.insert(i, state)
-        return PhasedCache(layers=cast(Any, layers))
+        return PhasedCache(layers=layers)
 
-    def _layer(self, index: int, those: tuple[Segment, ...], columns: int) -> Layer:
+    def _layer(self, index: int, those: tuple[Segment, ...], columns: int) -> Stepper:
         """Some rows of one layer: of one policy, or of several side by side."""
         start, parts = those[0].start, []
         for one in those:

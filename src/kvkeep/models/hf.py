@@ -17,10 +17,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvkeep.backends import choose
-from kvkeep.cache import ATTENTION, BoundedLayer, unwrap
 from kvkeep.errors import ShapeError, UnsupportedModelError
+from kvkeep.handing import HandingLayer, unwrap
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, AttentionOptions, Slots
+
+ATTENTION = "kvkeep"
+"""The name under which both functions are registered with transformers."""
 
 Decoder: TypeAlias = PreTrainedModel
 """A decoder of transformers, for rooms that do not import transformers themselves."""
@@ -132,7 +135,7 @@ def attention_forward(
         raise UnsupportedModelError(
             "A 4-D attention mask was passed; kvkeep derives causality from positions. Pass a 2-D padding mask."
         )
-    key, bounded = unwrap(key)
+    key, layer = unwrap(key)
     mask = attention_mask or PaddingMask(None, key.shape[2] - query.shape[2], 0, kwargs.get("sliding_window"))
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -140,32 +143,31 @@ def attention_forward(
         softcap=softcap,
         sinks=s_aux,
     )
-    if bounded is None:
+    if layer is None:
         out = _dense(query, key, value, mask, options)
     else:
-        out = _bounded(bounded, query, key, value, mask, options)
+        out = _bounded(layer, query, key, value, mask, options)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _bounded(
-    bounded: BoundedLayer,
+    layer: HandingLayer,
     query: Float[Tensor, "B Hq T D"],
     key: Float[Tensor, "B Hk T D"],
     value: Float[Tensor, "B Hk T E"],
     mask: PaddingMask,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq T E"]:
-    """One step of a bounded layer."""
-    layer = bounded.take()
+    """One step of a layer that handed its keys on."""
+    stepper = layer.take()
     if options.window != layer.window:
         raise UnsupportedModelError(
             f"The model asks for a sliding window of {options.window} tokens where its configuration gives the cache "
             f"{layer.window}. Make the cache from this model's own configuration."
         )
-    layer.open(key, value)
-    real, phase = mask.new_tokens(query.shape[2]), bounded.phase_of(query.shape[2])
+    real, phase = mask.new_tokens(query.shape[2]), layer.phase_of(query.shape[2])
     real = None if real is None else real.to(key.device)
-    return layer.step(query, key, value, options=options, phase=phase, real=real)
+    return stepper.step(query, key, value, options=options, phase=phase, real=real)
 
 
 def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:

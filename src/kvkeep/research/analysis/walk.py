@@ -15,11 +15,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.cache import BoundedCache, BoundedLayer
+from kvkeep.backends import reference
+from kvkeep.cache import handing_cache
 from kvkeep.errors import ShapeError, UnsupportedModelError
-from kvkeep.layer import Layer
+from kvkeep.handing import HandingLayer
+from kvkeep.layout import windows_of
 from kvkeep.models.device import enough_memory
-from kvkeep.registry import parse
 from kvkeep.research.analysis.measure import Mlp, Rows
 from kvkeep.research.analysis.mlp_blocks import Watched
 from kvkeep.types import AttentionOptions, Phase
@@ -39,29 +40,24 @@ class Sees(Protocol):
         """Take some tokens of one layer's MLP block."""
 
 
-class Shown(Layer):
-    """A layer that keeps everything and hands on the rows of attention of each step.
+class Shown:
+    """Takes the steps of a layer: keeps everything and hands on the rows of attention of each step.
 
     Args:
         number: what rows call the layer.
-        index: its number in the model.
-        window: its sliding window.
         length: tokens of the text.
         take: what the rows are handed to; ``None`` if nobody reads them.
+
+    Attributes:
+        columns: tokens seen so far.
     """
 
-    def __init__(
-        self, number: int, index: int, window: int | None, *, length: int, take: Callable[[Rows], object] | None
-    ):
-        super().__init__(parse("full"), length, index=index, window=window)
-        self._number, self._length, self._take = number, length, take
+    _keys: Float[Tensor, "1 Hk n D"]
+    _values: Float[Tensor, "1 Hk n E"]
 
-    def open(self, keys: Float[Tensor, "1 Hk T D"], values: Float[Tensor, "1 Hk T E"]) -> None:
-        """Room for the whole text, in the model's dtype."""
-        if not self.allocated:
-            self._keys = keys.new_empty(*keys.shape[1:2], self._length, keys.shape[3])
-            self._values = values.new_empty(*values.shape[1:2], self._length, values.shape[3])
-            self.allocated = True
+    def __init__(self, number: int, *, length: int, take: Callable[[Rows], object] | None):
+        self.columns = 0
+        self._number, self._length, self._take = number, length, take
 
     def step(
         self,
@@ -78,47 +74,44 @@ class Shown(Layer):
         Raises:
             ShapeError: there are more tokens than were announced.
         """
-        first, last = self.columns, self.columns + query.shape[2]
+        first = self.columns
+        keys, values = self._append(keys, values)
+        columns = torch.arange(self.columns, device=keys.device)[None]
+        sees = reference.visible(columns[:, first:], columns[None], options.window)
+        logits = reference.logits(query.float(), keys, sees, options)
+        weights = reference.softmax(logits, options.sinks)
+        out: Tensor = (weights @ values[:, :, None]).flatten(1, 2)
+        if self._take is not None:
+            shown = (weights[0].flatten(0, 1), values[0], logits[0].flatten(0, 1))
+            self._take(Rows(self._number, first, *(tensor.cpu() for tensor in shown)))
+        return out.to(query.dtype)
+
+    def _append(
+        self, keys: Float[Tensor, "1 Hk T D"], values: Float[Tensor, "1 Hk T E"]
+    ) -> tuple[Float[Tensor, "1 Hk S D"], Float[Tensor, "1 Hk S E"]]:
+        """Keep new keys and values, in the model's dtype, and return all in float32."""
+        first, last = self.columns, self.columns + keys.shape[2]
         if last > self._length:
             raise ShapeError(f"The walk has room for {self._length} tokens and was given {last}.")
-        self._keys[:, first:last], self._values[:, first:last] = keys[0], values[0]
+        if not first:
+            self._keys = keys.new_empty(*keys.shape[:2], self._length, keys.shape[3])
+            self._values = values.new_empty(*values.shape[:2], self._length, values.shape[3])
+        self._keys[:, :, first:last], self._values[:, :, first:last] = keys, values
         self.columns = last
-        values = self._values[:, :last].float()
-        logits = scaled_logits(query[0].float(), self._keys[:, :last].float(), options)
-        logits = logits.masked_fill(~visible(first, last, options.window, logits.device), -torch.inf)
-        weights = probabilities(logits, options.sinks)
-        groups = weights.unflatten(0, (values.shape[0], -1))
-        out: Tensor = (groups @ values[:, None]).flatten(0, 1)
-        if self._take is not None:
-            self._take(Rows(self._number, first, weights.cpu(), values.cpu(), logits.cpu()))
-        return out[None].to(query.dtype)
+        return self._keys[:, :, :last].float(), self._values[:, :, :last].float()
 
 
-def scaled_logits(
-    query: Float[Tensor, "Hq R D"], keys: Float[Tensor, "Hk S D"], options: AttentionOptions
-) -> Float[Tensor, "Hq R S"]:
-    """Logits of every pair, soft-capped where the model does that."""
-    groups = query.unflatten(0, (keys.shape[0], -1))
-    logits: Tensor = (groups @ keys[:, None].mT).flatten(0, 1).mul_(options.scaling)
-    if options.softcap is not None:
-        logits = torch.tanh(logits / options.softcap) * options.softcap
-    return logits
+class _ShownLayer(HandingLayer):
+    """The layer of the cache that hands keys on to `Shown`, and is as long as the text so far."""
 
+    def __init__(self, shown: Shown, window: int | None):
+        super().__init__(shown, window)
+        self._shown = shown
 
-def visible(first: int, last: int, window: int | None, device: torch.device) -> Bool[Tensor, "R S"]:
-    """Which keys each of the rows ``first … last - 1`` sees."""
-    rows = torch.arange(first, last, device=device)[:, None]
-    columns = torch.arange(last, device=device)
-    seen: Tensor = columns <= rows
-    return seen if window is None else seen & (columns > rows - window)
-
-
-def probabilities(logits: Float[Tensor, "Hq R S"], sinks: Float[Tensor, " Hq"] | None) -> Float[Tensor, "Hq R S"]:
-    """Softmax; a learned sink takes its part and is left out."""
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.float()[:, None, None].expand(-1, logits.shape[1], 1)], dim=-1)
-    weights: Tensor = logits.softmax(dim=-1)
-    return weights if sinks is None else weights[..., :-1]
+    @property
+    def columns(self) -> int:
+        """Tokens seen so far."""
+        return self._shown.columns
 
 
 @dataclass(frozen=True)
@@ -202,13 +195,13 @@ def walk(
     Cost:
         Keys and values of the text, and about eight tensors of ``heads · block · tokens`` float32.
     """
-    cache = BoundedCache(model.config, "local", budget=1)
+    numbers = {index: number for number, index in enumerate(windows_of(model.config))}
     take = sees.rows if "attention" in reads else None
-    for number, (index, layer) in enumerate(cache.bounded_layers().items()):
-        outer = cache.layers[index]
-        assert isinstance(outer, BoundedLayer)
-        outer.layer = Shown(number, index, layer.window, length=len(tokens), take=take)
-    numbers = {index: number for number, index in enumerate(cache.bounded_layers())}
+
+    def shown(index: int, window: int | None) -> _ShownLayer:
+        return _ShownLayer(Shown(numbers[index], length=len(tokens), take=take), window)
+
+    cache = handing_cache(model.config, shown)
     with Watched(model, numbers if "mlp" in reads else {}, sees.mlp, refuse), enough_memory(model.device):
         for first in range(0, len(tokens), block):
             ids = tokens[None, first : first + block].to(model.device)
