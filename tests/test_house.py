@@ -118,6 +118,18 @@ def test_nobody_outside_names_a_backend():
     assert wrong == []
 
 
+def test_nobody_subclasses_a_layer():
+    """A layer is a protocol with one method, `Stepper.step`: a recorder wraps a layer, and a stand-in has the method."""
+    wrong = [
+        f"{path.relative_to(SRC)}: {node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        if "Layer" in {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    ]
+    assert wrong == []
+
+
 def test_public_names():
     assert len(kvkeep.__all__) <= 40
     assert sorted(kvkeep.__all__) == kvkeep.__all__

@@ -1,4 +1,4 @@
-"""The cache that transformers' models and ``generate`` work with: one `Layer` behind each layer's public door."""
+"""The cache that transformers' models and ``generate`` work with: one `Layer` for each layer of the model."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ class BoundedCache(PhasedCache):
         layer_budget: how the budget is spread over the layers: ``uniform``, ``ramp:0.2``, ``pyramid:20`` or one weight
             per layer; by default the policy's own rule. See `kvkeep.budget.per_layer`.
         positions: ``true``, or ``slot``: tokens are attended at their rank in the cache, so that a stream may be longer
-            than the model was trained for. By default the policy's own mode, where the model allows it.
+            than the model's trained length. By default the policy's own mode, where the model allows it.
 
     Raises:
         BudgetError: the budget is out of range or smaller than what the policy protects.
-        InputError: ``config`` is no configuration, or there is no such mode of positions.
+        InputError: ``config`` is no configuration, or ``positions`` names no mode.
         UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
         PolicyError: the policy string is wrong.
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
@@ -131,7 +131,7 @@ class BoundedCache(PhasedCache):
         super().__init__(layers=layers)
 
     def bounded_layers(self) -> dict[int, Layer]:
-        """The layers with slots, by their number in the model; state-space and linear layers are left out."""
+        """The layers with slots, by their number in the model. State-space and linear layers are left out."""
         return {i: layer.layer for i, layer in enumerate(self.layers) if isinstance(layer, BoundedLayer)}
 
     def positions(self, layer: int = 0) -> Int[Tensor, "B Hk capacity"]:
@@ -160,10 +160,10 @@ class BoundedCache(PhasedCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand new keys and values to a layer; with the first layer's, a step begins.
+        """Hand new keys and values to a layer. A step begins with the first layer's.
 
         Raises:
-            BrokenCacheError: the step before failed in some layer, so the layers have seen different tokens.
+            BrokenCacheError: the previous step failed in some layer, so the layers have seen different tokens.
         """
         if layer_idx == self._first:
             layers = self.bounded_layers().values()

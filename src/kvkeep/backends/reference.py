@@ -31,7 +31,7 @@ def visible(
 def logits(
     query: Float[Tensor, "B Hq T D"],
     keys: Float[Tensor, "B Hk S D"],
-    sees: Bool[Tensor, "B #Hk T S"],
+    sees: Bool[Tensor, "#B #Hk T S"],
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hk G T S"]:
     """Scaled and soft-capped products in the dtype of the arguments; minus infinity where a row does not see a key."""

@@ -22,7 +22,7 @@ class Segment(NamedTuple):
 
 
 def segments(owners: Sequence[Policy | None], start: int, stop: int, default: Policy) -> tuple[Segment, ...]:
-    """Cut a range of rows where the policy changes; rows that belong to nobody go with those before them."""
+    """Cut a range of rows where the policy changes. A row without an owner joins the rows before it."""
     policy = next((one for one in owners[start:stop] if one is not None), default)
     found = [Segment(policy, start, start)]
     for row, owner in enumerate(owners[start:stop], start):
@@ -33,12 +33,12 @@ def segments(owners: Sequence[Policy | None], start: int, stop: int, default: Po
 
 
 class Segments:
-    """The layers of neighbouring rows as one; it holds nothing itself.
+    """Takes the steps of neighbouring rows that have layers of their own, and holds nothing itself.
 
     The model's matrices are read once for all rows; attention, statistics and eviction run once for each part.
 
     Args:
-        parts: the rows of each, counted from the first part's first row, and its layer.
+        parts: the rows of each part, counted from the first part's first row, and the part's layer.
     """
 
     def __init__(self, parts: Sequence[tuple[slice, Stepper]]) -> None:

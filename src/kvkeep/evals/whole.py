@@ -1,4 +1,4 @@
-"""Layers that take whole texts at once and hold nothing afterwards: the means of passes with hindsight."""
+"""Steppers that take whole texts at once and hold nothing afterwards, for passes with hindsight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.statistic import Mass
 from kvkeep.types import EMPTY, AttentionOptions, Phase, Slots
 
 BLOCK_BYTES = 64 * 2**20
-"""Logits that exist at a time where keys are hidden, but never less than those of one row."""
+"""Most bytes of logits that exist at a time where keys are hidden, but at least those of one row."""
 
 
 def positions_of(real: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
@@ -63,7 +63,7 @@ class WholeText(abc.ABC):
 
 
 class Adding(WholeText):
-    """Full attention that adds up what each key receives.
+    """Full attention that adds up the mass of each key.
 
     Attributes:
         mass: column sums by true position, averaged over the query heads of a group; 0 past the end of a text.
@@ -79,7 +79,7 @@ class Adding(WholeText):
         positions: Int[Tensor, "B T"],
         options: AttentionOptions,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Causal attention; the sums are kept."""
+        """Causal attention; keep the sums."""
         backend, slots = choose(query.device, query.dtype), Slots(keys, values, positions[:, None])
         out, report = backend.attend(query, slots, positions, statistic=Mass(), options=options)
         mass = report.mass.masked_fill((positions < 0)[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""The transformers adapter: an attention function, a mask function, and `attach`. Public doors only, no patching.
+"""The transformers adapter: an attention function, a mask function, and `attach`. Nothing is patched.
 
 Importing this module registers both functions under the name ``kvkeep``; `attach` selects them for one model.
 """
@@ -30,18 +30,18 @@ Decoder: TypeAlias = PreTrainedModel
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
-# not `to` and `device`: tools that move a model's inputs between devices ask whether these exist
+# without `to` and `device`: tools that move a model's inputs between devices ask whether these exist
 _TENSOR_ATTRIBUTES = {"contiguous", "dim", "dtype", "expand", "ndim", "shape", "size", "unsqueeze", "view"}
 
 
 @dataclass(frozen=True)
 class PaddingMask:
-    """All that attention over positions needs to know about a batch; causality and windows follow from positions.
+    """Which columns of a batch are padding. Causality and sliding windows follow from positions.
 
     Attributes:
         real: which columns of the logical key axis hold real tokens; ``None``: all.
         q_offset: column of the first query.
-        kv_offset: column of the first key, for caches that drop old ones.
+        kv_offset: column of the first key, for caches that drop old keys.
         window: sliding window that the model asked for.
     """
 
@@ -51,10 +51,11 @@ class PaddingMask:
     window: int | None
 
     def __getattr__(self, name: str) -> NoReturn:
-        """A model or cache that wants a tensor gets a clear error; everything else the usual one.
+        """Say why there is no mask tensor if a model or cache uses this as one.
 
         Raises:
             UnsupportedModelError: the attribute is one of a tensor.
+            AttributeError: the attribute is another one.
         """
         if name in _TENSOR_ATTRIBUTES:
             raise UnsupportedModelError(
@@ -84,9 +85,9 @@ class PaddingMask:
 def attach(model: _Model) -> _Model:
     """Select kvkeep's attention for a model and return the model.
 
-    Nothing else changes: without a `BoundedCache`, with a dynamic cache or with none, the model computes what it did
-    before. What kvkeep's attention cannot compute is refused when it is asked for: attention dropout, 4-D masks,
-    packed sequences, static caches. ``model.set_attn_implementation("sdpa")`` undoes it.
+    With a dynamic cache, or without a cache, the model computes what it did before. A run is refused if it needs what
+    kvkeep's attention cannot compute: attention dropout, 4-D masks, packed sequences, static caches.
+    ``model.set_attn_implementation("sdpa")`` undoes it.
 
     Args:
         model: any decoder of transformers whose attention goes through its attention interface.
@@ -119,11 +120,11 @@ def attention_forward(
     s_aux: Float[Tensor, " Hq"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B T Hq E"], None]:
-    """Attention in the form of transformers' interface: over a layer's slots, or dense without a bounded cache.
+    """The attention function of transformers' interface: a step of a bounded layer, or else dense attention.
 
     Raises:
         UnsupportedModelError: the model asks for something that attention over positions cannot honour.
-        ShapeError: keys or mask do not fit what the cache holds.
+        ShapeError: keys or mask do not fit the tokens in the cache.
         CapacityError: the policy does not evict and its budget is exhausted.
     """
     if dropout or kwargs.get("position_bias") is not None or not _is_causal(module, kwargs):
@@ -182,7 +183,7 @@ def _dense(
     mask: PaddingMask,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq T E"]:
-    """Attention over another cache, or over none: columns are positions."""
+    """Attention with another cache, or without one: columns are positions."""
     B, T, S = query.shape[0], query.shape[2], key.shape[2]
     k = (mask.kv_offset + torch.arange(S, device=key.device)).expand(B, S)
     if mask.real is not None:
@@ -211,7 +212,7 @@ def padding_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PaddingMask:
-    """The mask function of transformers' interface: keep what positions do not say, and check that it is all.
+    """The mask function of transformers' interface: keep the padding, and check that positions say all the rest.
 
     Raises:
         UnsupportedModelError: the model overlays a mask that is neither causal nor a sliding window.
@@ -226,7 +227,7 @@ def padding_mask(
 
 
 def _same_function(one: object, two: object) -> bool:
-    """Whether two mask functions, or what they are closed over, are the same code over the same values."""
+    """Whether two mask functions are the same code over the same closure."""
     if isinstance(one, FunctionType) and isinstance(two, FunctionType):
         inner = (tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, two))
         return one.__code__ is two.__code__ and _same_function(*inner)

@@ -1,8 +1,8 @@
-"""Retained attention mass, teacher-forced: how much of the full cache's attention falls on what a policy holds.
+"""Retained attention mass, teacher-forced: the share of the full cache's attention that falls on the tokens held.
 
-The full cache runs once and every layer's queries, keys and values are recorded. Each policy is replayed on that
-record: the prompt as one chunk, then token by token. Before each token, the full cache's attention of its row to the
-tokens that the policy holds (and to itself) is added up. Inputs are the same for all, so nothing but the choice counts.
+The full cache runs once, and every layer's queries, keys and values are recorded. Each policy is replayed on that
+record: the prompt as one chunk, then token by token. Before each token, the full cache's attention of that token to
+the tokens held, and to itself, is added up. All policies get the same inputs, so only their choices differ.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.evals import metrics, texts
-from kvkeep.evals.drive import Drive
+from kvkeep.evals.drive import PLAIN, Drive, Setup
 from kvkeep.evals.recording import Tape, tapes
-from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.evals.task import Options, Outcome, Task
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
 
 PROMPT = 384
-"""Tokens of the prompt; with the rows no more than the model was trained for."""
+"""Tokens of the prompt. Prompt and rows together are no longer than the model's trained length."""
 
 ROWS = 128
-"""Tokens after the prompt, whose attention is measured."""
+"""Tokens after the prompt; their attention is measured."""
 
 TEXTS = 4
 """Texts, unless the user gives a limit."""
@@ -37,7 +36,15 @@ TEXTS = 4
 @final
 @dataclass
 class Mass(Task):
-    """Mean retained mass, beside the best fixed set in hindsight and the best set of each row."""
+    """Mean retained mass, beside that of the best fixed set in hindsight and of the best set for each row.
+
+    Attributes:
+        ids: the texts.
+        rows: measured tokens of each text.
+        text: the source of the texts.
+        tapes: the record of each layer, by its number in the model.
+        full: the full cache's attention of the measured rows, averaged over the query heads of a group.
+    """
 
     name: ClassVar[str] = "mass"
     VERSION: ClassVar[int] = 1
@@ -61,11 +68,11 @@ class Mass(Task):
         return cls(ids, max(1, ids.shape[1] * ROWS // (PROMPT + ROWS)), texts.describe(options))
 
     def settings(self) -> dict[str, Any]:
-        """The text, and how many."""
+        """The source of the texts, and their number."""
         return {"text": self.text, "texts": self.ids.shape[0]}
 
     def cases(self) -> dict[str, list[int]]:
-        """One case: prompt and measured rows."""
+        """One case: the prompt and the measured rows."""
         return {f"prompt={self._prompt},rows={self.rows}": [self._prompt] * len(self.ids)}
 
     @property
@@ -95,7 +102,7 @@ class Mass(Task):
             for index, tape in self.tapes.items():
                 held[index].append(metrics.held(self.full[index][:, :, row], layers[index].store.positions))
                 tape.feed(layers[index], self._prompt + row, self._prompt + row + 1)
-        room = [max(layers[index].budgets) for index in held]  # layers need not share the budget evenly
+        room = [max(layers[index].budgets) for index in held]  # budgets may differ between layers
         return Outcome(self._score({i: torch.stack(rows, dim=-1) for i, rows in held.items()}, room), cache.memory())
 
     def _score(self, held: dict[int, Float[Tensor, "B Hk R"]], room: Sequence[int]) -> dict[str, Any]:

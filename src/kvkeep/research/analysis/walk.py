@@ -1,7 +1,7 @@
-"""One pass over a text under the full cache, in blocks of queries, that shows every row of attention on its way.
+"""A walk: one pass over a text under the full cache, in blocks of queries, that shows every row of attention.
 
-The model runs block by block over a cache that keeps everything. Each layer's softmax rows are computed from the very
-queries and keys that the model handed over, so scaling, groups, windows, soft caps and sinks are the model's own. One
+The model runs block by block over a cache that keeps everything. Each layer's softmax rows are computed from the
+queries and keys that the model hands over, so scaling, groups, windows, soft caps and sinks are the model's own. One
 block of one layer exists at a time: memory grows with the text, not with its square.
 """
 
@@ -26,12 +26,12 @@ from kvkeep.research.analysis.mlp_blocks import Watched
 from kvkeep.types import AttentionOptions, Phase
 
 BLOCK = 128
-"""Rows that are shown at once."""
+"""Rows that are shown at a time."""
 
 
 @runtime_checkable
 class Sees(Protocol):
-    """What a walk hands its rows to; `Measurement` is one."""
+    """Takes the rows of a walk; `Measurement` is one."""
 
     def rows(self, rows: Rows) -> None:
         """Take some rows of one layer's attention."""
@@ -44,9 +44,9 @@ class Shown:
     """Takes the steps of a layer: keeps everything and hands on the rows of attention of each step.
 
     Args:
-        number: what rows call the layer.
+        number: the layer's number in `Rows`.
         length: tokens of the text.
-        take: what the rows are handed to; ``None`` if nobody reads them.
+        take: called with the rows; ``None`` if nobody reads them.
 
     Attributes:
         columns: tokens seen so far.
@@ -116,7 +116,7 @@ class _ShownLayer(HandingLayer):
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What one token tells about a model.
+    """The shape of a model, as one token shows it.
 
     Attributes:
         n_layers: layers with attention.
@@ -134,7 +134,7 @@ class Anatomy:
 
 
 class _FirstLook:
-    """Remembers the shapes of what it is shown."""
+    """Remembers the shapes of everything that it is shown."""
 
     def __init__(self) -> None:
         self.heads: list[tuple[int, int]] = []
@@ -149,7 +149,7 @@ class _FirstLook:
 
 
 def look(model: Any, token: int) -> Anatomy:
-    """Run one token to see what a walk will show.
+    """Run one token to find out what a walk will show.
 
     Raises:
         UnsupportedModelError: no layer has attention, or layers differ in their heads.
@@ -182,11 +182,11 @@ def walk(
     Args:
         model: the model, attached and in evaluation mode.
         tokens: the text.
-        sees: what is shown.
-        reads: what of both is shown.
+        sees: takes the rows and the MLP blocks.
+        reads: which of ``attention`` and ``mlp`` to show.
         block: rows at a time.
-        progress: called with the share of the work that is done; rows get longer, so it grows with their square.
-        refuse: called with the reason where a layer's MLP block cannot be shown.
+        progress: called with the share of the work that is done, which grows with the square of the tokens read.
+        refuse: called with the reason if a layer's MLP block cannot be shown.
 
     Raises:
         InputError: the device's memory is too small.
