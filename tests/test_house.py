@@ -119,7 +119,7 @@ def test_nobody_outside_names_a_backend():
 
 
 def test_nobody_subclasses_a_layer():
-    """A layer is a protocol with one method, `Stepper.step`: a recorder wraps a layer, and a stand-in has the method."""
+    """A layer is a protocol with one method, `Stepper.step`: recorders wrap a layer, stand-ins have the method."""
     wrong = [
         f"{path.relative_to(SRC)}: {node.name}"
         for path in FILES

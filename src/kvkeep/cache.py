@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
-from kvkeep.handing import HandingLayer, PhasedCache
+from kvkeep.handing import CountingLayer, CountingStepper, PhasedCache
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout, windows_of
 from kvkeep.memory import Memory
@@ -20,22 +20,13 @@ from kvkeep.registry import parse
 from kvkeep.store import Cascade
 
 
-class BoundedLayer(HandingLayer):
-    """What transformers sees of a `Layer`: its length, its rows and its steps.
+class BoundedLayer(CountingLayer):
+    """What transformers sees of a `Layer`: its steps, its length and its rows."""
 
-    Attributes:
-        layer: the slots.
-        stepper: takes the steps: the layer, or a wrapper around it.
-    """
+    layer: Layer
 
     def __init__(self, layer: Layer):
         super().__init__(layer, layer.window)
-        self.layer = layer
-
-    @property
-    def columns(self) -> int:
-        """Columns seen so far, padding included."""
-        return self.layer.columns
 
     def reset(self) -> None:
         """Forget everything; the memory stays allocated."""
@@ -183,15 +174,15 @@ class BoundedCache(PhasedCache):
         return f"BoundedCache(policy='{self.policy}', budget={self.budget}, layers={len(self.layers)})"
 
 
-def handing_cache(config: PreTrainedConfig, make: Callable[[int, int | None], HandingLayer]) -> PhasedCache:
-    """A cache without slots: layers with attention are made from their number in the model and their sliding window.
+def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingStepper]) -> PhasedCache:
+    """A cache without slots: the stepper of each layer with attention is made from the layer's number in the model.
 
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
     layers: list[Any] = DynamicCache(config=config).layers
     for index, window in windows_of(config).items():
-        layers[index] = make(index, window)
+        layers[index] = CountingLayer(make(index), window)
     return PhasedCache(layers=layers)
 
 

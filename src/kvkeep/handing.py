@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -57,8 +57,8 @@ class HandingLayer(CacheLayerMixin):
         window: sliding window of the layer in tokens.
 
     Attributes:
-        stepper: may be replaced by a wrapper around it.
-        phase: what the tokens of the next step are; ``None``: see `phase_of`.
+        stepper: takes the steps; may be replaced by a wrapper around it.
+        phase: phase of the next step's tokens; ``None``: see `phase_of`.
     """
 
     is_compileable = False
@@ -97,10 +97,10 @@ class HandingLayer(CacheLayerMixin):
         return handed, value_states
 
     def phase_of(self, T: int) -> Phase:
-        """What ``T`` new tokens are. If the cache does not say so, one token after a first call is a generated one.
+        """The phase of ``T`` new tokens. Unless the cache says it, a single token after the first call is generated.
 
-        Everything else is a prompt: the first call, and a longer piece later on, such as the next turn of a
-        conversation.
+        All other tokens are a prompt: the first call, and a longer piece later on, such as the next turn of
+        a conversation.
         """
         return self.phase or (Phase.DECODE if T == 1 and self.columns else Phase.PREFILL)
 
@@ -135,11 +135,37 @@ class HandingLayer(CacheLayerMixin):
         return -1
 
 
-class PhasedCache(Cache):
-    """A cache whose owner can say what the tokens of the next call are.
+@runtime_checkable
+class CountingStepper(Stepper, Protocol):
+    """A stepper that counts the columns it has seen, padding included."""
+
+    columns: int
+
+
+class CountingLayer(HandingLayer):
+    """A layer that is as long as its stepper says.
 
     Attributes:
-        phase: what they are; ``None``: see `HandingLayer.phase_of`.
+        layer: counts the columns, even if a wrapper takes the steps.
+    """
+
+    layer: CountingStepper
+
+    def __init__(self, layer: CountingStepper, window: int | None):
+        super().__init__(layer, window)
+        self.layer = layer
+
+    @property
+    def columns(self) -> int:
+        """Columns seen so far, padding included."""
+        return self.layer.columns
+
+
+class PhasedCache(Cache):
+    """A cache whose owner can set the phase of the next call's tokens.
+
+    Attributes:
+        phase: the phase; ``None``: see `HandingLayer.phase_of`.
     """
 
     phase: Phase | None = None
@@ -152,7 +178,7 @@ class PhasedCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand new keys and values to a layer, and say what they are."""
+        """Hand new keys and values to a layer, and set its phase."""
         layer = self.layers[layer_idx]
         if isinstance(layer, HandingLayer):
             layer.phase = self.phase

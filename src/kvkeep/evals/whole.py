@@ -23,10 +23,14 @@ def positions_of(real: Bool[Tensor, "B T"]) -> Int[Tensor, "B T"]:
 
 
 class WholeText(abc.ABC):
-    """Takes whole texts in one step and has no slots."""
+    """Takes whole texts in one step and has no slots.
+
+    Attributes:
+        columns: columns of the texts; 0 before the step.
+    """
 
     def __init__(self) -> None:
-        self._used = False
+        self.columns = 0
 
     def step(
         self,
@@ -43,11 +47,11 @@ class WholeText(abc.ABC):
         Raises:
             UnsupportedOperationError: there was a step before.
         """
-        if self._used:
+        if self.columns:
             raise UnsupportedOperationError("A pass with hindsight takes whole texts at once; make a new cache.")
-        self._used = True
+        self.columns = query.shape[2]
         if real is None:
-            real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+            real = torch.ones(query.shape[0], self.columns, dtype=torch.bool, device=query.device)
         return self.attend(query, keys, values, positions_of(real), options)
 
     @abc.abstractmethod

@@ -25,7 +25,7 @@ from kvkeep import noise, scores
 from kvkeep.cache import handing_cache
 from kvkeep.errors import InputError
 from kvkeep.evals.whole import Adding, Hiding, positions_of
-from kvkeep.handing import HandingLayer, PhasedCache
+from kvkeep.handing import PhasedCache
 from kvkeep.policies._heavy import HeavyHitters
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, Report, State, View
@@ -167,9 +167,9 @@ def measure(model: Attached, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] 
     """
     layers: dict[int, Adding] = {}
 
-    def adding(index: int, window: int | None) -> HandingLayer:
+    def adding(index: int) -> Adding:
         layers[index] = Adding()
-        return HandingLayer(layers[index], window)
+        return layers[index]
 
     cache = handing_cache(model.config, adding)
     lengths = torch.full(ids.shape[:1], ids.shape[1]) if real is None else real.sum(dim=1)
@@ -189,4 +189,4 @@ def without(model: Attached, keys: Keys, *, recent: int = 0) -> PhasedCache:
         keys: what is hidden, e.g. ``totals.heaviest(0.2)``; row ``i`` of the batch is text ``i``.
         recent: rows after a hidden key's own that still see it.
     """
-    return handing_cache(model.config, lambda index, window: HandingLayer(Hiding(keys.chosen[index], recent), window))
+    return handing_cache(model.config, lambda index: Hiding(keys.chosen[index], recent))

@@ -18,7 +18,6 @@ from torch import Tensor
 from kvkeep.backends import reference
 from kvkeep.cache import handing_cache
 from kvkeep.errors import ShapeError, UnsupportedModelError
-from kvkeep.handing import HandingLayer
 from kvkeep.layout import windows_of
 from kvkeep.models.device import enough_memory
 from kvkeep.research.analysis.measure import Mlp, Rows
@@ -99,19 +98,6 @@ class Shown:
         self._keys[:, :, first:last], self._values[:, :, first:last] = keys, values
         self.columns = last
         return self._keys[:, :, :last].float(), self._values[:, :, :last].float()
-
-
-class _ShownLayer(HandingLayer):
-    """The layer of the cache that hands keys on to `Shown`, and is as long as the text so far."""
-
-    def __init__(self, shown: Shown, window: int | None):
-        super().__init__(shown, window)
-        self._shown = shown
-
-    @property
-    def columns(self) -> int:
-        """Tokens seen so far."""
-        return self._shown.columns
 
 
 @dataclass(frozen=True)
@@ -198,10 +184,7 @@ def walk(
     numbers = {index: number for number, index in enumerate(windows_of(model.config))}
     take = sees.rows if "attention" in reads else None
 
-    def shown(index: int, window: int | None) -> _ShownLayer:
-        return _ShownLayer(Shown(numbers[index], length=len(tokens), take=take), window)
-
-    cache = handing_cache(model.config, shown)
+    cache = handing_cache(model.config, lambda index: Shown(numbers[index], length=len(tokens), take=take))
     with Watched(model, numbers if "mlp" in reads else {}, sees.mlp, refuse), enough_memory(model.device):
         for first in range(0, len(tokens), block):
             ids = tokens[None, first : first + block].to(model.device)
