@@ -13,10 +13,11 @@ TESTING = "testing"
 # the lower floor first; rooms on one floor never import each other
 FLOORS = [
     {"version", "types", "errors", "noise"},
-    {"runs", "scores", "statistic", "memory", "budget", "chunks", "rotary"},
+    {"runs", "scores", "statistic", "memory", "budget", "rotary"},
     {"results", "backends", "store", "policies"},
     {"registry", "eviction"},
     {"layer", "layout"},
+    {"handing"},
     {"cache"},
     {"models", "plots"},
     {"engine", "planning"},
@@ -28,7 +29,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 ABOVE_ALL = {TESTING, "__init__", "__main__"}
 
 ONE_ROOM = {
-    "transformers": {"models", "cache", "layout", "rotary", "planning"},
+    "transformers": {"models", "cache", "handing", "layout", "rotary", "planning"},
     "tokenizers": {"models"},
     "huggingface_hub": {"models"},
     "triton": {"backends"},
@@ -114,6 +115,18 @@ def test_nobody_outside_names_a_backend():
         wrong += [f"{path.relative_to(SRC)} names {name}" for name in sorted(words & kinds)]
         rooms = {name for name in imports(path) if name.startswith("kvkeep.backends.")} - ALLOWED.get(room(path), set())
         wrong += [f"{path.relative_to(SRC)} imports {name}" for name in sorted(rooms)]
+    assert wrong == []
+
+
+def test_nobody_subclasses_a_layer():
+    """A layer is a protocol with one method, `Stepper.step`: recorders wrap a layer, stand-ins have the method."""
+    wrong = [
+        f"{path.relative_to(SRC)}: {node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        if "Layer" in {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    ]
     assert wrong == []
 
 

@@ -1,12 +1,13 @@
-"""What comes, what goes and what stays: the only place that fills slots, empties them or moves them."""
+"""The only place that fills slots, empties them or moves them: tokens come in, and the weakest are evicted."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import scores
@@ -21,7 +22,7 @@ _LATER = torch.iinfo(torch.int32).max
 def check_room(
     policy: Policy, block: Block, coming: int | Int[Tensor, " B"], *, phase: Phase, window: int | None
 ) -> None:
-    """Refuse new tokens that a policy which does not evict them has no room for.
+    """Refuse new tokens for which a policy that does not evict has no room.
 
     Raises:
         CapacityError: a row would hold more tokens than its budget.
@@ -33,6 +34,40 @@ def check_room(
         block.check_room(block.held() + more, window=window)
 
 
+def in_chunks(
+    step: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    query: Float[Tensor, "B Hq T D"],
+    keys: Float[Tensor, "B Hk T D"],
+    values: Float[Tensor, "B Hk T E"],
+    *,
+    real: Bool[Tensor, "B T"] | None,
+    size: int,
+) -> Float[Tensor, "B Hq T E"]:
+    """Run ``step`` on ``size`` real tokens of each row at a time, and put the outputs back in their columns.
+
+    Chunks are cut in tokens, not in columns, so padding never moves a cut.
+
+    Args:
+        step: takes queries, keys, values and which of their columns are real (``None``: all); returns the output.
+        query: queries.
+        keys: keys.
+        values: values.
+        real: which columns are real; ``None``: all.
+        size: tokens of a chunk.
+    """
+    T = query.shape[2]
+    if size >= T:
+        return step(query, keys, values, real)
+    if real is None:
+        parts = zip(*(x.split(size, dim=2) for x in (query, keys, values)), strict=True)
+        return torch.cat([step(q, k, v, None) for q, k, v in parts], dim=2)
+    order = real.int().argsort(dim=1, descending=True, stable=True)  # real tokens first, in their order
+    front = [x.gather(2, order[:, None, :, None].expand_as(x)).split(size, dim=2) for x in (query, keys, values)]
+    pieces = zip(*front, real.gather(1, order).split(size, dim=1), strict=True)
+    out = torch.cat([step(q, k, v, r) for q, k, v, r in pieces], dim=2)
+    return torch.empty_like(out).scatter_(2, order[:, None, :, None].expand_as(out), out)
+
+
 def append(
     policy: Policy,
     block: Block,
@@ -42,14 +77,14 @@ def append(
     *,
     backend: Backend,
 ) -> None:
-    """Put one token per row into an empty slot of each head, with the state that a new token starts with."""
+    """Put one token per row into an empty slot of each head, with the policy's state for a new token."""
     slot = backend.append(block.store.slots(), keys, values, positions)
     for name, start in policy.slots.items():
         block.state[name].scatter_(-1, slot, start)
 
 
 def fuses(policy: Policy, backend: Backend) -> bool:
-    """Whether `fused` may be able to do a decode step of this policy."""
+    """Whether `fused` may take a decode step of this policy."""
     rule = policy.sums
     if rule is None or not backend.fuses or not _is_told(type(policy)) or len(policy.slots) > 2:
         return False
@@ -67,17 +102,20 @@ def fused(
     window: int | None,
     backend: Backend,
 ) -> Float[Tensor, "B Hq 1 E"] | None:
-    """Append, attend, observe and evict in one go, in place; ``None``, and nothing is done, where that cannot be.
+    """Append, attend, observe and evict in one call of the backend, in place.
 
     Args:
         policy: one that `fuses`.
         block: the slots, without the new token.
-        view: what the policy may look at; its slots are those of the block.
-        new: the token's query, key and value.
-        positions: its position, -1 for padding.
-        options: of the model's attention.
+        view: the block's slots as the policy sees them.
+        new: the query, key and value of each row's token.
+        positions: position of each row's token, -1 for padding.
+        options: what the model's attention asks for.
         window: sliding window of the layer.
-        backend: does it.
+        backend: does the work.
+
+    Returns:
+        The attention output; ``None`` if the backend cannot take this step, and then nothing has changed.
     """
     rule = policy.sums
     assert rule is not None
@@ -97,7 +135,7 @@ def fused(
 
 @functools.cache
 def _is_told(kind: type[Policy]) -> bool:
-    """Whether the class that says `sums` is the one that wrote the methods which these stand for, or a later one."""
+    """Whether `sums` still describes the policy: no subclass has overridden the methods that `sums` stands for."""
 
     def owner(name: str) -> type:
         return next(base for base in kind.__mro__ if name in vars(base))
@@ -106,16 +144,16 @@ def _is_told(kind: type[Policy]) -> bool:
 
 
 def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> None:
-    """After one token: empty slots of every row and head that holds more than its limit. Nothing moves.
+    """After a decode step, empty slots of every row and head that holds too many tokens. No token moves.
 
     Args:
         policy: scores the slots and says how many stay.
         block: the slots, with the new token among them.
-        view: the same as the policy sees it.
+        view: the block's slots as the policy sees them.
         window: sliding window of the layer; expired slots are emptied first, see `scores.expire`.
-        backend: does it.
+        backend: does the work.
     """
-    held = block.store.positions  # the view's own: what expires here has expired for the policy, too
+    held = block.store.positions  # the view has the same tensor: a token that expires here has expired there, too
     if window is not None:
         backend.expire(held, block.seen, window)
     limit = _limit(policy, view, block.state, window)
@@ -129,13 +167,13 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
 
 
 def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> None:
-    """After many tokens: move the best of slots and chunk, with their state, into the slots in position order.
+    """After a chunk, move the best tokens of slots ∪ chunk, with their state, into the slots in position order.
 
     Args:
         policy: scores the tokens and says how many stay.
         block: the slots, which are overwritten.
-        view: slots and chunk together; expired slots are empty.
-        state: the policy's state for these.
+        view: slots and chunk together; tokens that have left the sliding window are marked as empty.
+        state: the policy's state for slots and chunk.
         window: sliding window of the layer.
     """
     if policy.spreads:
@@ -156,7 +194,7 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
 
 
 def _limit(policy: Policy, view: View, state: State, window: int | None) -> Budget:
-    """How many slots stay; all of them in a row whose budget holds the whole sliding window."""
+    """How many tokens stay: in a row whose budget holds the whole sliding window, the budget."""
     stays = policy.stays(view, state)
     if window is None:
         return stays

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -168,3 +168,20 @@ class Report:
     def hit(self) -> Float[Tensor, "B Hk S"]:
         """Newest counted row, numbered from 1, in which a key was among the highest; 0 for none."""
         return self.sums["hit"]
+
+
+@runtime_checkable
+class Stepper(Protocol):
+    """Takes the steps of one layer: a `Layer`, a wrapper around one, or a stand-in without slots."""
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        *,
+        options: AttentionOptions,
+        phase: Phase,
+        real: Bool[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B Hq T E"]:
+        """The attention output for new tokens; see `kvkeep.Layer.step`."""

@@ -240,7 +240,7 @@ def test_mass_in_the_first_layer_is_that_of_a_real_run(policy):
     task, budget = prepared(Mass), 9  # what the first layer is given depends on tokens only, not on eviction
     T, prompt = task.ids.shape[1], task.ids.shape[1] - task.rows
     cache = BoundedCache(writer().model.config, policy, budget, sequences=[0, 1, 2])
-    p = task.tapes[0].probabilities
+    p = task.full[0]
     held = torch.zeros(3, 2)
     with torch.no_grad():
         writer().model(task.ids[:, :prompt], past_key_values=cache)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 TENTHS = 10
@@ -52,34 +52,6 @@ def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> F
     counts.scatter_add_(-1, tenth, torch.ones_like(tenth, dtype=counts.dtype))
     shares = counts[..., :TENTHS] / counts[..., :TENTHS].sum(dim=-1, keepdim=True).clamp(min=1)
     return shares.mean(dim=(0, 1))
-
-
-def attention(
-    query: Float[Tensor, "B Hq R D"],
-    keys: Float[Tensor, "B Hk T D"],
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Float[Tensor, " Hq"] | None = None,
-) -> Float[Tensor, "B Hk R T"]:
-    """Full causal attention of the last ``R`` rows over all ``T`` keys, averaged over the query heads of a group."""
-    B, Hq, R, D = query.shape
-    Hk, T = keys.shape[1:3]
-    logits = query.float().view(B, Hk, Hq // Hk, R, D) @ keys.float()[:, :, None].mT * scaling
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    rows = torch.arange(T - R, T, device=keys.device)[:, None]
-    logits = logits.masked_fill(~_visible(rows, torch.arange(T, device=keys.device), window), -torch.inf)
-    if sinks is not None:
-        extra = sinks.float().view(1, Hk, Hq // Hk, 1, 1).expand(B, -1, -1, R, 1)
-        logits = torch.cat([logits, extra], dim=-1)
-    return logits.softmax(dim=-1)[..., :T].mean(dim=2)
-
-
-def _visible(rows: Int[Tensor, "R 1"], keys: Int[Tensor, " T"], window: int | None) -> Bool[Tensor, "R T"]:
-    seen = keys <= rows
-    return seen if window is None else seen & (keys > rows - window)
 
 
 def past(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R T"]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvkeep import budget as ratios
 from kvkeep.errors import BudgetError, PolicyError
-from kvkeep.evals.setup import PLAIN, Setup
+from kvkeep.evals.drive import PLAIN, Setup
 from kvkeep.evals.task import Task
 from kvkeep.models.load import Checkpoint
 from kvkeep.policies.base import Policy

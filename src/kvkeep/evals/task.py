@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvkeep.errors import InputError
-from kvkeep.evals.setup import PLAIN, Setup
+from kvkeep.evals.drive import PLAIN, Setup
 from kvkeep.memory import Memory
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer

@@ -22,9 +22,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import noise, scores
-from kvkeep.cache import BoundedCache
+from kvkeep.cache import handing_cache
 from kvkeep.errors import InputError
-from kvkeep.evals.whole import Adding, Hiding, positions_of, with_layers
+from kvkeep.evals.whole import Adding, Hiding, positions_of
+from kvkeep.handing import PhasedCache
 from kvkeep.policies._heavy import HeavyHitters
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, Report, State, View
@@ -37,7 +38,7 @@ class Attached(Protocol):
     config: Any
     device: torch.device
 
-    def __call__(self, *, input_ids: Tensor, past_key_values: BoundedCache, **options: Any) -> Any:
+    def __call__(self, *, input_ids: Tensor, past_key_values: PhasedCache, **options: Any) -> Any:
         """Run the model."""
 
 
@@ -166,11 +167,11 @@ def measure(model: Attached, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] 
     """
     layers: dict[int, Adding] = {}
 
-    def adding(index: int, window: int | None) -> Adding:
-        layers[index] = Adding(index, window)
+    def adding(index: int) -> Adding:
+        layers[index] = Adding()
         return layers[index]
 
-    cache = with_layers(model.config, adding)
+    cache = handing_cache(model.config, adding)
     lengths = torch.full(ids.shape[:1], ids.shape[1]) if real is None else real.sum(dim=1)
     padding = {} if real is None else {"attention_mask": real.long(), "position_ids": positions_of(real).clamp(min=0)}
     with torch.inference_mode():
@@ -178,7 +179,7 @@ def measure(model: Attached, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] 
     return Totals({index: layer.mass.clone() for index, layer in layers.items()}, lengths.to(model.device))
 
 
-def without(model: Attached, keys: Keys, *, recent: int = 0) -> BoundedCache:
+def without(model: Attached, keys: Keys, *, recent: int = 0) -> PhasedCache:
     """A cache for one forward pass over whole texts, in which some keys are hidden and nothing else changes.
 
     The ablation of H2O's Figure 2c: the logits of these keys are minus infinity for every later row.
@@ -188,4 +189,4 @@ def without(model: Attached, keys: Keys, *, recent: int = 0) -> BoundedCache:
         keys: what is hidden, e.g. ``totals.heaviest(0.2)``; row ``i`` of the batch is text ``i``.
         recent: rows after a hidden key's own that still see it.
     """
-    return with_layers(model.config, lambda index, window: Hiding(index, window, keys.chosen[index], recent))
+    return handing_cache(model.config, lambda index: Hiding(keys.chosen[index], recent))

@@ -15,8 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.evals import metrics, texts
-from kvkeep.evals.drive import Drive, batches, ends_of
-from kvkeep.evals.setup import PLAIN, Setup
+from kvkeep.evals.drive import PLAIN, Drive, Setup, batches, ends_of
 from kvkeep.evals.task import Options, Outcome, Task
 from kvkeep.memory import Memory
 from kvkeep.models.load import Checkpoint

@@ -16,8 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.evals import metrics, texts
-from kvkeep.evals.drive import Drive, batches
-from kvkeep.evals.setup import PLAIN, Setup
+from kvkeep.evals.drive import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
 from kvkeep.memory import Memory
 from kvkeep.models.load import Checkpoint

@@ -17,9 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.evals import metrics
-from kvkeep.evals.drive import Drive, batches, ends_of, left_padded
+from kvkeep.evals.drive import PLAIN, Drive, Setup, batches, ends_of, left_padded
 from kvkeep.evals.questions import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
-from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
 from kvkeep.memory import Memory
 from kvkeep.models.load import Checkpoint

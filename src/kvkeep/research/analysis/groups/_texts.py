@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvkeep.cache import BoundedCache
 from kvkeep.evals import metrics
+from kvkeep.handing import PhasedCache
 from kvkeep.research.analysis.measure import Skipped, Subject
 
 
@@ -44,7 +44,7 @@ def _without_begin(subject: Subject) -> tuple[Int[Tensor, " b"], Int[Tensor, " n
 
 
 @torch.inference_mode()
-def loss(model: Any, ids: Int[Tensor, "B T"], cache: BoundedCache | None = None) -> float:
+def loss(model: Any, ids: Int[Tensor, "B T"], cache: PhasedCache | None = None) -> float:
     """Mean loss in nats of every token but the first of each row, in one pass."""
     ids = ids.to(model.device)
     given: dict[str, Any] = {"use_cache": False} if cache is None else {"past_key_values": cache, "use_cache": True}

@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.cache import BoundedLayer
 from kvkeep.evals import metrics
 from kvkeep.evals.drive import Drive
-from kvkeep.evals.tasks.mass import Recorder, Tape
+from kvkeep.evals.recording import Tape, members, tapes
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.layer import Layer
 from kvkeep.models.text import Writer
@@ -31,7 +30,6 @@ from kvkeep.research.analysis.groups import _ranks as stats
 from kvkeep.research.analysis.groups import _texts
 from kvkeep.research.analysis.groups._lines import by_layer
 from kvkeep.research.analysis.measure import Axes, Measurement, Progress, Reading, Result, Subject, Verdict
-from kvkeep.types import Phase
 
 BUDGET = 0.2
 """Share of the text that is kept, the paper's."""
@@ -77,12 +75,12 @@ class LocalGlobal(Measurement):
         looks = rows_of_looks(budget, length)
         kept: dict[str, list[Kept]] = {name: [] for name in policies}
         layers = {name: _layers(writer, policy, budget, len(ids)) for name, policy in policies.items()}
-        recorders = record(writer, ids)
-        for done, (index, recorder) in enumerate(recorders.items()):
-            tape = recorder.tape(length)
+        recorded = tapes(writer.model, ids)
+        for done, (index, tape) in enumerate(recorded.items()):
+            full = tape.weights(0).mean(dim=2).float()
             for name, own in layers.items():
-                kept[name].append(replay(own[index], tape, budget, looks))
-            progress((done + 1) / (2 * len(recorders)))
+                kept[name].append(replay(own[index], tape, full, budget, looks))
+            progress((done + 1) / (2 * len(recorded)))
         losses = {}
         for number, (name, policy) in enumerate({**policies, "full": parse("full")}.items()):
             losses[name] = _run_freely(writer, policy, length if name == "full" else budget, ids)
@@ -141,37 +139,30 @@ class Kept:
     share: float
 
 
-def record(writer: Writer, ids: Int[Tensor, "N T"]) -> dict[int, Recorder]:
-    """Run the full cache and remember what each layer was given."""
-    rows, length = ids.shape
-    drive = Drive(writer, parse("full"), [length] * rows)
-    recorders = {}
-    for index, layer in drive.cache.bounded_layers().items():
-        recorders[index] = Recorder(parse("full"), length, index=index, window=layer.window)
-        outer = drive.cache.layers[index]
-        assert isinstance(outer, BoundedLayer)
-        outer.layer = recorders[index]
-    drive.feed(ids, last_only=True)
-    return recorders
-
-
 def rows_of_looks(budget: int, length: int) -> list[int]:
     """Rows before which the kept sets are compared; the first comes after something was dropped."""
     return list(range(min(budget + EVERY, length - 1), length, EVERY))
 
 
 @torch.inference_mode()
-def replay(layer: Layer, tape: Tape, budget: int, looks: Sequence[int]) -> Kept:
-    """Replay a record in one layer, token by token from where its budget is full."""
-    length = tape.query.shape[2]
+def replay(layer: Layer, tape: Tape, full: Float[Tensor, "N Hk T T"], budget: int, looks: Sequence[int]) -> Kept:
+    """Replay a record in one layer, token by token from where its budget is full.
+
+    Args:
+        layer: an unused one.
+        tape: the record.
+        full: the full cache's attention, averaged over the query heads of a group.
+        budget: tokens that the layer keeps.
+        looks: rows before which the kept set is remembered.
+    """
     sets, shares = [], []
-    _step(layer, tape, 0, budget)  # nothing is dropped before
-    for row in range(budget, length):
-        positions, p = layer.store.positions, tape.probabilities[:, :, row]
+    tape.feed(layer, 0, budget)  # nothing is dropped before
+    for row in range(budget, tape.length):
+        positions, p = layer.store.positions, full[:, :, row]
         shares.append(metrics.held(p, positions) + p[..., row])
         if row in looks:
-            sets.append(_members(positions, length))
-        _step(layer, tape, row, row + 1)
+            sets.append(members(positions, tape.length).cpu())
+        tape.feed(layer, row, row + 1)
     return Kept(torch.stack(sets, dim=2), float(torch.stack(shares).double().mean()))
 
 
@@ -205,18 +196,6 @@ def chance(budget: int, looks: Sequence[int]) -> float:
 
 def _layers(writer: Writer, policy: Policy, budget: int, texts: int) -> dict[int, Layer]:
     return Drive(writer, policy, [budget] * texts).cache.bounded_layers()
-
-
-def _members(positions: Int[Tensor, "N Hk S"], length: int) -> Bool[Tensor, "N Hk T"]:
-    """Which tokens stand in the slots."""
-    marks = torch.zeros(*positions.shape[:2], length + 1, dtype=torch.bool)
-    return marks.scatter(-1, positions.long().cpu() % (length + 1), True)[..., :length]  # -1 goes to the spare place
-
-
-def _step(layer: Layer, tape: Tape, start: int, stop: int) -> None:
-    at = slice(start, stop)
-    phase = Phase.PREFILL if start == 0 else Phase.DECODE
-    layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options, phase=phase)
 
 
 def _run_freely(writer: Writer, policy: Policy, budget: int, ids: Int[Tensor, "N T"]) -> Float[Tensor, " n"]:

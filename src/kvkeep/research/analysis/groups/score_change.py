@@ -13,10 +13,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.cache import BoundedCache
+from kvkeep.evals.recording import Recorder, Tape, record, tapes
+from kvkeep.layer import Layer
 from kvkeep.registry import parse
 from kvkeep.research.analysis.groups._lines import lines
 from kvkeep.research.analysis.groups._numbers import mean, percent, show
-from kvkeep.research.analysis.groups._watched import Tape, Watched, cache_of, tapes
 from kvkeep.research.analysis.measure import (
     Axes,
     Claim,
@@ -28,7 +30,6 @@ from kvkeep.research.analysis.measure import (
     Subject,
     Verdict,
 )
-from kvkeep.types import Phase
 
 POLICY = "scissorhands"
 COMPRESSION = 3
@@ -112,8 +113,8 @@ class ScoreChange(Measurement):
         prompt, budget = n - min(ROWS, n // 4), n // COMPRESSION
         recorded = tapes(subject.model, ids)
         progress(0.2)
-        full = [tape.weights(prompt).cpu() for tape in recorded]
-        forced = [_replay(tape, prompt, budget, index) for index, tape in enumerate(recorded)]
+        full = [_by_head(tape.weights(prompt)) for tape in recorded.values()]
+        forced = [_replay(tape, prompt, budget, index) for index, tape in recorded.items()]
         progress(0.4)
         free = _run(subject.model, ids, prompt, budget)
         progress(1.0)
@@ -180,27 +181,25 @@ class ScoreChange(Measurement):
 
 def _replay(tape: Tape, prompt: int, budget: int, index: int) -> Float[Tensor, "Hq R n"]:
     """The attention of a bounded layer that is given the full cache's inputs: the prompt, then row by row."""
-    layer = Watched(parse(POLICY), budget, index=index, window=tape.options.window, length=tape.length)
-    edges = [0, *range(prompt, tape.length + 1)]
-    for start, stop in pairwise(edges):
-        at = slice(start, stop)
-        phase = Phase.PREFILL if start == 0 else Phase.DECODE
-        layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options, phase=phase)
-    return layer.weights.cpu()
+    recorder = Recorder(Layer(parse(POLICY), budget, index=index, window=tape.options.window))
+    for start, stop in pairwise([0, *range(prompt, tape.length + 1)]):
+        tape.feed(recorder, start, stop)
+    return _by_head(recorder.tape().bounded())
 
 
 @torch.inference_mode()
 def _run(model: Any, ids: Tensor, prompt: int, budget: int) -> list[Float[Tensor, "Hq R n"]]:
     """The attention of all layers when the model itself runs on a bounded cache."""
-    n = ids.shape[1]
-
-    def watched(index: int, window: int | None) -> Watched:
-        return Watched(parse(POLICY), budget, index=index, window=window, length=n)
-
-    cache = cache_of(model.config, watched)
+    cache = BoundedCache(model.config, POLICY, budget)
+    recorders = record(cache)
     for piece in [ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)]:
         model(input_ids=piece.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return [layer.weights.cpu() for layer in cache.bounded_layers().values() if isinstance(layer, Watched)]
+    return [_by_head(recorder.tape().bounded()) for recorder in recorders.values()]
+
+
+def _by_head(weights: Float[Tensor, "1 Hk G R n"]) -> Float[Tensor, "Hq R n"]:
+    """The attention of the one text."""
+    return weights[0].flatten(0, 1).cpu()
 
 
 def _summary(full: list[Float[Tensor, "Hq R n"]], bounded: list[Float[Tensor, "Hq R n"]]) -> Result:
