@@ -1,22 +1,12 @@
 """What the policies that accumulate attention mass have in common: the sum, the sinks and the recent window."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
-
-import torch
-from torch import Tensor
 
 from kvkeep.policies.base import Policy, option
 from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Budget, Report, State, View
-
-CONCAVE: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda z: z,
-    "sqrt": lambda z: (z + 1.0).sqrt(),
-    "log": torch.log1p,
-}
-"""The concave, rising functions h of H2O's objective F(T) = h(sum of the masses of T)."""
 
 
 @dataclass(frozen=True, kw_only=True)
