@@ -34,7 +34,7 @@ def available() -> dict[str, type[Policy]]:
     found = {
         info.name: _policy_of(importlib.import_module(f"{_builtin.__name__}.{info.name}"))
         for info in pkgutil.iter_modules(_builtin.__path__)
-        if info.name != "base" and not info.name.startswith("_")
+        if info.name not in ("base", "abilities") and not info.name.startswith("_")
     }
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         if point.name in found:

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies._heavy import HeavyHitters
-from kvkeep.policies.base import Sums, option
+from kvkeep.policies._mass import HeavyHitters
+from kvkeep.policies.abilities import Sums
+from kvkeep.policies.base import option
 from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Report, State, View
 
@@ -36,16 +37,16 @@ class H2O(HeavyHitters):
   booktitle = {Advances in Neural Information Processing Systems}, year = {2023}}"""
 
     def wants(self, view: View) -> Statistic:
-        """The mass of all rows, the earlier ones of a prompt faded."""
+        """The mass of all rows; with decay, earlier rows of a prompt count for less."""
         return self.statistic if self.decay == 1.0 else Mass(decay=self.decay, last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Fade what was there and add this step's mass."""
+        """Fade the past and add this step's mass."""
         past = state["mass"] if self.decay == 1.0 else state["mass"] * (self.decay**view.new)[:, None, None]
         return {"mass": past + report.mass}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The accumulated mass; under ``replace`` the token that just left the recent window is out of reach."""
+        """The accumulated mass; under ``replace`` the token that has just left the recent window stays."""
         if self.graduate == "compete":
             return state["mass"]
         _, recent = self.protected(view.budget)

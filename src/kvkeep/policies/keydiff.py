@@ -37,7 +37,7 @@ class KeyDiff(Policy):
         return self.sinks, self.recent
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Minus the cosine to the anchor."""
+        """Minus the cosine between a key and the mean of the unit keys."""
         unit = torch.nn.functional.normalize(view.keys.float(), dim=-1)
         unit = unit * (view.positions >= 0)[..., None]
         anchor = torch.nn.functional.normalize(unit.sum(dim=2, keepdim=True), dim=-1)

@@ -11,7 +11,8 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.base import Policy, Sums
+from kvkeep.policies.abilities import Sums
+from kvkeep.policies.base import Policy
 from kvkeep.types import State, View
 
 
@@ -23,5 +24,5 @@ class Local(Policy):
     sums: ClassVar[Sums | None] = Sums()
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Newer is worth more."""
+        """The position: newer tokens are worth more."""
         return view.positions.float()

@@ -40,7 +40,7 @@ class NACL(PrefillOnly):
         return self.sinks, budget // 8 if self.recent is None else self.recent
 
     def rows(self, view: View) -> Tensor:
-        """The proxy tokens: a share of the step's."""
+        """The number of proxy tokens, a share of the step's."""
         return (self.proxies * view.new.double() + 1e-9).long().clamp(min=1)
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
@@ -48,9 +48,9 @@ class NACL(PrefillOnly):
         return mass
 
     def choose(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The best come first, then the lucky: the largest sums of score and Gumbel noise are a sample by softmax."""
+        """The best tokens first, then a random order: the largest sums of score and Gumbel noise sample the softmax."""
         sinks, recent = self.protected(view.budget)
-        free = column(self.stays(view, state) - sinks - recent, view.seen)[:, None]
+        free = column((self.grows.stays(view) if self.grows else view.budget) - sinks - recent, view.seen)[:, None]
         best = free - (self.random * free.double() + 1e-9).long()
         fixed = (view.positions < sinks) | (view.positions >= (view.seen[:, None] - recent)[:, :, None])
         top = scores.keep(state["score"], view.positions.masked_fill(fixed, EMPTY), best)

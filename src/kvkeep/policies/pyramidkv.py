@@ -9,7 +9,8 @@ Fails when: the high layers need more than the pyramid leaves them; see also Sna
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from kvkeep.policies._window import ObservationWindow
+from kvkeep.policies._prefill import ObservationWindow
+from kvkeep.policies.abilities import Defaults
 
 
 @final
@@ -17,6 +18,7 @@ from kvkeep.policies._window import ObservationWindow
 class PyramidKV(ObservationWindow):
     """SnapKV under a pyramid of layer budgets."""
 
+    defaults: ClassVar[Defaults] = Defaults(layer_budget="pyramid")
     bibtex: ClassVar[str] = """@article{cai2024pyramidkv,
   title   = {{PyramidKV}: Dynamic {KV} Cache Compression based on Pyramidal Information Funneling},
   author  = {Zefan Cai and Yichi Zhang and Bofei Gao and Yuliang Liu and Yucheng Li and Tianyu Liu and Keming Lu and
@@ -24,8 +26,3 @@ class PyramidKV(ObservationWindow):
   journal = {arXiv preprint arXiv:2406.02069},
   year    = {2024},
 }"""
-
-    @property
-    def layer_budget(self) -> str:
-        """Many slots below, few above."""
-        return "pyramid"

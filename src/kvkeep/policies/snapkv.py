@@ -9,7 +9,7 @@ Fails when: the question comes later, in a turn that the end of the prompt knows
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from kvkeep.policies._window import ObservationWindow
+from kvkeep.policies._prefill import ObservationWindow
 
 
 @final

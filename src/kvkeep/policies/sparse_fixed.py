@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvkeep.policies._pattern import Pattern
+from kvkeep.policies._mass import Pattern
 from kvkeep.policies.base import option
 from kvkeep.policies.sparse_strided import SparseStrided
 from kvkeep.types import View
@@ -33,7 +33,7 @@ class SparseFixed(Pattern):
         return view.positions // block == (view.seen[:, None, None] - 1) // block
 
     def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """The end of each block; by default half of the share that the last prompt leaves, policies.md §14."""
+        """The end of each block; by default as long as fills half of the share at the end of the last prompt."""
         block = (share // 2).clamp(min=1)
         n = torch.maximum(view.prompt[:, None, None], share)
         fitting = (share * block / (2 * n)).round().long().clamp(min=1)

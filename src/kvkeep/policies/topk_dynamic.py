@@ -11,6 +11,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.policies.abilities import Focus
 from kvkeep.policies.base import Policy, option
 from kvkeep.types import State, Top, View
 
@@ -33,12 +34,14 @@ class TopKDynamic(Policy):
 }"""
 
     def top(self, view: View) -> Top | None:
-        """So many of the older tokens."""
+        """A share of the older tokens; ``None`` if the share is all of them."""
         if self.share == 1.0:
             return None
         older = (view.positions[:, 0] >= 0).sum(dim=-1) - 1
         return Top((self.share * older.double() + 1e-9).long(), self.renormalise)
 
+    focuses: ClassVar[Focus | None] = Focus(top)
+
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Any number: nothing is evicted."""
+        """The position. It decides nothing, because nothing is evicted."""
         return view.positions.float()

@@ -44,11 +44,11 @@ class TOVA(Policy):
         return not self.per_head
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Replace the mass by the last row's. Heads that share their tokens share their slots too."""
+        """Replace the state by the last row, averaged over the heads unless ``per_head``."""
         if self.per_head:
             return {"last": report.mass}
         return {"last": report.mass.mean(dim=1, keepdim=True).expand_as(report.mass)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The last row's attention."""
+        """The attention of the last row."""
         return state["last"]

@@ -25,7 +25,7 @@ from kvkeep import noise, scores
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import InputError
 from kvkeep.evals.whole import Adding, Hiding, positions_of, with_layers
-from kvkeep.policies._heavy import HeavyHitters
+from kvkeep.policies._mass import HeavyHitters
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, Report, State, View
 

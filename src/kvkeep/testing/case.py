@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep import scores
 from kvkeep.backends import reference
+from kvkeep.eviction import limit
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.store import Cascade
@@ -121,7 +122,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     starts = [*range(0, prompt, size), *range(prompt, n)]
     outputs: list[Tensor] = []
     budget: Budget = case.budget
-    cascade = Cascade(1)
+    cascade = (policy.cascades or Cascade)(1)
     margin = float("inf")
     for start, stop in zip(starts, [*starts[1:], n], strict=True):
         phase = Phase.PREFILL if start < prompt else Phase.DECODE
@@ -135,19 +136,19 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             Slots(view.keys, view.values, positions),
             torch.arange(start, stop)[None],
             statistic=policy.wants(view),
-            options=replace(case.options, top=policy.top(view)),
+            options=replace(case.options, top=policy.focuses.top(policy, view) if policy.focuses else None),
         )
         if policy.cascades:
             cascade.add(positions[:, 0], report)
         state = policy.observe({name: history.gather(-1, index) for name, history in memory.items()}, view, report)
         for name, tensor in state.items():
             memory[name].scatter_(-1, index, tensor.double())
-        if policy.spreads and stop - start > 1:
-            budget = policy.heads(view, state)
+        if policy.spreads and phase is Phase.PREFILL:
+            budget = policy.spreads.heads(policy, view, state)
         view = replace(view, budget=budget)
         sinks, recent = policy.protected(case.budget)
         score = scores.protect(policy.score(view, state).double(), positions, view.seen, sinks=sinks, recent=recent)
-        kept, step_margin = _best(score, positions, policy.stays(view, state))
+        kept, step_margin = _best(score, positions, limit(policy, view, state))
         margin = min(margin, step_margin)
         outputs.append(out)
         if stop >= prompt:
