@@ -1,4 +1,4 @@
-"""Experiments for the laws: what is fed, what a real layer makes of it, and what a cache without slots makes of it."""
+"""Experiments for the laws: random inputs, a run through a real layer, and a replay without slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, View
 
 @dataclass(frozen=True)
 class Case:
-    """The shape of an experiment: a prompt, then single tokens, on random queries, keys and values.
+    """The shape of an experiment: a prompt and then generated tokens, all random.
 
     Attributes:
         rows: rows of the batch; row ``i`` is padded on the left by ``i * padding`` columns.
@@ -28,10 +28,10 @@ class Case:
         group: query heads per KV head.
         dim: head dimension.
         prompt: columns of the prompt.
-        steps: single tokens after the prompt.
+        steps: generated tokens after the prompt.
         budget: slots that may stay occupied.
         chunk: prefill chunk, ``None`` for the whole prompt.
-        padding: padding of row 1; must leave every row at least one real token.
+        padding: padding of row 1. It must leave every row at least one real token.
         seed: seed of the random tensors.
     """
 
@@ -48,13 +48,13 @@ class Case:
 
     @property
     def options(self) -> AttentionOptions:
-        """Scaling that makes attention clearly uneven."""
+        """Options with a scaling that makes attention clearly uneven."""
         return AttentionOptions(scaling=2.0 * self.dim**-0.5)
 
 
 @dataclass
 class Tape:
-    """Everything that is fed to a layer: queries, keys, values for all columns, and which columns are real."""
+    """The inputs of a layer: queries, keys and values of all columns, and which columns are real."""
 
     query: Tensor
     keys: Tensor
@@ -86,7 +86,7 @@ class Tape:
 
 @dataclass
 class Moment:
-    """What a layer looks like after a step: positions ``(B, Hk, S)``, sorted, and the outputs ``(B, Hq, T, E)``."""
+    """A layer after a step, with its sorted positions ``(B, Hk, S)`` and its output ``(B, Hq, T, E)``."""
 
     positions: Tensor
     out: Tensor
@@ -94,7 +94,7 @@ class Moment:
 
 
 def run(policy: Policy, case: Case, tape: Tape | None = None) -> Iterator[Moment]:
-    """Feed a case through a real layer: the prompt, then one token at a time."""
+    """Feed a case to a real layer: the prompt, then one token at a time."""
     tape = Tape.random(case) if tape is None else tape
     layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk)
     columns = tape.real.shape[1]
@@ -110,9 +110,9 @@ def run(policy: Policy, case: Case, tape: Tape | None = None) -> Iterator[Moment
 
 
 def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """The same policy without slots, for one unpadded row: kept positions, output and margin after each step.
+    """Run a policy without slots on one unpadded row. Yield kept positions, output and margin after each step.
 
-    Every step gathers the kept tokens from the whole history in position order, attends in float64 and sorts.
+    Each step gathers the kept tokens from the whole history in position order, attends in float64 and sorts.
     """
     n, heads = tape.keys.shape[2], tape.keys.shape[1]
     memory = {name: torch.full((1, heads, n + 1), start, dtype=torch.float64) for name, start in policy.slots.items()}
@@ -175,7 +175,7 @@ def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int, phas
 
 
 def _best(score: Tensor, positions: Tensor, stays: Budget) -> tuple[Tensor, float]:
-    """The best of each head by (score, position), in position order, and how close the decision was."""
+    """The best tokens of each head by (score, position), in position order, and the margin of the closest decision."""
     heads = positions.shape[1]
     numbers = [stays] * heads if isinstance(stays, int) else stays[0].expand(heads).tolist()
     kept, margin = [], float("inf")
