@@ -25,7 +25,7 @@ class PrefillOnly(Policy):
 
     decode: Literal["local", "score", "grow"] = option(
         "local",
-        "generated tokens: a sliding window beside the chosen ones, rated by their mass, or kept until it is full",
+        "generated tokens: slide beside the chosen ones, compete by their mass, or are kept until the budget is full",
     )
     room: int = option(0, "slots that a prompt leaves free for generated tokens under decode=grow")
 
@@ -87,9 +87,9 @@ class PrefillOnly(Policy):
 class ObservationWindow(PrefillOnly):
     """Keeps the last ``window`` tokens of a prompt, whose attention, pooled along the prompt, rates the others."""
 
-    window: int = option(32, "last tokens of a prompt; they stay, and their rows rate the others", within=(1, math.inf))
+    window: int = option(32, "last tokens of a prompt, which stay and rate the others", within=(1, math.inf))
     kernel: int = option(7, "width of the pooling along the prompt, an odd number; 1 for none", odd=True)
-    pool: Literal["max", "avg"] = option("max", "pooling: the largest mass around a token, or the average")
+    pool: Literal["max", "avg"] = option("max", "pool the largest mass around a token, or the average")
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """The observation window."""

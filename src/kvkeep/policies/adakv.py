@@ -1,9 +1,9 @@
-"""Keeps what SnapKV keeps, and gives heads whose attention is spread out more slots than those where it is narrow.
+"""Keeps SnapKV's tokens, with more slots for heads whose attention is spread out and fewer for the others.
 
 Source: Feng et al., arXiv:2407.11550; official code FFY0/AdaKV, `adaptive_snapkv/monkeypatch/snapkv_utils.py`.
-Differs: head budgets add up exactly (official: each is rounded); one layer takes what its largest head needs.
-  Of equal scores, which max pooling makes all the time, the newest stay (official: as `topk` happens to order them).
-Fails when: one head takes nearly all, so that the layer's block is large though most of it is empty; see also SnapKV.
+Differs: head budgets add up exactly (official: each is rounded); each layer has the slots that its largest head needs.
+  Among equal scores, which max pooling often produces, the newest stay (official: as `topk` happens to order them).
+Fails when: one head takes nearly all slots, so that the layer's block is large and mostly empty; see also SnapKV.
 """
 
 import math
@@ -26,7 +26,7 @@ from kvkeep.types import State, View
 class AdaKV(ObservationWindow):
     """SnapKV under head budgets that follow the scores."""
 
-    alpha: float = option(0.2, "share of the budget that every head has for itself", within=(0, 1))
+    alpha: float = option(0.2, "share of the budget that is divided equally among the heads", within=(0, 1))
 
     bibtex: ClassVar[str] = """@article{feng2024adakv,
   title   = {{Ada-KV}: Optimizing {KV} Cache Eviction by Adaptive Budget Allocation for Efficient {LLM} Inference},

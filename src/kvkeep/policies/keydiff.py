@@ -1,8 +1,8 @@
-"""Keeps the keys that differ most from the average direction of all held keys; attention is not looked at.
+"""Keeps the keys that differ most from the average direction of all held keys; it ignores attention.
 
 Source: Park et al., arXiv:2504.15364; cf. kvpress `KeyDiffPress`.
 Differs: applied in every step; `recent` and `sinks` can be protected.
-Fails when: what matters looks like the rest.
+Fails when: the keys of important tokens look like all others.
 """
 
 from dataclasses import dataclass

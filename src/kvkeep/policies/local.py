@@ -2,7 +2,7 @@
 
 Source: baseline of H2O (arXiv:2306.14048, §5) and Scissorhands (arXiv:2305.17118); no official policy code.
 Differs: nothing; keys stay rotated at their true positions.
-Fails when: anything older than the budget is asked for, or the first tokens are attention sinks of the model.
+Fails when: the answer is older than the budget, or the first tokens are attention sinks of the model.
 """
 
 from dataclasses import dataclass

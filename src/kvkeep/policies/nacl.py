@@ -1,8 +1,8 @@
-"""Keeps what the end of the prompt attends to, and a random part of the rest, drawn with its scores.
+"""Keeps the tokens that the end of a prompt attends to, and a random sample of the others, drawn by their scores.
 
 Source: Chen et al., arXiv:2408.03675; official code PaddlePaddle/Research, `ACL2024-NACL`, `llama_nacl_patch.py`.
 Differs: proxy rows are causal; sinks and recent are numbers (official: shares, broken below 25 600 tokens).
-Fails when: what matters is neither near the question's attention nor lucky.
+Fails when: an important token is neither attended to at the end of the prompt nor drawn.
 """
 
 import math
@@ -27,8 +27,8 @@ class NACL(PrefillOnly):
     """Proxy-token scores and random sampling."""
 
     proxies: float = option(0.1, "share of a prompt's tokens, its last ones, whose attention counts", within=(0, 1))
-    random: float = option(7 / 19, "share of the free slots that is drawn at random", within=(0, 1))
-    temperature: float = option(1.0, "of the drawing; higher is closer to uniform", within=(1e-3, math.inf))
+    random: float = option(7 / 19, "share of the free slots whose tokens are drawn at random", within=(0, 1))
+    temperature: float = option(1.0, "temperature of the drawing; higher is closer to uniform", within=(1e-3, math.inf))
     sinks: int = option(4, "first tokens that are never evicted")
     recent: int | None = option(None, "newest tokens that are never evicted; an eighth of the budget if not given")
     seed: int = option(0, "seed of the random numbers")

@@ -1,8 +1,8 @@
-"""Keeps what SnapKV keeps, with more slots in the lower layers and fewer in the higher ones.
+"""Keeps SnapKV's tokens, with more slots in the lower layers and fewer in the higher ones.
 
 Source: Cai et al., arXiv:2406.02069; official code Zefan-Cai/KVCache-Factory, `pyramidkv_utils.py`.
 Differs: layer budgets add up exactly (official: floors) and do not depend on the prompt's length; see `budget.py`.
-  Of equal scores, which max pooling makes all the time, the newest stay (official: as `topk` happens to order them).
+  Among equal scores, which max pooling often produces, the newest stay (official: as `topk` happens to order them).
 Fails when: the high layers need more than the pyramid leaves them; see also SnapKV.
 """
 

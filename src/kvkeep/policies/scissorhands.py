@@ -27,7 +27,7 @@ class Scissorhands(History):
     """Persistence of importance."""
 
     theta: float = option(1.0, "a row finds a token insignificant below 1 / (theta * n)", within=(1e-3, 1e3))
-    threshold: Literal["row", "live"] = option("row", "n is the row's number, or how many tokens it sees")
+    threshold: Literal["row", "live"] = option("row", "n is the row's number, or the number of tokens that it sees")
     literal_ties: bool = option(False, "among equal counts the newest go first, as in a stable sort")
 
     bibtex: ClassVar[str] = """@inproceedings{liu2023scissorhands,

@@ -1,8 +1,8 @@
-"""Keeps the current block of tokens and the last ones of every finished block: fixed sparse attention as a policy.
+"""Keeps the current block of tokens and the last tokens of every finished block: fixed sparse attention as a policy.
 
 Source: Child et al., arXiv:1904.10509; as a baseline in H2O (arXiv:2306.14048), Table 2, without its parameters.
 Differs: when the summaries outgrow their share the oldest goes; the summary is the same for all heads.
-Fails when: what matters is not at the end of a block.
+Fails when: important tokens are not at the end of a block.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 Source: Child et al., arXiv:1904.10509; as a baseline in H2O (arXiv:2306.14048), Table 2, without its parameters.
 Differs: the grid is absolute; the paper's moves with the query, so a dropped key would be needed again.
-Fails when: what matters stands between the grid's lines.
+Fails when: important tokens lie between the grid's lines.
 """
 
 import math

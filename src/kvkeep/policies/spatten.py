@@ -1,4 +1,4 @@
-"""Keeps the tokens with the largest attention summed over heads, layers and steps; what a layer drops, later ones drop.
+"""Keeps the tokens with the most attention over heads, layers and steps; tokens that one layer drops leave later ones.
 
 Source: Wang, Zhang and Han, arXiv:2012.09852, cascade token pruning; mit-han-lab/spatten, hardware workload traces.
 Differs: no pruning of heads and values; the newest token always stays. The official chat demo has another rule: logits

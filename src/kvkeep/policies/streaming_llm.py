@@ -1,8 +1,8 @@
-"""Keeps the first tokens (attention sinks) and the newest ones; the middle goes.
+"""Keeps the first tokens (attention sinks) and the newest ones, and evicts the middle.
 
 Source: Xiao et al., arXiv:2309.17453, §3; official code mit-han-lab/streaming-llm, `kv_cache.py`.
 Differs: nothing; models without rotary embeddings keep their true positions.
-Fails when: the middle of the text is asked for.
+Fails when: the answer lies in the middle of the text.
 """
 
 from dataclasses import dataclass

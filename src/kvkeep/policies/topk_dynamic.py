@@ -2,7 +2,7 @@
 
 Source: FlexLLMGen (arXiv:2303.06865), sparse attention, `pytorch_backend.py`; a reading of "Top-K" in H2O, Table 8.
 Differs: nothing; `renormalise` scales what is used up to 1, which the code does not do.
-Fails when: memory is what is short: it holds the full cache, and with `share=1` it is the full cache.
+Fails when: memory is short: it holds the full cache, and with `share=1` it is the full cache.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from kvkeep.types import State, Top, View
 @final
 @dataclass(frozen=True, kw_only=True)
 class TopKDynamic(Policy):
-    """The best set of each row in hindsight."""
+    """The best set of each row, known only in hindsight."""
 
     share: float = option(1.0, "share of the tokens that a generated token attends to, beside itself", within=(0, 1))
     renormalise: bool = option(False, "scale the probabilities that are used up to a sum of 1")

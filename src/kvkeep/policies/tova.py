@@ -1,4 +1,4 @@
-"""Keeps the tokens that the newest query attends to; the weakest goes, be it the newest.
+"""Keeps the tokens that the newest query attends to; the weakest goes, even if it is the newest.
 
 Source: Oren et al., arXiv:2401.06104, §3; official code schwartz-lab-NLP/TOVA, `tova_cache.py`.
 Differs: `protect_last` and `per_head` are extras; by default one set is shared by the heads of a layer, as there.
@@ -22,7 +22,7 @@ from kvkeep.types import Budget, Report, State, View
 class TOVA(Policy):
     """Attention of the last query row."""
 
-    protect_last: bool = option(False, "never evict the token that has just come")
+    protect_last: bool = option(False, "never evict the newest token")
     per_head: bool = option(False, "rank in each KV head on its own instead of averaging over all heads")
 
     statistic: ClassVar[Statistic] = Mass(rows=1)
