@@ -1,4 +1,7 @@
-"""Optional abilities of a policy, each a small object that the policy names. Most policies name none."""
+"""Optional abilities of a policy, each a small object that the policy names. Most policies name none.
+
+Some objects hold a function. It is a method of the policy, and is called with the policy as its first argument.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class Bursts:
     """Drops several tokens in one step, so that fewer slots than the budget stay occupied.
 
     Attributes:
-        stays: method of the policy that returns how many slots stay occupied after a step, at most the budget.
+        stays: method that returns how many slots stay occupied after a step, at most the budget.
     """
 
     stays: Callable[[Any, View, State], Budget]
@@ -47,9 +50,8 @@ class HeadBudgets:
     """Gives each KV head a budget of its own at the end of a prompt.
 
     Attributes:
-        heads: method of the policy that returns these budgets. The sum over a row's heads must stay the same.
-        most: method of the policy that returns the largest budget that a head can get, from the budget and the
-            number of heads of a layer.
+        heads: method that returns these budgets. The sum over a row's heads must stay the same.
+        most: method that returns the largest budget of a head, from the budget of a layer and its number of heads.
     """
 
     heads: Callable[[Any, View, State], Int[Tensor, "B Hk"]]
@@ -61,10 +63,10 @@ class Focus:
     """Lets a generated token attend to the largest probabilities only.
 
     Attributes:
-        top: method of the policy that returns how many probabilities are used; ``None`` for all.
+        top: method that returns how many probabilities are used.
     """
 
-    top: Callable[[Any, View], Top | None]
+    top: Callable[[Any, View], Top]
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Defaults:
 
 
 class Abilities:
-    """The abilities of a policy that has none.
+    """The optional abilities of a policy, all of them absent.
 
     Attributes:
         evicts: whether it ever evicts. If not, tokens over budget are refused.
@@ -106,7 +108,7 @@ class Abilities:
         grows: set if it evicts in prefill only.
         spreads: set if KV heads get budgets of their own.
         focuses: set if generated tokens attend to a part of the slots.
-        cascades: set if it prunes through the layers: the kind of table in which the layers share what they saw.
+        cascades: set if it prunes through the layers: the class of the table that the layers share.
         sums: set if the rule for generated tokens can run within an attention kernel.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         defaults: arguments of a cache that depend on the policy.

@@ -6,6 +6,7 @@ Fails when: memory is short: it holds the full cache, and with `share=1` it is t
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
 from jaxtyping import Float
@@ -33,14 +34,15 @@ class TopKDynamic(Policy):
   year      = {2023},
 }"""
 
-    def top(self, view: View) -> Top | None:
-        """A share of the older tokens; ``None`` if the share is all of them."""
-        if self.share == 1.0:
-            return None
+    @cached_property
+    def focuses(self) -> Focus | None:  # type: ignore[override]  # depends on an option
+        """A share of the older tokens, unless that is all of them."""
+        return Focus(TopKDynamic.top) if self.share < 1.0 else None
+
+    def top(self, view: View) -> Top:
+        """The number of older tokens that a generated token attends to."""
         older = (view.positions[:, 0] >= 0).sum(dim=-1) - 1
         return Top((self.share * older.double() + 1e-9).long(), self.renormalise)
-
-    focuses: ClassVar[Focus | None] = Focus(top)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The position. It decides nothing, because nothing is evicted."""
