@@ -17,7 +17,6 @@ from kvkeep.layout import Layout, windows_of
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
-from kvkeep.store import Cascade
 
 
 class BoundedLayer(CountingLayer):
@@ -105,7 +104,7 @@ class BoundedCache(PhasedCache):
         )
         self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
         self._first = min(layout.windows, default=0)
-        cascade = Cascade(self._first) if self.policy.cascades else None
+        cascade = self.policy.cascades(self._first) if self.policy.cascades else None
         layers = DynamicCache(config=config).layers
         for (index, window), numbers in zip(layout.windows.items(), layout.spread(budget), strict=True):
             bounded = Layer(

@@ -88,6 +88,8 @@ def fuses(policy: Policy, backend: Backend) -> bool:
     rule = policy.sums
     if rule is None or not backend.fuses or not _is_told(type(policy)) or len(policy.slots) > 2:
         return False
+    if policy.bursts is not None or policy.focuses is not None:
+        return False
     return all(getattr(policy, name) == value for name, value in rule.only.items())
 
 
@@ -129,7 +131,7 @@ def fused(
         statistic=policy.wants(view),
         options=options,
         added=Added(tuple(block.state[name] for name in names), rule.score is not None),
-        limits=Limits(view.seen, sinks, recent, _limit(policy, view, block.state, window), window),
+        limits=Limits(view.seen, sinks, recent, limit(policy, view, block.state, window=window), window),
     )
 
 
@@ -140,7 +142,7 @@ def _is_told(kind: type[Policy]) -> bool:
     def owner(name: str) -> type:
         return next(base for base in kind.__mro__ if name in vars(base))
 
-    return all(issubclass(owner("sums"), owner(name)) for name in ("observe", "score", "stays", "top"))
+    return all(issubclass(owner("sums"), owner(name)) for name in ("observe", "score"))
 
 
 def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> None:
@@ -156,14 +158,14 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     held = block.store.positions  # the view has the same tensor: a token that expires here has expired there, too
     if window is not None:
         backend.expire(held, block.seen, window)
-    limit = _limit(policy, view, block.state, window)
-    if not backend.is_over(held, limit):
+    stays = limit(policy, view, block.state, window=window)
+    if not backend.is_over(held, stays):
         return
-    if policy.bursts:
-        held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, limit), EMPTY)
+    if policy.bursts is not None:
+        held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, stays), EMPTY)
         return
     sinks, recent = policy.protected(view.budget)
-    backend.evict(held, policy.score(view, block.state), Limits(view.seen, sinks, recent, limit))
+    backend.evict(held, policy.score(view, block.state), Limits(view.seen, sinks, recent, stays))
 
 
 def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> None:
@@ -176,11 +178,11 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         state: the policy's state for slots and chunk.
         window: sliding window of the layer.
     """
-    if policy.spreads:
-        block.spread(policy.heads(view, state))
+    if policy.spreads is not None:
+        block.spread(policy.spreads.heads(policy, view, state))
         view = replace(view, budget=block.budget)
     positions = view.positions
-    stays = scores.keep(_shielded(policy, view, state), positions, _limit(policy, view, state, window))
+    stays = scores.keep(_shielded(policy, view, state), positions, limit(policy, view, state, window=window))
     order = positions.masked_fill(~stays, _LATER).argsort(dim=-1)[..., : block.store.capacity]
     kept = positions.gather(-1, order).masked_fill(~stays.gather(-1, order), EMPTY)
     index = order[..., None]
@@ -193,9 +195,21 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
 
 
-def _limit(policy: Policy, view: View, state: State, window: int | None) -> Budget:
-    """How many tokens stay: in a row whose budget holds the whole sliding window, the budget."""
-    stays = policy.stays(view, state)
+def limit(policy: Policy, view: View, state: State, *, window: int | None = None) -> Budget:
+    """The number of slots that stay occupied; all of the budget in a row whose budget holds the whole sliding window.
+
+    Args:
+        policy: may leave a part of the budget free.
+        view: what the policy may look at.
+        state: the policy's state.
+        window: sliding window of the layer.
+    """
+    if policy.bursts is not None:
+        stays: Budget = policy.bursts.stays(policy, view, state)
+    elif policy.grows is not None:
+        stays = policy.grows.stays(view)
+    else:
+        return view.budget
     if window is None:
         return stays
     if isinstance(view.budget, int):

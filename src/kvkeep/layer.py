@@ -82,7 +82,7 @@ class Layer:
         self._prefill_chunk = prefill_chunk
         self._sequences = sequences
         self._rotation = rotation or AsItIs()
-        self._shared = (cascade or Cascade(index)) if policy.cascades else Alone()
+        self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
 
     @inference
     def step(
@@ -213,7 +213,7 @@ class Layer:
             slots._replace(keys=turned),
             positions,
             statistic=self.policy.wants(view),
-            options=replace(options, top=top) if (top := self.policy.top(view)) is not None else options,
+            options=replace(options, top=focus.top(self.policy, view)) if (focus := self.policy.focuses) else options,
         )
         self._shared.add(slots.positions[:, 0], report)
         self.block.remember(self.policy.observe(self.state, view, report))

@@ -51,13 +51,13 @@ class Layout:
             UnsupportedModelError: the model has layers whose cache cannot be bounded.
         """
         windows = windows_of(config)
-        rotation = rotation_for(config, positions, own=policy.position_mode)
+        rotation = rotation_for(config, positions, own=policy.defaults.positions)
         if policy.cascades and (prefill_chunk or any(windows.values())):
             raise UnsupportedOperationError(
                 f"{policy} prunes through the layers of a model, which works neither with sliding windows "
                 "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
             )
-        return cls(policy, windows, policy.layer_budget if layer_budget is None else layer_budget, rotation)
+        return cls(policy, windows, policy.defaults.layer_budget if layer_budget is None else layer_budget, rotation)
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[int]]:
         """The budget of each layer with slots: one number for all rows, or one per row.

@@ -19,7 +19,7 @@ from kvkeep.layout import Layout
 from kvkeep.memory import Memory
 from kvkeep.models.hf import Decoder
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, Cascade, inference
+from kvkeep.store import Block, inference
 from kvkeep.types import Phase, Slots, Stepper
 
 _MOST = 64
@@ -81,7 +81,7 @@ class Rows:
         self._windows = [layer.window for layer in layers]
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
-        self.alone = policy.cascades or self._has_states
+        self.alone = policy.cascades is not None or self._has_states
         self.allocate(1)
         self.row_bytes = self.memory().allocated_bytes + self._state_bytes
         self.allocate(0)
@@ -110,8 +110,10 @@ class Rows:
         starts = {str(i): 0.0 for i in range(len(self.policy.slots))}  # a new token's state is written with it
         heads = like.keys.shape[1]
         keys, values = (x[:, :, :1].expand(self.count, -1, -1, -1) for x in (like.keys, like.values))
-        block = Block(keys, values, numbers=[self.policy.most(budget, heads)], starts=starts)
-        block.budget = block.seen.new_full((self.count, heads), budget) if self.policy.spreads else budget
+        spreads = self.policy.spreads
+        most = spreads.most(self.policy, budget, heads) if spreads else budget
+        block = Block(keys, values, numbers=[most], starts=starts)
+        block.budget = block.seen.new_full((self.count, heads), budget) if spreads else budget
         return block
 
     def takes(self, policy: Policy) -> bool:
@@ -261,7 +263,7 @@ class Rows:
         if not policy.cascades and not self._has_states:
             return None
         states = states_of(self._cache(policy, self._budget)) if self._has_states else {}
-        return Own(Cascade(0) if policy.cascades else None, states)
+        return Own(policy.cascades(0) if policy.cascades else None, states)
 
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:
         return BoundedCache(self._config, policy, budget, **self._options)

@@ -70,9 +70,10 @@ class Setup:
         Raises:
             UnsupportedModelError: slot positions were asked for, and the model cannot have them.
         """
+        rule = policy.defaults.layer_budget
         found = {
             "positions": (_mode(checkpoint, self.positions, policy), _mode(checkpoint, None, policy)),
-            "layer-budget": (_rule(self.layer_budget or policy.layer_budget), _rule(policy.layer_budget)),
+            "layer-budget": (_rule(self.layer_budget or rule), _rule(rule)),
             "prefill-chunk": (str(self.prefill_chunk), str(None)),
         }
         return ",".join(f"{name}={asked}" for name, (asked, own) in found.items() if asked != own)
@@ -151,7 +152,7 @@ def left_padded(rows: Sequence[Int[Tensor, "_"]]) -> tuple[Int[Tensor, "B T"], B
 
 
 def _mode(checkpoint: Checkpoint, asked: str | None, policy: Policy) -> str:
-    return "true" if rotation_for(checkpoint.config, asked, own=policy.position_mode) is None else "slot"
+    return "true" if rotation_for(checkpoint.config, asked, own=policy.defaults.positions) is None else "slot"
 
 
 def _rule(how: str | tuple[float, ...]) -> str:

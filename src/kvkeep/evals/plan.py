@@ -121,7 +121,7 @@ class Planned:
     @property
     def evicts(self) -> bool:
         """Whether any row has more tokens than its budget, or a layer may have less than the budget."""
-        uneven = (self.setup.layer_budget or self.policy.layer_budget) != "uniform"
+        uneven = (self.setup.layer_budget or self.policy.defaults.layer_budget) != "uniform"
         return self.policy.evicts and (uneven or any(b < n for b, n in zip(self.budgets, self.lengths, strict=True)))
 
 
@@ -167,7 +167,7 @@ def _numbers(task: Task, policy: Policy, asked: Asked, lengths: Sequence[int]) -
 def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
     """Refuse a budget that a cache of this model would refuse; nothing is allocated."""
     cell = plan.cell
-    if plan.policy.grows and plan.policy.spare < new_tokens:
+    if plan.policy.grows and plan.policy.grows.room < new_tokens:
         raise BudgetError(
             f"{cell.task} {cell.case}: {cell.policy} keeps every new token, and up to {new_tokens} follow the text. "
             f"Give it room={new_tokens} or more, or another decode mode."

@@ -26,7 +26,7 @@ from kvkeep.cache import handing_cache
 from kvkeep.errors import InputError
 from kvkeep.evals.whole import Adding, Hiding, positions_of
 from kvkeep.handing import PhasedCache
-from kvkeep.policies._heavy import HeavyHitters
+from kvkeep.policies._mass import HeavyHitters
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, Report, State, View
 

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.eviction import limit
 from kvkeep.policies.base import Policy
 from kvkeep.research.analysis.measure import Context, Rows
 from kvkeep.statistic import Rows as Block
@@ -65,7 +66,7 @@ class Prompt:
         view, state = self._view, self._state()
         sinks, recent = self.policy.protected(self.budget)
         score = scores.protect(self.policy.score(view, state), view.positions, view.seen, sinks=sinks, recent=recent)
-        return scores.keep(score, view.positions, self.policy.stays(view, state))[0]
+        return scores.keep(score, view.positions, limit(self.policy, view, state))[0]
 
     @property
     def recent(self) -> int:
