@@ -14,8 +14,7 @@ from functools import cache
 from typing import TypeAlias
 
 from kvkeep.research.theory.h2o import CONCAVE, Rising, h2_eviction
-from kvkeep.research.theory.loops import Vector
-from kvkeep.research.theory.rows import attend
+from kvkeep.research.theory.loops import Vector, attend
 from kvkeep.research.theory.submodular import EMPTY, GREEDY, Set, SetFunction
 
 Dynamic: TypeAlias = Callable[[Set, int], SetFunction]

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import TypeAlias
 
-from kvkeep.research.theory.loops import Vector, dot
-from kvkeep.research.theory.rows import attend
+from kvkeep.research.theory.loops import Vector, attend, dot
 
 Rising: TypeAlias = Callable[[float], float]
 """The ``h`` of the score function ``F(T) = h(Σ_{s∈T} õ_s)``."""

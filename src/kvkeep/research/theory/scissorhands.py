@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvkeep.research.theory.loops import Vector
-from kvkeep.research.theory.rows import Row, attend
+from kvkeep.research.theory.loops import Row, Vector, attend
 
 
 @dataclass(frozen=True)
