@@ -1,4 +1,4 @@
-"""The claims of AhaKV (Gu et al.), each with a check in float64 from a fixed seed."""
+"""The claims of AhaKV (Gu et al.), in the order of the paper; checks run in float64 from a fixed seed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TESTS = "tests/research/test_ahakv.py::test_"
 
 
 def generator() -> torch.Generator:
-    """The randomness of a check; the same every time."""
+    """A generator with the fixed seed of all checks."""
     return torch.Generator().manual_seed(0)
 
 
 def _standard_errors(drawn: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest distance of the mean over draws (the first axis) from what is expected, in standard errors."""
+    """The largest distance in standard errors between the mean over draws (the first axis) and the expectation."""
     error = drawn.std(dim=0) / math.sqrt(drawn.shape[0])
     return float(((drawn.mean(dim=0) - expected).abs() / error).amax())
 
@@ -81,7 +81,7 @@ def _identity() -> Outcome:
 @claim("ahakv-moments", "AhaKV, Equations 23 and 28", f"{_TESTS}the_moments")
 def _moments() -> Outcome:
     """For normal x, E[e^x] = e^(μ+σ²/2) and E[x e^x] = (μ+σ²) e^(μ+σ²/2)."""
-    # The trapezoid rule over 12 standard deviations is exact to rounding here.
+    # The trapezoid rule over 12 standard deviations is exact to rounding.
     mu, sigma = 0.3, 1.2
     x = mu + sigma * torch.linspace(-12, 12, 4001, dtype=torch.float64)
     density = (-((x - mu) ** 2) / (2 * sigma**2)).exp() / (sigma * math.sqrt(2 * math.pi))
@@ -220,4 +220,3 @@ CLAIMS: tuple[Claim, ...] = (
     _line_11,
     _cache_size,
 )
-"""In the order of the paper."""

@@ -1,4 +1,4 @@
-"""The claims around Theorem 4.1 of Scissorhands: generation from a compressed cache, and the mass that is dropped."""
+"""The claims around Theorem 4.1 of Scissorhands, in the order of its proof: generation, and the dropped mass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TESTS = "tests/research/test_drift.py::test_"
 
 
 def contracting(qk: float, g: torch.Generator, *, d: int = 16, mlp: float = 0.5) -> Transformer:
-    """Weights that just meet Theorem 4.1's condition, with ``λ_Q λ_K = qk`` and ``λ_1 λ_2 = mlp``."""
+    """A transformer that just meets Theorem 4.1's condition, with ``λ_Q λ_K = qk`` and ``λ_1 λ_2 = mlp``."""
     vo = 0.5 / ((1 + mlp) * (1 + qk))
     Q, K, V, O = (random_matrix(d, d, norm**0.5, g) for norm in (qk, qk, vo, vo))  # noqa: E741
     return Transformer(Q, K, V, O, random_matrix(2 * d, d, mlp**0.5, g), random_matrix(d, 2 * d, mlp**0.5, g))
@@ -23,7 +23,9 @@ def contracting(qk: float, g: torch.Generator, *, d: int = 16, mlp: float = 0.5)
 
 @functools.cache
 def _runs() -> list[Drift]:
-    """A prompt of 12 unit vectors and 48 more tokens, 20 of 59 keys at the end, under three sizes of weights."""
+    """Runs under three sizes of weights: a prompt of 12 unit vectors and 48 new tokens, with 20 of 59 keys at the
+    end.
+    """
     g = torch.Generator().manual_seed(0)
     found = []
     for qk in (1.0, 10.0, 100.0):
@@ -162,4 +164,3 @@ CLAIMS: tuple[Claim, ...] = (
     _delta_form,
     _probability,
 )
-"""In the order of the proof."""

@@ -1,4 +1,4 @@
-"""H2O's claims about its Algorithms 1 and 2, persisting sparsity (App. D.16) and the size of a cache."""
+"""H2O's claims about Algorithms 1 to 3: their decisions, set functions and greedy choice, sparsity, cache size."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TINY = 1e-12
 
 
 def gauss(n: int, d: int, seed: int, *, scale: float = 1.0) -> list[Vector]:
-    """Random vectors with normal components."""
+    """``n`` random vectors with ``d`` normal components each."""
     noise = random.Random(seed)
     return [[noise.gauss(0.0, scale) for _ in range(d)] for _ in range(n)]
 
@@ -86,7 +86,7 @@ def _rows() -> Outcome:
 @claim("h2o-new-token", "H2O, Algorithm 2, lines 8 to 11", f"{_RUNS}test_the_new_key_has_no_part")
 def _new_token() -> Outcome:
     """Whether a new token stays depends on the attention it receives."""
-    # Whether the key of the newest token has a part in what becomes of it.
+    # Two runs that differ in the newest token's key alone: do their decisions differ?
     moved = {"printed": 0, "meant": 0}
     for seed in range(30):
         Q, K = _with_a_sink(seed)
@@ -105,7 +105,7 @@ def _new_token() -> Outcome:
 )
 def _accumulation() -> Outcome:
     """õ_i is the attention that each token has received so far."""
-    # The row sums of Algorithm 2 leave out all rows before the cache is full.
+    # Algorithm 2 starts to sum only when the cache is full, so it misses the rows before.
     K, Q = [[3.0], [0.0], [1.0]], [[1.0], [1.0], [-1.0]]
     received = 1.0 + softmax([3.0, 0.0])[0]
     printed, meant = (list(algorithm(Q, K, 2))[-1] for algorithm in (algorithm_2_literal, h2_eviction))

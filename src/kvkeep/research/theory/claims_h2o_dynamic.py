@@ -36,7 +36,7 @@ def _fixed(*weights: float) -> Dynamic:
 
 @cache
 def _sums(*, printed: bool = False) -> list[Guarantee]:
-    """Runs that decide by the attention received so far, all keys present."""
+    """Runs that decide by the attention received so far, with all keys present."""
     return [measure(exact(*_head(seed)), TOKENS, BUDGET, printed=printed) for seed in range(RUNS)]
 
 

@@ -1,4 +1,4 @@
-"""H2O's claims about the derivatives of its regression (App. D.17 to D.21)."""
+"""H2O's claims about its regression: derivatives and bounds (App. D.17 to D.21), and Newton steps (App. D.22)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEPS = "tests/research/test_newton.py::"
 
 SMALL = 1e-6
 ENOUGH = 200.0 * math.e
-"""Weights that Lemma D.47, Part 2 asks for at R = 1."""
+"""The weights that Lemma D.47, Part 2 asks for at R = 1."""
 
 
 def point(d: int, seed: int, *, norm: float = 1.0) -> Tensor:
@@ -41,7 +41,7 @@ def _problems() -> Iterator[tuple[SoftmaxRegression, Tensor]]:
 
 
 def _differences(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Central differences, the coordinate of x on the last axis."""
+    """Central differences; the last axis is the coordinate of x."""
     shifts = 1e-5 * torch.eye(len(x), dtype=torch.float64)
     return torch.stack([(function(x + shift) - function(x - shift)) / 2e-5 for shift in shifts], dim=-1)
 
@@ -64,7 +64,7 @@ def _heavier(problem: SoftmaxRegression, factor: float) -> SoftmaxRegression:
 @claim("h2o-definition-d38", "H2O, Definition D.38", f"{_LOSS}test_definition_d38_means_f_of_d37")
 def _self_reference() -> Outcome:
     """c = f - b with the f of Definition D.38."""
-    # ``c = f - b`` with the f of D.37; with c itself in the place of f the equation leaves b over.
+    # As printed, f is c itself, and the equation c = c - b is off by b.
     left = meant = 0.0
     for problem, x in _problems():
         c = problem.c(x)
@@ -153,7 +153,7 @@ def _part_2() -> Outcome:
 
 
 def _lipschitz(change: Callable[[SoftmaxRegression, Tensor], Tensor], bound: Callable[[float], float]) -> float:
-    """The largest share of a bound that a change between two points has taken."""
+    """The largest ratio of a change between two points to its bound."""
     worst = 0.0
     for seed in range(40):
         radius = (0.3, 1.0, 2.0)[seed % 3]
@@ -230,7 +230,7 @@ def _ninth() -> Outcome:
 @claim("h2o-epsilon-1", "H2O, Algorithm 4, line 6", f"{_STEPS}test_epsilon_1_has_to_be_small")
 def _epsilon_1() -> Outcome:
     """Any constant ε_1 is small enough for that number of steps."""
-    # The worst that an inner matrix within ``1 ± ε_1`` can be is ``1 - ε_1`` of the right one.
+    # The worst inner matrix within ``1 ± ε_1`` is ``1 - ε_1`` times the right one.
     problem, best, x = _start()
 
     def factor(epsilon: float) -> float:

@@ -1,4 +1,4 @@
-"""The claims of Scissorhands (Liu et al., arXiv:2305.17118), each with a check in float64 from a fixed seed."""
+"""The claims of Scissorhands (Liu et al., arXiv:2305.17118); checks run in float64 from a fixed seed."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from kvkeep.research.theory.transformer import Transformer, random_matrix, rando
 _TESTS = "tests/research/test_scissorhands.py::test_"
 
 ROUNDING = 1e-12
-"""What float64 may add to one side of an inequality."""
+"""The rounding error that float64 may add to one side of an inequality."""
 
 
 def generator() -> torch.Generator:
-    """The randomness of a check; the same every time."""
+    """A generator with the fixed seed of all checks."""
     return torch.Generator().manual_seed(0)
 
 
 def simple(d: int) -> Transformer:
-    """Identities for all weights and no MLP."""
+    """A transformer with identities for all weights and no MLP."""
     one, nothing = torch.eye(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
     return Transformer(one, one, one, one, nothing, nothing)
 
 
 def pivotal_step(g: torch.Generator, d: int = 64, before: int = 24) -> transformer.Step:
-    """A step that meets Theorem 3.1's premises: nearly orthogonal tokens, identities but for ``W_Q``, a small MLP."""
+    """A step that meets the premises of Theorem 3.1.
+
+    Tokens are nearly orthogonal, weights are identities but for ``W_Q``, and the MLP is small.
+    """
     basis = torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64)).Q[:before]
     X = torch.nn.functional.normalize(basis + 0.005 * random_unit(before, d, g))
     x = torch.nn.functional.normalize(3 * X[3] + 2 * X[7] + X[11], dim=0)
@@ -120,7 +123,7 @@ def _lemma_b3() -> Outcome:
 
 
 def _opposite() -> drift.Drop:
-    """Half of the attention dropped, on a token opposite to the one that stays."""
+    """Half of the attention dropped, with a token opposite to the one that stays."""
     X = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
     x = torch.tensor([0.0, 1.0], dtype=torch.float64)
     return drift.lemma_b4(simple(2), x, X, torch.tensor([True, False]))
@@ -179,7 +182,7 @@ def _similarity() -> Outcome:
 
 
 def kv_gib(layers: int, width: int) -> float:
-    """KV cache in GiB of 128 sequences of 2 048 tokens in float16."""
+    """The KV cache in GiB of 128 sequences of 2 048 tokens in float16."""
     return 128 * full_bytes([LayerShape(1, width, width)] * layers, 2048, 2) / 2**30
 
 

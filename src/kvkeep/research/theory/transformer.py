@@ -1,4 +1,10 @@
-"""The one-layer, one-head transformer that Scissorhands' theorems are about (its Equations 1 and 2), in float64."""
+"""The one-layer, one-head transformer of Scissorhands' theorems (its Equations 1 and 2), and Theorem 3.1 measured on
+it.
+
+Theorem 3.1: if the MLP turns ``a_t`` little, and token ``ℓ`` meets itself more than other tokens through ``A``, then
+the next token's score on ``ℓ`` is ``α_{t,ℓ}`` times ``x_ℓ A x_ℓ^T / ‖a_t‖``, to within ``3ε`` of that factor.
+Everything is float64.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +18,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Transformer:
-    """Weights by the paper's names; tokens are row vectors.
+    """The weights by the paper's names; tokens are row vectors.
 
     Attributes:
         one: ``W_1`` of the MLP.
-        two: ``W_2``.
+        two: ``W_2`` of the MLP.
     """
 
     Q: Float[Tensor, "D D"]
@@ -47,7 +53,7 @@ class Transformer:
         return (logits if kept is None else logits.masked_fill(~kept, -torch.inf)).softmax(dim=0)
 
     def attend(self, weights: Float[Tensor, " P"], X: Float[Tensor, "P D"]) -> Float[Tensor, " D"]:
-        """``a_t``: the tokens under some attention weights, through values and output."""
+        """``a_t``: the attention-weighted tokens, through the value and output matrices."""
         return weights @ X @ self.V @ self.O
 
 
@@ -68,17 +74,20 @@ def random_matrix(rows: int, columns: int, norm: float, generator: torch.Generat
     return W * (norm / largest(W))
 
 
+# -- Theorem 3.1 -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What the theorem speaks of, for all tokens ``ℓ`` at once.
+    """The quantities of Theorem 3.1, for all tokens ``ℓ`` at once.
 
     Attributes:
         alpha: ``α_t``.
         own: ``x_ℓ A x_ℓ^T``.
-        others: the largest ``x_j A x_ℓ^T`` of another token ``j``: the statement as printed.
-        others_abs: the largest ``|x_j A x_ℓ^T|``: what the proof uses.
+        others: the largest ``x_j A x_ℓ^T`` of another token ``j``, as the theorem is printed.
+        others_abs: the largest ``|x_j A x_ℓ^T|``, as the proof uses it.
         norm: ``‖a_t‖``.
-        delta: what the cosine of ``a_t`` and ``x_{t+1}`` lacks to 1.
+        delta: 1 minus the cosine of ``a_t`` and ``x_{t+1}``.
         gain: ``λ_Q λ_K λ_V λ_O``.
         following: ``x_{t+1} W_Q W_K^T x_ℓ^T``.
         before: ``a_t W_Q W_K^T x_ℓ^T``.
@@ -95,7 +104,9 @@ class Step:
     before: Float[Tensor, " P"]
 
     def epsilon(self, *, printed: bool = False) -> Float[Tensor, " P"]:
-        """The smallest ``ε`` that the premises allow with ``c = x_ℓ A x_ℓ^T``; infinite where that is not above 0."""
+        """The smallest ``ε`` that the premises allow with ``c = x_ℓ A x_ℓ^T``; infinite where that ``c`` is not
+        positive.
+        """
         others = self.others.clamp(min=0.0) if printed else self.others_abs
         epsilon = torch.maximum(
             others / self.own, torch.full_like(self.own, math.sqrt(self.delta) * self.gain) / self.own
@@ -103,12 +114,16 @@ class Step:
         return epsilon.masked_fill(self.own <= 0, torch.inf)
 
     def error(self) -> Float[Tensor, " P"]:
-        """How far the next score on ``ℓ`` is from ``α_{t,ℓ}``, as a share of the factor; the theorem allows ``3ε``."""
+        """The distance of the next score on ``ℓ`` from ``α_{t,ℓ}``, relative to the factor; the theorem allows
+        ``3ε``.
+        """
         factor = self.own / self.norm
         return (self.following / factor - self.alpha).abs()
 
     def error_of_another(self) -> Float[Tensor, "P P"]:
-        """The same with the printed middle term: entry ``(ℓ, j)`` has the next score on ``j`` in place of ``ℓ``."""
+        """The same error with the printed middle term: entry ``(ℓ, j)`` has the next score on ``j`` in place of
+        ``ℓ``.
+        """
         factor = self.own / self.norm
         return (self.following / factor[:, None] - self.alpha[:, None]).abs()
 
@@ -118,7 +133,7 @@ class Step:
 
 
 def take_step(model: Transformer, X: Float[Tensor, "P D"], x: Float[Tensor, " D"]) -> Step:
-    """Feed token ``x`` after the tokens ``X`` (rows of length 1), and measure; ``x_{t+1}`` is brought to length 1."""
+    """Feed token ``x`` after the tokens ``X`` (rows of length 1) and measure; ``x_{t+1}`` is scaled to length 1."""
     alpha = model.weights(x, X)
     a = model.attend(alpha, X)
     following = model.mlp(a)
