@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvkeep.evals.measures import (
+from kvkeep.evals.metrics import TENTHS
+from kvkeep.evals.report import (
     FULL,
     MEASURES,
     Measure,
@@ -23,7 +24,6 @@ from kvkeep.evals.measures import (
     percent,
     seeds,
 )
-from kvkeep.evals.metrics import TENTHS
 from kvkeep.plots import Panel, Series, draw
 
 MOST_BANDS = 6

@@ -2,10 +2,163 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from kvkeep.evals.measures import MEASURES, Row, by_budget, by_case, by_name, grouped, held, of_task, over, seeds
+Row = dict[str, Any]
+_Key = TypeVar("_Key", bound=Hashable)
+
+FULL = "100%"
+"""The budget of policies that never evict."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over seeds.
+
+    Attributes:
+        mean: their mean; NaN if one of them is missing.
+        low: the lowest.
+        high: the highest.
+        n: how many there are.
+    """
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def half(self) -> float:
+        """Half of the range: half of the distance between the lowest and the highest."""
+        return (self.high - self.low) / 2
+
+    def times(self, factor: float) -> Spread:
+        """The same in another unit."""
+        return Spread(factor * self.mean, factor * self.low, factor * self.high, self.n)
+
+
+def over(values: Sequence[float]) -> Spread:
+    """The spread of some numbers."""
+    mean = sum(values) / len(values)
+    return Spread(mean, min(values), max(values), len(values))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a number of a task's score is shown.
+
+    Attributes:
+        task: the task.
+        key: the number's name in the score.
+        title: what it is, in words.
+        decimals: of a share in percent; ``None`` for a number with three digits.
+    """
+
+    task: str
+    key: str
+    title: str
+    decimals: int | None = None
+
+    def of(self, rows: Sequence[Row]) -> Spread:
+        """The number in rows that differ by the seed alone, in percent if it is a share; NaN if it is missing."""
+        values = [row["score"][self.key] for row in rows]
+        found = over([math.nan if value is None else value for value in values])
+        return found if self.decimals is None else found.times(100.0)
+
+    def show(self, rows: Sequence[Row]) -> str:
+        """The same as a table shows it: ``62%``, or ``62±3%`` with half of the range over several seeds."""
+        found = self.of(rows)
+        if math.isnan(found.mean):
+            return "–"
+        if self.decimals is None:
+            return _digits(found.mean) + (f"±{found.half:.2g}" if found.n > 1 else "")
+        return f"{found.mean:.{self.decimals}f}" + (f"±{found.half:.{self.decimals}f}%" if found.n > 1 else "%")
+
+
+def _digits(value: float) -> str:
+    """Three digits, and none of a large number lost: ``57.0``, ``0.0665``, ``1234``."""
+    return f"{value:.0f}" if abs(value) >= 99.95 or value == 0 else f"{value:#.3g}"
+
+
+MEASURES = (
+    Measure("recall", "accuracy", "recall, % right", 0),
+    Measure("perplexity", "perplexity", "perplexity"),
+    Measure("agreement", "agreement", "agreement with the full cache, %", 0),
+    Measure("agreement", "kl", "KL(full ‖ bounded), nats"),
+    Measure("mass", "mass", "retained attention mass, %", 1),
+    Measure("mass", "regret", "regret against the best set of each row, %", 1),
+)
+
+
+def of_task(rows: Sequence[Row], task: str) -> list[Row]:
+    """The rows of one task."""
+    return [row for row in rows if row["task"] == task]
+
+
+def grouped(rows: Sequence[Row], key: Callable[[Row], _Key]) -> dict[_Key, list[Row]]:
+    """Rows in groups, in the order in which the groups first come."""
+    groups: dict[_Key, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by the part of a task that they belong to."""
+    return grouped(rows, lambda row: str(row["case"]))
+
+
+def by_name(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by policy, and by what else of the cache is not as the policy has it by itself."""
+    return grouped(rows, lambda row: f"{row['policy']} ({setup})" if (setup := row.get("setup")) else row["policy"])
+
+
+def by_budget(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by budget, from the smallest to everything."""
+    groups = grouped(rows, lambda row: str(row["budget"]))
+    return dict(sorted(groups.items(), key=lambda item: _share(item[1][0])))
+
+
+def percent(row: Row) -> float:
+    """The budget in percent of the text: as it was asked for, if it was so, without the rounding to whole tokens."""
+    asked = str(row["budget"])
+    return float(asked[:-1]) if asked.endswith("%") else 100 * _share(row)
+
+
+def held(row: Row) -> float:
+    """Bytes allocated per byte of a full cache."""
+    return float(row["memory"]["allocated_bytes"] / max(1, row["memory"]["full_bytes"]))
+
+
+def is_full(rows: Sequence[Row]) -> bool:
+    """Whether these are rows of a policy that never evicts."""
+    return all(row["budget"] == FULL for row in rows)
+
+
+def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows by seed."""
+    return list(grouped(rows, lambda row: row["seed"]).values())
+
+
+def seeds(rows: Sequence[Row]) -> str:
+    """How many seeds numbers come from, in words; nothing if no number has more than one."""
+    cells = grouped(rows, lambda row: (row["case"], row["policy"], row.get("setup"), row["budget"]))
+    sizes = {len(by_seed(group)) for group in cells.values()}
+    low, high = min(sizes, default=1), max(sizes, default=1)
+    if high == 1:
+        return ""
+    return f"{high} seeds" if low == high else f"{low} to {high} seeds"
+
+
+def _share(row: Row) -> float:
+    """The budget as a share of the text, at most 1."""
+    return float(min(1.0, row["budget_tokens"] / row["text_tokens"]))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.evals import metrics, texts
-from kvkeep.evals.drive import Drive, batches, ends_of
+from kvkeep.evals.drive import Drive, batches
 from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.evals.task import Options, Outcome, Task
 from kvkeep.memory import Memory
+from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
@@ -111,7 +112,7 @@ class Agreement(Task):
         tokens, logits = [], []
         for _ in range(self.new):
             allowed = last.clone()
-            allowed[:, list(ends_of(writer))] = -torch.inf
+            allowed[:, list(ends_of(writer.model))] = -torch.inf
             tokens.append(allowed.argmax(dim=-1))
             last = drive.feed(tokens[-1][:, None])[:, -1]
             logits.append(last.cpu())

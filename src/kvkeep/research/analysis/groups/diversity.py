@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kvkeep.engine.sampler import choose
 from kvkeep.engine.sampling import Sampling
-from kvkeep.evals.drive import Drive, ends_of
+from kvkeep.evals.drive import Drive
+from kvkeep.models.generation import ends_of
 from kvkeep.models.text import Writer
 from kvkeep.registry import parse
 from kvkeep.research.analysis.groups import _ngrams as ngrams
@@ -120,7 +121,7 @@ def continuations(
     """Continue all prompts at once by `NEW` tokens; the same seed draws with the same numbers under every policy."""
     drive = Drive(writer, parse(policy), [budget] * len(prompts))
     rows = [Sampling(temperature=TEMPERATURE, seed=seed * PROMPTS + row) for row in range(len(prompts))]
-    ends = sorted(ends_of(writer))
+    ends = sorted(ends_of(writer.model))
     tokens, given = [], prompts
     for step in range(NEW):
         logits = drive.feed(given, last_only=True)[:, -1].float().cpu()

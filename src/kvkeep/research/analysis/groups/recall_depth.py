@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep.errors import InputError
-from kvkeep.evals.drive import Drive, ends_of, left_padded
-from kvkeep.evals.questions import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
+from kvkeep.evals.drive import Drive, left_padded
 from kvkeep.evals.task import Options
+from kvkeep.evals.tasks.recall import NEW_TOKENS, Prompted, Wording, ask, decode_greedily, right, wording_of
+from kvkeep.models.generation import ends_of
 from kvkeep.models.text import Writer
 from kvkeep.models.tiny.recall import Question
 from kvkeep.registry import parse
@@ -192,26 +192,11 @@ def _replies(writer: Writer, policy: str, questions: Sequence[Prompted], wording
     drive = Drive(writer, parse(policy), [number + room for number in numbers])
     drive.feed(*left_padded([asked.ids[:-1] for asked in questions]), last_only=True)
     logits = drive.feed(*left_padded([asked.ids[-1:] for asked in questions]), last_only=True)
-    texts = [writer.text_of(row) for row in _greedy(drive, logits, NEW_TOKENS[wording], ends_of(writer))]
+    texts = [writer.text_of(row) for row in decode_greedily(drive, logits, NEW_TOKENS[wording], ends_of(writer.model))]
     return [
         Reply(right(wording, one.question, text), one.question.depth, named_depth(one.question, text))
         for one, text in zip(questions, texts, strict=True)
     ]
-
-
-def _greedy(drive: Drive, logits: Tensor, most: int, ends: set[int]) -> list[list[int]]:
-    """The most probable tokens of every row, up to an end."""
-    rows: list[list[int]] = [[] for _ in logits]
-    running = torch.ones(len(rows), dtype=torch.bool)
-    for step in range(most):
-        best = logits[:, -1].argmax(dim=-1).cpu()
-        for row in running.nonzero().flatten().tolist():
-            rows[row].append(int(best[row]))
-        running &= torch.tensor([int(token) not in ends for token in best])
-        if step == most - 1 or not running.any():
-            break
-        logits = drive.feed(best[:, None], running[:, None], last_only=True)
-    return rows
 
 
 def _halves(found: Result) -> str:
