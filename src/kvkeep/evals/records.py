@@ -1,7 +1,7 @@
-"""The folder of a run: ``run.json`` says what was run, ``results.jsonl`` holds one line per finished cell.
+"""The folder of a run: ``run.json`` describes the run, ``results.jsonl`` has one line per finished cell.
 
-A line is written, flushed and synced before the next cell starts, so whatever happens, finished cells are safe. A last
-line that was torn in the middle is cut off when the run is resumed.
+A line is written, flushed and synced before the next cell starts, so finished cells are safe. When a run is resumed, an
+incomplete last line is cut off.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Records(Results):
     """Reads a folder of results, and adds to it.
 
     Args:
-        folder: the folder; need not exist yet.
+        folder: the folder; it need not exist yet.
 
     Attributes:
-        rows: the finished rows in the file's order; of equal cells the last.
+        rows: the finished rows in the file's order; of equal cells the last one.
 
     Raises:
-        InputError: it is no folder, or its files cannot be read.
+        InputError: the path is no folder, or its files cannot be read.
     """
 
     names = (ROWS, *PICTURES)
@@ -53,19 +53,19 @@ class Records(Results):
 
     @property
     def done(self) -> set[Cell]:
-        """The cells that need not be run again."""
+        """The finished cells."""
         return {key_of(row) for row in self.rows}
 
     @property
     def safe(self) -> str:
-        """How many rows there are."""
+        """A sentence with the number of finished rows."""
         return f"The {len(self.rows)} rows written before are safe." if self.rows else ""
 
     def manifest(self) -> dict[str, Any] | None:
-        """What was run in this folder; ``None`` if nothing was.
+        """The content of ``run.json``; ``None`` if the folder has no run yet.
 
         Raises:
-            InputError: there are results, or files of the same names, but it does not say of what.
+            InputError: the file is damaged, or it is missing although there are results or files of the same names.
         """
         path = self.path / MANIFEST
         found = read_object(path, _REMEDY)
@@ -80,7 +80,7 @@ class Records(Results):
         return found
 
     def check(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Compare a run, or what is known of it, with what the folder already holds.
+        """Compare a run with the run that the folder already holds.
 
         Args:
             manifest: as for `open`; ``weights`` and ``dtype`` may be missing.
@@ -105,7 +105,7 @@ class Records(Results):
         return before
 
     def open(self, manifest: dict[str, Any]) -> None:
-        """Prepare the folder for more rows of a run; it has to be `locked`, and its rows are read again.
+        """Prepare the folder for more rows of a run. The folder has to be `locked`; its rows are read again.
 
         Args:
             manifest: ``model``, ``weights``, ``dtype``, and ``tasks``: name → version and settings.
@@ -126,7 +126,7 @@ class Records(Results):
         """Write one row and wait until it is on the disk.
 
         Raises:
-            InputError: it cannot be written; all earlier rows are safe.
+            InputError: the row cannot be written; all earlier rows are safe.
         """
         line = (json.dumps(finite(row), allow_nan=False, ensure_ascii=False) + "\n").encode()
         with self.writing(), (self.path / ROWS).open("ab") as file:
@@ -139,22 +139,22 @@ class Records(Results):
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 LONGEST = 1000
-"""Characters of a name, at most."""
+"""Most characters of a name."""
 
 
 def key_of(row: Row) -> Cell:
-    """The cell that a row belongs to."""
+    """The cell of a row."""
     return Cell(row["task"], row["case"], row["policy"], row["budget"], row["seed"], row.get("setup", ""))
 
 
 def fault(row: Row) -> str | None:
-    """What is wrong with a row, as part of a sentence; ``None`` if it can be shown."""
+    """The defect of a row, as part of a sentence; ``None`` if tables, plots and resuming can use the row."""
     place: Row = {"setup": "", **row}  # rows were written before there were setups
     return _first(place, _ROW) or _first(place["score"], _SCORES.get(place["task"], {}), "score.")
 
 
 def _first(found: dict[str, Any], wanted: dict[str, _Kind], of: str = "") -> str | None:
-    """The first entry that is missing or of another kind."""
+    """The first entry that is missing or of the wrong kind, as part of a sentence."""
     for path, (fits, kind) in wanted.items():
         value: Any = found
         for key in path.split("."):

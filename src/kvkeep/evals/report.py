@@ -1,4 +1,7 @@
-"""From rows to tables; needs nothing but the JSONL file."""
+"""Rows in groups, the measures in them, and tables of both; needs only ``results.jsonl``.
+
+Rows that differ by the seed alone are one number with a spread.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ Row = dict[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)
 
 FULL = "100%"
-"""The budget of policies that never evict."""
+"""The budget of policies that never evict, as rows have it."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +22,10 @@ class Spread:
     """A number over seeds.
 
     Attributes:
-        mean: their mean; NaN if one of them is missing.
-        low: the lowest.
-        high: the highest.
-        n: how many there are.
+        mean: the mean; NaN if a value is missing.
+        low: the lowest value.
+        high: the highest value.
+        n: number of values.
     """
 
     mean: float
@@ -32,11 +35,11 @@ class Spread:
 
     @property
     def half(self) -> float:
-        """Half of the range: half of the distance between the lowest and the highest."""
+        """Half of the distance between the lowest and the highest value."""
         return (self.high - self.low) / 2
 
     def times(self, factor: float) -> Spread:
-        """The same in another unit."""
+        """The spread multiplied by a factor."""
         return Spread(factor * self.mean, factor * self.low, factor * self.high, self.n)
 
 
@@ -48,13 +51,13 @@ def over(values: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Measure:
-    """How a number of a task's score is shown.
+    """A number in a task's score, and how to show it.
 
     Attributes:
         task: the task.
         key: the number's name in the score.
-        title: what it is, in words.
-        decimals: of a share in percent; ``None`` for a number with three digits.
+        title: its name for people.
+        decimals: decimals of a share in percent; ``None`` for a plain number, which is shown with three digits.
     """
 
     task: str
@@ -63,13 +66,13 @@ class Measure:
     decimals: int | None = None
 
     def of(self, rows: Sequence[Row]) -> Spread:
-        """The number in rows that differ by the seed alone, in percent if it is a share; NaN if it is missing."""
+        """The number in rows that differ by the seed alone; shares in percent, NaN if a row has no such number."""
         values = [row["score"][self.key] for row in rows]
         found = over([math.nan if value is None else value for value in values])
         return found if self.decimals is None else found.times(100.0)
 
     def show(self, rows: Sequence[Row]) -> str:
-        """The same as a table shows it: ``62%``, or ``62±3%`` with half of the range over several seeds."""
+        """The number as text: ``62%``, or ``62±3%`` with half of the range over several seeds."""
         found = self.of(rows)
         if math.isnan(found.mean):
             return "–"
@@ -79,7 +82,7 @@ class Measure:
 
 
 def _digits(value: float) -> str:
-    """Three digits, and none of a large number lost: ``57.0``, ``0.0665``, ``1234``."""
+    """Three significant digits, but all digits before the point: ``57.0``, ``0.0665``, ``1234``."""
     return f"{value:.0f}" if abs(value) >= 99.95 or value == 0 else f"{value:#.3g}"
 
 
@@ -99,7 +102,7 @@ def of_task(rows: Sequence[Row], task: str) -> list[Row]:
 
 
 def grouped(rows: Sequence[Row], key: Callable[[Row], _Key]) -> dict[_Key, list[Row]]:
-    """Rows in groups, in the order in which the groups first come."""
+    """Rows in groups, in the order in which the groups first appear."""
     groups: dict[_Key, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
@@ -107,34 +110,36 @@ def grouped(rows: Sequence[Row], key: Callable[[Row], _Key]) -> dict[_Key, list[
 
 
 def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by the part of a task that they belong to."""
+    """Rows by their part of a task."""
     return grouped(rows, lambda row: str(row["case"]))
 
 
 def by_name(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by policy, and by what else of the cache is not as the policy has it by itself."""
+    """Rows by policy, and by the setup where caches were made otherwise than the policy's own way."""
     return grouped(rows, lambda row: f"{row['policy']} ({setup})" if (setup := row.get("setup")) else row["policy"])
 
 
 def by_budget(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by budget, from the smallest to everything."""
+    """Rows by budget, from the smallest to the largest."""
     groups = grouped(rows, lambda row: str(row["budget"]))
     return dict(sorted(groups.items(), key=lambda item: _share(item[1][0])))
 
 
 def percent(row: Row) -> float:
-    """The budget in percent of the text: as it was asked for, if it was so, without the rounding to whole tokens."""
+    """The budget in percent of the text: a budget asked for in percent as it is, without the rounding to whole
+    tokens.
+    """
     asked = str(row["budget"])
     return float(asked[:-1]) if asked.endswith("%") else 100 * _share(row)
 
 
 def held(row: Row) -> float:
-    """Bytes allocated per byte of a full cache."""
+    """Bytes allocated, relative to a full cache."""
     return float(row["memory"]["allocated_bytes"] / max(1, row["memory"]["full_bytes"]))
 
 
 def is_full(rows: Sequence[Row]) -> bool:
-    """Whether these are rows of a policy that never evicts."""
+    """Whether all rows are of a policy that never evicts."""
     return all(row["budget"] == FULL for row in rows)
 
 
@@ -144,7 +149,7 @@ def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def seeds(rows: Sequence[Row]) -> str:
-    """How many seeds numbers come from, in words; nothing if no number has more than one."""
+    """The number of seeds in words, as for a title; empty if no number has more than one seed."""
     cells = grouped(rows, lambda row: (row["case"], row["policy"], row.get("setup"), row["budget"]))
     sizes = {len(by_seed(group)) for group in cells.values()}
     low, high = min(sizes, default=1), max(sizes, default=1)
@@ -163,7 +168,7 @@ def _share(row: Row) -> float:
 
 @dataclass(frozen=True)
 class Table:
-    """One measure of one case: policies down, budgets across; an empty cell was not run."""
+    """One measure of one case: policies down, budgets across; the text of a cell that was not run is empty."""
 
     title: str
     columns: list[str]
@@ -181,7 +186,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    """What caches held in the part of the first task that has most rows, of equals the last."""
+    """Bytes held in the case with most rows of the first task; of equals, in the last case."""
     first = next(iter(grouped(rows, lambda row: row["task"]).values()))
     case, group = max(reversed(by_case(first).items()), key=lambda item: len(item[1]))
     columns = list(by_budget(group))
@@ -197,6 +202,6 @@ def _table(title: str, group: Sequence[Row], show: Callable[[Sequence[Row]], str
 
 
 def _cells(group: Sequence[Row], columns: Sequence[str], show: Callable[[Sequence[Row]], str]) -> dict[str, list[str]]:
-    """Each policy's line."""
+    """The line of each policy."""
     lines = {name: by_budget(part) for name, part in by_name(group).items()}
     return {name: [show(line[column]) if column in line else "" for column in columns] for name, line in lines.items()}

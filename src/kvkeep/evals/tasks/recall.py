@@ -1,9 +1,9 @@
-"""Recall: questions over planted facts, by the depth at which the asked fact stands.
+"""Recall: questions over planted facts, by the depth of the asked fact.
 
-The prompt but for its last token is one chunk (the papers' semantics) and is then cut to the budget; with ``ask=later``
-it is the text alone, and the question comes after that as a chunk of its own. The last token and the reply are decoded
-greedily under the budget: the first token of a reply is chosen by the last token's attention, so with the whole prompt
-in one chunk a reply of one word would not depend on the policy at all.
+The prompt without its last token is one chunk (the papers' semantics) and is then cut to the budget. With ``ask=later``
+this chunk is the text alone, and the question follows as a chunk of its own. The last token and the reply are decoded
+greedily under the budget. The last token is fed apart because its attention chooses the first token of the reply: with
+the whole prompt in one chunk, a reply of one word would not depend on the policy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvkeep.policies.base import Policy
 Wording = Literal["embedded", "instruction", "plain"]
 
 NEW_TOKENS = {"embedded": 8, "instruction": 24, "plain": 16}
-"""Longest reply that is read, in tokens."""
+"""Tokens of the longest reply, by wording."""
 
 _INSTRUCTION = "Read the text and answer the question at its end with the one word or number asked for, nothing else."
 _KINDS = tuple(kind.name for kind in HELD_OUT.kinds)
@@ -49,7 +49,7 @@ class Prompted:
     Attributes:
         question: the question.
         ids: the prompt.
-        first: tokens at its beginning that are fed at once and then cut to the budget; the others come after that.
+        first: number of tokens that are fed at once and then cut to the budget; the others follow after that.
     """
 
     question: Question
@@ -58,7 +58,9 @@ class Prompted:
 
 
 def wording_of(checkpoint: Checkpoint) -> Wording:
-    """How this model is asked: in the embedded model's chat if it has that template, else as its tokenizer allows."""
+    """How to ask this model: in the embedded model's chat if it has that template, otherwise as its tokenizer
+    allows.
+    """
     template = checkpoint.tokenizer.chat_template
     if template is None:
         return "plain"
@@ -67,7 +69,7 @@ def wording_of(checkpoint: Checkpoint) -> Wording:
 
 
 def ask(checkpoint: Checkpoint, options: Options, context: int, n: int) -> list[Prompted]:
-    """``n`` questions of all kinds in turn with prompts of about ``context`` tokens, never more.
+    """``n`` questions, of all kinds in turn, with prompts of about ``context`` tokens and never more.
 
     Raises:
         InputError: the facts alone are longer than the context.
@@ -99,8 +101,8 @@ def ask(checkpoint: Checkpoint, options: Options, context: int, n: int) -> list[
 def right(wording: Wording, asked: Question, reply: str) -> bool:
     """Whether a reply answers the question.
 
-    The embedded model has to give exactly the answer. From others the first line counts, and it is right if it
-    contains the answer and no other value that the text gives for such a thing.
+    The embedded model has to give exactly the answer. For other models the first line counts: it has to contain the
+    answer, and no other value that the text gives for such a thing.
     """
     if wording == "embedded":
         return asked.right(reply)
@@ -119,14 +121,16 @@ def _count(checkpoint: Checkpoint, text: str) -> int:
 
 
 def _parts(asked: Question) -> tuple[str, str]:
-    """The text and the question that stands at its end."""
+    """The text, and the question at its end."""
     fact = asked.facts[-1]
     ending = next(said for t in fact.kind.questions if asked.prompt.endswith(said := fact.say(t)))
     return asked.prompt.removesuffix(ending).rstrip(), ending
 
 
 def _text_tokens(checkpoint: Checkpoint, wording: Wording, asked: Question, ids: Int[torch.Tensor, " n"]) -> int:
-    """Tokens before the question: those that the prompt shares with one in which something else follows the text."""
+    """Number of tokens before the question: the prefix shared with a prompt in which something else follows the
+    text.
+    """
     text, ending = _parts(asked)
     other = _encode(checkpoint, wording, f"{text} ;", ending)[: len(ids)]
     return int((ids[: len(other)] != other).nonzero()[0])
@@ -143,12 +147,12 @@ def _encode(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) ->
 # -- the task ----------------------------------------------------------------------------------------------------------
 
 QUESTIONS = 30
-"""Questions per context, unless the user gives a limit."""
+"""Default number of questions per context."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What one batch of questions gave: replies, where kept tokens stood after the prompt, and bytes."""
+    """The results of one batch of questions: replies, positions of kept tokens after the prompt, and bytes."""
 
     replies: list[str]
     kept: Float[Tensor, " 10"]
@@ -189,7 +193,7 @@ class Recall(Task):
         return cls(options, wording, questions, tuple(notes))
 
     def settings(self) -> dict[str, Any]:
-        """Questions, facts, depths and wording."""
+        """Number of questions, facts, depths and wording."""
         return {
             "questions": self.options.limit or QUESTIONS,
             "facts": self.options.facts,
@@ -198,18 +202,18 @@ class Recall(Task):
         }
 
     def cases(self) -> dict[str, list[int]]:
-        """Each context, with the lengths of its prompts; of its texts, if questions come later."""
+        """Each context, with the lengths of its prompts, or of its texts if questions are asked later."""
         return {case: [self._length(asked) for asked in questions] for case, questions in self.questions.items()}
 
     @property
     def new_tokens(self) -> int:
-        """Tokens of the longest reply, and of the longest question if it comes later."""
+        """Tokens of the longest reply, and of the longest question if it is asked later."""
         questions = [asked for part in self.questions.values() for asked in part]
         return NEW_TOKENS[self.wording] + max(len(asked.ids) - self._length(asked) for asked in questions)
 
     @property
     def notes(self) -> list[str]:
-        """Contexts longer than the model was trained for."""
+        """Notes about contexts longer than the model was trained for."""
         return list(self.notes_)
 
     def run(
@@ -230,11 +234,11 @@ class Recall(Task):
         return Outcome(score, sum((batch.memory for batch in done), Memory()))
 
     def _length(self, asked: Prompted) -> int:
-        """The tokens that a budget in percent refers to."""
+        """The number of tokens that a budget in percent refers to."""
         return asked.first if self.options.ask == "later" else len(asked.ids)
 
     def _answer(self, writer: Writer, drive: Drive, questions: Sequence[Prompted]) -> _Batch:
-        """Run one batch of texts, cut them, then the rest of the prompts, and decode the replies."""
+        """Run one batch: the texts, which are then cut, the rest of the prompts, and the replies."""
         lengths = [asked.first for asked in questions]
         drive.feed(*left_padded([asked.ids[: asked.first] for asked in questions]), last_only=True)
         layers = drive.cache.bounded_layers()
@@ -249,7 +253,14 @@ class Recall(Task):
 
 
 def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, ends: set[int]) -> list[list[int]]:
-    """Greedy replies; a row that has ended is fed nothing more."""
+    """Greedy replies of at most ``most`` tokens; a row that has ended is fed nothing more.
+
+    Args:
+        drive: the model and its cache, after the prompts.
+        logits: logits of each prompt's last token.
+        most: most tokens of a reply.
+        ends: tokens that end a reply.
+    """
     replies: list[list[int]] = [[] for _ in logits]
     running = torch.ones(len(replies), dtype=torch.bool)
     for step in range(most):
