@@ -19,8 +19,8 @@ from kvkeep.evals import curves
 from kvkeep.evals import report as reports
 from kvkeep.evals.records import Records
 from kvkeep.research.analysis import report
-from kvkeep.research.analysis.folder import Folder
 from kvkeep.research.analysis.groups import MEASUREMENTS
+from kvkeep.research.analysis.report import Folder
 from kvkeep.runs import Lock
 
 QUICK = ("--tasks", "perplexity", "--policies", "local", "--limit", 2, "--window", 40, "--budgets", "12", "--no-plots")

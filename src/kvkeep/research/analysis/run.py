@@ -19,9 +19,9 @@ from kvkeep.evals.task import Options
 from kvkeep.models.control import with_random_weights
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
-from kvkeep.research.analysis.folder import Folder
 from kvkeep.research.analysis.groups import MEASUREMENTS
 from kvkeep.research.analysis.measure import Context, Measurement, Mlp, Rows, Skipped, Subject
+from kvkeep.research.analysis.report import Folder
 from kvkeep.research.analysis.walk import Anatomy, look, walk
 from kvkeep.runs import as_text
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.research.analysis.groups import _ranks as stats
-from kvkeep.research.analysis.groups._columns import by_kind
+from kvkeep.research.analysis.groups._ranks import by_kind
 from kvkeep.research.analysis.measure import Axes, Context, Measurement, Reading, Result, Rows, Verdict
 
 WINDOW = 128

@@ -9,6 +9,7 @@ counts of 0 smoothed and without.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
@@ -22,8 +23,7 @@ from kvkeep.evals.drive import Drive
 from kvkeep.models.generation import ends_of
 from kvkeep.models.text import Writer
 from kvkeep.registry import parse
-from kvkeep.research.analysis.groups import _ngrams as ngrams
-from kvkeep.research.analysis.groups import _texts
+from kvkeep.research.analysis.groups import _shared
 from kvkeep.research.analysis.measure import Axes, Measurement, Progress, Reading, Result, Subject, Verdict
 
 POLICIES = ("full", "h2o", "scissorhands", "ahakv", "streaming_llm", "local")
@@ -59,7 +59,7 @@ class Diversity(Measurement):
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """Continue the prompts under every policy."""
-        prompts = _texts.windows(subject, rows=PROMPTS, length=PROMPT, room=NEW)
+        prompts = _shared.windows(subject, rows=PROMPTS, length=PROMPT, room=NEW)
         budget = int(BUDGET * (prompts.shape[1] + NEW))
         found = {}
         for number, name in enumerate(POLICIES):
@@ -134,13 +134,13 @@ def continuations(
 
 def described(texts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """The numbers of one policy."""
-    smooth = {str(n): ngrams.self_bleu(texts, n, smooth=True) for n in ORDERS}
+    smooth = {str(n): self_bleu(texts, n, smooth=True) for n in ORDERS}
     return {
-        "self_bleu": {str(n): _mean(ngrams.self_bleu(texts, n, smooth=False)) for n in ORDERS},
+        "self_bleu": {str(n): _mean(self_bleu(texts, n, smooth=False)) for n in ORDERS},
         "self_bleu_smooth": {n: _mean(values) for n, values in smooth.items()},
         "bleus": smooth[str(MAIN)],
-        "distinct": {str(n): ngrams.distinct(texts, n) for n in (1, 2, 3)},
-        "repeated": {str(n): _mean([ngrams.repeated(text, n) for text in texts]) for n in REPEATED},
+        "distinct": {str(n): distinct(texts, n) for n in (1, 2, 3)},
+        "repeated": {str(n): _mean([repeated(text, n) for text in texts]) for n in REPEATED},
     }
 
 
@@ -164,3 +164,64 @@ def _verdict(result: Result) -> Verdict:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+# -- counts of n-grams -------------------------------------------------------------------------------------------------
+
+Text = Sequence[int]
+Counts = Counter[tuple[int, ...]]
+
+EPSILON = 0.1
+"""What smoothing (method 1 of Chen and Cherry, 2014) takes for a count of 0."""
+
+
+def ngrams(text: Text, n: int) -> Counts:
+    """How often each run of ``n`` tokens occurs."""
+    return Counter(tuple(text[start : start + n]) for start in range(len(text) - n + 1))
+
+
+def bleu(text: Text, references: Sequence[Text], order: int, *, smooth: bool) -> float:
+    """BLEU of a text against references, in [0, 1].
+
+    Args:
+        text: what is judged.
+        references: what it is compared with.
+        order: longest n-grams that count.
+        smooth: put `EPSILON` in the place of a count of 0; otherwise one such order makes the whole 0.
+    """
+    total = 0.0
+    for n in range(1, order + 1):
+        own = ngrams(text, n)
+        most: Counts = Counter()
+        for reference in references:
+            most |= ngrams(reference, n)  # the largest count in any one reference
+        found = float(sum((own & most).values()))
+        if not own or (found == 0 and not smooth):
+            return 0.0
+        total += math.log((found or EPSILON) / sum(own.values()))
+    return _brevity(len(text), [len(reference) for reference in references]) * math.exp(total / order)
+
+
+def _brevity(length: int, others: Sequence[int]) -> float:
+    """1 for a text at least as long as the reference whose length is closest (of two, the shorter)."""
+    closest = min(others, key=lambda other: (abs(other - length), other))
+    return 1.0 if length >= closest else math.exp(1 - closest / length)
+
+
+def self_bleu(texts: Sequence[Text], order: int, *, smooth: bool) -> list[float]:
+    """BLEU of each text against all others; their mean is Self-BLEU, low for texts that differ."""
+    return [bleu(text, [*texts[:i], *texts[i + 1 :]], order, smooth=smooth) for i, text in enumerate(texts)]
+
+
+def distinct(texts: Sequence[Text], n: int) -> float:
+    """Different n-grams per n-gram, over all texts together; 1 if none occurs twice."""
+    total: Counts = Counter()
+    for text in texts:
+        total += ngrams(text, n)
+    return len(total) / max(1, sum(total.values()))
+
+
+def repeated(text: Text, n: int) -> float:
+    """Share of a text's n-grams that occurred in it before."""
+    counts = ngrams(text, n)
+    return 1 - len(counts) / sum(counts.values()) if counts else 0.0

@@ -15,8 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.research.analysis.groups._lines import lines
-from kvkeep.research.analysis.groups._numbers import show
+from kvkeep.research.analysis.groups._shared import lines, show
 from kvkeep.research.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows
 
 SAMPLES = 512

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.research.analysis.groups import _ranks as stats
-from kvkeep.research.analysis.groups._columns import ColumnSums, by_kind
+from kvkeep.research.analysis.groups._ranks import ColumnSums, by_kind
 from kvkeep.research.analysis.measure import Axes, Context, Measurement, Reading, Result, Rows, Verdict
 
 SHARES = {"1%": 0.01, "5%": 0.05, "20%": 0.2}

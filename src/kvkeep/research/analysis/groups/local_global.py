@@ -28,8 +28,8 @@ from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 from kvkeep.research import hindsight
 from kvkeep.research.analysis.groups import _ranks as stats
-from kvkeep.research.analysis.groups import _texts
-from kvkeep.research.analysis.groups._lines import by_layer
+from kvkeep.research.analysis.groups import _shared
+from kvkeep.research.analysis.groups._shared import by_layer
 from kvkeep.research.analysis.measure import Axes, Measurement, Progress, Reading, Result, Subject, Verdict
 from kvkeep.types import Phase
 
@@ -65,7 +65,7 @@ class LocalGlobal(Measurement):
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """Record the full cache, replay each policy on the record, and let each run freely."""
-        ids, writer = _texts.windows(subject, rows=TEXTS, length=WINDOW), subject.writer
+        ids, writer = _shared.windows(subject, rows=TEXTS, length=WINDOW), subject.writer
         length = ids.shape[1]
         budget = max(4, int(BUDGET * length))
         totals = hindsight.measure(subject.model, ids.to(subject.model.device))

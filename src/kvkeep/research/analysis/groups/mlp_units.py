@@ -17,8 +17,8 @@ from torch import Tensor
 from kvkeep.evals import texts
 from kvkeep.evals.task import Options
 from kvkeep.research.analysis.groups import _ranks as stats
-from kvkeep.research.analysis.groups import _texts
-from kvkeep.research.analysis.groups._lines import Line, lines
+from kvkeep.research.analysis.groups import _shared
+from kvkeep.research.analysis.groups._shared import Line, lines
 from kvkeep.research.analysis.groups._units import Frequencies, Hushed
 from kvkeep.research.analysis.measure import (
     Axes,
@@ -76,12 +76,12 @@ class MlpUnits(Measurement):
     def runs(self, subject: Subject, progress: Progress) -> None:
         """Losses with units silenced, and frequencies on the package's own sentences."""
         frequency = self._units.positive()
-        ids, model = _texts.windows(subject, rows=TEXTS, length=WINDOW), subject.model
-        self._losses = {"full": _texts.loss(model, ids)}
+        ids, model = _shared.windows(subject, rows=TEXTS, length=WINDOW), subject.model
+        self._losses = {"full": _shared.loss(model, ids)}
         sets = {**chosen(frequency, PART, subject.seed), "above": [layer > OFTEN for layer in frequency]}
         for number, (name, units) in enumerate(sets.items()):
             with Hushed(model, units):
-                self._losses[name] = _texts.loss(model, ids)
+                self._losses[name] = _shared.loss(model, ids)
             progress((number + 1) / (len(sets) + 1))
         checkpoint = subject.writer.checkpoint
         length = min(OTHER, checkpoint.position_limit or OTHER)
@@ -89,7 +89,7 @@ class MlpUnits(Measurement):
         heard = Frequencies(self.context.n_layers, halves_at=len(other))
         walk(model, other, heard, reads=frozenset({"mlp"}))
         self._other = heard.positive()
-        self._guessing = _texts.guesses(model)
+        self._guessing = _shared.guesses(model)
 
     def result(self) -> Result:
         """Frequencies per layer, losses, and the overlap of two halves and of two texts."""

@@ -17,8 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep.research.analysis.groups._lines import by_layer
-from kvkeep.research.analysis.groups._numbers import mean, percent
+from kvkeep.research.analysis.groups._shared import by_layer, mean, percent
 from kvkeep.research.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows, Verdict
 
 SHORTEST = 256

@@ -22,8 +22,8 @@ from kvkeep.models.text import Writer
 from kvkeep.registry import parse
 from kvkeep.research import hindsight
 from kvkeep.research.analysis.groups import _ranks as stats
-from kvkeep.research.analysis.groups import _texts
-from kvkeep.research.analysis.groups._lines import lines
+from kvkeep.research.analysis.groups import _shared
+from kvkeep.research.analysis.groups._shared import lines
 from kvkeep.research.analysis.measure import Axes, Measurement, Progress, Reading, Result, Subject, Verdict
 
 BUDGET = 0.2
@@ -58,14 +58,14 @@ class PositionBias(Measurement):
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """One prompt per policy for the positions, one run in pieces for the loss."""
-        writer, ids = subject.writer, _texts.windows(subject, rows=TEXTS, length=WINDOW)
+        writer, ids = subject.writer, _shared.windows(subject, rows=TEXTS, length=WINDOW)
         length = ids.shape[1]
         totals = hindsight.measure(subject.model, ids.to(subject.model.device))
         kept = {}
         for number, name in enumerate(POLICIES):
             kept[name] = described(kept_positions(writer, name, ids, subject.seed), length)
             progress((number + 1) / (2 * len(POLICIES) + 2))
-        short = _texts.windows(subject, rows=TEXTS, length=SHORT)
+        short = _shared.windows(subject, rows=TEXTS, length=SHORT)
         losses = {}
         for number, name in enumerate((*POLICIES, "full")):
             losses[name] = _loss(writer, name, short, subject.seed)

@@ -21,8 +21,7 @@ from kvkeep.models.generation import ends_of
 from kvkeep.models.text import Writer
 from kvkeep.models.tiny.recall import Question
 from kvkeep.registry import parse
-from kvkeep.research.analysis.groups._lines import lines
-from kvkeep.research.analysis.groups._numbers import mean, percent
+from kvkeep.research.analysis.groups._shared import lines, mean, percent
 from kvkeep.research.analysis.measure import (
     Axes,
     Context,

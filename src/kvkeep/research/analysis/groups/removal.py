@@ -11,8 +11,8 @@ import math
 from typing import ClassVar, final
 
 from kvkeep.research import hindsight
-from kvkeep.research.analysis.groups import _texts
-from kvkeep.research.analysis.groups._lines import lines
+from kvkeep.research.analysis.groups import _shared
+from kvkeep.research.analysis.groups._shared import lines
 from kvkeep.research.analysis.measure import Axes, Measurement, Progress, Reading, Result, Skipped, Subject, Verdict
 from kvkeep.research.hindsight import Keys, Totals
 
@@ -46,17 +46,17 @@ class Removal(Measurement):
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """A first pass for the sums, then one for each set of keys."""
-        ids, model = _texts.windows(subject, rows=TEXTS, length=WINDOW), subject.model
+        ids, model = _shared.windows(subject, rows=TEXTS, length=WINDOW), subject.model
         steps = len(ids) * (1 + len(SHARES) * len(NAMES))
         losses: dict[str, list[float]] = {name: [0.0] * len(SHARES) for name in NAMES}
         full, done = 0.0, 0
         for text in ids.split(1):
-            full += _texts.loss(model, text) / len(ids)
+            full += _shared.loss(model, text) / len(ids)
             totals = hindsight.measure(model, text.to(model.device))
             done += 1
             for place, share in enumerate(SHARES):
                 for name, keys in chosen(totals, share, subject.seed).items():
-                    harmed = _texts.loss(model, text, hindsight.without(model, keys))
+                    harmed = _shared.loss(model, text, hindsight.without(model, keys))
                     losses[name][place] += harmed / len(ids)
                     done += 1
                     progress(done / steps)
@@ -67,7 +67,7 @@ class Removal(Measurement):
             "window": ids.shape[1],
             "texts": len(ids),
             "full": full,
-            "guessing": _texts.guesses(model),
+            "guessing": _shared.guesses(model),
             **losses,
             "perplexity": {name: math.exp(min(found[-1], 50.0)) for name, found in {**losses, "full": [full]}.items()},
         }

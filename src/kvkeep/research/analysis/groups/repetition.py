@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.research.analysis.groups._lines import by_layer
-from kvkeep.research.analysis.groups._numbers import mean, percent, show
+from kvkeep.research.analysis.groups._shared import by_layer, mean, percent, show
 from kvkeep.research.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows, Verdict
 
 PLACES = (178, 228, 278)

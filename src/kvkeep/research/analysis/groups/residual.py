@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.research.analysis.groups._lines import by_layer
-from kvkeep.research.analysis.groups._numbers import mean, show
+from kvkeep.research.analysis.groups._shared import by_layer, mean, show
 from kvkeep.research.analysis.measure import Axes, Claim, Context, Measurement, Mlp, Reading, Result, Verdict
 
 HIGH = 0.9

@@ -6,18 +6,23 @@ a curve that falls although no token is worth more than another. It is drawn bes
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
+from kvkeep import scores
+from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
-from kvkeep.research.analysis.groups._lines import lines
-from kvkeep.research.analysis.groups._numbers import in_bins, percent, show
-from kvkeep.research.analysis.groups._prompt import Prompt
+from kvkeep.research.analysis.groups._ranks import uniform_mass
+from kvkeep.research.analysis.groups._shared import in_bins, lines, percent, show
 from kvkeep.research.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows, Verdict
+from kvkeep.statistic import Rows as Block
+from kvkeep.statistic import Statistic
+from kvkeep.types import Phase, Report, View
 
 RECENT_ONLY = "ahakv:sg_softmax=false,value_prior=false"
 POLICIES = ("h2o", "h2o_avg", RECENT_ONLY, "ahakv", "scissorhands", "tova", "snapkv")
@@ -37,11 +42,6 @@ BIASED = 0.75
 
 EVENER = 0.05
 """AhaKV has to be closer to an even spread by that much in Kolmogorov-Smirnov distance to count as less biased."""
-
-
-def expected_mass(n: int) -> Float[Tensor, " n"]:
-    """Accumulated attention of each token under iid logits: the sum of 1/i over the rows i = j ... n that see it."""
-    return (1.0 / torch.arange(1, n + 1).double()).flip(0).cumsum(dim=0).flip(0)
 
 
 def spread(counts: Float[Tensor, " n"]) -> dict[str, float]:
@@ -115,7 +115,7 @@ class Retained(Measurement):
             for name in ("h2o", "ahakv")
         }
         curves["h2o, one head"] = self._prompts["h2o"][middle].score()[0].double()
-        curves["iid logits"] = expected_mass(n)
+        curves["iid logits"] = uniform_mass(n)
         return {name: in_bins(curve / curve.mean(), min(CURVE_BINS, n)).tolist() for name, curve in curves.items()}
 
     @classmethod
@@ -188,3 +188,83 @@ def _meaning(policies: dict[str, dict[str, Any]]) -> str:
             f"{evenest} spreads its choice most evenly."
         )
     return "H2O is not biased to the beginning on this text; position is no reason against it."
+
+
+# -- what a policy keeps of a prompt -----------------------------------------------------------------------------------
+
+
+class Prompt:
+    """One policy on one layer at the end of a prompt.
+
+    Args:
+        policy: it must not look at keys, which the walk does not show.
+        context: the text, which is the prompt.
+        budget: tokens kept per head.
+        layer: number of the layer.
+    """
+
+    def __init__(self, policy: Policy, context: Context, budget: int, layer: int):
+        n = context.n_tokens
+        policy.check(budget)
+        self.policy, self.budget = policy, budget
+        self._view = _view(context, budget, layer)
+        self.statistic: Statistic = policy.wants(self._view)
+        self._selected = self.statistic.selects(torch.arange(n)[None])
+        self._sums = {name: torch.zeros(1, context.n_kv_heads, n) for name in self.statistic.fields}
+
+    def add(self, rows: Rows) -> None:
+        """Reduce the policy's statistic over a block of rows; at the last block, take the values."""
+        R, S = rows.weights.shape[1:]
+        last = rows.first + R
+        if last == self._view.positions.shape[-1]:
+            self._view = replace(self._view, values=rows.values[None])
+        at = self._selected[0, rows.first : last].nonzero().flatten()
+        if not len(at):
+            return
+        p = rows.weights[:, at] if len(at) < R else rows.weights
+        queries = (rows.first + at)[None]
+        grouped = p.unflatten(0, (self._view.positions.shape[1], -1))[None]
+        block = Block(grouped, torch.ones_like(queries, dtype=torch.bool), queries, torch.arange(S)[None, None])
+        for name, part in self.statistic.reduce(block).items():
+            self.statistic.join(self._sums[name][:, :, :S], part)
+
+    def score(self) -> Float[Tensor, "Hk n"]:
+        """The policy's score of every token after the last row; higher = keep."""
+        return self.policy.score(self._view, self._state())[0]
+
+    def kept(self) -> Bool[Tensor, "Hk n"]:
+        """What stays of the prompt."""
+        view, state = self._view, self._state()
+        sinks, recent = self.policy.protected(self.budget)
+        score = scores.protect(self.policy.score(view, state), view.positions, view.seen, sinks=sinks, recent=recent)
+        return scores.keep(score, view.positions, self.policy.stays(view, state))[0]
+
+    @property
+    def recent(self) -> int:
+        """Newest tokens that stay in any case."""
+        return int(self.policy.protected(self.budget)[1])
+
+    def _state(self) -> dict[str, Tensor]:
+        positions = self._view.positions
+        start = {name: torch.full(positions.shape, value) for name, value in self.policy.slots.items()}
+        return self.policy.observe(start, self._view, Report(self._sums))
+
+
+def _view(context: Context, budget: int, layer: int) -> View:
+    n, heads = context.n_tokens, context.n_kv_heads
+    positions: Int[Tensor, "1 Hk n"] = torch.arange(n, dtype=torch.int32).expand(1, heads, n)
+    nothing = torch.zeros(1, heads, n, 0)
+    return View(
+        positions=positions,
+        keys=nothing,
+        values=nothing,
+        seen=torch.tensor([n]),
+        budget=budget,
+        new=torch.tensor([n]),
+        prompt=torch.tensor([n]),
+        phase=Phase.PREFILL,
+        layer=layer,
+        sequences=torch.zeros(1, dtype=torch.int64),
+        past=torch.zeros(1, 0),
+        alive=torch.zeros(1, 0, dtype=torch.bool),
+    )

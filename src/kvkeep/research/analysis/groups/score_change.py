@@ -14,8 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.registry import parse
-from kvkeep.research.analysis.groups._lines import lines
-from kvkeep.research.analysis.groups._numbers import mean, percent, show
+from kvkeep.research.analysis.groups._shared import lines, mean, percent, show
 from kvkeep.research.analysis.groups._watched import Tape, Watched, cache_of, tapes
 from kvkeep.research.analysis.measure import (
     Axes,

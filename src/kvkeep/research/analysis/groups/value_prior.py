@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
-from kvkeep.research.analysis.groups._lines import lines
-from kvkeep.research.analysis.groups._numbers import in_bins, percent, show
+from kvkeep.research.analysis.groups._shared import in_bins, lines, percent, show
 from kvkeep.research.analysis.measure import Axes, Context, Measurement, Reading, Result, Rows, Verdict
 
 KERNEL = 5
