@@ -1,4 +1,8 @@
-"""From a folder of finished measurements to its pictures, its page and one JSON object; needs no model."""
+"""The folder of an analysis, and the page, pictures and JSON object that are written from it; needs no model.
+
+``run.json`` describes the run, and every finished measurement has a file of its own. A file is written beside its place
+and moved there, so it is whole or absent, and finished measurements are always safe.
+"""
 
 from __future__ import annotations
 
@@ -37,34 +41,34 @@ _REMEDY = "Restore it, or choose another --output folder."
 _LONGEST = 200
 
 AGAIN = "Remove it, and the same command measures it again."
-"""What to do about the file of a measurement that cannot be used."""
+"""The remedy for a damaged file of a measurement."""
 
 
 class Folder(Results):
     """Finished measurements, read from a folder and added to it.
 
     Args:
-        path: the folder; need not exist yet.
+        path: the folder; it need not exist yet.
 
     Raises:
-        InputError: it is no folder.
+        InputError: the path is no folder.
     """
 
     names = (PAGE, ALL, *(f"{kind.name}.{end}" for kind in MEASUREMENTS for end in ("json", "png")))
 
     @property
     def safe(self) -> str:
-        """What is written once is never touched again."""
+        """A sentence that finished measurements are safe."""
         return "Finished measurements are safe."
 
     def check(self, manifest: dict[str, Any]) -> None:
         """Refuse a folder that holds another run.
 
         Args:
-            manifest: what is to be run, as far as it is known.
+            manifest: the run, as far as it is known.
 
         Raises:
-            InputError: it does, or what it holds cannot be told.
+            InputError: the folder holds another run, or it is unknown which one.
         """
         found = read_object(self.path / MANIFEST, _REMEDY)
         if found is not None:
@@ -73,19 +77,19 @@ class Folder(Results):
             self.check_new()
 
     def open(self, manifest: dict[str, Any]) -> None:
-        """Say what the folder is of; it has to be `locked`.
+        """Write the description of the run; the folder has to be `locked`.
 
         Raises:
-            InputError: see `check`; or it cannot be written.
+            InputError: see `check`; or the file cannot be written.
         """
         self.check(manifest)
         self.write(MANIFEST, {"kind": KIND, **manifest})
 
     def manifest(self) -> dict[str, Any]:
-        """What was run.
+        """The description of the run.
 
         Raises:
-            InputError: nothing was, or the file does not say what.
+            InputError: there is no run, or the file is damaged.
         """
         found = read_object(self.path / MANIFEST, _REMEDY)
         if found is None or found.get("kind") != KIND:
@@ -117,10 +121,10 @@ class Folder(Results):
         return found
 
     def write(self, name: str, value: dict[str, Any]) -> dict[str, Any]:
-        """Write a JSON file at once, and return what was written: numbers that JSON cannot hold are null.
+        """Write a JSON file at once and return its content: numbers that JSON cannot hold are null.
 
         Raises:
-            InputError: it cannot be written; everything before is safe.
+            InputError: the file cannot be written; everything before is safe.
         """
         text = json.dumps(finite(value), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
         self.write_bytes(name, text.encode())
@@ -167,6 +171,7 @@ ELSEWHERE = (
         "kvkeep theory",
     ),
 )
+"""Claims that one pass over one text cannot check, and where this project checks them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,8 +180,8 @@ class Found:
 
     Attributes:
         kind: the measurement.
-        record: what the file holds.
-        reading: its sentences; ``None`` if it was skipped.
+        record: the content of the file.
+        reading: its interpretation; ``None`` if it was skipped.
         claims: its lines in the table of claims.
     """
 
@@ -197,7 +202,7 @@ def read(folder: Folder) -> list[Found]:
 
 
 def _read(folder: Folder, kind: type[Measurement], record: dict[str, Any]) -> Found:
-    """One measurement, with all that is made of its numbers but the picture."""
+    """One measurement, with everything that is made of its numbers except the picture."""
     if "skipped" in record:
         return Found(kind, record)
     with _undamaged(folder, kind):
@@ -208,12 +213,13 @@ def _read(folder: Folder, kind: type[Measurement], record: dict[str, Any]) -> Fo
 
 @contextmanager
 def _undamaged(folder: Folder, kind: type[Measurement], *, drawn: bool = False) -> Iterator[None]:
-    """Blame the file for whatever its numbers break: what a measurement itself writes breaks nothing.
+    """Raise an error about the file for everything that its numbers break, since a measurement's own numbers break
+    nothing.
 
     Args:
-        folder: where the file is.
+        folder: the folder of the file.
         kind: the measurement.
-        drawn: whether a picture is drawn of it, which matplotlib may be to blame for.
+        drawn: whether a picture is drawn; then matplotlib may be the cause.
 
     Raises:
         InputError: something broke.
@@ -233,13 +239,13 @@ def _undamaged(folder: Folder, kind: type[Measurement], *, drawn: bool = False) 
 
 
 def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
-    """Write the page, the pictures, if matplotlib is installed, and everything as one JSON object.
+    """Write the page, everything as one JSON object, and the pictures if matplotlib is installed.
 
     Returns:
         The page's path, and the object.
 
     Raises:
-        InputError: the folder holds no analysis, a file of it is damaged, or it cannot be written.
+        InputError: the folder holds no analysis, a file in it is damaged, or it cannot be written.
     """
     run = folder.manifest()
     found = read(folder)
@@ -255,7 +261,7 @@ def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
 
 
 def _section(folder: Folder, found: Found) -> page.Section:
-    """A measurement as the page shows it, with its picture."""
+    """The section of a measurement, with its picture."""
     pictures = plots.available()
     with _undamaged(folder, found.kind, drawn=pictures):
         return page.section(found.kind, found.record, pictures=pictures)

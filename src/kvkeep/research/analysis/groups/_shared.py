@@ -1,4 +1,6 @@
-"""Means over what is defined, numbers as text, and values in equal parts of a text."""
+"""Tools of several measurements: means and numbers as text, the model's loss on windows of the text, lines in
+pictures.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,23 @@ from kvkeep.research.analysis.measure import Axes, Skipped, Subject
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of what is neither ``None`` nor NaN; ``None`` if nothing is left."""
+    """The mean of the values that are neither ``None`` nor NaN; ``None`` if there are none."""
     defined = [value for value in values if value is not None and not math.isnan(value)]
     return sum(defined) / len(defined) if defined else None
 
 
 def show(value: float | None, digits: int = 2) -> str:
-    """A number as text, or that there is none."""
+    """A number as text; ``none`` if there is no number."""
     return "none" if value is None else f"{value:.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    """A share as text."""
+    """A share as text, in percent."""
     return "none" if value is None else f"{100 * value:.1f} %"
 
 
 def in_bins(values: Float[Tensor, "*m n"], bins: int) -> Float[Tensor, "*m bins"]:
-    """Means over ``bins`` parts of the last axis that are equal to within one place."""
+    """Means over ``bins`` parts of the last axis, whose sizes differ by one place at most."""
     edges = (torch.arange(bins + 1) * values.shape[-1]) // bins
     sums = torch.nn.functional.pad(values.double().cumsum(dim=-1), (1, 0))
     return (sums[..., edges[1:]] - sums[..., edges[:-1]]) / (edges[1:] - edges[:-1])
@@ -42,16 +44,16 @@ def in_bins(values: Float[Tensor, "*m n"], bins: int) -> Float[Tensor, "*m bins"
 
 
 def windows(subject: Subject, *, rows: int, length: int, room: int = 0) -> Int[Tensor, "N T"]:
-    """Windows spread evenly over the text, each with the begin token in front if the text has one.
+    """Windows spread evenly over the text, each after the begin token if the text has one.
 
     Args:
         subject: the model and its text.
-        rows: windows, or fewer where they would overlap.
-        length: tokens of each, or fewer if the text or the model's table of positions is shorter.
-        room: positions that must stay free for tokens that are generated.
+        rows: number of windows; fewer if they would overlap.
+        length: tokens of each window; fewer if the text or the model's table of positions is shorter.
+        room: positions that must stay free for generated tokens.
 
     Raises:
-        Skipped: the model has fewer positions than that.
+        Skipped: the model has too few positions.
     """
     begin, body = _without_begin(subject)
     limit = subject.writer.checkpoint.position_limit
@@ -80,14 +82,14 @@ def loss(model: Any, ids: Int[Tensor, "B T"], cache: BoundedCache | None = None)
 
 
 def guesses(model: Any) -> float:
-    """The loss in nats of a model that knows nothing: all tokens of the vocabulary alike."""
+    """The loss in nats of a uniform guess over the vocabulary."""
     return math.log(model.config.get_text_config(decoder=True).vocab_size)
 
 
 # -- lines in pictures -------------------------------------------------------------------------------------------------
 
 Line: TypeAlias = tuple[Sequence[float], Sequence[float | None]]
-"""Places and values; ``None`` where there is none."""
+"""Places and values; ``None`` for a missing value."""
 
 _MARKS = "osD^vXP*"
 _DASHES = ("-", "--", "-.", ":")
@@ -95,14 +97,14 @@ _COLOURS = ("#1f5fa8", "#b3400e", "#2f7d32", "#6a3d9a", "#444444", "#8a6d00", "#
 
 
 def lines(axes: Axes, series: Mapping[str, Line], *, x: str, y: str, labels: str = "legend") -> None:
-    """Draw lines.
+    """Draw lines that are legible without colour: each has a marker, a dash and a name.
 
     Args:
-        axes: where.
+        axes: the axes to draw on.
         series: name → places and values.
-        x: what the horizontal axis is, with its unit.
-        y: what the vertical axis is, with its unit.
-        labels: ``legend``, or ``ends`` to write each name at the right end of its line, where lines end far apart.
+        x: label of the horizontal axis, with its unit.
+        y: label of the vertical axis, with its unit.
+        labels: ``legend``, or ``ends`` to write each name at the right end of its line, for lines that end far apart.
     """
     for number, (name, (places, values)) in enumerate(series.items()):
         points = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
@@ -129,7 +131,7 @@ def lines(axes: Axes, series: Mapping[str, Line], *, x: str, y: str, labels: str
 
 
 def by_layer(axes: Axes, series: Mapping[str, Sequence[float | None]], *, y: str) -> None:
-    """Draw one value per layer and name."""
+    """Draw lines with one value per layer."""
     drawn: dict[str, Line] = {name: ([float(n) for n in range(len(values))], values) for name, values in series.items()}
     lines(axes, drawn, x="layer", y=y)
     axes.set_xticks(range(max(map(len, series.values()))))
