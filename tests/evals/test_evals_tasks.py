@@ -438,12 +438,12 @@ def test_wording_follows_the_chat_template(tmp_path, own, wording):
 
 
 def test_as_many_facts_as_there_are_names_for_and_no_more():
-    with pytest.raises(InputError, match=r"--facts 900 is more .* give (\d+) or fewer") as caught:
+    with pytest.raises(InputError, match=r"facts=900 is more .* give (\d+) or fewer") as caught:
         Options(facts=900)
     most = int(re.search(r"give (\d+) or fewer", str(caught.value))[1])
     for seed, kind in enumerate(kind.name for kind in HELD_OUT.kinds):
         assert len(question(seed, kind=kind, n_facts=Options(facts=most).facts, tokens=100).facts) == most
-    with pytest.raises(InputError, match=f"--facts {most + 1}"):
+    with pytest.raises(InputError, match=f"facts={most + 1}"):
         Options(facts=most + 1)
     with pytest.raises(ValueError, match="larger than population"):  # so the limit is not too low
         question(0, n_facts=most + 1, tokens=100)
@@ -454,9 +454,9 @@ def test_as_many_facts_as_there_are_names_for_and_no_more():
 
 def test_learned_positions_are_an_error_with_a_remedy():
     checkpoint = loading.find(model_folders.folder("gpt2"))
-    with pytest.raises(InputError, match=r"recall needs 316 positions.*only 32.*smaller --context"):
+    with pytest.raises(InputError, match=r"recall needs 316 positions.*only 32.*lower `contexts`"):
         Recall.load(checkpoint, OPTIONS)
-    with pytest.raises(InputError, match="smaller --window"):
+    with pytest.raises(InputError, match="lower `window`"):
         Perplexity.load(checkpoint, OPTIONS)
     assert Agreement.load(checkpoint, OPTIONS).ids.shape[1] < 32
 

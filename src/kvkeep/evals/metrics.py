@@ -19,7 +19,7 @@ def nll(logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]) -> Float[Te
 def kl(full: Float[Tensor, "B V"], bounded: Float[Tensor, "B V"]) -> Float[Tensor, " B"]:
     """KL(full ‖ bounded) of two next-token distributions given as logits, in nats and float32; never below 0."""
     p, q = full.float().log_softmax(dim=-1), bounded.float().log_softmax(dim=-1)
-    terms = (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0)  # what the full cache rules out costs nothing
+    terms = (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0)  # tokens that the full cache rules out add 0
     return terms.sum(dim=-1).clamp(min=0.0)
 
 

@@ -24,7 +24,7 @@ ROWS = "results.jsonl"
 _BEGINNING = b'{"task": "'
 
 _SAME = {"model": "the model", "weights": "the model's weights", "dtype": "the dtype"}
-_REMEDY = "Restore it, or choose another --output folder."
+_REMEDY = "Restore it, or choose another `output` folder."
 
 
 class Records(Results):
@@ -118,7 +118,7 @@ class Records(Results):
         self.write_bytes(MANIFEST, (json.dumps({**manifest, "tasks": tasks}, indent=2) + "\n").encode())
         with self.writing():
             file = self._held.enter_context((self.path / ROWS).open("ab"))
-            Lock(file, str(self.path / ROWS))  # a batch job locks its output, but not the folder
+            Lock(file, str(self.path / ROWS))  # a batch job locks its output file, not the folder
             self._read()
             file.truncate(self._end)
 
@@ -149,7 +149,7 @@ def key_of(row: Row) -> Cell:
 
 def fault(row: Row) -> str | None:
     """The defect of a row, as part of a sentence; ``None`` if tables, plots and resuming can use the row."""
-    place: Row = {"setup": "", **row}  # rows were written before there were setups
+    place: Row = {"setup": "", **row}  # older rows have no setup
     return _first(place, _ROW) or _first(place["score"], _SCORES.get(place["task"], {}), "score.")
 
 

@@ -112,7 +112,7 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
             if not todo:
                 continue
             on_cell(todo[0])
-            task = copy.copy(part.task)  # what it prepares is large and goes with it
+            task = copy.copy(part.task)  # the data that it prepares is large and is freed with the copy
             with enough_memory(writer.model.device):
                 task.prepare(writer)
                 for planned in todo:

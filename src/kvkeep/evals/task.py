@@ -55,20 +55,21 @@ class Options:
         Raises:
             InputError: one is out of range.
         """
-        low = {"--limit": self.limit, "--context": min(self.contexts, default=0), "--facts": self.facts}
-        for name, value in {**low, "--window": self.window, "--stride": self.stride}.items():
+        low = {"limit": self.limit, "contexts": min(self.contexts, default=0), "facts": self.facts}
+        for name, value in {**low, "window": self.window, "stride": self.stride}.items():
             if value is not None and value < 1:
-                raise InputError(f"{name} {value} leaves nothing to measure; give 1 or more.")
+                raise InputError(f"{name}={value} leaves nothing to measure; give 1 or more.")
         if self.window is not None and self.window < SHORTEST_WINDOW:
-            raise InputError(f"--window {self.window} is too short to say anything; give {SHORTEST_WINDOW} or more.")
+            raise InputError(f"window={self.window} is too short to say anything; give {SHORTEST_WINDOW} or more.")
         if self.facts > (most := most_facts(HELD_OUT)):
-            raise InputError(f"--facts {self.facts} is more than there are names and things for; give {most} or fewer.")
-        if any(not 0 <= depth <= 1 for depth in self.depths):
-            raise InputError(f"--depths {self.depths}: a depth is a share of the text, from 0 (start) to 1 (end).")
+            raise InputError(f"facts={self.facts} is more than there are names and things for; give {most} or fewer.")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise InputError(f"depths={depth:g} is outside the text; give shares from 0 (start) to 1 (end).")
         if self.ask not in ASK:
-            raise InputError(f"--ask {self.ask!r} is no way to ask; use {' or '.join(ASK)}.")
+            raise InputError(f"ask={self.ask!r} is no way to ask; use {' or '.join(ASK)}.")
         if not 0 <= self.seed < 2**31:
-            raise InputError(f"--seed {self.seed} is outside 0 … 2^31 - 1.")
+            raise InputError(f"seed={self.seed} is outside 0 … 2^31 - 1.")
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Task(abc.ABC):
         """Measure one policy with one budget per row of the case, in caches made as ``setup`` says."""
 
 
-def check_positions(checkpoint: Checkpoint, tokens: int, task: str, option: str) -> None:
+def check_positions(checkpoint: Checkpoint, tokens: int, task: str, argument: str) -> None:
     """Refuse a length beyond the end of a table of learned positions.
 
     Raises:
@@ -145,7 +146,7 @@ def check_positions(checkpoint: Checkpoint, tokens: int, task: str, option: str)
     if limit is not None and tokens > limit:
         raise InputError(
             f"{task} needs {tokens} positions, and {checkpoint.name} has learned only {limit}. No eviction policy "
-            f"changes that: give a smaller {option}, or choose a model with rotary positions."
+            f"changes that: lower `{argument}`, or choose a model with rotary positions."
         )
 
 

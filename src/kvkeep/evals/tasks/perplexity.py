@@ -53,7 +53,7 @@ class Perplexity(Task):
             InputError: the text is too short, or the model has too few learned positions for a window.
         """
         length = options.window or min(WINDOW, checkpoint.trained_length or WINDOW)
-        check_positions(checkpoint, length, cls.name, "--window")
+        check_positions(checkpoint, length, cls.name, "window")
         ids = texts.windows(checkpoint, options, rows=options.limit or WINDOWS, length=length)
         notes = past_training(checkpoint, ids.shape[1], "perplexity")
         return cls(ids, options.stride, texts.describe(options), tuple(notes))

@@ -93,7 +93,7 @@ def ask(checkpoint: Checkpoint, options: Options, context: int, n: int) -> list[
     if longest > context * 1.02 + 8:
         raise InputError(
             f"A recall prompt with {options.facts} facts has {longest} tokens, more than the context of {context}. "
-            "Give fewer --facts or a longer --context."
+            "Give fewer `facts` or longer `contexts`."
         )
     return asked
 
@@ -183,7 +183,7 @@ class Recall(Task):
         wording = wording_of(checkpoint)
         notes: list[str] = []
         for context in options.contexts:
-            check_positions(checkpoint, context + NEW_TOKENS[wording], cls.name, "--context")
+            check_positions(checkpoint, context + NEW_TOKENS[wording], cls.name, "contexts")
             notes += past_training(checkpoint, context + NEW_TOKENS[wording], f"recall context={context}")
         way = "" if options.ask == "prompt" else f",ask={options.ask}"
         questions = {

@@ -230,7 +230,7 @@ def _heavy_hitters_matter(results: Results) -> str | None:
 def _importance_fades(results: Results) -> str | None:
     ratio, size = (_get(results, "persistence", key) for key in ("ratio", "size"))
     if ratio is None or size is None or ratio - size >= PERSISTENT or size > 1.0 - PERSISTENT:
-        return None  # where nearly every token was pivotal once, no ratio could stand out
+        return None  # if nearly every token was pivotal once, no ratio can stand out
     return (
         f"R6: {ratio:.0%} of the tokens that matter late mattered early, and chance alone gives {size:.0%}: what was "
         "important does not stay so. Prefer policies that look at recent rows."

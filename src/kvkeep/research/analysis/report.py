@@ -37,7 +37,7 @@ _SAME = {
 }
 _NUMBERS = ("n_tokens", "n_layers", "n_heads", "n_kv_heads", "seed")
 _TEXTS = ("model", "weights", "dtype", "device", "text_name", "text", "kvkeep", "torch", "transformers", "python")
-_REMEDY = "Restore it, or choose another --output folder."
+_REMEDY = "Restore it, or choose another `output` folder."
 _LONGEST = 200
 
 AGAIN = "Remove it, and the same command measures it again."
@@ -207,7 +207,7 @@ def _read(folder: Folder, kind: type[Measurement], record: dict[str, Any]) -> Fo
         return Found(kind, record)
     with _undamaged(folder, kind):
         result = record["result"]
-        advise({kind.name: result}, "")  # so that the advice of all of them finds nothing wrong
+        advise({kind.name: result}, "")  # the advice of all measurements must not fail
         return Found(kind, record, kind.reading(result), tuple(kind.claims(result)))
 
 

@@ -99,7 +99,7 @@ def read(checkpoint: Checkpoint, name: str, text: str, max_tokens: int | None) -
         InputError: the text is too short, or ``max_tokens`` is below 1.
     """
     if max_tokens is not None and max_tokens < 1:
-        raise InputError(f"--max-tokens {max_tokens} leaves nothing to read; give a number of tokens, e.g. 4096.")
+        raise InputError(f"max_tokens={max_tokens} leaves nothing to read; give a number of tokens, e.g. 4096.")
     trained, limit = checkpoint.trained_length, checkpoint.position_limit
     wanted = max_tokens or min(DEFAULT_TOKENS, trained or DEFAULT_TOKENS)
     notes = []
