@@ -145,9 +145,7 @@ def _series(name: str, points: Sequence[tuple[float, Spread]], *, reference: boo
 
 
 def _over_seeds(group: Sequence[Row], panel: Panel) -> Panel:
-    """The panel with its seeds named in the title; bands of many lines are left out, since they would hide each
-    other.
-    """
+    """The panel with the number of seeds in its title, and without bands if it has many lines."""
     if not (several := seeds(group)):
         return panel
     if len(panel.series) <= MOST_BANDS:

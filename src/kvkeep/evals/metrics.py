@@ -24,9 +24,7 @@ def kl(full: Float[Tensor, "B V"], bounded: Float[Tensor, "B V"]) -> Float[Tenso
 
 
 def position_buckets(length: int, first: int = 64) -> list[tuple[int, int]]:
-    """Ranges ``[start, stop)`` of target positions: the first starts at 1, sizes double after ``first``, the last ends
-    at ``length``.
-    """
+    """Ranges ``[start, stop)`` of target positions from 1 to ``length``, which double after ``first``."""
     edges = [1]
     edge = first
     while edge < length:
@@ -103,15 +101,13 @@ def held(probabilities: Float[Tensor, "B Hk T"], positions: Int[Tensor, "B Hk S"
 
 
 def best_dynamic(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float[Tensor, "B Hk R"]:
-    """The largest part of each row's attention that ``budget`` past tokens, chosen anew for each row, and the row's own
-    token can hold.
-    """
+    """The most attention that each row's own token and its best ``budget`` past tokens can hold."""
     before = past(probabilities)
     return before.topk(min(budget, before.shape[-1]), dim=-1).values.sum(dim=-1) + own(probabilities)
 
 
 def best_static(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float[Tensor, "B Hk R"]:
-    """The part of each row's attention that the best fixed set of ``budget`` tokens holds: the largest sums over all
+    """The attention that the best fixed set in hindsight holds: ``budget`` tokens with the largest sums over all
     rows.
     """
     before = past(probabilities)

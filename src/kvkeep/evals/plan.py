@@ -126,8 +126,7 @@ class Planned:
 
 
 def split_policies(text: str) -> list[Policy]:
-    """Read a list of policies: ``h2o:recent=32,sinks=4,local`` has two, since a bare ``option=value`` continues a
-    policy.
+    """Read a list of policies; a bare ``option=value`` continues one, so ``h2o:recent=32,sinks=4,local`` has two.
 
     Raises:
         PolicyError: the list is empty, or a policy in it is wrong.

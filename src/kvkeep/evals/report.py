@@ -126,9 +126,7 @@ def by_budget(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def percent(row: Row) -> float:
-    """The budget in percent of the text: a budget asked for in percent as it is, without the rounding to whole
-    tokens.
-    """
+    """The budget in percent of the text; one that was given in percent is not rounded to whole tokens."""
     asked = str(row["budget"])
     return float(asked[:-1]) if asked.endswith("%") else 100 * _share(row)
 

@@ -86,8 +86,7 @@ class Outcome:
 
 
 class Task(abc.ABC):
-    """One task. `load` makes its data, `prepare` runs the full cache where a task needs that, `run` measures one
-    policy.
+    """One task: `load` makes its data, `prepare` runs the full cache if needed, `run` measures one policy.
 
     Class attributes:
         name: the task's name, as the user writes it.

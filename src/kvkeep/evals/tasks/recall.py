@@ -58,9 +58,7 @@ class Prompted:
 
 
 def wording_of(checkpoint: Checkpoint) -> Wording:
-    """How to ask this model: in the embedded model's chat if it has that template, otherwise as its tokenizer
-    allows.
-    """
+    """How to ask a model: in the embedded model's chat if it has that template, else as its tokenizer allows."""
     template = checkpoint.tokenizer.chat_template
     if template is None:
         return "plain"
@@ -128,9 +126,7 @@ def _parts(asked: Question) -> tuple[str, str]:
 
 
 def _text_tokens(checkpoint: Checkpoint, wording: Wording, asked: Question, ids: Int[torch.Tensor, " n"]) -> int:
-    """Number of tokens before the question: the prefix shared with a prompt in which something else follows the
-    text.
-    """
+    """Number of tokens before the question: the common prefix with a prompt in which other words follow the text."""
     text, ending = _parts(asked)
     other = _encode(checkpoint, wording, f"{text} ;", ending)[: len(ids)]
     return int((ids[: len(other)] != other).nonzero()[0])

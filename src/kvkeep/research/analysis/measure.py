@@ -24,9 +24,7 @@ Progress: TypeAlias = Callable[[float], object]
 Verdict: TypeAlias = Literal["agree", "differ", "cannot tell"]
 
 READS = frozenset({"attention", "mlp", "units", "model"})
-"""The inputs that a measurement can request. ``units`` is for measurements that also read ``mlp`` and need
-`Mlp.units`.
-"""
+"""The inputs that a measurement can request; ``units`` together with ``mlp`` if it needs `Mlp.units`."""
 
 
 @dataclass(frozen=True)

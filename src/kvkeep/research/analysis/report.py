@@ -213,8 +213,7 @@ def _read(folder: Folder, kind: type[Measurement], record: dict[str, Any]) -> Fo
 
 @contextmanager
 def _undamaged(folder: Folder, kind: type[Measurement], *, drawn: bool = False) -> Iterator[None]:
-    """Raise an error about the file for everything that its numbers break, since a measurement's own numbers break
-    nothing.
+    """Blame the file for every error that its numbers cause: a measurement's own numbers cause none.
 
     Args:
         folder: the folder of the file.
@@ -222,7 +221,7 @@ def _undamaged(folder: Folder, kind: type[Measurement], *, drawn: bool = False) 
         drawn: whether a picture is drawn; then matplotlib may be the cause.
 
     Raises:
-        InputError: something broke.
+        InputError: there was an error.
     """
     try:
         yield

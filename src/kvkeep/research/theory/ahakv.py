@@ -48,9 +48,7 @@ def value_prior(V: Sequence[Vector], kernel: int = 5) -> list[float]:
 
 
 def refine(F: Row, V: Sequence[Vector], kernel: int = 5) -> dict[int, float]:
-    """``F̂`` of Equation 15: the scores times the prior of their tokens' values ``V``, which are in order of
-    position.
-    """
+    """``F̂`` of Equation 15: the scores times the prior of their values ``V``, which are in order of position."""
     return {j: F[j] * weight for j, weight in zip(sorted(F), value_prior(V, kernel), strict=True)}
 
 

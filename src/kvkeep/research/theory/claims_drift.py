@@ -23,9 +23,7 @@ def contracting(qk: float, g: torch.Generator, *, d: int = 16, mlp: float = 0.5)
 
 @functools.cache
 def _runs() -> list[Drift]:
-    """Runs under three sizes of weights: a prompt of 12 unit vectors and 48 new tokens, with 20 of 59 keys at the
-    end.
-    """
+    """Runs under three sizes of weights: a prompt of 12 unit vectors, 48 new tokens, 20 of 59 keys at the end."""
     g = torch.Generator().manual_seed(0)
     found = []
     for qk in (1.0, 10.0, 100.0):

@@ -141,9 +141,7 @@ class PowerLaw:
         return (math.pow(self.b, 1 - self.k) - p * self._mass).pow(1 / (1 - self.k)) - self.b
 
     def partial_mean(self, x: float) -> float:
-        """``∫_0^x v f(v) dv``, the contribution of draws below ``x`` to the mean: ``c`` times the paper's ``g(x) -
-        g(0)``.
-        """
+        """``∫_0^x v f(v) dv``, the part of the mean from draws below ``x``: ``c`` times the paper's ``g(x) - g(0)``."""
         k, b = self.k, self.b
         if math.isinf(x):
             return math.pow(b, 2 - k) / ((k - 2) * self._mass)
@@ -222,7 +220,7 @@ def hoeffding_failure(q: float, epsilon: float, t: int) -> float:
 
 
 def sampled_failure(q: float, epsilon: float, t: int, runs: int, generator: torch.Generator) -> float:
-    """The frequency of fewer than ``(1 - q)(t - 1)`` of ``t - 1`` draws below a ``γ`` of probability
+    """The frequency of fewer than ``(1 - q)(t - 1)`` of ``t - 1`` draws below ``γ``, each with chance
     ``(1-q)/(1-ε)``.
     """
     below = torch.rand(runs, t - 1, generator=generator, dtype=torch.float64) < (1 - q) / (1 - epsilon)

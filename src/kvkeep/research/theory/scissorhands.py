@@ -51,9 +51,7 @@ def importance_record(window: Iterable[tuple[int, Row]], reading: Reading = PROJ
 def leaving_order(
     S: Sequence[int], window: Sequence[tuple[int, Row]], *, r: int, reading: Reading = PROJECT
 ) -> list[int]:
-    """The tokens of ``S`` (ascending) that may be evicted, the first one first: the order of the end of
-    ``Argsort(I)``.
-    """
+    """The tokens of ``S`` (ascending) that may be evicted, the first one first, as at the end of ``Argsort(I)``."""
     I = importance_record(window, reading)  # noqa: E741
     recent = set(S[len(S) - r :])
     if reading.printed_slice:

@@ -1,5 +1,4 @@
-"""The one-layer, one-head transformer of Scissorhands' theorems (its Equations 1 and 2), and Theorem 3.1 measured on
-it.
+"""The one-layer, one-head transformer of Scissorhands' theorems (its Equations 1 and 2), and Theorem 3.1 on it.
 
 Theorem 3.1: if the MLP turns ``a_t`` little, and token ``ℓ`` meets itself more than other tokens through ``A``, then
 the next token's score on ``ℓ`` is ``α_{t,ℓ}`` times ``x_ℓ A x_ℓ^T / ‖a_t‖``, to within ``3ε`` of that factor.
@@ -104,9 +103,7 @@ class Step:
     before: Float[Tensor, " P"]
 
     def epsilon(self, *, printed: bool = False) -> Float[Tensor, " P"]:
-        """The smallest ``ε`` that the premises allow with ``c = x_ℓ A x_ℓ^T``; infinite where that ``c`` is not
-        positive.
-        """
+        """The smallest ``ε`` that the premises allow with ``c = x_ℓ A x_ℓ^T``; infinite where ``c`` is not positive."""
         others = self.others.clamp(min=0.0) if printed else self.others_abs
         epsilon = torch.maximum(
             others / self.own, torch.full_like(self.own, math.sqrt(self.delta) * self.gain) / self.own
@@ -114,16 +111,14 @@ class Step:
         return epsilon.masked_fill(self.own <= 0, torch.inf)
 
     def error(self) -> Float[Tensor, " P"]:
-        """The distance of the next score on ``ℓ`` from ``α_{t,ℓ}``, relative to the factor; the theorem allows
+        """The distance of the next score on ``ℓ`` from ``α_{t,ℓ}``, in units of the factor; the theorem allows
         ``3ε``.
         """
         factor = self.own / self.norm
         return (self.following / factor - self.alpha).abs()
 
     def error_of_another(self) -> Float[Tensor, "P P"]:
-        """The same error with the printed middle term: entry ``(ℓ, j)`` has the next score on ``j`` in place of
-        ``ℓ``.
-        """
+        """The same with the printed middle term: entry ``(ℓ, j)`` has the next score on ``j`` in place of ``ℓ``."""
         factor = self.own / self.norm
         return (self.following / factor[:, None] - self.alpha[:, None]).abs()
 

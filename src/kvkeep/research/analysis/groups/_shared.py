@@ -1,6 +1,4 @@
-"""Tools of several measurements: means and numbers as text, the model's loss on windows of the text, lines in
-pictures.
-"""
+"""Tools of several measurements: means, numbers as text, the loss on windows of the text, lines in pictures."""
 
 from __future__ import annotations
 

@@ -10,9 +10,7 @@ TOLERANCE = math.log(1.02)
 """Nats per token that count as next to nothing: 2 % of perplexity."""
 
 GAIN = 0.3
-"""Least advantage of a second reading under the full cache, in nats per token. Below it the remaining part drowns in
-the noise of so few tokens.
-"""
+"""Least advantage of a second reading under the full cache, in nats per token; the rest of a smaller one is noise."""
 
 
 def reading(result: Result) -> Reading:

@@ -51,9 +51,7 @@ class Cooccurrence(Measurement):
         self._mass[rows.layer, : len(part)] += part
 
     def result(self) -> Result:
-        """Correlations over the kinds of tokens with enough occurrences, over all layers together and for each
-        layer.
-        """
+        """Correlations over the kinds of tokens with enough occurrences, for all layers together and for each."""
         tokens = self.context.tokens
         mass, _, counts = by_kind(self._mass, tokens)
         level, _, _ = by_kind(stats.uniform_mass(len(tokens)), tokens)

@@ -206,8 +206,8 @@ def bleu(text: Text, references: Sequence[Text], order: int, *, smooth: bool) ->
 
 
 def _brevity(length: int, others: Sequence[int]) -> float:
-    """1 for a text at least as long as the reference of the closest length (of two, the shorter), less for a shorter
-    text.
+    """The brevity penalty: 1 for a text as long as the reference of the closest length (of two, the shorter) or
+    longer.
     """
     closest = min(others, key=lambda other: (abs(other - length), other))
     return 1.0 if length >= closest else math.exp(1 - closest / length)

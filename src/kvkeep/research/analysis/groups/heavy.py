@@ -50,7 +50,7 @@ class HeavyHitters(Measurement):
         self._columns.add(rows)
 
     def result(self) -> Result:
-        """Shares of the heaviest tokens per layer, and the power law over kinds of tokens, with and without the first
+        """Shares of the heaviest tokens per layer, and the law over kinds of tokens, with and without the first
         token.
         """
         tokens, sums = self.context.tokens, self._columns.sums
@@ -131,9 +131,7 @@ def _verdict(result: Result) -> Verdict:
 
 
 def _shares(sums: Float[Tensor, "L Hq T"]) -> dict[str, Any]:
-    """Per layer, averaged over heads: the mass of the heaviest tokens, and the number of tokens that hold a given
-    part.
-    """
+    """Per layer, averaged over heads: the heaviest tokens' mass, and the share of tokens that holds a given part."""
     found: dict[str, Any] = {name: stats.top_share(sums, share).mean(dim=-1).tolist() for name, share in SHARES.items()}
     part = sums.sort(dim=-1, descending=True).values.cumsum(dim=-1)
     part = part / part[..., -1:].clamp(min=1e-300)

@@ -37,9 +37,7 @@ BUDGET = 0.2
 """Kept share of the text, the paper's."""
 
 WINDOW, TEXTS, STRIDE = 512, 2, 8
-"""Tokens of a text, number of texts, and tokens fed at once in the free run (the loss sees up to so many more
-tokens).
-"""
+"""Tokens of a text, number of texts, and tokens fed at once in the free run, which may see up to so many more."""
 
 EVERY = 16
 """Rows between two comparisons of the kept sets."""
@@ -227,9 +225,7 @@ def _run_freely(writer: Writer, policy: Policy, budget: int, ids: Int[Tensor, "N
 
 
 def judged(losses: Mapping[str, Float[Tensor, " n"]]) -> Result:
-    """Mean losses, the gap between newest tokens and global sums, and the part of it that the past leaves beyond
-    `NEAR`.
-    """
+    """Mean losses, the gap between newest tokens and global sums, and the past's part of it beyond `NEAR`."""
     gap = losses["newest"] - losses["global"]
     left = losses["past"] - losses["global"] - NEAR * gap
     means = {name: float(values.mean()) for name, values in losses.items()}

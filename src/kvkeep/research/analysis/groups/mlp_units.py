@@ -41,9 +41,7 @@ ALWAYS = 0.99
 """Units active for a larger share of the tokens count as always active."""
 
 PART = 0.1
-"""Share of each layer's units that is silenced, so that frequent, random and rare ones are compared in equal
-numbers.
-"""
+"""Share of each layer's units that is silenced, in equal numbers for frequent, random and rare units."""
 
 WINDOW, TEXTS, OTHER = 512, 2, 512
 """Tokens and number of windows for the loss, and tokens of the other text, the package's own sentences."""

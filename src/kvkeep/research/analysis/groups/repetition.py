@@ -18,9 +18,7 @@ TRIPLES = 8
 """Number of triples of rows with the same distances that are spread over a longer text."""
 
 CLEAR = 0.2
-"""Share of the way from chance to equality from which a pattern is called repetitive. A fifth cannot be missed in a
-picture such as Figure 1.
-"""
+"""Share of the way from chance to equality from which a pattern is repetitive; a fifth is visible in Figure 1."""
 
 ABOVE_RANDOM = 0.1
 """Least lead of the trained weights over random ones, on the same scale, that shows an effect of training."""

@@ -12,9 +12,7 @@ from kvkeep.research.analysis.groups._shared import by_layer, mean, show
 from kvkeep.research.analysis.measure import Axes, Claim, Context, Measurement, Mlp, Reading, Result, Verdict
 
 HIGH = 0.9
-"""Least cosine that counts as close to 1: its δ of 0.1 already allows an error of √(2δ), nearly a half, in Lemma
-B.1.
-"""
+"""Least cosine that counts as close to 1; its δ of 0.1 already allows an error of √(2δ) = 0.45 in Lemma B.1."""
 
 MOST = 0.75
 """Share of the layers in which the cosine has to be that high."""
@@ -27,9 +25,7 @@ FEW = 0.5
 
 
 def turned(residual: Float[Tensor, "R hidden"], output: Float[Tensor, "R hidden"]) -> Float[Tensor, "R 3"]:
-    """Cosine of a token's stream before and after the block, and the norms of the stream and of the block's
-    contribution.
-    """
+    """Cosine of a token's stream before and after the block, and the norms of stream and block output."""
     before, added = residual.double(), output.double()
     cosine = torch.cosine_similarity(before, before + added, dim=-1)
     return torch.stack([cosine, before.norm(dim=-1), added.norm(dim=-1)], dim=-1).float()

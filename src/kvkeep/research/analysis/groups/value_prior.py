@@ -101,9 +101,7 @@ class ValuePrior(Measurement):
 
 
 def _change(without: Float[Tensor, " thresholds"], weighed: Float[Tensor, " thresholds"]) -> float:
-    """Relative change of the mean over the grid. The means are never 0: at least 1 token per head reaches any
-    threshold.
-    """
+    """Relative change of the mean over the grid. No mean is 0, since a token per head reaches any threshold."""
     return ((weighed.mean() - without.mean()) / without.mean()).item()
 
 
