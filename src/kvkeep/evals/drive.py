@@ -130,13 +130,6 @@ class Drive:
         return {"attention_mask": self._real.long(), "position_ids": positions.clamp(min=0)}
 
 
-def ends_of(writer: Writer) -> set[int]:
-    """The tokens with which a model ends its text."""
-    config = writer.model.generation_config
-    ids = None if config is None else config.eos_token_id
-    return set(ids) if isinstance(ids, list) else set() if ids is None else {int(ids)}
-
-
 def batches(lengths: Sequence[int]) -> list[slice]:
     """Batches of rows: as many as have `BATCH_TOKENS` columns together, but at least one row each."""
     size = max(1, BATCH_TOKENS // max(lengths))
