@@ -11,7 +11,7 @@ import os
 import torch
 
 from kvkeep.backends.native import NativeBackend, native
-from kvkeep.backends.native.ops import TYPES
+from kvkeep.backends.native.checks import TYPES
 from kvkeep.backends.protocol import Added, Backend, Limits
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend

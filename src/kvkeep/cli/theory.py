@@ -36,7 +36,7 @@ def theory(
     Each claim is computed anew, in float64 from a fixed seed: it holds, holds with a correction, or fails, and by how
     much. The last line of each is the command of its test, in a clone of the repository.
     """
-    from kvkeep.research.theory.claims import CLAIMS  # torch: only now
+    from kvkeep.research.theory import CLAIMS  # torch: only now
 
     claims = CLAIMS if only is None else choose(CLAIMS, only)
     if json:

@@ -119,7 +119,7 @@ class Admission:
         room = self._layout(policy).room(budget)
         if room is None or (policy.evicts and not policy.grows):
             return
-        needed = total - max(0, len(request.prompt) - (room - policy.spare)) if policy.evicts else total
+        needed = total - max(0, len(request.prompt) - (room - policy.grows.room)) if policy.grows else total
         if needed > room:
             where = f"the budget is {room}" if room == budget else f"a budget of {budget} gives some layer only {room}"
             raise CapacityError(

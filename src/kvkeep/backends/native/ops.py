@@ -14,19 +14,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.backends.native import checks
 from kvkeep.backends.native.build import native
+from kvkeep.backends.protocol import Added, Limits
 from kvkeep.backends.wanted import Wanted
-from kvkeep.types import AttentionOptions, Budget
+from kvkeep.types import AttentionOptions, Budget, Slots
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Element types that the kernel knows, with the kernel's numbers for them."""
-
-_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _KINDS = {None: 1, "last": 2, "low": 3}
 _NOTHING = Wanted()
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d")
 _WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q")
 _SLOTS = struct.Struct("4q 3q 3q 3q q 3q 4q")
+_STEP = struct.Struct("3q 3q 2q 3q 3q 3q 4q d")
 _LAST = 2**31 - 1
 """The largest position: the kernel counts positions in 32 bits."""
 
@@ -50,33 +49,54 @@ def attend(
         ``(B, Hk, S)`` float32.
     """
     library = _library(query, keys, values, now, positions)
-    kind, wanted = _KINDS[wanted.second] if wanted else 0, wanted or _NOTHING
-    if library is None or not _attendable(query, keys, values, now, positions, options=options, wanted=wanted):
+    if library is None or not checks.attendable(query, keys, values, now, positions, options=options, wanted=wanted):
         return None
-    B, Hq, _, D = query.shape
-    Hk, S = keys.shape[1:3]
     positions, now = _as(positions, torch.int32), _as(now, torch.int64)
-    results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
-    results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2))]
-    out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]
-    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
-    counted, counts = _either(wanted.counts, torch.int64)
-    gains, gain = _either(1.0 if wanted.gain is None else wanted.gain, torch.float32)
-    newest, last = _either(wanted.last, torch.int64)
-    call = _ATTEND.pack(
-        *(B, Hk, Hq // Hk, S, D, values.shape[-1], torch.get_num_threads(), TYPES[keys.dtype]),
-        *(query.data_ptr(), *query.stride()[:2]),
-        *(keys.data_ptr(), *keys.stride()[:3]),
-        *(values.data_ptr(), *values.stride()[:3]),
-        *(positions.data_ptr(), positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0),
-        *(now.data_ptr(), now.stride(0)),
-        *(out, _pointer(sinks), min(options.window or 0, _LAST)),
-        *(kind, mass, second),
-        *(_pointer(counted), counts, _pointer(gains), wanted.gain is not None),
-        *(_pointer(newest), last, wanted.live),
-        *(options.scaling, options.softcap or 0.0, gain, wanted.decay, wanted.theta),
+    call = _attention(query, keys, values, now, positions, options=options, wanted=wanted)
+    return None if library.kvkeep_attend(call.packed) else call.results
+
+
+def step(
+    query: Float[Tensor, "B Hq 1 D"],
+    slots: Slots,
+    new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+    now: Int[Tensor, "B 1"],
+    *,
+    options: AttentionOptions,
+    wanted: Wanted | None,
+    added: Added,
+    limits: Limits,
+) -> Float[Tensor, "B Hq 1 E"] | None:
+    """`Backend.step` in one pass over keys and values, where both windows are the same.
+
+    ``wanted`` asks for the mass alone; it is ``None`` if the policy has no sums.
+    """
+    keys, values, positions = slots
+    library = _library(query, *slots, *new, now, limits.seen, *added.states)
+    if library is None or not checks.attendable(query, keys, values, now, positions, options=options, wanted=wanted):
+        return None
+    if not checks.writable(*slots, new, now) or not checks.countable(
+        positions, limits.seen, limits.recent, limits.stay
+    ):
+        return None
+    if not checks.addable(added, positions, wanted):
+        return None
+    now, seen = _as(now, torch.int64), _as(limits.seen, torch.int64)
+    recents, recent = _either(_bounded(limits.recent), torch.int64)
+    most, limit = _either(_bounded(limits.stay), torch.int64)
+    total, other = (*added.states, None, None)[:2]
+    call = _attention(query, keys, values, now, positions, options=options, wanted=wanted, reports=False)
+    packed = call.packed + _STEP.pack(
+        *(new[0].data_ptr(), *new[0].stride()[:2]),
+        *(new[1].data_ptr(), *new[1].stride()[:2]),
+        *(_pointer(total), _pointer(other)),
+        *((0, 0) if total is None else total.stride()[:2]),
+        *(added.is_score, seen.data_ptr(), seen.stride(0), _bounded(limits.sinks)),
+        *(_pointer(recents), 0 if recents is None else recents.stride(0), recent),
+        *(_pointer(most), *((0, 0) if most is None else _strides(most)), limit),
+        1.0 if wanted is None else wanted.decay,
     )
-    return None if library.kvkeep_attend(call) else results
+    return None if library.kvkeep_step(packed) else call.results[0]
 
 
 def write(
@@ -90,7 +110,7 @@ def write(
     """`Backend.append`, where the new token has the dtype of the slots."""
     library = _library(keys, values, positions, *new, now)
     new_keys, new_values = new
-    if library is None or not _writable(keys, values, positions, new, now):
+    if library is None or not checks.writable(keys, values, positions, new, now):
         return None
     B, Hk, S = positions.shape
     now = _as(now, torch.int64)
@@ -111,7 +131,7 @@ def write(
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
     """`Backend.expire`."""
     library = _library(positions, seen)
-    if library is None or not _countable(positions, seen):
+    if library is None or not checks.countable(positions, seen):
         return None
     call = _slots(positions, seen, window=window)
     return None if library.kvkeep_expire(call.packed) else True
@@ -120,7 +140,7 @@ def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: in
 def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
     """The number of heads that hold more tokens than their limit."""
     library = _library(positions)
-    if library is None or not _countable(positions, limit=limit):
+    if library is None or not checks.countable(positions, limit=limit):
         return None
     call = _slots(positions, limit=limit)
     found = library.kvkeep_count_over(call.packed)
@@ -138,12 +158,65 @@ def evict(
 ) -> bool | None:
     """`Backend.evict`."""
     library = _library(positions, scores, seen)
-    if library is None or not _countable(positions, seen, recent, limit):
+    if library is None or not checks.countable(positions, seen, recent, limit):
         return None
     if scores.dtype != torch.float32 or scores.shape != positions.shape:
         return None
     call = _slots(positions, seen, scores=scores, sinks=sinks, recent=recent, limit=limit)
     return None if library.kvkeep_evict(call.packed) else True
+
+
+class _Attention(NamedTuple):
+    """Arguments of attention.
+
+    Attributes:
+        packed: numbers and addresses.
+        results: the output, and the fields of the report.
+        tensors: other tensors that lie at the addresses; they must live as long as the call.
+    """
+
+    packed: bytes
+    results: list[Tensor]
+    tensors: tuple[Tensor | None, ...]
+
+
+def _attention(
+    query: Float[Tensor, "B Hq 1 D"],
+    keys: Float[Tensor, "B Hk S D"],
+    values: Float[Tensor, "B Hk S E"],
+    now: Int[Tensor, "B 1"],
+    positions: Int[Tensor, "B #Hk S"],
+    *,
+    options: AttentionOptions,
+    wanted: Wanted | None,
+    reports: bool = True,
+) -> _Attention:
+    """Pack the arguments of attention; without ``reports`` the kernel keeps the mass to itself."""
+    B, Hq, _, D = query.shape
+    Hk, S = keys.shape[1:3]
+    kind = _KINDS[wanted.second] if wanted else 0
+    results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
+    results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2) if reports else 0)]
+    out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]
+    wanted = wanted or _NOTHING
+    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+    counted, counts = _either(wanted.counts, torch.int64)
+    gains, gain = _either(1.0 if wanted.gain is None else wanted.gain, torch.float32)
+    newest, last = _either(wanted.last, torch.int64)
+    packed = _ATTEND.pack(
+        *(B, Hk, Hq // Hk, S, D, values.shape[-1], torch.get_num_threads(), checks.TYPES[keys.dtype]),
+        *(query.data_ptr(), *query.stride()[:2]),
+        *(keys.data_ptr(), *keys.stride()[:3]),
+        *(values.data_ptr(), *values.stride()[:3]),
+        *(positions.data_ptr(), positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0),
+        *(now.data_ptr(), now.stride(0)),
+        *(out, _pointer(sinks), min(options.window or 0, _LAST)),
+        *(kind, mass, second),
+        *(_pointer(counted), counts, _pointer(gains), wanted.gain is not None),
+        *(_pointer(newest), last, wanted.live),
+        *(options.scaling, options.softcap or 0.0, gain, wanted.decay, wanted.theta),
+    )
+    return _Attention(packed, results, (sinks, counted, gains, newest))
 
 
 class _Call(NamedTuple):
@@ -207,9 +280,6 @@ def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
-
-
 def _library(*tensors: Tensor) -> ctypes.CDLL | None:
     """The kernel, if the tensors are ordinary ones in main memory, dense in the last axis, without gradients."""
     library = native().library
@@ -221,68 +291,3 @@ def _library(*tensors: Tensor) -> ctypes.CDLL | None:
         if tensor.stride(-1) != 1 or (tensor.requires_grad and torch.is_grad_enabled()):
             return None
     return library
-
-
-def _attendable(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    now: Tensor,
-    positions: Tensor,
-    *,
-    options: AttentionOptions,
-    wanted: Wanted,
-) -> bool:
-    """Whether dtypes and shapes are those that `attend` promises to the kernel."""
-    (B, Hq, T, D), (_, Hk, S, E) = query.shape, values.shape
-    if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype:
-        return False
-    if T != 1 or S == 0 or Hq % Hk or keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
-        return False
-    if now.dtype not in _WHOLE or positions.dtype not in _WHOLE or now.shape != (B, 1):
-        return False
-    if positions.shape != (B, Hk, S) and positions.shape != (B, 1, S):
-        return False
-    if options.window is not None and options.window < 0:
-        return False
-    sinks = options.sinks
-    if sinks is not None and (
-        not sinks.is_cpu or sinks.shape != (Hq,) or (sinks.requires_grad and torch.is_grad_enabled())
-    ):
-        return False
-    return _is_per_row(wanted.counts, B) and _is_per_row(wanted.gain, B) and _is_per_row(wanted.last, B)
-
-
-def _writable(keys: Tensor, values: Tensor, positions: Tensor, new: tuple[Tensor, Tensor], now: Tensor) -> bool:
-    """Whether dtypes and shapes are those that `write` promises to the kernel."""
-    B, Hk, S = positions.shape
-    D, E = keys.shape[-1], values.shape[-1]
-    if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
-        return False
-    if keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
-        return False
-    if keys.dtype != new[0].dtype or values.dtype != new[1].dtype:
-        return False
-    return new[0].shape == (B, Hk, 1, D) and new[1].shape == (B, Hk, 1, E)
-
-
-def _countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0, limit: Budget = 0) -> bool:
-    """Whether dtypes and shapes are those that the functions on slots promise to the kernel."""
-    B, Hk, _ = positions.shape
-    if positions.dtype != torch.int32:
-        return False
-    if seen is not None and (seen.dtype not in _WHOLE or seen.shape != (B,)):
-        return False
-    return _is_share(recent, B, 1) and _is_share(limit, B, Hk)
-
-
-def _is_share(value: Budget, rows: int, heads: int) -> bool:
-    """Whether it is one whole number, or one for each row or head."""
-    if isinstance(value, int):
-        return True
-    return value.is_cpu and value.dtype in _WHOLE and value.shape in ((rows, 1), (rows, heads))
-
-
-def _is_per_row(value: object, rows: int) -> bool:
-    """Whether it is one number, or one for each row."""
-    return not isinstance(value, Tensor) or (value.is_cpu and value.shape == (rows,))

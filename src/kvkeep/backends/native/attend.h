@@ -4,6 +4,8 @@
 // 8-byte fields, which ops.py packs in the same order; a result of -1 means that there was no memory. Strides count
 // elements, and the last axis of every tensor is dense. Axis letters in comments are those of types.py.
 
+#pragma once
+
 #include "heads.h"
 #include "vectors.h"
 
@@ -157,19 +159,20 @@ class Head {
     const Layout at;
     const int64_t row, head, now;
     const int32_t *positions;
-    float *query, *logits, *tempered, *out, *scale;
+    float *query, *logits, *tempered, *out, *scale, *const mass, *const extra;
     int32_t *shown;
     float gain;
     bool tempers;         // whether the reported probabilities differ from those that attention uses
     int64_t visible = 0;  // slots whose token is not after the query, sliding windows aside
 
    public:
-    Head(const Attend &a, int64_t index, float *scratch)
+    // `mass` and `extra`: where the report of this head goes; null if there is none.
+    Head(const Attend &a, int64_t index, float *scratch, float *mass, float *extra)
         : a(a), at(a), row(index / a.kv_heads), head(index % a.kv_heads), now(a.now[row * a.now_row]),
           positions(a.positions + row * a.position_row + head * a.position_head), query(scratch + at.query),
           logits(scratch + at.logits), tempered(scratch + at.tempered), out(scratch + at.out),
-          scale(scratch + at.scale), shown((int32_t *)(scratch + at.shown)), gain(a.gains ? a.gains[row] : (float)a.gain),
-          tempers(a.has_gain && (gain != 1.0f || a.sinks)) {}
+          scale(scratch + at.scale), mass(mass), extra(extra), shown((int32_t *)(scratch + at.shown)),
+          gain(a.gains ? a.gains[row] : (float)a.gain), tempers(a.has_gain && (gain != 1.0f || a.sinks)) {}
 
     void run() {
         std::memset(out, 0, a.group * at.value_dim.floats() * sizeof *out);
@@ -310,8 +313,6 @@ class Head {
     int64_t newest() const { return a.newest ? a.newest[row] : a.last; }
 
     void report(float weight) {
-        float *mass = a.mass + (row * a.kv_heads + head) * a.slots;
-        float *extra = a.extra + (row * a.kv_heads + head) * a.slots;
         if (weight == 0.0f) {
             std::memset(mass, 0, a.slots * sizeof *mass);
             if (a.kind != MASS) std::memset(extra, 0, a.slots * sizeof *extra);
@@ -342,19 +343,4 @@ class Head {
     }
 };
 
-template <class X>
-int64_t attend_as(const Attend &a) {
-    const int64_t bytes = a.rows * a.kv_heads * a.slots * (a.dim + a.value_dim) * (int64_t)sizeof(typename X::T);
-    const auto work = [&](int64_t i, float *scratch) { Head<X>(a, i, scratch).run(); };
-    return for_each(a.rows * a.kv_heads, bytes, a.threads, Layout(a).size, work) ? 0 : -1;
-}
-
 }  // namespace
-
-extern "C" int64_t kvkeep_attend(const Attend *a) {
-    switch (a->type) {
-        case 0: return attend_as<Float32>(*a);
-        case 1: return attend_as<BFloat16>(*a);
-        default: return attend_as<Float16>(*a);
-    }
-}

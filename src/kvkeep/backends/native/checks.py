@@ -1,0 +1,93 @@
+"""Checks of dtypes and shapes that the kernel relies on and cannot make itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvkeep.backends.protocol import Added
+from kvkeep.backends.wanted import Wanted
+from kvkeep.types import AttentionOptions, Budget
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Element types that the kernel knows, with the kernel's numbers for them."""
+
+_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
+
+def attendable(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    now: Tensor,
+    positions: Tensor,
+    *,
+    options: AttentionOptions,
+    wanted: Wanted | None,
+) -> bool:
+    """Whether dtypes and shapes are those that `attend` promises to the kernel."""
+    (B, Hq, T, D), (_, Hk, S, E) = query.shape, values.shape
+    if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype:
+        return False
+    if T != 1 or S == 0 or Hq % Hk or keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
+        return False
+    if now.dtype not in _WHOLE or positions.dtype not in _WHOLE or now.shape != (B, 1):
+        return False
+    if positions.shape != (B, Hk, S) and positions.shape != (B, 1, S):
+        return False
+    if options.window is not None and options.window < 0:
+        return False
+    sinks = options.sinks
+    if sinks is not None and (
+        not sinks.is_cpu or sinks.shape != (Hq,) or (sinks.requires_grad and torch.is_grad_enabled())
+    ):
+        return False
+    if wanted is None:
+        return True
+    return _is_per_row(wanted.counts, B) and _is_per_row(wanted.gain, B) and _is_per_row(wanted.last, B)
+
+
+def writable(keys: Tensor, values: Tensor, positions: Tensor, new: tuple[Tensor, Tensor], now: Tensor) -> bool:
+    """Whether dtypes and shapes are those that `write` promises to the kernel."""
+    B, Hk, S = positions.shape
+    D, E = keys.shape[-1], values.shape[-1]
+    if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
+        return False
+    if keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
+        return False
+    if keys.dtype != new[0].dtype or values.dtype != new[1].dtype:
+        return False
+    return new[0].shape == (B, Hk, 1, D) and new[1].shape == (B, Hk, 1, E)
+
+
+def addable(added: Added, positions: Tensor, wanted: Wanted | None) -> bool:
+    """Whether the policy's sums have the dtype, shape and strides that `step` promises to the kernel."""
+    if wanted is None or not added.states:
+        return wanted is None and not added.states
+    strides = added.states[0].stride()
+    return wanted.second is None and all(
+        state.dtype == torch.float32 and state.shape == positions.shape and state.stride() == strides
+        for state in added.states
+    )
+
+
+def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0, limit: Budget = 0) -> bool:
+    """Whether dtypes and shapes are those that the functions on slots promise to the kernel."""
+    B, Hk, _ = positions.shape
+    if positions.dtype != torch.int32:
+        return False
+    if seen is not None and (seen.dtype not in _WHOLE or seen.shape != (B,)):
+        return False
+    return _is_share(recent, B, 1) and _is_share(limit, B, Hk)
+
+
+def _is_share(value: Budget, rows: int, heads: int) -> bool:
+    """Whether it is one whole number, or one for each row or head."""
+    if isinstance(value, int):
+        return True
+    return value.is_cpu and value.dtype in _WHOLE and value.shape in ((rows, 1), (rows, heads))
+
+
+def _is_per_row(value: object, rows: int) -> bool:
+    """Whether it is one number, or one for each row."""
+    return not isinstance(value, Tensor) or (value.is_cpu and value.shape == (rows,))
