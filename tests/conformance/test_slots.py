@@ -200,20 +200,24 @@ def parts(query, slots, new, now, *, statistic, options, added, limits):
     return out
 
 
-@pytest.mark.parametrize(("sums", "limits"), FUSED)
+STEPS = [(dtype, *case) for dtype in DTYPES for case in FUSED if dtype == torch.float32 or case[1] == "per head"]
+
+
+@pytest.mark.parametrize(("dtype", "sums", "limits"), STEPS)
 @pytest.mark.parametrize("name", [name for name, kind in BACKENDS.items() if kind.fuses])
-def test_a_fused_step_is_its_parts(name, sums, limits):
+def test_a_fused_step_is_its_parts(name, dtype, sums, limits):
     backend, (statistic, n, is_score) = backend_of(name), SUMS[sums]
     g = torch.Generator().manual_seed(0)
     positions = held(3)
     positions[:, :, 7] = -1
-    query, new = torch.randn(B, 2 * Hk, 1, D, generator=g), torch.randn(B, 1, Hk, D + E, generator=g).transpose(1, 2)
+    query = torch.randn(B, 2 * Hk, 1, D, generator=g).to(dtype)
+    new = torch.randn(B, 1, Hk, D + E, generator=g).to(dtype).transpose(1, 2)
     states = tuple(torch.rand(positions.shape, generator=g) for _ in range(n))
     now = torch.full((B, 1), 120)
     now[1] = -1
     found = []
     for step in (backend.step, parts):
-        given = (query, slots_of(positions, torch.float32), (new[..., :D], new[..., D:]), now, statistic)
+        given = (query, slots_of(positions, dtype), (new[..., :D], new[..., D:]), now, statistic)
         at = Limits(torch.where(now < 0, 111, now)[:, 0] + 1, **LIMITS[limits])
         added = Added(tuple(state.clone() for state in states), is_score)
         *given, asked, added, at = on(name, *given, added, at)
@@ -221,7 +225,8 @@ def test_a_fused_step_is_its_parts(name, sums, limits):
         out = step(*given, statistic=asked, options=options, added=added, limits=at)
         assert out is not None
         found.append((out[now[:, 0].to(out.device) >= 0], *ordered(given[1], added.states)))
-    for one, two in zip(*found, strict=True):
+    torch.testing.assert_close(*(one[0] for one in found), rtol=max(1e-4, torch.finfo(dtype).eps), atol=1e-5)
+    for one, two in zip(*(one[1:] for one in found), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
