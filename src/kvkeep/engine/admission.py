@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvkeep.engine.request import Generation, Request
 from kvkeep.engine.rows import Rows, largest_budget
@@ -94,10 +98,17 @@ class Admission:
         """Allocate the engine's rows for a policy.
 
         Raises:
-            BudgetError: not one row fits into the memory.
+            BudgetError: not one row fits into ``kv_memory``, or the rows do not fit into the free memory.
         """
         rows = Rows(self._model, policy, self._budget, **self._options)
-        rows.allocate(self._rows_that_fit(rows), most_bytes=self._kv_memory)
+        count = self._rows_that_fit(rows)
+        free = free_bytes(self._model.device)
+        if free is not None and count * rows.row_bytes > free:
+            raise BudgetError(
+                f"Out of memory: {policy} with a budget of {self._budget} takes {rows.row_bytes} bytes per row, and "
+                f"{count} of them do not fit into the {free} that are free. Use fewer rows or a smaller budget."
+            )
+        rows.allocate(count, most_bytes=self._kv_memory)
         return rows
 
     def replace(self, rows: Rows, policy: Policy) -> Rows:
@@ -168,6 +179,17 @@ class Admission:
     def _decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free main memory, swap included; ``None`` if a device reports exhaustion itself or nothing is known.
+
+    Without this number a process that allocates too much main memory is killed instead of being told.
+    """
+    source = Path("/proc/meminfo")
+    if device.type != "cpu" or not source.exists():
+        return None
+    return 1024 * sum(map(int, re.findall(r"^(?:MemAvailable|SwapFree): *(\d+) kB$", source.read_text(), re.MULTILINE)))
 
 
 def usable(policy: object) -> Policy:
