@@ -16,7 +16,7 @@ from kvkeep.errors import BudgetError
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout
-from kvkeep.memory import Memory
+from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, inference
@@ -73,8 +73,8 @@ class Rows:
         self._owners: list[Policy | None] = []
         self._own: list[Own | None] = []
         self._parts: dict[tuple[tuple[Segment, ...], Own | None, Phase], PhasedCache] = {}
-        probe = self._cache(policy, budget)
-        with torch.inference_mode():  # one token shows the shapes of every layer's keys and values
+        probe = BoundedCache(model.config, "full", 1)
+        with torch.inference_mode():  # one token shows the shapes of every layer
             model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
         layers = probe.bounded_layers().values()
         self._like = [layer.store.slots() for layer in layers]
@@ -82,9 +82,15 @@ class Rows:
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
         self.alone = policy.cascades is not None or self._has_states
-        self.allocate(1)
-        self.row_bytes = self.memory().allocated_bytes + self._state_bytes
+        self.row_bytes = self._measure() + self._state_bytes
         self.allocate(0)
+
+    def _measure(self) -> int:
+        """The bytes of one row's slots in all layers, counted on tensors that have shapes but no memory."""
+        self.count = 1
+        shapes = (Slots(*(tensor.to("meta") for tensor in like)) for like in self._like)
+        blocks = map(self._block, self.numbers(self.policy, self._budget), shapes)
+        return bytes_of(tensor for block in blocks for tensor in block.per_row().values())
 
     @inference
     def allocate(self, count: int, *, most_bytes: int | None = None) -> None:
