@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvkeep.engine.request import Generation, Request
-from kvkeep.engine.rows import Rows, largest_budget
+from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.layout import Layout
@@ -135,7 +136,7 @@ class Admission:
             return self._wanted or DEFAULT_ROWS
         fits = self._kv_memory // rows.row_bytes
         if not fits:
-            found = largest_budget(self._model, rows.policy, self._budget, self._kv_memory, **self._options)
+            found = _largest_budget(self._model, rows.policy, self._budget, self._kv_memory, **self._options)
             advice = "." if found is None else f", or a budget of {found} or less."
             raise BudgetError(
                 f"Not one row fits: {rows.policy} with a budget of {self._budget} takes {rows.row_bytes} bytes "
@@ -212,3 +213,29 @@ def usable(policy: object) -> Policy:
             "dataclass whose fields are numbers, texts or tuples: @dataclass(frozen=True, kw_only=True)."
         )
     return found
+
+
+def _largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
+    """The largest budget with which one row fits into the memory; ``None`` if there is none.
+
+    Args:
+        model: the model, attached.
+        policy: the policy that the row is made for.
+        below: a budget that is too large.
+        memory: bytes.
+        options: as for `Rows`.
+    """
+
+    @cache
+    def size(budget: int) -> int:
+        return Rows(model, policy, budget, **options).row_bytes
+
+    low, high = policy.least, below
+    try:
+        while low < high - 1 and size(low) <= memory:  # bytes grow linearly with the budget, but for rounding
+            share = (memory - size(low)) / (size(high) - size(low))
+            guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
+            low, high = (guess, high) if size(guess) <= memory else (low, guess)
+        return low if low < below and size(low) <= memory else None
+    except BudgetError:  # the policy protects more than `Policy.least`
+        return None
