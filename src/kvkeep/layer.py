@@ -72,11 +72,9 @@ class Layer:
             policy.check(number)
         if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
             raise BudgetError(f"The prefill chunk {prefill_chunk} is no whole number of 1 or more tokens.")
-        self.policy = policy
-        self.window = window
-        self.columns = 0
-        self.allocated = False
-        self._broken, self.moves = False, 0
+        self.policy, self.window = policy, window
+        self.columns, self.moves = 0, 0
+        self.allocated, self._broken = False, False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index = index
         self._prefill_chunk = prefill_chunk

@@ -8,6 +8,7 @@ rows, always in float32.
 from __future__ import annotations
 
 import abc
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -224,11 +225,17 @@ def ring(rows: Int[Tensor, "B n"], words: int) -> Int[Tensor, "B n words"]:
     Row ``i`` has the place ``i % (BITS * words)`` and takes it from an older row. The highest bit of a word is its
     sign. A negative row has no bit.
     """
-    place = rows % (BITS * words)
-    bit = place % BITS
-    value = torch.bitwise_left_shift(torch.ones_like(bit), bit) * (1 - 2 * (bit == BITS - 1).int())
-    own = (place // BITS)[..., None] == torch.arange(words, device=rows.device)
-    return torch.where(own & (rows >= 0)[..., None], value[..., None], 0).int()
+    places = BITS * words
+    return _places(words, rows.device)[torch.where(rows < 0, places, rows % places)]
+
+
+@functools.cache
+def _places(words: int, device: torch.device) -> Int[Tensor, "n words"]:
+    """The words of each place in a ring, and no bit at all in the last line."""
+    with torch.inference_mode(False):
+        bits = [1 << bit for bit in range(BITS - 1)] + [-(1 << BITS - 1)]
+        one = torch.tensor(bits, dtype=torch.int32, device=device)[:, None]
+        return torch.cat([torch.block_diag(*[one] * words), one.new_zeros((1, words))])
 
 
 def ring_span(first: Int[Tensor, " B"], stop: Int[Tensor, " B"], words: int) -> Int[Tensor, "B words"]:

@@ -20,10 +20,10 @@ from kvkeep.cli.main import app
 from kvkeep.engine import Engine
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.stops import TextPieces
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, load
 from kvkeep.models.quiet import quiet
-from kvkeep.models.stream import TextPieces
 from kvkeep.models.text import encode
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the cat"

@@ -13,9 +13,8 @@ from kvkeep.backends import torch as plain
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import gpu
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.graph import Graphs, _Step, bucket, refusal
+from kvkeep.engine.graph import Graphs, NoWaiting, WaitError, _Step, bucket, refusal
 from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.waits import NoWaiting, WaitError
 
 from .models import CONFIGS, alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of

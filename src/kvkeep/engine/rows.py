@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,11 +11,10 @@ from torch import Tensor
 from kvkeep.cache import BoundedCache
 from kvkeep.engine.own import Own, states_of
 from kvkeep.engine.segments import Segment, Segments, segments
-from kvkeep.errors import BudgetError
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout
-from kvkeep.memory import Memory
+from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, inference
@@ -73,8 +71,8 @@ class Rows:
         self._owners: list[Policy | None] = []
         self._own: list[Own | None] = []
         self._parts: dict[tuple[tuple[Segment, ...], Own | None, Phase], PhasedCache] = {}
-        probe = self._cache(policy, budget)
-        with torch.inference_mode():  # one token shows the shapes of every layer's keys and values
+        probe = BoundedCache(model.config, "full", 1)
+        with torch.inference_mode():  # one token shows the shapes of every layer
             model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
         layers = probe.bounded_layers().values()
         self._like = [layer.store.slots() for layer in layers]
@@ -82,9 +80,15 @@ class Rows:
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
         self.alone = policy.cascades is not None or self._has_states
-        self.allocate(1)
-        self.row_bytes = self.memory().allocated_bytes + self._state_bytes
+        self.row_bytes = self._measure() + self._state_bytes
         self.allocate(0)
+
+    def _measure(self) -> int:
+        """The bytes of one row's slots in all layers, counted on tensors that have shapes but no memory."""
+        self.count = 1
+        shapes = (Slots(*(tensor.to("meta") for tensor in like)) for like in self._like)
+        blocks = map(self._block, self.numbers(self.policy, self._budget), shapes)
+        return bytes_of(tensor for block in blocks for tensor in block.per_row().values())
 
     @inference
     def allocate(self, count: int, *, most_bytes: int | None = None) -> None:
@@ -273,29 +277,3 @@ def _make_room(remembered: dict[Any, Any]) -> None:
     """Forget everything if `_MOST` entries are remembered."""
     if len(remembered) >= _MOST:
         remembered.clear()
-
-
-def largest_budget(model: Decoder, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
-    """The largest budget with which one row fits into the memory; ``None`` if there is none.
-
-    Args:
-        model: the model, attached.
-        policy: the policy that the row is made for.
-        below: a budget that is too large.
-        memory: bytes.
-        options: as for `Rows`.
-    """
-
-    @cache
-    def size(budget: int) -> int:
-        return Rows(model, policy, budget, **options).row_bytes
-
-    low, high = policy.least, below
-    try:
-        while low < high - 1 and size(low) <= memory:  # bytes grow linearly with the budget, but for rounding
-            share = (memory - size(low)) / (size(high) - size(low))
-            guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
-            low, high = (guess, high) if size(guess) <= memory else (low, guess)
-        return low if low < below and size(low) <= memory else None
-    except BudgetError:  # the policy protects more than `Policy.least`
-        return None

@@ -73,38 +73,40 @@ class History(Policy):
 
     def stays(self, view: View, state: State) -> Budget:
         """The number of tokens after a burst: a multiple of ``drop`` fewer, and never less than the recent window."""
-        n, limit = held(view), column(view.budget, view.seen)
-        _, recent, drop = (column(size, view.seen) for size in self.sizes(view.budget))
-        goes = torch.minimum(drop * -(-(n - limit) // drop), n - recent.clamp(min=1))
-        return torch.where(n > limit, n - goes, limit)[:, None]
+        return self._stays(view, held(view))[:, None]
+
+    def _stays(self, view: View, n: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+        limit = _flat(view.budget)
+        _, recent, drop = map(_flat, self.sizes(view.budget))
+        over = n - limit
+        goes = torch.minimum(drop * -(-over // drop), n - between(1, recent, None))
+        return torch.where(over > 0, n - goes, limit)
 
     bursts: ClassVar[Bursts | None] = Bursts(stays)
 
     def due(self, view: View) -> Int[Tensor, " B"]:
         """How many of the last rows lie in the window of the next burst, if only generated tokens follow."""
-        window, limit = column(self.sizes(view.budget)[0], view.seen), column(view.budget, view.seen)
-        stay = torch.minimum(held(view), column(self.stays(view, {}), view.seen))
-        return (window - (limit + 1 - stay)).clamp(min=0)
+        n, window = held(view), _flat(self.sizes(view.budget)[0])
+        stay = torch.minimum(n, self._stays(view, n))
+        return (stay + (window - _flat(view.budget) - 1)).clamp(min=0)
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Set the bits of the new rows. Add to both masses, or restart them at a row of this step."""
-        window, due = column(self.sizes(view.budget)[0], view.seen), self.due(view)
+        window, due = _flat(self.sizes(view.budget)[0]), self.due(view)
         bits = self._new_bits(view)
         found = _of_one_row(report, bits, due) if view.is_decode else report.sums
-        words = {
-            name: state[name] if _none_is_set(new) else found[name] + (state[name].int() & ~new)
-            for name, new in bits.items()
-        }
+        words = {name: found[name] + (state[name].int() & ~new) for name, new in bits.items()}
         reaches_back = {name: (n > view.new)[:, None, None] for name, n in (("mass", window), ("due", due))}
-        return words | {name: found[name] + state["due"] * back for name, back in reaches_back.items()}
+        return {**state, **words} | {name: found[name] + state["due"] * back for name, back in reaches_back.items()}
 
     def _new_bits(self, view: View) -> dict[str, Int[Tensor, "B 1 1"]]:
-        """The bits of this step's rows in each word."""
+        """The bits of this step's rows, in each word that has any."""
         if view.is_decode:
             found = ring((view.seen - 1).masked_fill(view.new < 1, EMPTY)[:, None], self.words)[:, 0]
         else:
             found = ring_span(view.seen - view.new, view.seen, self.words)
-        return dict(zip(word_names(self.words), found[:, :, None, None].unbind(dim=1), strict=True))
+        bits = zip(word_names(self.words), found[:, :, None, None].unbind(dim=1), _are_set(found), strict=True)
+        return {name: word for name, word, is_set in bits if is_set}
 
     def low(self, view: View, state: State) -> Int[Tensor, "B Hk S"]:
         """How many rows of the window found each token insignificant."""
@@ -133,6 +135,12 @@ def _of_one_row(
     return masses | {name: report.low * bit for name, bit in bits.items()}
 
 
-def _none_is_set(bits: Int[Tensor, "B 1 1"]) -> bool:
-    """Whether a word has no bits of any row. Not asked on a GPU, where the answer costs more than it saves."""
-    return bits.device.type == "cpu" and not bool(bits.any())
+def _are_set(words: Int[Tensor, "B words"]) -> list[bool]:
+    """Whether a word may have a bit of any row. Elsewhere than on a CPU the answer would cost more than it saves."""
+    found: list[bool] = [True] * words.shape[1] if words.device.type != "cpu" else words.any(dim=0).tolist()
+    return found
+
+
+def _flat(budget: Budget) -> Budget:
+    """A budget as one number, or one per row in one axis."""
+    return budget.view(-1) if isinstance(budget, Tensor) else budget

@@ -126,7 +126,8 @@ class Block:
     def remember(self, state: State) -> None:
         """Write the policy's state in place."""
         for name, tensor in state.items():
-            self.state[name].copy_(tensor)
+            if tensor is not self.state[name]:
+                self.state[name].copy_(tensor)
 
     def spread(self, budget: Int[Tensor, "B Hk"]) -> None:
         """Give every head a budget of its own, and the layer as many slots as its largest head needs.

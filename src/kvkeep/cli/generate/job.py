@@ -18,7 +18,7 @@ from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, run
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.engine.sampling import Sampling
-from kvkeep.errors import InputError, PolicyError
+from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs import aside
 from kvkeep.jobs.lines import BadLine, Line, digest, parse, read
 from kvkeep.jobs.output import Output
@@ -69,7 +69,7 @@ def serve(request: Request, batch: Batch) -> None:
             if left_out := remark(model):
                 console.note(left_out)
             output.agree({**settings, "weights": fingerprint(model)})
-            engine = _engine(Writer(checkpoint, model), request, batch, lines=len(survey.digests), budget=budget)
+            engine = _engine(Writer(checkpoint, model), request, batch, survey, budget=budget)
             if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
                 console.note(
                     f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the "
@@ -141,10 +141,19 @@ def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling)
     return {**always, **{name: value for name, value in options.items() if value is not None and value is not False}}
 
 
-def _engine(writer: Writer, request: Request, batch: Batch, *, lines: int, budget: int) -> Engine:
+def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, budget: int) -> Engine:
     """The engine, with rows for all lines if these are few."""
+    lines = len(survey.digests)
     rows = min(lines, batch.max_rows or (lines if batch.kv_memory else DEFAULT_ROWS))
-    engine = engine_for(writer, request, budget=budget, rows=rows, kv_memory=batch.kv_memory)
+    try:
+        engine = engine_for(writer, request, budget=budget, rows=rows, kv_memory=batch.kv_memory)
+    except BudgetError as error:
+        if request.budget or parse_policy(request.policy).evicts:
+            raise
+        raise InputError(
+            f"Line {survey.longest_line} cannot be run: {request.policy} keeps all of its {survey.longest} tokens. "
+            f"{error} Nothing was generated. Ask for fewer new tokens in that line, or give --budget."
+        ) from error
     pack_weights(writer.model, engine.rows, if_faster=True)
     if batch.compile:
         console.progress("compiling …")
