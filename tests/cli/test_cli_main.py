@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import console, main
+from kvkeep.cli import console, main, options
 from kvkeep.errors import InputError
 
 KVKEEP = [sys.executable, "-c", "from kvkeep.cli.main import run; run()"]
@@ -122,13 +122,13 @@ assert not {{"torch", "transformers", "numpy"}} & set(sys.modules)
     [("1024", 1024), ("4K", 4096), ("4k", 4000), ("1.5k", 1500), ("1M", 2**20), ("2m", 2_000_000), ("-3", -3)],
 )
 def test_tokens(text: str, tokens: int):
-    assert console.parse_tokens(text, "--budget") == tokens
+    assert options.parse_tokens(text, "--budget") == tokens
 
 
 @pytest.mark.parametrize("text", ["", "k", "K", "1.5", "nan", "inf", "infk", "1e400", "4kk", "0x10", "4 K x"])
 def test_tokens_that_are_none(text: str):
     with pytest.raises(InputError, match="whole number"):
-        console.parse_tokens(text, "--budget")
+        options.parse_tokens(text, "--budget")
 
 
 @pytest.mark.parametrize(

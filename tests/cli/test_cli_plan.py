@@ -17,11 +17,11 @@ import kvkeep
 from kvkeep.budget import per_layer
 from kvkeep.cli import console
 from kvkeep.cli.main import app
-from kvkeep.cli.plan import parse_speed, sizing
+from kvkeep.cli.options import parse_bytes
+from kvkeep.cli.plan import parse_speed, report
 from kvkeep.errors import InputError
 from kvkeep.models import load as loading
-from kvkeep.models.load import find, read_weights
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import find, quiet, read_weights
 from kvkeep.planning import bandwidth, shapes
 from kvkeep.planning.bandwidth import Bandwidth, measure_bandwidth
 
@@ -195,7 +195,7 @@ def test_weights_of_another_dtype():
 
 
 def test_measured_bandwidth(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sizing, "measure_bandwidth", lambda device: Bandwidth(read=3e9, copy=4e9))
+    monkeypatch.setattr(report, "measure_bandwidth", lambda device: Bandwidth(read=3e9, copy=4e9))
     found = as_json("--measure", "--device", "cpu")
     assert found["bandwidth"] == {
         "bytes_per_s": 4e9,
@@ -417,7 +417,7 @@ def test_models_that_cannot_be_planned(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_model_that_does_not_say_its_length(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shapes, "trained_length", lambda config: None)
-    assert "give --context TOKENS" in refused()
+    assert "give --context, in tokens" in refused()
     assert as_json("--context", 50)["context_tokens"] == 50
 
 
@@ -437,11 +437,11 @@ def test_a_model_that_does_not_say_its_length(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_sizes(text: str, size: int):
-    assert console.parse_bytes(text, "--memory") == size
+    assert parse_bytes(text, "--memory") == size
     assert parse_speed(f"{text}/s") == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "24", "24GIB", "24gb", "1e3GB", "infGB", "24 GiB x", "kiB", "1 0GB"])
 def test_sizes_that_are_none(text: str):
     with pytest.raises(InputError, match="unit"):
-        console.parse_bytes(text, "--memory")
+        parse_bytes(text, "--memory")
