@@ -60,7 +60,14 @@ def imports(path):
 
 
 FILES = sorted(SRC.rglob("*.py"))
-MODULES = {".".join(("kvkeep", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__") for path in FILES}
+
+
+def module(path):
+    """The name by which a file is imported."""
+    return ".".join(("kvkeep", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {module(path) for path in FILES}
 
 
 def statements(node):
@@ -77,7 +84,6 @@ def needs(path):
 
     An import of a submodule does not need its package; a name that a package itself defines does.
     """
-    here = ".".join(("kvkeep", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(".__init__")
     found = set()
     for node in statements(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -85,7 +91,7 @@ def needs(path):
         elif isinstance(node, ast.ImportFrom):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in MODULES else node.module for name in names}
-    return here, (found & MODULES) - {here}
+    return (found & MODULES) - {module(path)}
 
 
 def test_every_room_has_a_floor():
@@ -109,7 +115,7 @@ def test_imports_point_down():
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    left = dict(map(needs, FILES))
+    left = {module(path): needs(path) for path in FILES}
     while free := {name for name, others in left.items() if not others & left.keys()}:
         left = {name: others for name, others in left.items() if name not in free}
     used = {other for others in left.values() for other in others}

@@ -186,7 +186,7 @@ def test_a_run_json_that_says_nothing_is_refused(tmp_path, kind):
 def test_a_run_json_of_other_kinds_is_another_run(tmp_path, path, value):
     folder = result_folders.evaluation(tmp_path)
     (folder / "run.json").write_text(json.dumps(put(result_folders.RUN, path, value)))
-    with pytest.raises(InputError, match=r"hoose another --output folder") as error:
+    with pytest.raises(InputError, match=r"hoose another (`output`|--output) folder") as error:
         Records(folder).check(result_folders.RUN)
     assert len(str(error.value)) < 1000
 
@@ -230,7 +230,7 @@ def only(path, *names):
 def test_a_file_of_an_analysis_that_is_no_object_is_refused(tmp_path, kind, name):
     folder = result_folders.analysis(tmp_path)
     (folder / name).write_bytes(CONTENTS[kind])
-    with pytest.raises(InputError, match=rf"{name} .*(Remove it|choose another --output)"):
+    with pytest.raises(InputError, match=rf"{name} .*(Remove it|choose another `output`)"):
         report.write(Folder(folder))
 
 

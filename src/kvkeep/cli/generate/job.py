@@ -50,9 +50,8 @@ def serve(request: Request, batch: Batch) -> None:
         policy = parse_policy(request.policy)
         budgets.check(1 if request.budget is None else request.budget)
         defaults = sampling_of(request)
-        name = request.model or embedded()
         console.progress(f"reading {batch.input} …")
-        checkpoint = find(name, allow_pickle=request.allow_pickle)
+        checkpoint = find(request.model or embedded(), allow_pickle=request.allow_pickle)
 
         def read_line(number: int, raw: bytes) -> Line | BadLine:
             return parse(number, raw, lambda prompt: _encode(checkpoint, prompt, raw=request.raw), defaults)
@@ -63,12 +62,8 @@ def serve(request: Request, batch: Batch) -> None:
             settings = _settings(request, policy, budget, defaults)
             output.agree(settings)
             output.check(survey.digests)
-            console.progress(f"loading {name} …")
-            model = read_weights(checkpoint, request.dtype, request.device)
-            if left_out := remark(model):
-                console.note(left_out)
-            output.agree({**settings, "weights": fingerprint(model)})
-            engine = _engine(Writer(checkpoint, model), request, batch, lines=len(survey.digests), budget=budget)
+            writer = _load(request, checkpoint, output, settings)
+            engine = _engine(writer, request, batch, lines=len(survey.digests), budget=budget)
             if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
                 console.note(
                     f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the "
@@ -138,6 +133,16 @@ def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling)
     options |= {name: value for name, value in asdict(defaults).items() if value != getattr(Sampling(), name)}
     always = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
     return {**always, **{name: value for name, value in options.items() if value is not None and value is not False}}
+
+
+def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: dict[str, object]) -> Writer:
+    """The model, after a check that the output was written with the same weights."""
+    console.progress(f"loading {checkpoint.name} …")
+    model = read_weights(checkpoint, request.dtype, request.device)
+    if left_out := remark(model):
+        console.note(left_out)
+    output.agree({**settings, "weights": fingerprint(model)})
+    return Writer(checkpoint, model)
 
 
 def _engine(writer: Writer, request: Request, batch: Batch, *, lines: int, budget: int) -> Engine:

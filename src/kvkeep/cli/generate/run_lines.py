@@ -53,18 +53,20 @@ def run(
         stream = sys.stderr if output.name == STANDARD_OUTPUT else sys.stdout
         stream.write(json.dumps({**found, "rows": engine.rows, "row_bytes": engine.row_bytes}) + "\n")
     elif new:
-        console.note(
-            f"{console.count(new, 'token')} in {console.show_seconds(seconds)}: "
-            f"{console.show_rate(new / seconds)} tokens/s"
-        )
+        speed = f"{console.show_rate(new / seconds)} tokens/s"
+        console.note(f"{console.count(new, 'token')} in {console.show_seconds(seconds)}: {speed}")
     unread = set() if stopped() else todo.keys() - output.done.keys() - failed.keys()
     for problem in _problems(output, kept, failed, unread, total):
         console.error(problem)
     if stopped() or len(kept) < total:
-        to_file = output.name != STANDARD_OUTPUT
-        on = "the same command goes on from there" if to_file else "give --output FILE to go on another time"
-        console.note(f"stopped after {len(kept)} of {console.count(total, 'line')}; {on}")
+        _say_how_to_resume(output, len(kept), total)
         raise typer.Exit(console.INTERRUPTED if stopped() else INCOMPLETE)
+
+
+def _say_how_to_resume(output: Output, done: int, total: int) -> None:
+    to_file = output.name != STANDARD_OUTPUT
+    on = "the same command goes on from there" if to_file else "give --output FILE to go on another time"
+    console.note(f"stopped after {done} of {console.count(total, 'line')}; {on}")
 
 
 def _problems(output: Output, kept: set[int], failed: Mapping[int, str], unread: set[int], total: int) -> Iterator[str]:
