@@ -129,6 +129,7 @@ def test_measured_bandwidth(monkeypatch: pytest.MonkeyPatch):
 def test_default_budgets():
     assert as_json()["budget"] == CONTEXT
     assert as_json("--context", "4K")["budget"] == 1024
+    assert "1024" in invoke("--help").stdout
     assert as_json("--context", "4K", "--budget", "25%")["budget"] == 1024
     assert as_json("--policy", "full", "--context", "4K")["budget"] == 4096
     assert as_json("--context", "32k")["context_tokens"] == 32_000

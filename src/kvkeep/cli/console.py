@@ -75,7 +75,7 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _parameters(command: Callable[..., None]) -> dict[str, OptionInfo | ArgumentInfo]:
-    """What typer is told about each parameter of a subcommand."""
+    """The description of each parameter of a subcommand for typer."""
     hints = get_type_hints(command, include_extras=True)
     return {
         name: info
@@ -122,20 +122,20 @@ def _size(count: int) -> str:
 
 
 def progress(message: str) -> None:
-    """Tell a person who waits what is going on; other readers get nothing."""
+    """Print the present stage of the work, on a terminal only."""
     console = err()
     if console.is_terminal:
         console.print(Text(message, "dim"), soft_wrap=True)
 
 
 def error(message: str) -> None:
-    """Print what went wrong, in one line."""
+    """Print an error in one line."""
     line = " ".join(map(_cut, with_flags(message).split()))
     err().print(Text.assemble(("error: ", "bold red"), visible(line)), soft_wrap=True)
 
 
 def note(message: str) -> None:
-    """Print what the user should know but what stops nothing."""
+    """Print a fact that the user should know and that stops nothing."""
     err().print(Text.assemble(("note: ", "yellow"), printable(with_flags(message))))
 
 

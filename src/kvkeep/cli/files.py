@@ -22,8 +22,8 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
 
     Args:
         file: path, or ``-``.
-        kind: what messages call the file, e.g. ``prompt file``.
-        purpose: what the text is for, as messages end: ``Give the model some text to continue.``
+        kind: name of the file in messages, e.g. ``prompt file``.
+        purpose: the last sentence of messages, e.g. ``Give the model some text to continue.``
 
     Raises:
         InputError: the file cannot be read, is not UTF-8, or is empty.
@@ -58,7 +58,7 @@ def read_again(file: str, *, kind: str) -> Iterator[Path]:
 
     Args:
         file: path, or ``-``.
-        kind: what messages call the file, e.g. ``input``.
+        kind: name of the file in messages, e.g. ``input``.
 
     Raises:
         InputError: the file cannot be copied, or is a device, which may have no end.

@@ -121,7 +121,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a setting costs with a full cache and with kvkeep's.
+    """The costs of a setting with a full cache and with kvkeep's.
 
     Attributes:
         setting: the model, the policy and the lengths.
@@ -249,7 +249,7 @@ def _budget(budget: int | None, keep_ratio: float | None, policy: Policy, contex
 
 
 def _check_rows(made: Plan) -> None:
-    """Refuse a plan without a row, and say what would fit."""
+    """Refuse a plan without a row, with a remedy."""
     if made.rows is not None and made.rows < 1:
         most = "" if made.memory is None else f"; {max(0, made.bounded.most_rows(made.memory))} would fit"
         raise InputError(f"rows={made.rows} asks for nothing: give 1 or more{most}.")
@@ -259,7 +259,7 @@ def _check_rows(made: Plan) -> None:
 
 
 def _too_large(made: Plan, memory: int) -> str:
-    """Why not one row fits into the memory, and what would."""
+    """The message about a memory into which not one row fits, with values that would fit."""
     setting, weights, need = made.setting, made.bounded.weight_bytes, made.bounded.peak_bytes(1)
     row = f"{spec(setting.policy)} with a budget of {setting.budget}"
     in_dtype = f"the weights take {show_bytes(weights)} in {name_of(setting.weights_dtype)}"

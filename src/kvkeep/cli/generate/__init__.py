@@ -231,7 +231,7 @@ def generate(
 
 
 def _parse_budget(text: str) -> int:
-    """Read ``--budget`` as a number of tokens; a share is refused, since it does not say of what."""
+    """Read ``--budget`` as a number of tokens; a share of an unknown length is refused."""
     if text.endswith("%"):
         raise InputError(
             f"--budget {text} is a share of no known length; give a number of tokens, e.g. 512. For a share of a "

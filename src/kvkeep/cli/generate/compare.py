@@ -108,7 +108,7 @@ def _common_length(one: str, other: str) -> int:
 
 
 def _marked(text: str, common: int) -> Text:
-    """The text, with what follows the common beginning in colour."""
+    """The text, in colour after the common beginning."""
     return Text.assemble(console.printable(text[:common]), (console.printable(text[common:]), "yellow"))
 
 

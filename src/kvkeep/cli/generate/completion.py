@@ -263,7 +263,7 @@ def _summarise(job: Job, result: Result) -> dict[str, str]:
 
 
 def _remark(job: Job, result: Result) -> None:
-    """Print notes on what the user may not expect."""
+    """Print notes on results that the user may not expect."""
     total = result.prompt_tokens + len(result.token_ids)
     trained = job.checkpoint.trained_length
     if job.policy.evicts and job.budget >= total:

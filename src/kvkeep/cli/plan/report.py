@@ -118,11 +118,11 @@ def describe(made: Plan, measured: Measured | None) -> dict[str, object]:
 
 
 def notes(made: Plan) -> list[str]:
-    """What the user may not expect of this plan."""
+    """Notes on figures that the user may not expect."""
     setting, found = made.setting, made.setting.outline
     said = []
     if found.dtype is None:
-        said.append(f"{found.name} names no dtype; what --dtype does not say is counted as float32.")
+        said.append(f"{found.name} names no dtype; without --dtype it is counted as float32.")
     if found.quantised:
         said.append(
             f"{found.name} has quantised weights; they are counted as {name_of(setting.weights_dtype)} and take less."
