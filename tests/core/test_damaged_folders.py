@@ -230,7 +230,7 @@ def only(path, *names):
 def test_a_file_of_an_analysis_that_is_no_object_is_refused(tmp_path, kind, name):
     folder = result_folders.analysis(tmp_path)
     (folder / name).write_bytes(CONTENTS[kind])
-    with pytest.raises(InputError, match=rf"{name} .*(Remove it|choose another `output`)"):
+    with pytest.raises(InputError, match=rf"{name} .*(Remove it|choose another (`output`|--output))"):
         report.write(Folder(folder))
 
 
