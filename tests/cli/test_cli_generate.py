@@ -19,9 +19,9 @@ from kvkeep.cli.main import app
 from kvkeep.engine import Engine
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.stops import TextPieces
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, load, quiet
-from kvkeep.models.stream import TextPieces
 from kvkeep.models.text import encode
 from kvkeep.planning.plan import DEFAULT_BUDGET
 

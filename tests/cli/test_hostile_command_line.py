@@ -24,7 +24,7 @@ from kvkeep.jobs.survey import Survey
 from kvkeep.models.load import load
 from kvkeep.registry import parse
 from kvkeep.research.analysis import report
-from kvkeep.research.analysis.folder import Folder
+from kvkeep.research.analysis.report import Folder
 from kvkeep.runs import as_text, in_full, read_object
 
 NINES = "9" * 400

@@ -11,11 +11,10 @@ import kvkeep
 from kvkeep import backends
 from kvkeep.backends import torch as plain
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.triton import switch
+from kvkeep.backends.triton import gpu
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.graph import Graphs, _Step, bucket, refusal
+from kvkeep.engine.graph import Graphs, NoWaiting, WaitError, _Step, bucket, refusal
 from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.waits import NoWaiting, WaitError
 
 from .models import CONFIGS, alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of
@@ -78,7 +77,7 @@ def test_other_architectures(name):
 def kernels(monkeypatch):
     """Triton's interpreter does the work; what itself does with tensors is none of the step's business."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    if not switch.interprets():
+    if not gpu.interprets():
         pytest.skip("kernels run compiled here, not interpreted")
     run = interpreter.GridExecutor.__call__
 

@@ -319,7 +319,15 @@ def test_times_are_counted_from_arrival():
 # ------------------------------------------------------------------ Ctrl-C, as the terminal sends it
 
 
-def test_ctrl_c_waits_for_the_end_of_a_step_and_loses_nothing():
+@pytest.fixture
+def ctrl_c():
+    """Has Ctrl-C raise KeyboardInterrupt, as in a terminal: a process in the background of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_for_the_end_of_a_step_and_loses_nothing(ctrl_c):
     """Signals at every place of a step: what the engine calls is made to raise them, one call after the other."""
     asked = [Request(prompt=prompt_of(i, 9), sampling=new(n)) for i, n in ((1, 2), (2, 9), (3, 3))]
     want = [alone("llama", request.prompt, request.sampling.max_new_tokens, "h2o", 8, 512) for request in asked]
@@ -353,7 +361,7 @@ def test_ctrl_c_waits_for_the_end_of_a_step_and_loses_nothing():
         assert interrupts, name
 
 
-def test_a_second_ctrl_c_comes_through_at_once():
+def test_a_second_ctrl_c_comes_through_at_once(ctrl_c):
     engine = Engine(model("llama"), policy="h2o", budget=8, rows=2)
     layer, calls = model("llama").model.layers[1].mlp, []
 
@@ -387,7 +395,7 @@ def test_an_error_that_cannot_be_told_or_logged_harms_nobody_else(error, monkeyp
         engine.add(request)
     engine.step()
     if error is RuntimeError:  # somebody's handler of the log fails
-        monkeypatch.setattr("kvkeep.engine.core._log.debug", lambda *args, **options: 1 / 0)
+        monkeypatch.setattr("kvkeep.engine.engine._log.debug", lambda *args, **options: 1 / 0)
 
     def fail(*args):
         raise error

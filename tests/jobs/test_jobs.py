@@ -13,6 +13,7 @@ from pathlib import Path
 import processes
 import pytest
 from engine.commands import completions, result_of, run, write
+from sweeps import sweep
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
@@ -255,11 +256,16 @@ def test_messages_in_rows_that_follow_from_a_memory(tmp_path):
     assert {e[COMPLETION]["text"] for e in completions(tmp_path / "out.jsonl").values()} == {expected}
 
 
-def test_a_budget_that_no_memory_holds(tmp_path):
-    source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 2**31 - 1}})
-    result = run("-i", source, "-o", tmp_path / "out.jsonl", "--policy", "full")
+@pytest.mark.parametrize("most", [[], ["--kv-memory", "1MiB"]])
+@pytest.mark.parametrize("new", [2**31 - 1, 2**27])
+def test_a_line_that_no_memory_holds_is_refused_by_its_number(new, most, tmp_path):
+    lines = [{"prompt": "Hello", "options": {"max_new_tokens": n}} for n in (3, new, 5)]
+    source = write(tmp_path / "in.jsonl", *lines)
+    result = run("-i", source, "-o", tmp_path / "out.jsonl", "--policy", "full", *most)
     assert result.exit_code == 2, result.output
-    assert "Out of memory" in result.output
+    told = " ".join(result.output.split())
+    assert "Line 2 cannot be run: full keeps all of its" in told
+    assert ("Not one row fits" if most else "Out of memory") in told
 
 
 def test_a_full_disk_loses_nothing(tmp_path):
@@ -290,15 +296,16 @@ def test_a_closed_pipe_ends_the_job_quietly(ten):
     process.stderr.close()
 
 
-def test_killed_ten_times_at_random_moments(tmp_path):
+@pytest.mark.parametrize(("kills", "n"), sweep([(4, 40), (10, 120)], lambda case: case[0] == 4))
+def test_killed_at_random_moments(tmp_path, kills, n):
     entries = [
-        {"prompt": f"There was a dog, and it had {i}", "n": i, "options": {"max_new_tokens": 12}} for i in range(120)
+        {"prompt": f"There was a dog, and it had {i}", "n": i, "options": {"max_new_tokens": 12}} for i in range(n)
     ]
     source, target = write(tmp_path / "in.jsonl", *entries), tmp_path / "out.jsonl"
     rng = random.Random(3)
     args = ["generate", "-i", str(source), "-o", str(target), "--budget", "16", "--max-rows", "4", "--raw"]
     sizes = []
-    for i in range(10):
+    for i in range(kills):
         process = processes.kvkeep(*args)
         if i % 3 == 0:  # any time, while it loads or resumes as well
             time.sleep(rng.random() * 0.4)
@@ -313,11 +320,11 @@ def test_killed_ten_times_at_random_moments(tmp_path):
         process.kill()
         process.join()
         sizes.append(target.stat().st_size)
-    assert len(target.read_text().splitlines()) < 120
+    assert len(target.read_text().splitlines()) < n
     assert run(*args[1:]).exit_code == 0
     lines = [json.loads(text) for text in target.read_text().splitlines()]
-    assert sorted(entry["n"] for entry in lines) == list(range(120))
-    assert len({entry[COMPLETION]["line"] for entry in lines}) == 120
+    assert sorted(entry["n"] for entry in lines) == list(range(n))
+    assert len({entry[COMPLETION]["line"] for entry in lines}) == n
     assert sizes == sorted(set(sizes))
     unbroken = tmp_path / "unbroken.jsonl"
     assert run("-i", source, "-o", unbroken, *args[5:]).exit_code == 0

@@ -37,7 +37,7 @@ def theory(
     Each claim is computed anew, in float64 from a fixed seed: it holds, holds with a correction, or fails, and by how
     much. The last line of each claim is the command that runs its test in a clone of the repository.
     """
-    from kvkeep.research.theory.claims import CLAIMS  # imports torch
+    from kvkeep.research.theory import CLAIMS  # imports torch
 
     claims = CLAIMS if only is None else choose(CLAIMS, only)
     if json:

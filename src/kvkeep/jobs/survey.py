@@ -61,6 +61,13 @@ class Survey:
         return max((shape.prompt_tokens + shape.max_new_tokens for shape in self._known), default=0)
 
     @property
+    def longest_line(self) -> int:
+        """The number of the first line of that length."""
+        return next(
+            n for n, shape in self._shapes.items() if shape.prompt_tokens + shape.max_new_tokens == self.longest
+        )
+
+    @property
     def policies(self) -> set[str]:
         """The policies that lines name."""
         return {shape.policy for shape in self._known if shape.policy is not None}

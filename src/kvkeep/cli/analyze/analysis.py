@@ -21,7 +21,7 @@ from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import quiet
 from kvkeep.models.text import Writer
 from kvkeep.research.analysis import page, report
-from kvkeep.research.analysis.folder import Folder
+from kvkeep.research.analysis.report import Folder
 from kvkeep.research.analysis.run import Job, OnStage, find, read, run
 
 _PURPOSE = "Give some text to analyse with --text FILE."

@@ -20,10 +20,10 @@ from kvkeep.cli.files import read_text
 from kvkeep.errors import InputError
 from kvkeep.evals import curves, tasks
 from kvkeep.evals import report as reports
+from kvkeep.evals.drive import Setup
 from kvkeep.evals.plan import Asked, Cell, Planned, Wanted, split_policies
 from kvkeep.evals.records import Records
 from kvkeep.evals.run import Grid, lay_out, manifest, run
-from kvkeep.evals.setup import Setup
 from kvkeep.evals.task import Options
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import embedded, find, quiet, read_weights

@@ -226,7 +226,7 @@ def _describe(job: Job) -> dict[str, object]:
         "policy": job.name,
         "budget": job.budget,
         "prefill_chunk": job.request.prefill_chunk,
-        "layer_budget": job.request.layer_budget or job.policy.layer_budget,
+        "layer_budget": job.request.layer_budget or job.policy.defaults.layer_budget,
         "positions": job.position_mode,
         "sampling": asdict(job.sampling),
     }

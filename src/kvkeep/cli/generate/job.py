@@ -19,7 +19,7 @@ from kvkeep.cli.options import MAX_TOKENS
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.engine.sampling import Sampling
-from kvkeep.errors import InputError, PolicyError
+from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs.lines import BadLine, Line, digest, parse, read
 from kvkeep.jobs.output import Output
 from kvkeep.jobs.survey import Survey, bad_entries, write_bad
@@ -63,7 +63,7 @@ def serve(request: Request, batch: Batch) -> None:
             output.agree(settings)
             output.check(survey.digests)
             writer = _load(request, checkpoint, output, settings)
-            engine = _engine(writer, request, batch, lines=len(survey.digests), budget=budget)
+            engine = _engine(writer, request, batch, survey, budget=budget)
             if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
                 console.note(
                     f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the "
@@ -145,10 +145,19 @@ def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: di
     return Writer(checkpoint, model)
 
 
-def _engine(writer: Writer, request: Request, batch: Batch, *, lines: int, budget: int) -> Engine:
+def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, budget: int) -> Engine:
     """The engine, with no more rows than lines."""
+    lines = len(survey.digests)
     rows = min(lines, batch.max_rows or (lines if batch.kv_memory else DEFAULT_ROWS))
-    engine = engine_for(writer, request, budget=budget, rows=rows, kv_memory=batch.kv_memory)
+    try:
+        engine = engine_for(writer, request, budget=budget, rows=rows, kv_memory=batch.kv_memory)
+    except BudgetError as error:
+        if request.budget or parse_policy(request.policy).evicts:
+            raise
+        raise InputError(
+            f"Line {survey.longest_line} cannot be run: {request.policy} keeps all of its {survey.longest} tokens. "
+            f"{error} Nothing was generated. Ask for fewer new tokens in that line, or give --budget."
+        ) from error
     pack_weights(writer.model, engine.rows, if_faster=True)
     if batch.compile:
         console.progress("compiling …")
