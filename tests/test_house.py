@@ -132,7 +132,8 @@ def test_errors_of_the_library_name_arguments_and_not_flags():
     wrong = [
         f"{path.relative_to(SRC)}:{node.lineno}: {flag}"
         for path in FILES
-        if room(path) not in {"cli", "evals", "research"} and path.name != "build.py"  # the compiler has flags, too
+        if room(path) not in {"cli", "research"}  # analyses print commands to type
+        if path.name != "build.py"  # compilers have flags, too
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "``" not in node.value
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", node.value)
@@ -204,7 +205,7 @@ def test_the_names_that_type_checkers_see_are_those_that_are_loaded():
 
 def test_files_and_policies_stay_small():
     lines = {str(path.relative_to(SRC)): len(path.read_text().splitlines()) for path in FILES}
-    assert {name: n for name, n in lines.items() if n > 310} == {}
+    assert {name: n for name, n in lines.items() if n > 300} == {}
     policies = {name: n for name, n in lines.items() if name.startswith("policies/") and "/_" not in name}
     del policies["policies/base.py"], policies["policies/abilities.py"]
     assert {name: n for name, n in policies.items() if n > 60} == {}
