@@ -70,17 +70,22 @@ class SnapKV(PromptRule):
     The ``window`` newest tokens stay. Every older one has its probabilities summed over the last ``window`` rows of
     the step (all rows of a shorter one), then pooled with an odd ``kernel`` over the older tokens that are held, in
     order of position: ``max`` over the neighbours that are there, ``avg`` as if zeros stood beyond the ends. The
-    smallest go. The window's own tokens have the score 0.
+    smallest go. The window's own tokens have the score 0. With ``recent`` above ``window`` more of the newest tokens
+    stay, at most half of the budget.
     """
 
-    def __init__(self, *row: int, window: int = 32, kernel: int = 7, pool: str = "max", **options: int):
+    def __init__(
+        self, *row: int, window: int = 32, kernel: int = 7, recent: int = 0, pool: str = "max", **options: int
+    ):
         super().__init__(*row, unselected=window, **options)
+        self.unselected = max(window, min(recent, self.budget // 2))
+        self.window = window
         self.kernel = kernel
         self.pool = pool
 
     def prompt_scores(self, step: Step) -> dict[int, float]:
-        mass = total(step.rows[-self.unselected :])
-        older = [j for j in step.rows[-1] if j <= step.queries[-1] - self.unselected]
+        mass = total(step.rows[-self.window :])
+        older = [j for j in step.rows[-1] if j <= step.queries[-1] - self.window]
         half = self.kernel // 2
         around = [[mass[j] for j in older[max(0, n - half) : n + half + 1]] for n in range(len(older))]
         pooled = [max(part) if self.pool == "max" else sum(part) / self.kernel for part in around]

@@ -3,19 +3,25 @@
 Source: Li et al., arXiv:2404.14469; official code FasterDecoding/SnapKV, `snapkv_utils.py`.
 Differs: one set per KV head (official: per query head, expanded); by default generated tokens slide (official: grow).
   Among equal scores, which max pooling often produces, the newest stay (official: as `topk` happens to order them).
+  `recent` is kvkeep's own: it keeps enough generated tokens for a long answer beside a narrow window.
 Fails when: the question comes in a later turn, so that the end of the prompt does not show it.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from kvkeep.budget import between
 from kvkeep.policies._prefill import ObservationWindow
+from kvkeep.policies.base import option
+from kvkeep.types import Budget
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(ObservationWindow):
     """Pooled attention of an observation window."""
+
+    recent: int = option(0, "newest tokens that stay, if more than the window; at most half of the budget")
 
     bibtex: ClassVar[str] = """@inproceedings{li2024snapkv,
   title     = {{SnapKV}: {LLM} Knows What You are Looking for Before Generation},
@@ -24,3 +30,7 @@ class SnapKV(ObservationWindow):
   booktitle = {Advances in Neural Information Processing Systems},
   year      = {2024},
 }"""
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The observation window, or as many recent tokens as were asked for."""
+        return 0, between(self.window, budget // 2, max(self.window, self.recent))
