@@ -1,5 +1,6 @@
 """Tables and plots, made from rows alone."""
 
+import math
 import struct
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from kvkeep import plots
 from kvkeep.errors import InputError
 from kvkeep.evals import curves, report
-from kvkeep.evals.report import MEASURES
+from kvkeep.evals.intervals import of_mean, of_share
+from kvkeep.evals.report import MEASURES, over
 
 POLICIES = ("local", "h2o", "tova")
 
@@ -32,6 +34,8 @@ def row(task, policy, budget, score, tokens=1000, seed=0, **more):
 def recall(policy, budget, accuracy, **more):
     by_depth = [[int(tenth >= 8), 2] for tenth in range(10)]
     score = {"accuracy": accuracy, "by_depth": by_depth, "kept": [0.05] * 8 + [0.2, 0.4]}
+    if accuracy is not None:
+        score |= {"right": round(40 * accuracy), "n": 40}
     return row("recall", policy, budget, score, **more)
 
 
@@ -121,16 +125,39 @@ def test_a_run_that_is_not_finished_says_how_many_seeds_there_are():
     assert table.rows["tova"] == ["–", ""]
 
 
-def test_plots_over_seeds_have_a_band_from_the_lowest_to_the_highest():
+def test_a_share_has_wilsons_interval():
+    """Figures of Newcombe (1998), and the ends, where the plain interval is empty."""
+    assert of_share(81, 263) == pytest.approx((25.53, 36.62), abs=0.01)
+    assert of_share(15, 148) == pytest.approx((6.24, 16.05), abs=0.01)
+    assert of_share(0, 20) == pytest.approx((0, 16.11), abs=0.01)
+    assert of_share(20, 20) == pytest.approx((83.89, 100), abs=0.01)
+    assert all(math.isnan(limit) for limit in of_share(0, 0))
+
+
+def test_a_mean_over_seeds_has_students_interval():
+    assert of_mean(over([100.0, 104.0, 105.0])) == pytest.approx((103 - 6.572, 103 + 6.572), abs=0.01)
+    assert of_mean(over([1.0, 1.0]).times(100.0)) == (100, 100)
+    assert of_mean(over([float(n) for n in range(100)]))[0] == pytest.approx(49.5 - 5.757, abs=0.02)
+    assert all(math.isnan(limit) for limit in of_mean(over([1.0])))
+    assert all(math.isnan(limit) for limit in of_mean(over([1.0, math.nan])))
+
+
+def test_plots_have_intervals_of_95_percent():
     (panel, perplexity, agreement) = curves.quality(several_seeds())
-    assert panel.title == "recall, % right\ncontext=1\nmean, lowest and highest of 3 seeds"
+    assert panel.title == "recall, % right\ncontext=1\nmean of 3 seeds, with 95 % intervals"
     full, h2o = panel.series
     assert (h2o.x, h2o.y) == ([5.0], [pytest.approx(30.0)])
-    assert h2o.band == [(10.0, 60.0)]
-    assert full.band == [(80.0, 100.0)]
-    assert perplexity.series[0].band == [(100.0, 105.0)]
+    assert h2o.interval == [of_share(36, 120)]
+    assert full.interval == [of_share(108, 120)]
+    assert perplexity.series[0].interval == [of_mean(over([100.0, 104.0, 105.0]))]
     assert agreement.title == "agreement with the full cache, %\ncontext=1"
-    assert agreement.series[0].band == ()
+    assert agreement.series[0].interval == ()
+
+
+def test_one_seed_has_intervals_of_its_answers():
+    (panel,) = curves.quality([recall("h2o", "5%", 0.25), recall("h2o", "20%", 0.5)])
+    assert panel.title.endswith("context=1\nwith 95 % intervals")
+    assert panel.series[0].interval == [of_share(10, 40), of_share(20, 40)]
 
 
 def test_depth_and_kept_over_seeds():
@@ -139,20 +166,20 @@ def test_depth_and_kept_over_seeds():
     found[3]["score"]["kept"] = [0.1] * 10
     (depth,) = curves.depth(found)
     assert depth.series[1].y == pytest.approx([100 / 3] * 4 + [200 / 3])
-    assert depth.series[1].band == [(0, 100)] * 4 + [(50, 100)]
+    assert depth.series[1].interval == [of_share(4, 12)] * 4 + [of_share(8, 12)]
     (kept,) = curves.kept(found)
     assert kept.series[1].y == pytest.approx([20 / 3] * 8 + [50 / 3, 30])
-    assert kept.series[1].band == [pytest.approx((5, 10))] * 8 + [pytest.approx((10, 20)), pytest.approx((10, 40))]
+    assert kept.series[1].interval[0] == pytest.approx(of_mean(over([10.0, 5.0, 5.0])))
 
 
-def test_bands_of_many_lines_are_left_out():
-    policies = [f"h2o:recent={n}" for n in range(curves.MOST_BANDS + 1)]
+def test_intervals_of_many_lines_are_left_out():
+    policies = [f"h2o:recent={n}" for n in range(curves.MOST_INTERVALS + 1)]
     found = [recall(policy, "5%", 0.1 * seed, seed=seed) for policy in policies for seed in (0, 1)]
     (few,) = curves.quality(found[:-2])
-    assert all(series.band == [(0.0, 10.0)] for series in few.series)
+    assert all(series.interval == [of_share(4, 80)] for series in few.series)
     (many,) = curves.quality(found)
     assert many.title.endswith("\nmean of 2 seeds")
-    assert all(series.band == () and series.y == [5.0] for series in many.series)
+    assert all(series.interval == () and series.y == [5.0] for series in many.series)
 
 
 def test_a_long_legend_makes_the_picture_higher_not_the_panels_smaller(tmp_path):
@@ -176,7 +203,7 @@ def test_questions_that_come_later_have_panels_of_their_own():
     ]
 
 
-def test_bands_are_drawn(tmp_path):
+def test_intervals_are_drawn(tmp_path):
     plain = [r for r in several_seeds() if r["seed"] == 0]
     (tmp_path / "plain").mkdir()
     for one, many in zip(curves.plots(plain, tmp_path / "plain"), curves.plots(several_seeds(), tmp_path), strict=True):
@@ -211,7 +238,9 @@ def test_curves_hold_the_rows_numbers():
     assert (full.x, full.y) == ([100.0], [90.0])
     assert (local.x, local.y) == ([5.0, 20.0, 30.0], [25.0, 25.0, 25.0])
     depth = curves.depth(rows())
-    assert [panel.title for panel in depth] == [f"recall at {budget}, % right" for budget in ("5%", "20%", "300")]
+    assert [panel.title.split("\n")[0] for panel in depth] == [
+        f"recall at {budget}, % right" for budget in ("5%", "20%", "300")
+    ]
     assert depth[0].series[1].y == [0, 0, 0, 0, 50]
     assert depth[0].series[1].x == [10, 30, 50, 70, 90]
     kept = curves.kept(rows())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
+from kvkeep.evals.intervals import Interval, of_mean, of_share
 from kvkeep.evals.metrics import TENTHS
 from kvkeep.evals.report import (
     FULL,
@@ -26,12 +29,15 @@ from kvkeep.evals.report import (
 )
 from kvkeep.plots import Panel, Series, draw
 
-MOST_BANDS = 6
-"""Most lines in a panel whose ranges over seeds are drawn."""
+MOST_INTERVALS = 8
+"""Most lines in a panel whose intervals are drawn."""
 
 _DEPTHS = 5
 _SHARES = (-3.0, 103.0)
 
+
+Point: TypeAlias = tuple[float, float, Interval]
+"""Place, value and 95 % interval."""
 
 PICTURES = ("quality.png", "depth.png", "kept.png")
 """The files that `plots` writes."""
@@ -53,7 +59,7 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 def quality(rows: Sequence[Row]) -> list[Panel]:
     """Each measure over the budget; a policy that never evicts is a horizontal line."""
     return [
-        _over_seeds(
+        _titled(
             cases,
             Panel(
                 title=f"{measure.title}\n{case}",
@@ -71,14 +77,22 @@ def quality(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _curve(name: str, group: Sequence[Row], measure: Measure) -> Series:
-    points = [(percent(part[0]), measure.of(part)) for part in by_budget(group).values()]
-    return _series(name, sorted(points, key=lambda point: point[0]), reference=is_full(group))
+    points = [_point(percent(part[0]), measure.of(part), part, measure) for part in by_budget(group).values()]
+    return _series(name, sorted(points), reference=is_full(group))
+
+
+def _point(x: float, spread: Spread, part: Sequence[Row], measure: Measure) -> Point:
+    """A measure at a budget. Answers are counted over all seeds; other measures have an interval if seeds differ."""
+    counts = [(row["score"].get("right"), row["score"].get("n")) for row in part]
+    if measure.key != "accuracy" or any(None in pair for pair in counts):
+        return x, spread.mean, of_mean(spread)
+    return x, spread.mean, of_share(sum(right for right, _ in counts), sum(n for _, n in counts))
 
 
 def depth(rows: Sequence[Row]) -> list[Panel]:
     """Recall over the depth of the asked fact, all contexts together; one panel per budget."""
     return [
-        _over_seeds(
+        _titled(
             group,
             Panel(
                 title=f"recall at {name}, % right",
@@ -93,22 +107,19 @@ def depth(rows: Sequence[Row]) -> list[Panel]:
 
 def _depth_curve(name: str, group: Sequence[Row]) -> Series:
     width = TENTHS // _DEPTHS
-    points = []
+    points: list[Point] = []
     for part in range(_DEPTHS):
-        shares = []
-        for same in by_seed(group):
-            counts = [count for row in same for count in row["score"]["by_depth"][part * width : (part + 1) * width]]
-            if n := sum(count[1] for count in counts):
-                shares.append(100 * sum(count[0] for count in counts) / n)
-        if shares:
-            points.append((100 * (part + 0.5) / _DEPTHS, over(shares)))
+        counts = [count for row in group for count in row["score"]["by_depth"][part * width : (part + 1) * width]]
+        right, n = sum(count[0] for count in counts), sum(count[1] for count in counts)
+        if n:
+            points.append((100 * (part + 0.5) / _DEPTHS, 100 * right / n, of_share(right, n)))
     return _series(name, points, reference=is_full(group))
 
 
 def kept(rows: Sequence[Row]) -> list[Panel]:
     """Positions of kept tokens in the prompt; one panel per budget."""
     return [
-        _over_seeds(
+        _titled(
             group,
             Panel(
                 title=f"kept tokens at {name}, %",
@@ -122,36 +133,34 @@ def kept(rows: Sequence[Row]) -> list[Panel]:
 
 
 def _kept_curve(name: str, group: Sequence[Row]) -> Series:
-    points = [
-        (
-            100 * (tenth + 0.5) / TENTHS,
-            over([over([100 * row["score"]["kept"][tenth] for row in same]).mean for same in by_seed(group)]),
-        )
-        for tenth in range(TENTHS)
-    ]
+    points: list[Point] = []
+    for tenth in range(TENTHS):
+        spread = over([over([100 * row["score"]["kept"][tenth] for row in same]).mean for same in by_seed(group)])
+        points.append((100 * (tenth + 0.5) / TENTHS, spread.mean, of_mean(spread)))
     return _series(name, points, reference=is_full(group))
 
 
-def _series(name: str, points: Sequence[tuple[float, Spread]], *, reference: bool) -> Series:
-    """A line through the means, with a band from the lowest to the highest value if there are several seeds."""
-    several = any(spread.n > 1 for _, spread in points)
+def _series(name: str, points: Sequence[Point], *, reference: bool) -> Series:
+    """A line through the points, with the intervals that are known."""
+    known = any(not math.isnan(low) for _, _, (low, _) in points)
     return Series(
         name,
-        x=[x for x, _ in points],
-        y=[spread.mean for _, spread in points],
-        band=[(spread.low, spread.high) for _, spread in points] if several else (),
+        x=[x for x, _, _ in points],
+        y=[y for _, y, _ in points],
+        interval=[interval for _, _, interval in points] if known else (),
         reference=reference,
     )
 
 
-def _over_seeds(group: Sequence[Row], panel: Panel) -> Panel:
-    """The panel with the number of seeds in its title, and without bands if it has many lines."""
-    if not (several := seeds(group)):
+def _titled(group: Sequence[Row], panel: Panel) -> Panel:
+    """The panel with the number of seeds in its title, and without intervals if it has many lines."""
+    if several := seeds(group):
+        panel = replace(panel, title=f"{panel.title}\nmean of {several}")
+    if not any(series.interval for series in panel.series):
         return panel
-    if len(panel.series) <= MOST_BANDS:
-        return replace(panel, title=f"{panel.title}\nmean, lowest and highest of {several}")
-    plain = [replace(series, band=()) for series in panel.series]
-    return replace(panel, title=f"{panel.title}\nmean of {several}", series=plain)
+    if len(panel.series) > MOST_INTERVALS:
+        return replace(panel, series=[replace(series, interval=()) for series in panel.series])
+    return replace(panel, title=f"{panel.title}{', ' if several else chr(10)}with 95 % intervals")
 
 
 def _recalls(rows: Sequence[Row]) -> dict[str, list[Row]]:

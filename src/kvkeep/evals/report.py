@@ -26,12 +26,14 @@ class Spread:
         low: the lowest value.
         high: the highest value.
         n: number of values.
+        error: the standard error of the mean; NaN for a single value.
     """
 
     mean: float
     low: float
     high: float
     n: int
+    error: float = math.nan
 
     @property
     def half(self) -> float:
@@ -40,13 +42,14 @@ class Spread:
 
     def times(self, factor: float) -> Spread:
         """The spread multiplied by a factor."""
-        return Spread(factor * self.mean, factor * self.low, factor * self.high, self.n)
+        return Spread(factor * self.mean, factor * self.low, factor * self.high, self.n, factor * self.error)
 
 
 def over(values: Sequence[float]) -> Spread:
     """The spread of some numbers."""
-    mean = sum(values) / len(values)
-    return Spread(mean, min(values), max(values), len(values))
+    n, mean = len(values), sum(values) / len(values)
+    error = math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n) if n > 1 else math.nan
+    return Spread(mean, min(values), max(values), n, error)
 
 
 @dataclass(frozen=True)

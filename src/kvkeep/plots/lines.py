@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any
 
 from matplotlib import rc_context
@@ -13,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.transforms import ScaledTranslation, Transform
 from PIL import Image
 
 from kvkeep.plots.panel import Panel, Series
@@ -23,8 +26,16 @@ LEGEND_COLUMNS = 4
 LONGEST = 160
 """Longest name or title in characters; the rest is cut off."""
 LEGEND_INCHES = (0.3, 0.2)
-"""Height of the legend's frame, and of each of its rows."""
+"""Height of the legend's frame, and of each line of its text."""
+LETTER_INCHES, HANDLE_INCHES = 0.075, 0.75
+"""Width of a letter in the legend, and of a line's sample with the space around it."""
 PANEL_INCHES = (4.2, 3.1)
+NOTE_LETTERS, NOTE_LINES = 60, 4
+"""Size of the note below a panel."""
+NUDGE, NUDGES = 0.05, 0.25
+"""Distance in inches between the points of two lines at one place, and between those of the first and the last line at
+most: points and error bars of equal height stay apart.
+"""
 
 SHEET_COLOURS = 96
 """Colours of a sheet; the file is a third of the size that it would have with all."""
@@ -33,9 +44,11 @@ SHEET_DPI = 150
 SHEET_INCHES = (4.8, 3.2)
 """Size of one pair of axes: small, so that letters can be read on a telephone."""
 
-# colours that stay apart for colour-blind readers (Okabe and Ito), then the same with other marks
+# colours that stay apart for colour-blind readers (Okabe and Ito); the numbers of colours, marks and dashes have no
+# common factor, so neighbours differ in all three, and no two of 360 lines look alike
 _COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#8C8C8C")
-_MARKS = ("o", "s", "^", "D", "v", "P", "X", "<")
+_MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", "*")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)), (0, (9, 2)))
 
 
 _SHEET_STYLE: Any = {
@@ -56,16 +69,54 @@ def chart(panels: Sequence[Panel]) -> Figure:
     columns = math.ceil(len(panels) / rows)
     width, height = PANEL_INCHES
     names = list(dict.fromkeys(series.name for panel in panels for series in panel.series))
-    frame, row = LEGEND_INCHES
-    legend = frame + row * math.ceil(len(names) / LEGEND_COLUMNS)
-    figure = Figure(figsize=(columns * width, rows * height + legend), dpi=DPI, layout="constrained")
+    legend = Legend.of(names, columns * width)
+    notes = [_note(panel) for panel in panels]
+    tall = height + 0.15 * max(note.count("\n") for note in notes)
+    figure = Figure(figsize=(columns * width, rows * tall + legend.height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(rows, columns, number + 1) for number in range(len(panels))]
     drawn: dict[str, Artist] = {}
-    for panel, place in zip(panels, axes, strict=True):
+    for panel, place, note in zip(panels, axes, notes, strict=True):
         drawn |= _fill(place, panel, names)
-    _add_legend(figure, drawn, names)
+        place.set_xlabel(panel.x_label + note, fontsize=9)
+    figure.legend(
+        [drawn[name] for name in names],
+        legend.labels,
+        loc="outside lower center",
+        ncols=legend.columns,
+        fontsize=9,
+        handlelength=3.2,
+    )
     return figure
+
+
+@dataclass(frozen=True)
+class Legend:
+    """The text of a legend that is no wider than its picture.
+
+    Attributes:
+        labels: the names; long ones have several lines.
+        columns: number of columns.
+        height: height in inches.
+    """
+
+    labels: list[str]
+    columns: int
+    height: float
+
+    @staticmethod
+    def of(names: Sequence[str], width: float) -> Legend:
+        """The legend of a picture ``width`` inches wide."""
+        letters = int((width - HANDLE_INCHES - 0.3) / LETTER_INCHES)
+        labels = ["\n".join(wrap(plain(name), letters) or [""]) for name in names]
+        widest = max(len(line) for label in labels for line in label.split("\n"))
+        fit = int((width - 0.3) / (HANDLE_INCHES + LETTER_INCHES * widest))
+        columns = max(1, min(LEGEND_COLUMNS, len(names), fit))
+        frame, line = LEGEND_INCHES
+        per_column = math.ceil(len(labels) / columns)
+        parts = [labels[start : start + per_column] for start in range(0, len(labels), per_column)]
+        lines = max(sum(label.count("\n") + 1 for label in part) for part in parts)
+        return Legend(labels, columns, frame + line * lines)
 
 
 def plain(text: str) -> str:
@@ -74,47 +125,60 @@ def plain(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in short).replace("$", r"\$")
 
 
-def _add_legend(figure: Figure, drawn: Mapping[str, Artist], names: Sequence[str]) -> None:
-    figure.legend(
-        [drawn[name] for name in names],
-        list(map(plain, names)),
-        loc="outside lower center",
-        ncols=min(LEGEND_COLUMNS, len(names)),
-        fontsize=9,
-    )
+def _note(panel: Panel) -> str:
+    """Lines of text that name the curves of a panel that lie on each other; empty if there are none."""
+    text = "; ".join(" = ".join(map(plain, names)) for names in panel.equal())
+    lines = wrap(f"equal: {text}", NOTE_LETTERS, max_lines=NOTE_LINES, placeholder=" …") if text else []
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> dict[str, Artist]:
     """Draw a panel, and return the lines by name."""
+    _scale(axes, panel)
     drawn: dict[str, Artist] = {}
-    for series in panel.series:
-        number = names.index(series.name)
-        style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.5}
-        if series.reference:
-            style |= {"linestyle": "--", "zorder": 3}
-        if across := series.reference and len(series.y) == 1:
+    for place, series in enumerate(panel.series):
+        style = _style(names.index(series.name), reference=series.reference)
+        if series.reference and len(series.y) == 1:
             drawn[series.name] = axes.axhline(series.y[0], **style)
-        else:
-            mark = _MARKS[number // len(_COLOURS) % len(_MARKS)]
-            (drawn[series.name],) = axes.plot(series.x, series.y, marker=mark, markersize=4, **style)
-        if series.band:
-            _shade(axes, series, style["color"], across=across)
+            if series.interval:
+                axes.axhspan(*series.interval[0], color=style["color"], alpha=0.12, linewidth=0, zorder=1)
+            continue
+        moved = _nudged(axes, panel, place)
+        (drawn[series.name],) = axes.plot(series.x, series.y, transform=moved, **style)
+        if series.interval:
+            _bar(axes, series, style["color"], moved)
     axes.set_title(plain(panel.title), fontsize=10)
-    axes.set_xlabel(panel.x_label, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(visible=True, alpha=0.25)
-    _scale(axes, panel)
+    axes.set_ylim(*panel.y_range)
     return drawn
 
 
-def _shade(axes: Axes, series: Series, colour: str, *, across: bool) -> None:
-    """Draw the band of a line behind all lines."""
-    low, high = zip(*series.band, strict=True)
-    look: dict[str, Any] = {"color": colour, "alpha": 0.15, "linewidth": 0, "zorder": 1}
-    if across:
-        axes.axhspan(low[0], high[0], **look)
-    else:
-        axes.fill_between(series.x, low, high, **look)
+def _style(number: int, *, reference: bool) -> dict[str, Any]:
+    """The look of a line; no two lines of a picture have the same colour, mark and dash."""
+    style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)], "linewidth": 1.5}
+    if reference:
+        return style | {"linestyle": (0, (4, 2, *(1, 2) * (number % 4))), "zorder": 3}
+    hollow = {"markerfacecolor": "white"} if number // len(_MARKS) % 2 else {}
+    dash, mark = _DASHES[number % len(_DASHES)], _MARKS[number % len(_MARKS)]
+    return style | {"linestyle": dash, "marker": mark, "markersize": 5, **hollow}
+
+
+def _nudged(axes: Axes, panel: Panel, place: int) -> Transform:
+    """The coordinates of a line's points, moved sideways if error bars or equal lines would hide each other."""
+    if not (panel.equal() or any(series.interval for series in panel.series)):
+        return axes.transData
+    count = len(panel.series)
+    step = min(NUDGE, NUDGES / count)
+    return axes.transData + ScaledTranslation(step * (place - (count - 1) / 2), 0, axes.get_figure().dpi_scale_trans)
+
+
+def _bar(axes: Axes, series: Series, colour: str, moved: Transform) -> None:
+    """Draw the interval at each place as a bar with caps."""
+    low, high = zip(*series.interval, strict=True)
+    axes.vlines(series.x, low, high, color=colour, linewidth=1.0, transform=moved, zorder=1.5)
+    for ends in (low, high):
+        axes.plot(series.x, ends, linestyle="none", marker="_", markersize=5, color=colour, transform=moved, zorder=1.5)
 
 
 def _scale(axes: Axes, panel: Panel) -> None:
@@ -129,7 +193,6 @@ def _scale(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         axes.set_yticks([], minor=True)
-    axes.set_ylim(*panel.y_range)
 
 
 def sheet(fill: Callable[[Any], object], panels: int = 1) -> bytes:

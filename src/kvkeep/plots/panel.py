@@ -15,14 +15,15 @@ class Series:
         x: places.
         y: values.
         reference: whether other lines are compared with it; it is dashed, and crosses the panel if it is one point.
-        band: lowest and highest value at each place, drawn as a shade; empty for none.
+        interval: lower and upper limit at each place, drawn as an error bar, or as a shade around a line that crosses
+            the panel; NaN where there is none, and empty if there is none at all.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     reference: bool = False
-    band: Sequence[tuple[float, float]] = ()
+    interval: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +45,11 @@ class Panel:
     log_x: bool = False
     log_y: bool = False
     y_range: tuple[float | None, float | None] = (None, None)
+
+    def equal(self) -> list[list[str]]:
+        """The names of lines that lie on each other, in groups."""
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for series in self.series:
+            values = [f"{y:.6g}" for y in series.y]
+            groups.setdefault((series.reference, *series.x, *values), []).append(series.name)
+        return [names for names in groups.values() if len(names) > 1]
