@@ -17,7 +17,7 @@ def main(name: str) -> None:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model = kvkeep.attach(AutoModelForCausalLM.from_pretrained(name))
-    cache = kvkeep.BoundedCache(model.config, policy="h2o", budget=32)
+    cache = kvkeep.BoundedCache(model.config, budget=32)
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True, return_token_type_ids=False)
     output = model.generate(**inputs, past_key_values=cache, max_new_tokens=64, do_sample=False)
     for text in tokenizer.batch_decode(output, skip_special_tokens=True):

@@ -26,8 +26,8 @@ def main(tokens: int) -> None:
     torch.manual_seed(0)
     model = kvkeep.attach(LlamaForCausalLM(CONFIG).eval())
     print("A model with random weights reads a random stream; each KV head may keep 256 tokens.\n")
-    print(f"{'tokens':>8} {'held by h2o':>14} {'full cache':>14} {'compression':>12}")
-    cache = kvkeep.BoundedCache(model.config, policy="h2o", budget=256)
+    print(f"{'tokens':>8} {'bounded cache':>14} {'full cache':>14} {'compression':>12}")
+    cache = kvkeep.BoundedCache(model.config, budget=256)
     stream = torch.randint(0, 256, (1, tokens))
     for start in range(0, tokens, 512):
         model(input_ids=stream[:, start : start + 512], past_key_values=cache, logits_to_keep=1)

@@ -1,7 +1,7 @@
 """kvkeep runs any Hugging Face decoder model in a fixed amount of KV memory.
 
     model = kvkeep.attach(AutoModelForCausalLM.from_pretrained(name))
-    cache = kvkeep.BoundedCache(model.config, policy="h2o", budget=1024)
+    cache = kvkeep.BoundedCache(model.config, budget=1024)
     model.generate(**inputs, past_key_values=cache)
 
 Names are loaded when they are first used, so that ``kvkeep --version`` does not wait for torch.

@@ -15,6 +15,7 @@ from kvkeep.handing import CountingLayer, CountingStepper, PhasedCache
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout, windows_of
 from kvkeep.memory import Memory
+from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 
@@ -60,7 +61,7 @@ class BoundedCache(PhasedCache):
 
     Args:
         config: the model's configuration. The model must be attached (`kvkeep.attach`) before it is run.
-        policy: a policy or its string, e.g. ``"h2o:recent=512"``.
+        policy: a policy or its string, e.g. ``"h2o:recent=512"``; by default `kvkeep.policies.DEFAULT`.
         budget: tokens kept per layer and KV head, one number or one per row of the batch. Layers with a sliding
             window keep at most the window.
         prefill_chunk: bound memory to ``budget + prefill_chunk`` tokens during the prompt; ``None`` takes the
@@ -83,7 +84,7 @@ class BoundedCache(PhasedCache):
     def __init__(
         self,
         config: PreTrainedConfig,
-        policy: str | Policy = "h2o",
+        policy: str | Policy = DEFAULT,
         budget: int | Sequence[int] = 1024,
         *,
         prefill_chunk: int | None = None,

@@ -11,18 +11,27 @@ from kvkeep.cli import console, demo
 from kvkeep.cli.main import app
 from kvkeep.models import tiny
 from kvkeep.models.tiny.recall import question
+from kvkeep.policies import DEFAULT
 
 
 def test_shows_a_story_a_table_and_what_to_try_next(monkeypatch):
     monkeypatch.setattr(demo, "STORY_TOKENS", 140)
-    monkeypatch.setattr(demo, "POLICIES", ("full", "snapkv", "local"))
+    monkeypatch.setattr(demo, "POLICIES", ("full", DEFAULT, "snapkv", "local"))
     done = CliRunner().invoke(app, ["demo"], env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.output
     text = done.stdout
     assert text.index("1  A story") < text.index("2  A question") < text.index("3  What to try next")
     assert "Once upon a time" in text
     assert "128 of 1" in text
-    lines = {line.split()[0]: line for line in text.splitlines() if line.startswith(("full  ", "snapkv  ", "local  "))}
+    starts = tuple(f"  {name}  " for name in ("full", "the default", "snapkv", "local"))
+    lines = {line.split("  ")[1]: line for line in text.splitlines() if line.startswith(starts)}
+    assert [line.rstrip() for line in text.splitlines() if line.rstrip() in demo.KINDS] == [
+        *[*demo.KINDS][:2],
+        "look at places",
+    ]
+    assert "right" in lines["the default"]
+    assert f"The default is {DEFAULT}." in text
+    assert "Why many are wrong" in text
     assert "chosen because the full cache answers it" in text
     assert "right" in lines["full"]
     assert "100%" in lines["full"]

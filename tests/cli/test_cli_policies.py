@@ -14,6 +14,7 @@ from kvkeep import registry
 from kvkeep.cli import env, policies
 from kvkeep.cli.main import app
 from kvkeep.errors import PolicyError
+from kvkeep.policies import DEFAULT
 
 
 def invoke(*arguments: str):
@@ -34,9 +35,33 @@ def test_list_names_every_policy_in_the_width(monkeypatch: pytest.MonkeyPatch, w
     assert "Keeps random tokens: the control that every method has to beat." in words
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_list_begins_with_three_to_start_from(monkeypatch: pytest.MonkeyPatch, width: int):
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = invoke("policies").stdout.splitlines()
+    assert lines[0] == "to start from"
+    assert [lines[n].strip() for n in (2, 4, 6)] == [f"--policy {policy}" for policy in policies.STARTS.values()]
+    assert "(the default)" in lines[1]
+    assert lines[2].endswith(DEFAULT)
+    assert lines[7] == ""
+    for policy in policies.STARTS.values():
+        assert kvkeep.spec(kvkeep.parse(policy)) == policy
+
+
+def test_each_policy_is_of_one_kind():
+    names = [name for kind in policies._by_kind(kvkeep.available_policies()).values() for name in kind]
+    assert sorted(names) == sorted(kvkeep.available_policies())
+    assert policies._by_kind(["local", "mine"]) == {
+        "look at positions alone": ["local"],
+        "of other packages": ["mine"],
+    }
+
+
 def test_list_as_json():
     assert invoke("policies", "--json").stdout == invoke("policies", "list", "--json").stdout
-    entries = json.loads(invoke("policies", "--json").stdout)["policies"]
+    found = json.loads(invoke("policies", "--json").stdout)
+    assert [entry["policy"] for entry in found["start"]] == list(policies.STARTS.values())
+    entries = found["policies"]
     assert {entry["name"]: entry["summary"] for entry in entries} == {
         name: registry.describe(name) for name in kvkeep.available_policies()
     }

@@ -5,6 +5,7 @@ import json
 import model_folders
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
@@ -12,7 +13,7 @@ from kvkeep.jobs.lines import COMPLETION, parse
 from kvkeep.noise import spread, uniform
 
 from .commands import completions, run, write
-from .models import model
+from .models import CONFIGS, alone, model
 from .test_equal import prompt_of
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the cat " * 2
@@ -140,3 +141,15 @@ def test_short_prompts_that_are_read_whole_share_a_run(lengths, together):
     for i, length in enumerate(lengths):
         engine.add(Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=2)))
     assert len(engine.step()) == together
+
+
+def test_the_engine_feeds_a_long_prompt_whole_unless_told_otherwise(monkeypatch):
+    """So that a policy which goes by the end of the prompt sees it before anything is evicted."""
+    sizes = {**CONFIGS["llama"].to_diff_dict(), "max_position_embeddings": 1024}
+    monkeypatch.setitem(CONFIGS, "long", LlamaConfig(**sizes))
+    prompt, policy = prompt_of(1, 700), "snapkv:window=4"
+    asked = [Request(prompt=prompt, sampling=Sampling(max_new_tokens=6))]
+    (whole,) = Engine(model("long"), policy=policy, budget=24, rows=2).generate(asked)
+    assert whole.token_ids == alone("long", prompt, 6, policy, 24, None)
+    (pieces,) = Engine(model("long"), policy=policy, budget=24, rows=2, prefill_chunk=512).generate(asked)
+    assert pieces.token_ids == alone("long", prompt, 6, policy, 24, 512) != whole.token_ids

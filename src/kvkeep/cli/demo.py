@@ -27,6 +27,7 @@ import kvkeep
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug
+from kvkeep.policies import DEFAULT
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -43,10 +44,22 @@ ANSWER_TOKENS = 8
 KEEP_RATIO = 0.2
 DISTANCE_TOKENS = 1500
 PROMPT_TOKENS = 1990
-POLICIES = (
-    *("full", "topk_dynamic", "snapkv", "adakv", "pyramidkv", "nacl", "tova", "topk", "ahakv:sinks=4", "keydiff"),
-    *("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten", "knorm", "random"),
-    *("sparse_fixed", "sparse_strided", "streaming_llm", "local"),
+KINDS = {
+    "keep everything": ("full", "topk_dynamic"),
+    "see the question": (DEFAULT, "snapkv", "adakv", "pyramidkv", "nacl", "tova", "topk", "ahakv:sinks=4"),
+    "sum up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
+    "look at keys": ("keydiff", "knorm"),
+    "look at places": ("sparse_fixed", "sparse_strided", "streaming_llm", "local"),
+    "choose blindly": ("random",),
+}
+"""How policies choose → policies."""
+POLICIES = tuple(name for names in KINDS.values() for name in names)
+
+WHY = (
+    "Why many are wrong: the fact was read long before anybody asked for it. Policies that see the question go by the "
+    "attention of the last tokens, and these attend to the fact. Sums of attention were collected before the question "
+    "came; keys, places and chance know nothing of it. Such a policy is right only where the fact stands out. It has "
+    "other uses, e.g. streams; kvkeep policies names them."
 )
 NEXT = (
     ("generate -p 'Tell me a story.' --budget 64 --compare", "a bounded and a full cache side by side"),
@@ -109,7 +122,9 @@ def tell_story(screen: Console, writer: Writer, seed: int) -> None:
             engine.stream(kvkeep.Request(prompt=prompt, sampling=sampling)), start=len(prompt)
         ):
             page.write(event, seen)
-    screen.print("  Each head holds the newest tokens and the heaviest of the older ones, however long the text.\n")
+    screen.print(
+        "  Each head holds the newest tokens, and the most attended of the older ones, however long the text.\n"
+    )
 
 
 def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
@@ -131,18 +146,34 @@ def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
     table.columns[2].no_wrap, table.columns[2].max_width = True, 24
     for column in (1, 4, 5):
         table.columns[column].justify = "right"
-    full_bytes = 0
+    full_bytes, kind = 0, ""
     with Live(table, console=screen, auto_refresh=False) as live:  # a low screen sees the head until all are there
         for answer in _answers(writer, prompt, budget):
             full_bytes = full_bytes or answer.held_bytes
-            verdict = Text("right", "green") if asked.right(answer.text) else Text("wrong", "red")
-            reply = console.printable(" ".join(answer.text.split())) or "(nothing)"
-            share = f"{answer.held_bytes / full_bytes:.0%}"
-            held = console.show_bytes(answer.held_bytes)
-            table.add_row(answer.policy, str(answer.budget), reply, verdict, held, share)
+            if kind != (kind := _kind(answer.policy)):
+                table.add_row(Text(kind, "dim"))
+            _add(table, answer, right=asked.right(answer.text), full_bytes=full_bytes)
             live.update(table, refresh=screen.is_terminal)
     _end_line(screen)
-    screen.print()
+    screen.print(f"\nThe default is {DEFAULT}.", soft_wrap=True)
+    screen.print(f"{WHY}\n")
+
+
+def _kind(policy: str) -> str:
+    """How a policy chooses."""
+    return next(kind for kind, names in KINDS.items() if policy in names)
+
+
+def _add(table: Table, answer: Answer, *, right: bool, full_bytes: int) -> None:
+    """Add the line of an answer."""
+    table.add_row(
+        "  the default" if answer.policy == DEFAULT else f"  {answer.policy}",
+        str(answer.budget),
+        console.printable(" ".join(answer.text.split())) or "(nothing)",
+        Text("right", "green") if right else Text("wrong", "red"),
+        console.show_bytes(answer.held_bytes),
+        f"{answer.held_bytes / full_bytes:.0%}",
+    )
 
 
 def show_next(screen: Console) -> None:
@@ -255,7 +286,7 @@ class Page:
         memory = self._result.memory if self._result else self._engine.memory()
         bars = Table.grid(padding=(0, 2))
         ours, theirs = memory.allocated_bytes, memory.full_bytes
-        bars.add_row("h2o", f"{held} of {seen} tokens", console.show_bytes(ours), _bar(ours, theirs))
+        bars.add_row("bounded cache", f"{held} of {seen} tokens", console.show_bytes(ours), _bar(ours, theirs))
         bars.add_row("full cache", f"{seen} tokens", console.show_bytes(theirs), _bar(theirs, ours))
         return Group(Panel(self._text), Padding(bars, (0, 2, 1, 2)))
 

@@ -7,17 +7,38 @@ import importlib
 import inspect
 import types
 import typing
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
+from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug, Json
+from kvkeep.policies import DEFAULT
 
 _SECTIONS = ("Source", "Differs", "Fails when")
+
+STARTS = {
+    "a prompt that ends with its question, an answer of any length (the default)": DEFAULT,
+    "a stream without end, of which the recent part matters": "streaming_llm",
+    "a text that is read now and asked about later; keep 20% or more": "keydiff:recent=8,sinks=4",
+}
+"""Purpose → the policy to start from."""
+
+KINDS = {
+    "choose at the end of a prompt": ("snapkv", "adakv", "pyramidkv", "nacl"),
+    "follow the attention of the newest tokens": ("tova", "topk", "ahakv"),
+    "add up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
+    "look at keys alone": ("keydiff", "knorm"),
+    "look at positions alone": ("streaming_llm", "local", "sparse_fixed", "sparse_strided"),
+    "to compare with": ("full", "topk_dynamic", "random"),
+}
+"""What policies decide by → their names. Policies of other packages are listed last."""
 
 
 class _ListByDefault(TyperGroup):
@@ -35,23 +56,49 @@ app = typer.Typer(cls=_ListByDefault, help="List the eviction policies (also wit
 @app.command("list")
 @one_line_errors
 def list_policies(json: Json = False, debug: Debug = False) -> None:
-    """List the eviction policies, each with a line on what it keeps."""
+    """List the eviction policies: three to start from, then each with a line on what it keeps."""
     from kvkeep.registry import available, describe
 
     lines = {name: describe(name) for name in available()}
     if json:
-        console.write_json({"policies": [{"name": name, "summary": line} for name, line in lines.items()]})
+        starts = [{"purpose": purpose, "policy": policy} for purpose, policy in STARTS.items()]
+        entries = [{"name": name, "summary": line} for name, line in lines.items()]
+        console.write_json({"start": starts, "policies": entries})
         return
     screen = console.out()
-    screen.print(console.facts_table("policy", "what stays", lines))
-    screen.print()
-    screen.print(Text("kvkeep policies show NAME: options, source, known bad cases", "dim"))
+    screen.print(Text("to start from", "bold"))
+    for purpose, policy in STARTS.items():
+        screen.print(Padding(purpose, (0, 0, 0, 2)))
+        screen.print(Text(f"    --policy {policy}", "cyan"), soft_wrap=True)
+    width = max(map(len, lines))
+    for kind, names in _by_kind(lines).items():
+        screen.print(Text(f"\n{kind}", "bold"))
+        screen.print(Padding(_lines({name: lines[name] for name in names}, width), (0, 0, 0, 2)))
+    screen.print(Text("\nkvkeep policies show NAME: options, source, known bad cases", "dim"))
+
+
+def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
+    """The names in groups; a group without names is left out."""
+    known = {name for group in KINDS.values() for name in group}
+    groups = {kind: [name for name in group if name in names] for kind, group in KINDS.items()}
+    groups["of other packages"] = [name for name in names if name not in known]
+    return {kind: group for kind, group in groups.items() if group}
+
+
+def _lines(lines: dict[str, str], width: int) -> Table:
+    """Names and lines, the names in a column of the given width."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, min_width=width)
+    grid.add_column(overflow="fold")
+    for name, line in lines.items():
+        grid.add_row(name, console.printable(line))
+    return grid
 
 
 @app.command("show")
 @one_line_errors
 def show_policy(
-    name: Annotated[str, typer.Argument(help="Name of the policy, e.g. h2o.")],
+    name: Annotated[str, typer.Argument(help="Name of the policy, e.g. snapkv.")],
     json: Json = False,
     debug: Debug = False,
 ) -> None:

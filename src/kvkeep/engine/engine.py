@@ -1,7 +1,4 @@
-"""The engine: requests go in, and each step brings every running sequence one token further.
-
-A step gives rows to waiting requests, plans batches, runs the model over each batch and takes the new tokens.
-"""
+"""The engine: a step gives rows to requests, plans batches, runs the model over them and takes the new tokens."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from kvkeep.memory import Memory
 from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Model, Tokenizer
+from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 
 _log = logging.getLogger(__name__)
@@ -42,9 +40,9 @@ class Engine:
         policy: the eviction policy of requests that do not name one.
         budget: tokens kept per layer and head; the most that a request may ask for.
         rows: number of sequences that run at once; by default 16, or as many as fit into ``kv_memory``.
-        kv_memory: bytes that all rows together may take; gives the number of rows if ``rows`` does not.
-        prefill_chunk: prompt tokens that are fed in one step; ``None`` feeds every prompt whole, as the papers do. A
-            model with layers that keep a state reads prompts whole; its layers with slots take them in these chunks.
+        kv_memory: bytes that all rows together may take.
+        prefill_chunk: prompt tokens per step; ``None``: all, so that the policy reads a prompt to its end, then evicts.
+            A model with layers that keep a state reads prompts whole; its layers with slots take these chunks.
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
@@ -59,11 +57,11 @@ class Engine:
         model: Model,
         tokenizer: Tokenizer | None = None,
         *,
-        policy: str | Policy = "h2o",
+        policy: str | Policy = DEFAULT,
         budget: int = 1024,
         rows: int | None = None,
         kv_memory: int | None = None,
-        prefill_chunk: int | None = 512,
+        prefill_chunk: int | None = None,
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
         graphs: bool | None = None,

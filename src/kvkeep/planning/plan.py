@@ -1,6 +1,6 @@
 """A plan: how many rows of a model fit into a memory and how fast they can be, from its configuration alone.
 
-    found = plan("Qwen/Qwen3-0.6B", "h2o", budget=1024, context=32_000, memory=24 * 2**30)
+    found = plan("Qwen/Qwen3-0.6B", budget=1024, context=32_000, memory=24 * 2**30)
     found.bounded.most_rows(found.memory), found.full.most_rows(found.memory)
 
 ``docs/plan.md`` says what is counted and what is not.
@@ -25,6 +25,7 @@ from kvkeep.models.load import embedded
 from kvkeep.planning import cost
 from kvkeep.planning.cost import Cost
 from kvkeep.planning.shapes import Outline, outline
+from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
 
@@ -142,7 +143,7 @@ class Plan:
 
 def plan(  # noqa: PLR0913  each decides about bytes
     model: str | os.PathLike[str] | None = None,
-    policy: Policy | str = "h2o",
+    policy: Policy | str = DEFAULT,
     budget: int | None = None,
     *,
     keep_ratio: float | None = None,

@@ -30,7 +30,7 @@ LEGEND_INCHES = (0.3, 0.2)
 LETTER_INCHES, HANDLE_INCHES = 0.075, 0.75
 """Width of a letter in the legend, and of a line's sample with the space around it."""
 PANEL_INCHES = (4.2, 3.1)
-NOTE_LETTERS, NOTE_LINES = 60, 4
+NOTE_LETTERS, NOTE_LINES = 54, 4
 """Size of the note below a panel."""
 NUDGE, NUDGES = 0.05, 0.25
 """Distance in inches between the points of two lines at one place, and between those of the first and the last line at
@@ -134,7 +134,6 @@ def _note(panel: Panel) -> str:
 
 def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> dict[str, Artist]:
     """Draw a panel, and return the lines by name."""
-    _scale(axes, panel)
     drawn: dict[str, Artist] = {}
     for place, series in enumerate(panel.series):
         style = _style(names.index(series.name), reference=series.reference)
@@ -144,13 +143,16 @@ def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> dict[str, Artist]:
                 axes.axhspan(*series.interval[0], color=style["color"], alpha=0.12, linewidth=0, zorder=1)
             continue
         moved = _nudged(axes, panel, place)
-        (drawn[series.name],) = axes.plot(series.x, series.y, transform=moved, **style)
+        found: list[Artist] = [*axes.plot(series.x, series.y, **style)]
+        drawn[series.name] = found[0]
         if series.interval:
-            _bar(axes, series, style["color"], moved)
+            found += _bar(axes, series, style["color"])
+        for artist in found:
+            artist.set_transform(moved)  # the limits of the axes follow from the places before
     axes.set_title(plain(panel.title), fontsize=10)
     axes.tick_params(labelsize=8)
     axes.grid(visible=True, alpha=0.25)
-    axes.set_ylim(*panel.y_range)
+    _scale(axes, panel)
     return drawn
 
 
@@ -173,12 +175,13 @@ def _nudged(axes: Axes, panel: Panel, place: int) -> Transform:
     return axes.transData + ScaledTranslation(step * (place - (count - 1) / 2), 0, axes.get_figure().dpi_scale_trans)
 
 
-def _bar(axes: Axes, series: Series, colour: str, moved: Transform) -> None:
+def _bar(axes: Axes, series: Series, colour: str) -> list[Artist]:
     """Draw the interval at each place as a bar with caps."""
     low, high = zip(*series.interval, strict=True)
-    axes.vlines(series.x, low, high, color=colour, linewidth=1.0, transform=moved, zorder=1.5)
+    found: list[Artist] = [axes.vlines(series.x, low, high, color=colour, linewidth=1.0, zorder=1.5)]
     for ends in (low, high):
-        axes.plot(series.x, ends, linestyle="none", marker="_", markersize=5, color=colour, transform=moved, zorder=1.5)
+        found += axes.plot(series.x, ends, linestyle="none", marker="_", markersize=5, color=colour, zorder=1.5)
+    return found
 
 
 def _scale(axes: Axes, panel: Panel) -> None:
@@ -193,6 +196,7 @@ def _scale(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         axes.set_yticks([], minor=True)
+    axes.set_ylim(*panel.y_range)
 
 
 def sheet(fill: Callable[[Any], object], panels: int = 1) -> bytes:

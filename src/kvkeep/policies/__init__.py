@@ -3,3 +3,10 @@
 A policy is a score: it never touches storage, attention, the model or the server. To add one, put a file into this
 folder; `kvkeep.registry` finds it.
 """
+
+DEFAULT = "snapkv:decode=score,window=8,kernel=13,recent=64"
+"""The policy of every cache, engine, plan and command that names none.
+
+Few late rows and wide pooling find what a question at the end of a prompt asks for. Generated tokens compete with the
+chosen ones, and the newest 64 stay, which long answers need. ``docs/choose-a-policy.md`` has the figures.
+"""

@@ -28,6 +28,7 @@ from kvkeep.cli.options import (
     parse_tokens,
 )
 from kvkeep.errors import InputError
+from kvkeep.policies import DEFAULT
 
 _GRID, _TASKS = "Grid", "Tasks"
 
@@ -43,7 +44,7 @@ def evaluate(
             "full is run once, with room for the whole text.",
             rich_help_panel=_GRID,
         ),
-    ] = "full,local,h2o,tova",
+    ] = f"full,local,h2o,{DEFAULT}",
     budgets: Annotated[
         str,
         typer.Option(

@@ -31,6 +31,7 @@ from kvkeep.cli.options import (
     parse_tokens,
 )
 from kvkeep.errors import InputError
+from kvkeep.policies import DEFAULT
 
 _PROMPT, _JOB, _SAMPLING = "Prompt", "Batch job", "Sampling"
 _PURPOSE = "Give the model some text to continue."
@@ -105,7 +106,7 @@ def generate(
             rich_help_panel=_JOB,
         ),
     ] = False,
-    policy: Policy = "h2o",
+    policy: Policy = DEFAULT,
     budget: Annotated[
         str | None,
         typer.Option(

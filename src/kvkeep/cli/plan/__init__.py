@@ -24,6 +24,7 @@ from kvkeep.cli.options import (
     parse_tokens,
 )
 from kvkeep.errors import InputError
+from kvkeep.policies import DEFAULT
 
 _MACHINE = "Machine"
 
@@ -39,7 +40,7 @@ def plan(
             callback=given,
         ),
     ] = None,
-    policy: Policy = "h2o",
+    policy: Policy = DEFAULT,
     budget: Annotated[
         str | None,
         typer.Option(

@@ -1,0 +1,80 @@
+"""The policy that is used where none is named: one place names it, and it keeps what it promises."""
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kvkeep
+from kvkeep.cli.eval import evaluate
+from kvkeep.cli.generate import generate
+from kvkeep.cli.main import app
+from kvkeep.cli.plan import plan as plan_command
+from kvkeep.planning.plan import plan
+from kvkeep.policies import DEFAULT
+
+
+@pytest.mark.parametrize("place", [kvkeep.BoundedCache, kvkeep.Engine, plan, generate, plan_command])
+def test_everything_that_takes_a_policy_has_the_same_default(place):
+    assert inspect.signature(place).parameters["policy"].default == DEFAULT
+
+
+def test_an_evaluation_measures_the_default():
+    assert inspect.signature(evaluate).parameters["policies"].default.endswith(f",{DEFAULT}")
+
+
+def test_the_default_is_written_as_kvkeep_writes_it():
+    assert kvkeep.spec(kvkeep.parse(DEFAULT)) == DEFAULT
+
+
+def test_its_name_is_known_without_torch():
+    code = "import sys; from kvkeep.policies import DEFAULT; print(DEFAULT, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [DEFAULT, "False"]
+
+
+@pytest.mark.parametrize("budget", [8, 9, 64, 1024])
+def test_the_newest_tokens_stay(budget):
+    assert kvkeep.parse(DEFAULT).protected(budget) == (0, min(64, max(8, budget // 2)))
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_least_one():
+    with pytest.raises(kvkeep.BudgetError, match="at least 8"):
+        kvkeep.BoundedCache(small().config, budget=7)
+
+
+def test_it_answers_the_question_at_the_end_of_a_prompt(tmp_path):
+    """Few questions, so the limits are wide; docs/choose-a-policy.md has the figures of many."""
+    options = "--tasks recall --context 512 --limit 12 --budgets 20% --no-plots --json"
+    asked = ["eval", *options.split(), "--policies", f"{DEFAULT},h2o", "-o", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    right = {row["policy"]: row["score"]["right"] for row in json.loads(done.stdout)["rows"]}
+    assert right[DEFAULT] >= 9 > 6 >= right["h2o"]
+
+
+def test_a_long_answer_stays_in_the_budget():
+    model = small()
+    cache = kvkeep.BoundedCache(model.config, budget=64)
+    model.generate(torch.arange(3, 93)[None], past_key_values=cache, max_new_tokens=300, do_sample=False)
+    for layer in cache.bounded_layers():
+        for head in cache.positions(layer)[0]:
+            held = head[head >= 0].sort().values
+            assert len(held) == 64
+            assert held[-32:].tolist() == list(range(90 + 299 - 32, 90 + 299))
+
+
+def small():
+    """A model with random weights that never ends a text."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 8
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    return kvkeep.attach(model)
