@@ -24,6 +24,7 @@ from kvkeep.models import load as loading
 from kvkeep.models.load import find, load, quiet
 from kvkeep.models.text import encode
 from kvkeep.planning.plan import DEFAULT_BUDGET
+from kvkeep.policies import DEFAULT
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the cat"
 
@@ -60,7 +61,7 @@ def refused(*arguments: object, model: Path | None = None, stdin: bytes | None =
     return result.stderr
 
 
-def expected_ids(budget: int, new_tokens: int, policy: str = "h2o", prompt: str = PROMPT) -> list[int]:
+def expected_ids(budget: int, new_tokens: int, policy: str = DEFAULT, prompt: str = PROMPT) -> list[int]:
     """The tokens that `generate` of transformers gives."""
     with quiet():
         model, tokenizer = load(model_folders.folder())
@@ -80,7 +81,14 @@ def test_text_on_stdout_and_a_summary_on_stderr():
     ids = expected_ids(8, 6)
     assert result.stdout.removesuffix("\n") == model_folders.tokenizer().decode(ids, skip_special_tokens=True)
     tokens = len(model_folders.tokenizer()(PROMPT)["input_ids"])
-    for words in (f"{tokens} tokens in", "6 tokens, ", "tokens/s", "h2o, budget 8", "float32 on cpu", "compression"):
+    for words in (
+        f"{tokens} tokens in",
+        "6 tokens, ",
+        "tokens/s",
+        f"{DEFAULT}, budget 8",
+        "float32 on cpu",
+        "compression",
+    ):
         assert words in result.stderr
 
 
@@ -226,7 +234,7 @@ def test_compare_with_a_budget_that_suffices():
 
 
 def test_compare_finds_the_first_difference():
-    result = as_json("-p", PROMPT, "-b", 4, "-n", 6, "--compare")
+    result = as_json("-p", PROMPT, "-b", 4, "-n", 6, "--policy", "h2o", "--compare")
     bounded, full = result["token_ids"], result["full"]["token_ids"]
     assert full == expected_ids(1024, 6)
     first = next(index for index in range(6) if bounded[index] != full[index])
@@ -248,7 +256,7 @@ def test_compare_with_a_full_cache_that_knows_nothing_of_the_other_options(optio
 @pytest.mark.parametrize("width", [50, 80, 120])
 def test_compare_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int):
     monkeypatch.setenv("COLUMNS", str(width))
-    lines = generate("-p", PROMPT, "-b", 4, "-n", 6, "--compare").stdout.splitlines()
+    lines = generate("-p", PROMPT, "-b", 4, "-n", 6, "--policy", "h2o", "--compare").stdout.splitlines()
     assert max(map(len, lines)) == width
     assert sum("full cache" in line and "╭" in line for line in lines) == 1
     assert any("h2o" in line and "full cache" in line and "╭" in line for line in lines) == (width >= 60)

@@ -18,6 +18,7 @@ from kvkeep.models import load as loading
 from kvkeep.planning import shapes
 from kvkeep.planning.bandwidth import Bandwidth
 from kvkeep.planning.plan import plan as plan_of
+from kvkeep.policies import DEFAULT
 
 CONTEXT = model_folders.TRAINED_LENGTH
 
@@ -273,7 +274,7 @@ def test_memory_that_does_not_hold_the_weights():
     needed = console.show_bytes(with_rows(found["bounded"], 1)["peak_bytes"])
     assert f"the weights take {console.show_bytes(found['weights_bytes'])} in float32" in line
     assert f"({console.show_bytes(found['weights_bytes'] // 2)} in bfloat16)" in line
-    assert f"One row of h2o with a budget of 8 fits into {needed}" in line
+    assert f"One row of {DEFAULT} with a budget of 8 fits into {needed}" in line
 
 
 def test_memory_that_does_not_hold_one_row_says_what_fits():

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 STORY_BUDGET = 128
 SEED = 2
+STORY_SEED = 1
+"""A story that does not end early."""
 OPENING = "Once upon a time, there was a little dog named Max. He lived in a big house near the forest."
 STORY_TOKENS = 500
 ANSWER_TOKENS = 8
@@ -115,7 +117,9 @@ def tell_story(screen: Console, writer: Writer, seed: int) -> None:
 
     _title(screen, f"1  A story in a cache of {STORY_BUDGET} tokens")
     prompt = encode(writer.checkpoint, OPENING, raw=True)[0].tolist()
-    sampling = kvkeep.Sampling(max_new_tokens=STORY_TOKENS, temperature=0.8, top_p=0.95, seed=seed)
+    sampling = kvkeep.Sampling(
+        max_new_tokens=STORY_TOKENS, temperature=0.8, top_p=0.95, seed=STORY_SEED if seed == SEED else seed
+    )
     engine = kvkeep.Engine(writer.model, writer.checkpoint.tokenizer, budget=STORY_BUDGET, rows=1, prefill_chunk=None)
     with Page(screen, engine) as page:
         for seen, event in enumerate(
