@@ -70,15 +70,15 @@ class SnapKV(PromptRule):
     The ``window`` newest tokens stay. Every older one has its probabilities summed over the last ``window`` rows of
     the step (all rows of a shorter one), then pooled with an odd ``kernel`` over the older tokens that are held, in
     order of position: ``max`` over the neighbours that are there, ``avg`` as if zeros stood beyond the ends. The
-    smallest go. The window's own tokens have the score 0. With ``recent`` above ``window`` more of the newest tokens
-    stay, at most half of the budget.
+    smallest go. The window's own tokens have the score 0. With ``recent`` so many of the newest tokens stay in place
+    of the window, at most half of the budget.
     """
 
     def __init__(
         self, *row: int, window: int = 32, kernel: int = 7, recent: int = 0, pool: str = "max", **options: int
     ):
         super().__init__(*row, unselected=window, **options)
-        self.unselected = max(window, min(recent, self.budget // 2))
+        self.unselected = min(recent, self.budget // 2) if recent else window
         self.window = window
         self.kernel = kernel
         self.pool = pool

@@ -21,7 +21,9 @@ from kvkeep.types import Budget
 class SnapKV(ObservationWindow):
     """Pooled attention of an observation window."""
 
-    recent: int = option(0, "newest tokens that stay, if more than the window; at most half of the budget")
+    recent: int = option(
+        0, "newest tokens that stay, in place of the window; at most half of the budget; 0: the window"
+    )
 
     bibtex: ClassVar[str] = """@inproceedings{li2024snapkv,
   title     = {{SnapKV}: {LLM} Knows What You are Looking for Before Generation},
@@ -33,4 +35,4 @@ class SnapKV(ObservationWindow):
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """The observation window, or as many recent tokens as were asked for."""
-        return 0, between(self.window, budget // 2, max(self.window, self.recent))
+        return 0, between(0, budget // 2, self.recent) if self.recent else self.window
