@@ -14,7 +14,7 @@ from kvkeep import scores
 from kvkeep.backends import Added, Backend, Limits
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, State, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
 
 _LATER = torch.iinfo(torch.int32).max
 
@@ -125,7 +125,7 @@ def fused(
     sinks, recent = policy.protected(view.budget)
     return backend.step(
         new[0],
-        block.store.slots(),
+        Slots(view.keys, view.values, view.positions),
         new[1:],
         positions,
         statistic=policy.wants(view),
