@@ -159,7 +159,8 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     if window is not None:
         backend.expire(held, block.seen, window)
     stays = limit(policy, view, block.state, window=window)
-    if not backend.is_over(held, stays):
+    at_hand = policy.slots and policy.bursts is None and not policy.stochastic  # a score that costs nothing
+    if not at_hand and not backend.is_over(held, stays):
         return
     if policy.bursts is not None:
         held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, stays), EMPTY)
