@@ -18,8 +18,8 @@ from pathlib import Path
 
 from lib import report
 
-from kvkeep.evals.measures import FULL, Row, by_budget, by_name, of_task, over
 from kvkeep.evals.records import ROWS
+from kvkeep.evals.report import FULL, Row, by_budget, by_name, of_task, over
 
 POLICIES = (
     "full",

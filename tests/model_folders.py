@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
 
 TRAINED_LENGTH = 40
 POSITIONS = 32

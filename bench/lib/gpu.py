@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
+from kvkeep.store import Block, inference
 from kvkeep.types import Phase
 from lib import twin
 
@@ -263,7 +264,8 @@ def middle(seconds: Sequence[float]) -> float:
 def fill(layer: kvkeep.Layer, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
     """Bring a layer into the state of having seen so many tokens: the newest half of its slots, and older ones."""
     rows, heads, kept, _ = keys.shape
-    layer.open(keys, values)
+    if not layer.allocated:
+        layer.hold(inference(Block)(keys, values, numbers=layer.budgets, starts=layer.policy.slots), columns=0)
     newest = kept - kept // 2
     recent = torch.arange(tokens - newest, tokens, device=keys.device)
     older = torch.linspace(0, tokens - newest - 1, kept - newest, device=keys.device).round().long()

@@ -72,7 +72,7 @@ def _attention(
     limit = FULL if dtype == torch.float32 else HALF
     want, report = reference.attend(query, slots, at, statistic=statistic, options=options)
     if chunk and bench.on_gpu:
-        found = prefill_ops.attend(query, keys, values, at, held, statistic=statistic, options=options, output="triton")
+        found = prefill_ops.attend(query, slots, at, statistic=statistic, options=options, output="triton")
         assert found is not None
     else:
         found = choose(query.device, dtype).attend(query, slots, at, statistic=statistic, options=options)

@@ -119,7 +119,9 @@ def _ours(query, keys, values, at, statistic: Statistic, options: AttentionOptio
         return backend.attend(query, Slots(keys, values, held), at, statistic=statistic, options=options)
     from kvkeep.backends.triton import prefill_ops
 
-    found = prefill_ops.attend(query, keys, values, at, held, statistic=statistic, options=options, output=output)
+    found = prefill_ops.attend(
+        query, Slots(keys, values, held), at, statistic=statistic, options=options, output=output
+    )
     assert found is not None
     return found
 

@@ -53,7 +53,7 @@ def bounded_step(bench: Bench, policy: str, budget: int, rows: int, *, history: 
     shape = (1, config.num_key_value_heads, budget, config.hidden_size // config.num_attention_heads)
     for row_layer in memory.part(0, rows, Phase.DECODE).layers:
         keys, values = (bench.random(*shape).expand(rows, -1, -1, -1) for _ in range(2))
-        fill(row_layer.layer, keys, values, history)
+        fill(row_layer.stepper, keys, values, history)
     runner = Runner(model, graphs=True)
     one = Generation(0, Request(prompt=[0]), memory.policy, budget, frozenset(), fed=history, token_ids=[0])
     batch = Batch(0, [one] * rows, [[0]] * rows, [one.fed] * rows, Phase.DECODE)

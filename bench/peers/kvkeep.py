@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
+from kvkeep.store import Block, inference
 from kvkeep.types import Phase
 from peers import Outcome, Prompt, Run, Unavailable, Work
 
@@ -61,11 +62,10 @@ def filled_cache(model, policy: str, budget: int, *, rows: int, tokens: int) -> 
     for layer in cache.bounded_layers().values():
         one_row = (torch.randn(1, heads, kept, dim, dtype=model.dtype) for _ in range(2))
         keys, values = (tensor.expand(rows, -1, -1, -1) for tensor in one_row)
-        layer.open(keys, values)
+        layer.hold(inference(Block)(keys, values, numbers=layer.budgets, starts=layer.policy.slots), columns=tokens)
         older = torch.rand(rows, heads, tokens - newest).topk(kept - newest).indices.sort().values
         layer.store.fill(keys, values, torch.cat([older, recent], dim=-1).to(torch.int32))
         for state in layer.state.values():
             state[..., :kept] = torch.rand(rows, heads, kept)
         layer.block.advance(tokens, None, Phase.PREFILL)
-        layer.columns = tokens
     return cache

@@ -1,4 +1,4 @@
-"""How many tokens each row and each layer keeps: where ratios become tokens, and how a budget is spread over layers."""
+"""Budgets: from ratios to tokens, checks, one number per row, and the spread of a budget over layers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvkeep.errors import BudgetError
 from kvkeep.types import Budget
 
 MOST = 2**50
-"""More bytes than a machine has, and more tokens than a text."""
+"""Upper limit of a number of tokens, rows or bytes: no machine has more bytes, and no text more tokens."""
 
 RULES = {"uniform": "0", "ramp": "0.2", "pyramid": "20", "taper": "0.5"}
-"""How a budget can be spread over layers, each with its parameter unless another is given; see `per_layer`."""
+"""Rules that spread a budget over layers: name → default parameter. See `per_layer`."""
 
 
 def from_ratio(keep_ratio: float, tokens: int) -> int:
@@ -41,7 +41,7 @@ def from_ratio(keep_ratio: float, tokens: int) -> int:
 
 
 def check(budget: object) -> tuple[int, ...]:
-    """Check a budget and return it as one number per row (a single entry: the same for all rows).
+    """Check a budget and return it as one number per row, or as a single number for all rows.
 
     Raises:
         BudgetError: a budget is not an integer or is below 1.
@@ -60,7 +60,7 @@ def check(budget: object) -> tuple[int, ...]:
 
 
 def check_one(number: object) -> int:
-    """Check a number of tokens, rows or bytes, and return it as Python's own; NumPy's will do.
+    """Check a number of tokens, rows or bytes, and return it as an int. NumPy's integers pass, too.
 
     Raises:
         BudgetError: it is not an integer, is below 1, or is more than any memory holds.
@@ -74,7 +74,7 @@ def check_one(number: object) -> int:
 
 
 def per_row(numbers: Sequence[int], rows: int, device: torch.device) -> Budget:
-    """Give budgets the shape that the cache computes with: an int, or ``(B, 1)`` when rows differ.
+    """Budgets in the form that the cache computes with: an int, or ``(B, 1)`` if rows differ.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row.
@@ -90,13 +90,13 @@ def per_row(numbers: Sequence[int], rows: int, device: torch.device) -> Budget:
 
 
 def column(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """A budget as one number for each row that `seen` counts the tokens of."""
+    """A budget as one number per row. ``seen`` gives the number of rows and the device."""
     number = budget if isinstance(budget, Tensor) else seen.new_full((1,), budget)
     return number.view(-1).expand(len(seen))
 
 
 def between(low: int, budget: Budget, high: int | None) -> Budget:
-    """A budget, which may differ by row, but not below and not above two numbers."""
+    """A budget, limited to the range from ``low`` to ``high``. Budgets may differ by row."""
     if isinstance(budget, Tensor):
         return budget.clamp(min=low, max=high)
     return max(low, budget if high is None else min(high, budget))
@@ -110,17 +110,19 @@ def smaller(one: Budget, other: Budget) -> Budget:
 
 
 def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: int = 1) -> list[int]:
-    """Spread a budget over the layers, so that they add up to ``layers * budget`` exactly.
+    """The budget of each layer. The budgets add up to ``layers * budget`` exactly.
 
     Args:
-        how: ``uniform``; ``ramp:0.2``, a line from 20 % below the budget in the first layer to 20 % above it in the
-            last (Scissorhands: later layers need more), a negative number the other way round; ``pyramid:20``, a line
-            from nearly twice the budget down to a 20th of it (PyramidKV); ``taper:0.5``, a line through all of the
-            budget, from half above it to half below it (SpAtten); or one weight per layer, e.g. from `calibrated`.
+        how: one of these rules, or one weight per layer, e.g. from `calibrated`.
+            ``uniform``: the same for all layers.
+            ``ramp:0.2``: a line from 20 % below the budget in the first layer to 20 % above it in the last
+            (Scissorhands: later layers need more). A negative number reverses it.
+            ``pyramid:20``: a line from nearly twice the budget down to a 20th of it (PyramidKV).
+            ``taper:0.5``: a line from half above the budget to half below it (SpAtten).
         budget: tokens per layer on average.
         layers: number of layers.
-        least: slots that every layer gets before the rest is spread; under ``taper``, which spreads everything, slots
-            that every layer must end up with.
+        least: slots that every layer gets before the rest is spread. ``taper`` spreads everything, and every layer must
+            end up with this many.
 
     Raises:
         BudgetError: an unknown rule, a parameter out of range, not one weight per layer, or less than `least` to give.
@@ -141,17 +143,17 @@ def per_layer(how: str | Sequence[float], budget: int, layers: int, *, least: in
 
 
 def calibrated(persistence: Sequence[float], *, floor: float = 0.1) -> list[float]:
-    """Weights from measured persistence ratios, one per layer in [0, 1]: where importance persists, fewer slots do.
+    """Weights of layers from measured persistence ratios. Layers in which importance persists get fewer slots.
 
     Args:
-        persistence: share of the tokens that stay important, per layer (Scissorhands, Section 3).
+        persistence: share of the tokens that stay important, in [0, 1], per layer (Scissorhands, Section 3).
         floor: weight of a layer in which everything persists.
     """
     return [floor + 1.0 - ratio for ratio in persistence]
 
 
 def _weights(how: str | Sequence[float], layers: int) -> list[float]:
-    """One positive number per layer."""
+    """The weight of each layer, a positive number."""
     if not isinstance(how, str):
         if len(how) != layers or not all(0 < weight < math.inf for weight in how):
             raise BudgetError(f"{len(how)} layer weights were given for {layers} layers; give one above 0 for each.")
@@ -173,7 +175,7 @@ def _weights(how: str | Sequence[float], layers: int) -> list[float]:
 
 
 def _round(shares: Sequence[float], total: int) -> list[int]:
-    """Whole numbers that add up to the total: the largest remainders are rounded up, the first of equals first."""
+    """Shares rounded so that they add up to the total. The largest remainders go up; among equal ones, the first."""
     whole = [math.floor(share + 1e-9) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: (whole[i] - shares[i], i))
     for i in by_remainder[: total - sum(whole)]:

@@ -1,128 +1,31 @@
-"""The cache that transformers' models and ``generate`` work with: one `Layer` behind each layer's public door."""
+"""The cache that transformers' models and ``generate`` work with: one `Layer` for each layer of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-)
+from transformers.cache_utils import DynamicCache
 
-from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedModelError, UnsupportedOperationError
+from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
+from kvkeep.handing import CountingLayer, CountingStepper, PhasedCache
 from kvkeep.layer import Layer
-from kvkeep.layout import Layout
+from kvkeep.layout import Layout, windows_of
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
-from kvkeep.store import Cascade
-from kvkeep.types import Phase
-
-ATTENTION = "kvkeep"
-"""The name under which the attention function is registered with transformers."""
 
 
-class HandedKeys(Tensor):
-    """New keys on their way from the cache to kvkeep's attention.
+class BoundedLayer(CountingLayer):
+    """What transformers sees of a `Layer`: its steps, its length and its rows."""
 
-    Any other attention would see only the tokens of this step and compute nonsense; so whatever else is done with
-    these keys is an error. Reading their shape, dtype and device is allowed.
-    """
-
-    layer: BoundedLayer
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Let attributes be read (and compilers trace), and refuse everything else.
-
-        Raises:
-            UnsupportedModelError: the model computes attention itself.
-        """
-        if func.__name__ != "__get__" and not torch.compiler.is_compiling():
-            raise UnsupportedModelError(
-                "The model computes attention itself instead of handing keys and values to kvkeep. If it was not "
-                "attached, call model = kvkeep.attach(model) first; otherwise kvkeep does not support it."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-class BoundedLayer(CacheLayerMixin):
-    """What transformers sees of a `Layer`: it hands new keys and values on, and says how long the sequence is."""
-
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
+    layer: Layer
 
     def __init__(self, layer: Layer):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.layer = layer
-        self.handed = False
-        self.phase: Phase | None = None
-        self.is_sliding = layer.window is not None
-
-    def lazy_initialization(
-        self, key_states: Float[Tensor, "B Hk T D"], value_states: Float[Tensor, "B Hk T E"]
-    ) -> None:
-        """Nothing to do: `Layer` allocates on its first step."""
-
-    def update(
-        self,
-        key_states: Float[Tensor, "B Hk T D"],
-        value_states: Float[Tensor, "B Hk T E"],
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand the new keys and values on; the keys lead attention to this layer's `Layer.step`."""
-        handed = key_states.as_subclass(HandedKeys)
-        handed.layer = self
-        self.handed = True
-        return handed, value_states
-
-    def phase_of(self, T: int) -> Phase:
-        """What ``T`` new tokens are, if the cache does not say so: a first call is a prompt, one token after it is not.
-
-        A longer piece after that is a prompt again, such as the next turn of a conversation.
-        """
-        return self.phase or (Phase.DECODE if T == 1 and self.layer.columns else Phase.PREFILL)
-
-    def take(self) -> Layer:
-        """The layer, for one call of attention after each `update`.
-
-        Raises:
-            UnsupportedModelError: attention was called twice for the same keys.
-        """
-        if not self.handed:
-            raise UnsupportedModelError(
-                "The model calls attention several times with the same keys and values (differential attention, for "
-                "example), which kvkeep does not support."
-            )
-        self.handed = False
-        return self.layer
-
-    def get_seq_length(self) -> int:
-        """Columns seen so far, padding included: the logical length, from which models derive positions."""
-        return self.layer.columns
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the logical key axis."""
-        return self.layer.columns + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit on the length of a sequence."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """`get_max_length` under its name before transformers 5.16."""
-        return -1
+        super().__init__(layer, layer.window)
 
     def reset(self) -> None:
         """Forget everything; the memory stays allocated."""
@@ -152,30 +55,6 @@ class BoundedLayer(CacheLayerMixin):
             _refuse_rollback()
 
 
-class PhasedCache(Cache):
-    """A cache whose owner can say what the tokens of the next call are.
-
-    Attributes:
-        phase: what they are; ``None``: as `BoundedLayer.phase_of` has it.
-    """
-
-    phase: Phase | None = None
-
-    def update(
-        self,
-        key_states: Float[Tensor, "B Hk T D"],
-        value_states: Float[Tensor, "B Hk T E"],
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand new keys and values to a layer, and what they are."""
-        layer = self.layers[layer_idx]
-        if isinstance(layer, BoundedLayer):
-            layer.phase = self.phase
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
 class BoundedCache(PhasedCache):
     """A KV cache in a fixed amount of memory, for any attached model.
 
@@ -191,11 +70,11 @@ class BoundedCache(PhasedCache):
         layer_budget: how the budget is spread over the layers: ``uniform``, ``ramp:0.2``, ``pyramid:20`` or one weight
             per layer; by default the policy's own rule. See `kvkeep.budget.per_layer`.
         positions: ``true``, or ``slot``: tokens are attended at their rank in the cache, so that a stream may be longer
-            than the model was trained for. By default the policy's own mode, where the model allows it.
+            than the model's trained length. By default the policy's own mode, where the model allows it.
 
     Raises:
         BudgetError: the budget is out of range or smaller than what the policy protects.
-        InputError: ``config`` is no configuration, or there is no such mode of positions.
+        InputError: ``config`` is no configuration, or ``positions`` names no mode.
         UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
         PolicyError: the policy string is wrong.
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
@@ -225,7 +104,7 @@ class BoundedCache(PhasedCache):
         )
         self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
         self._first = min(layout.windows, default=0)
-        cascade = Cascade(self._first) if self.policy.cascades else None
+        cascade = self.policy.cascades(self._first) if self.policy.cascades else None
         layers = DynamicCache(config=config).layers
         for (index, window), numbers in zip(layout.windows.items(), layout.spread(budget), strict=True):
             bounded = Layer(
@@ -242,7 +121,7 @@ class BoundedCache(PhasedCache):
         super().__init__(layers=layers)
 
     def bounded_layers(self) -> dict[int, Layer]:
-        """The layers with slots, by their number in the model; state-space and linear layers are left out."""
+        """The layers with slots, by their number in the model. State-space and linear layers are left out."""
         return {i: layer.layer for i, layer in enumerate(self.layers) if isinstance(layer, BoundedLayer)}
 
     def positions(self, layer: int = 0) -> Int[Tensor, "B Hk capacity"]:
@@ -271,10 +150,10 @@ class BoundedCache(PhasedCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand new keys and values to a layer; with the first layer's, a step begins.
+        """Hand new keys and values to a layer. A step begins with the first layer's.
 
         Raises:
-            BrokenCacheError: the step before failed in some layer, so the layers have seen different tokens.
+            BrokenCacheError: the previous step failed in some layer, so the layers have seen different tokens.
         """
         if layer_idx == self._first:
             layers = self.bounded_layers().values()
@@ -294,12 +173,16 @@ class BoundedCache(PhasedCache):
         return f"BoundedCache(policy='{self.policy}', budget={self.budget}, layers={len(self.layers)})"
 
 
-def unwrap(keys: Tensor) -> tuple[Tensor, BoundedLayer | None]:
-    """Ordinary keys, and the layer that handed them on; ``None`` if they come from another cache or from none."""
-    if not isinstance(keys, HandedKeys):
-        return keys, None
-    with torch._C.DisableTorchFunctionSubclass():
-        return keys.as_subclass(Tensor), keys.layer
+def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingStepper]) -> PhasedCache:
+    """A cache without slots: the stepper of each layer with attention is made from the layer's number in the model.
+
+    Raises:
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
+    """
+    layers: list[Any] = DynamicCache(config=config).layers
+    for index, window in windows_of(config).items():
+        layers[index] = CountingLayer(make(index), window)
+    return PhasedCache(layers=layers)
 
 
 def _refuse_rollback() -> NoReturn:

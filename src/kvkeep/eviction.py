@@ -1,19 +1,20 @@
-"""What comes, what goes and what stays: the only place that fills slots, empties them or moves them."""
+"""The only place that fills slots, empties them or moves them: tokens come in, and the weakest are evicted."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import scores
 from kvkeep.backends import Added, Backend, Limits
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, State, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
 
 _LATER = torch.iinfo(torch.int32).max
 
@@ -21,7 +22,7 @@ _LATER = torch.iinfo(torch.int32).max
 def check_room(
     policy: Policy, block: Block, coming: int | Int[Tensor, " B"], *, phase: Phase, window: int | None
 ) -> None:
-    """Refuse new tokens that a policy which does not evict them has no room for.
+    """Refuse new tokens for which a policy that does not evict has no room.
 
     Raises:
         CapacityError: a row would hold more tokens than its budget.
@@ -33,6 +34,40 @@ def check_room(
         block.check_room(block.held() + more, window=window)
 
 
+def in_chunks(
+    step: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    query: Float[Tensor, "B Hq T D"],
+    keys: Float[Tensor, "B Hk T D"],
+    values: Float[Tensor, "B Hk T E"],
+    *,
+    real: Bool[Tensor, "B T"] | None,
+    size: int,
+) -> Float[Tensor, "B Hq T E"]:
+    """Run ``step`` on ``size`` real tokens of each row at a time, and put the outputs back in their columns.
+
+    Chunks are cut in tokens, not in columns, so padding never moves a cut.
+
+    Args:
+        step: takes queries, keys, values and which of their columns are real (``None``: all); returns the output.
+        query: queries.
+        keys: keys.
+        values: values.
+        real: which columns are real; ``None``: all.
+        size: tokens of a chunk.
+    """
+    T = query.shape[2]
+    if size >= T:
+        return step(query, keys, values, real)
+    if real is None:
+        parts = zip(*(x.split(size, dim=2) for x in (query, keys, values)), strict=True)
+        return torch.cat([step(q, k, v, None) for q, k, v in parts], dim=2)
+    order = real.int().argsort(dim=1, descending=True, stable=True)  # real tokens first, in their order
+    front = [x.gather(2, order[:, None, :, None].expand_as(x)).split(size, dim=2) for x in (query, keys, values)]
+    pieces = zip(*front, real.gather(1, order).split(size, dim=1), strict=True)
+    out = torch.cat([step(q, k, v, r) for q, k, v, r in pieces], dim=2)
+    return torch.empty_like(out).scatter_(2, order[:, None, :, None].expand_as(out), out)
+
+
 def append(
     policy: Policy,
     block: Block,
@@ -42,16 +77,18 @@ def append(
     *,
     backend: Backend,
 ) -> None:
-    """Put one token per row into an empty slot of each head, with the state that a new token starts with."""
+    """Put one token per row into an empty slot of each head, with the policy's state for a new token."""
     slot = backend.append(block.store.slots(), keys, values, positions)
     for name, start in policy.slots.items():
         block.state[name].scatter_(-1, slot, start)
 
 
 def fuses(policy: Policy, backend: Backend) -> bool:
-    """Whether `fused` may be able to do a decode step of this policy."""
+    """Whether `fused` may take a decode step of this policy."""
     rule = policy.sums
     if rule is None or not backend.fuses or not _is_told(type(policy)) or len(policy.slots) > 2:
+        return False
+    if policy.bursts is not None or policy.focuses is not None:
         return False
     return all(getattr(policy, name) == value for name, value in rule.only.items())
 
@@ -64,18 +101,23 @@ def fused(
     positions: Int[Tensor, "B 1"],
     *,
     options: AttentionOptions,
+    window: int | None,
     backend: Backend,
 ) -> Float[Tensor, "B Hq 1 E"] | None:
-    """Append, attend, observe and evict in one go, in place; ``None``, and nothing is done, where that cannot be.
+    """Append, attend, observe and evict in one call of the backend, in place.
 
     Args:
         policy: one that `fuses`.
         block: the slots, without the new token.
-        view: what the policy may look at; its slots are those of the block.
-        new: the token's query, key and value.
-        positions: its position, -1 for padding.
-        options: of the model's attention.
-        backend: does it.
+        view: the block's slots as the policy sees them.
+        new: the query, key and value of each row's token.
+        positions: position of each row's token, -1 for padding.
+        options: what the model's attention asks for.
+        window: sliding window of the layer.
+        backend: does the work.
+
+    Returns:
+        The attention output; ``None`` if the backend cannot take this step, and then nothing has changed.
     """
     rule = policy.sums
     assert rule is not None
@@ -83,64 +125,64 @@ def fused(
     sinks, recent = policy.protected(view.budget)
     return backend.step(
         new[0],
-        block.store.slots(),
+        Slots(view.keys, view.values, view.positions),
         new[1:],
         positions,
         statistic=policy.wants(view),
         options=options,
         added=Added(tuple(block.state[name] for name in names), rule.score is not None),
-        limits=Limits(view.seen, sinks, recent, _limit(policy, view, block.state, options.window), options.window),
+        limits=Limits(view.seen, sinks, recent, limit(policy, view, block.state, window=window), window),
     )
 
 
 @functools.cache
 def _is_told(kind: type[Policy]) -> bool:
-    """Whether the class that says `sums` is the one that wrote the methods which these stand for, or a later one."""
+    """Whether `sums` still describes the policy: no subclass has overridden the methods that `sums` stands for."""
 
     def owner(name: str) -> type:
         return next(base for base in kind.__mro__ if name in vars(base))
 
-    return all(issubclass(owner("sums"), owner(name)) for name in ("observe", "score", "stays", "top"))
+    return all(issubclass(owner("sums"), owner(name)) for name in ("observe", "score"))
 
 
 def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> None:
-    """After one token: empty slots of every row and head that holds too much. Nothing moves.
+    """After a decode step, empty slots of every row and head that holds too many tokens. No token moves.
 
     Args:
         policy: scores the slots and says how many stay.
         block: the slots, with the new token among them.
-        view: the same as the policy sees it.
-        window: sliding window of the layer; what no later query can see goes first.
-        backend: does it.
+        view: the block's slots as the policy sees them.
+        window: sliding window of the layer; expired slots are emptied first, see `scores.expire`.
+        backend: does the work.
     """
-    held = block.store.positions  # the view's own: what expires here has expired for the policy, too
+    held = block.store.positions  # the view has the same tensor: a token that expires here has expired there, too
     if window is not None:
         backend.expire(held, block.seen, window)
-    limit = _limit(policy, view, block.state, window)
-    if not backend.is_over(held, limit):
+    stays = limit(policy, view, block.state, window=window)
+    if not backend.is_over(held, stays):
         return
-    if policy.bursts:
-        held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, limit), EMPTY)
+    if policy.bursts is not None:
+        held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, stays), EMPTY)
         return
     sinks, recent = policy.protected(view.budget)
-    backend.evict(held, policy.score(view, block.state), Limits(view.seen, sinks, recent, limit))
+    backend.evict(held, policy.score(view, block.state), Limits(view.seen, sinks, recent, stays))
 
 
 def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> None:
-    """After many tokens: move the best of slots and chunk, with their state, into the slots in position order.
+    """After a chunk, move the best tokens of slots ∪ chunk, with their state, into the slots in position order.
 
     Args:
         policy: scores the tokens and says how many stay.
         block: the slots, which are overwritten.
-        view: slots and chunk together; what a sliding window has passed is empty.
-        state: the policy's state for these.
+        view: slots and chunk together; tokens that have left the sliding window are marked as empty.
+        state: the policy's state for slots and chunk.
         window: sliding window of the layer.
     """
-    if policy.spreads:
-        block.spread(policy.heads(view, state))
+    if policy.spreads is not None:
+        block.spread(policy.spreads.heads(policy, view, state))
         view = replace(view, budget=block.budget)
     positions = view.positions
-    stays = scores.keep(_shielded(policy, view, state), positions, _limit(policy, view, state, window))
+    stays = scores.keep(_shielded(policy, view, state), positions, limit(policy, view, state, window=window))
     order = positions.masked_fill(~stays, _LATER).argsort(dim=-1)[..., : block.store.capacity]
     kept = positions.gather(-1, order).masked_fill(~stays.gather(-1, order), EMPTY)
     index = order[..., None]
@@ -153,9 +195,21 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
 
 
-def _limit(policy: Policy, view: View, state: State, window: int | None) -> Budget:
-    """How many slots stay; all of them in a row whose budget holds the whole sliding window."""
-    stays = policy.stays(view, state)
+def limit(policy: Policy, view: View, state: State, *, window: int | None = None) -> Budget:
+    """The number of slots that stay occupied; all of the budget in a row whose budget holds the whole sliding window.
+
+    Args:
+        policy: may leave a part of the budget free.
+        view: what the policy may look at.
+        state: the policy's state.
+        window: sliding window of the layer.
+    """
+    if policy.bursts is not None:
+        stays: Budget = policy.bursts.stays(policy, view, state)
+    elif policy.grows is not None:
+        stays = policy.grows.stays(view)
+    else:
+        return view.budget
     if window is None:
         return stays
     if isinstance(view.budget, int):
@@ -164,7 +218,7 @@ def _limit(policy: Policy, view: View, state: State, window: int | None) -> Budg
 
 
 def _shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """The policy's scores with the protected tokens out of reach."""
+    """The policy's scores after `scores.protect`."""
     sinks, recent = policy.protected(view.budget)
     score = policy.score(view, state)
     return scores.protect(score, view.positions, view.seen, sinks=sinks, recent=recent)

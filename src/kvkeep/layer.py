@@ -1,7 +1,7 @@
-"""The joint of one layer: append → attend → observe → evict.
+"""The steps of one layer: append → attend → observe → evict.
 
-`Layer` owns a fixed block of slots per row and KV head and the policy that decides what stays in it. It knows
-nothing of transformers: `kvkeep.cache` and the engine drive it. Layouts are drawn in ``docs/layouts.md``.
+A `Layer` owns a fixed number of slots per row and KV head, and the policy that decides which tokens stay in them. It
+knows nothing of transformers: `kvkeep.cache` and the engine drive it. ``docs/layouts.md`` draws its tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep import scores
 from kvkeep.backends import Backend, choose
-from kvkeep.chunks import in_chunks
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
-from kvkeep.eviction import append, check_room, cut, evict, fused, fuses
+from kvkeep.eviction import append, check_room, cut, evict, fused, fuses, in_chunks
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.rotary.ranks import AsItIs, Rotation
@@ -33,23 +32,23 @@ class Layer:
 
     Args:
         policy: the eviction policy.
-        budget: slots that may stay occupied after a step, one number or one per row.
+        budget: slots that may stay occupied after a step; one number, or one per row.
         index: the layer's number in the model, a key of counter-based randomness.
         window: sliding window of the layer in tokens; its budget is then ``min(budget, window)``.
-        prefill_chunk: cut each row's prompt into chunks of so many tokens; ``None`` takes it whole.
-        sequences: identity of each row for randomness; all 0 if not given.
+        prefill_chunk: tokens of each row's prompt that are taken at once; ``None``: all.
+        sequences: identity of each row for randomness; 0 for all rows if not given.
         rotation: the model's rotary embedding, for slot positions: keys are stored unrotated and attended at their
             rank in the cache. ``None``: true positions.
-        cascade: what this layer shares with the others, for a policy that prunes through the depth of the model.
+        cascade: the tables that this layer shares with others under a policy that prunes through the layers.
 
     Raises:
         BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget.
 
     Attributes:
         columns: columns seen so far, padding included.
-        moves: how often rows were selected.
+        moves: number of times that rows were selected.
         block: the slots, state and counters; allocated by the first step.
-        budgets: what was asked for, at most the window; one number, or one per row.
+        budgets: the budget asked for, at most the window; one number, or one per row.
     """
 
     block: Block
@@ -73,17 +72,13 @@ class Layer:
             policy.check(number)
         if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
             raise BudgetError(f"The prefill chunk {prefill_chunk} is no whole number of 1 or more tokens.")
-        self.policy = policy
-        self.window = window
-        self.columns = 0
-        self.allocated = False
-        self._broken, self.moves = False, 0
+        self.policy, self.window = policy, window
+        self.columns, self.moves = 0, 0
+        self.allocated, self._broken = False, False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
-        self._index = index
-        self._prefill_chunk = prefill_chunk
-        self._sequences = sequences
+        self._index, self._prefill_chunk, self._sequences = index, prefill_chunk, sequences
         self._rotation = rotation or AsItIs()
-        self._shared = (cascade or Cascade(index)) if policy.cascades else Alone()
+        self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
 
     @inference
     def step(
@@ -96,37 +91,38 @@ class Layer:
         phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Add ``T`` new tokens per row, attend, and evict down to the budget; under `Phase.PROBE` only attend.
+        """Add ``T`` new tokens per row, attend, and evict down to the budget. Under `Phase.PROBE` only attend.
 
         Args:
             query: new queries, rotated like the keys.
             keys: new keys.
             values: new values.
             options: scaling, soft cap, sinks; its window must be the layer's.
-            phase: what the tokens are. Generated ones come one at a time.
+            phase: what the tokens are. Generated tokens come one at a time.
             real: which of the new tokens are real; ``None``: all. Padding never enters a slot.
 
         Returns:
             The attention output; undefined for padded tokens.
 
         Raises:
-            ShapeError: the tensors do not fit what the layer holds, or several tokens are said to be generated.
+            ShapeError: there is no token, the tensors do not fit the block, or several tokens came as generated ones.
             CapacityError: the policy does not evict and the budget is exhausted.
             BrokenCacheError: an earlier step failed before its end.
-            UnsupportedOperationError: a policy that prunes through the layers is to read a text again.
+            UnsupportedOperationError: under `Phase.PROBE`, the policy prunes through the layers.
         """
         if self._broken:
             raise BrokenCacheError("a step failed between its beginning and its end")
         T = query.shape[2]
-        self.open(keys, values)
+        self._open(keys, values)
         if phase is Phase.DECODE and T > 1:
             raise ShapeError(f"{T} tokens per row came as generated ones; they come one at a time.")
         if phase is not Phase.PROBE:
-            coming = T if real is None else real.sum(dim=1)
-            check_room(self.policy, self.block, coming, phase=phase, window=self.window)
+            if not self.policy.evicts or self.policy.grows:
+                coming = T if real is None else real.sum(dim=1)
+                check_room(self.policy, self.block, coming, phase=phase, window=self.window)
         elif self.policy.cascades:
             raise UnsupportedOperationError(f"{self.policy} prunes through the layers and cannot read a text again.")
-        self._broken = True  # until the step has come to its end
+        self._broken = True  # until the step has ended
         if phase is Phase.DECODE:
             out = self._decode(query, keys, values, options, real)
         elif phase is Phase.PROBE:
@@ -138,10 +134,10 @@ class Layer:
         return out
 
     def reset(self) -> None:
-        """Forget everything; the memory stays allocated, unless rows were moved or heads have budgets of their own."""
+        """Forget everything. The memory stays allocated, unless rows were selected or heads have their own budgets."""
         self.columns, self._broken = 0, False
         self._shared.clear()
-        if self.moves or self.policy.spreads:  # budgets have changed: the next step makes new ones
+        if self.moves or self.policy.spreads:  # the block's budgets have changed: the next step makes a new block
             self.allocated = False
         elif self.allocated:
             self.block.clear()
@@ -152,13 +148,13 @@ class Layer:
         """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
         if self.allocated:
             self.moves += 1
-            broken, self._broken = self._broken, True  # until they have moved
+            broken, self._broken = self._broken, True  # until all rows have moved
             self.block.select_rows(index)
             self._shared.select_rows(self._index, index)
             self._broken = broken
 
     def over(self, block: Block, *, columns: int, cascade: Cascade | None = None) -> Layer:
-        """The same layer over slots that somebody else owns and has counted ``columns`` columns in."""
+        """A copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""
         other = copy.copy(self)
         other.hold(block, columns=columns)
         other._shared = cascade or Alone()
@@ -194,13 +190,15 @@ class Layer:
         options: AttentionOptions,
         real: Bool[Tensor, "B 1"] | None,
     ) -> Float[Tensor, "B Hq 1 E"]:
-        """Write the token into an empty slot, attend, and empty the victim's slot. Nothing is copied."""
+        """Write the token into an empty slot, attend, and empty the victim's slot. No other slot is moved."""
         positions = self.block.advance(1, real, Phase.DECODE)
         self.columns += 1
         slots, backend = self.store.slots(), self._backend
-        if isinstance(self._rotation, AsItIs) and fuses(self.policy, backend):
+        if self._fuses:
             view, new = self._view(slots, new=positions >= 0, phase=Phase.DECODE), (query, keys, values)
-            done = fused(self.policy, self.block, view, new, positions, options=options, backend=backend)
+            done = fused(
+                self.policy, self.block, view, new, positions, options=options, window=self.window, backend=backend
+            )
             if done is not None:
                 return done
         query, keys = self._rotation.unrotated(query, keys, positions)
@@ -212,7 +210,7 @@ class Layer:
             slots._replace(keys=turned),
             positions,
             statistic=self.policy.wants(view),
-            options=replace(options, top=top) if (top := self.policy.top(view)) is not None else options,
+            options=replace(options, top=focus.top(self.policy, view)) if (focus := self.policy.focuses) else options,
         )
         self._shared.add(slots.positions[:, 0], report)
         self.block.remember(self.policy.observe(self.state, view, report))
@@ -229,7 +227,7 @@ class Layer:
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
         """Attend over slots ∪ chunk, then keep the best of both."""
-        first = self.columns == 0  # the slots are empty: nothing to join, and all heads agree on positions
+        first = self.columns == 0  # the slots are empty: only the chunk is attended, and all heads agree on positions
         used = 0 if first else self.store.used()
         new = self.block.advance(query.shape[2], real, Phase.PREFILL)
         self.columns += query.shape[2]
@@ -240,13 +238,8 @@ class Layer:
         left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
         view = self._view(slots._replace(positions=left), new=new >= 0, phase=Phase.PREFILL)
         query, turned = self._rotation.at_ranks(query, slots.keys, positions, new)
-        out, report = self._backend.attend(
-            query,
-            Slots(turned, slots.values, shared if first else positions),
-            new,
-            statistic=self.policy.wants(view),
-            options=options,
-        )
+        attended, wanted = Slots(turned, slots.values, shared if first else positions), self.policy.wants(view)
+        out, report = self._backend.attend(query, attended, new, statistic=wanted, options=options)
         self._shared.add(left[:, 0], report)
         cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
         self._shared.leave(self._index, self.store.positions[:, 0])
@@ -260,7 +253,7 @@ class Layer:
         options: AttentionOptions,
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """Attend over the slots and the probes before, and let the policy look at what the slots received."""
+        """Attend over the slots and the probes so far, and report the attention of the slots to the policy."""
         held, now = self.store.capacity, self.block.following(query.shape[2], real)
         query, keys = self._rotation.unrotated(query, keys, now)
         slots, _ = self.block.beside(keys, values, now.to(torch.int32)[:, None], starts={}, used=held)
@@ -289,22 +282,19 @@ class Layer:
             alive=alive,
         )
 
-    def open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
-        """Allocate on the first step; later, check that the tensors still fit.
-
-        Raises:
-            ShapeError: another number of rows, heads or dims, another dtype or device, or no token at all.
-        """
+    def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
+        """Allocate the block on the first step; later, check that the tensors fit it."""
         if keys.shape[2] == 0:
             raise ShapeError("There are no tokens: the prompt is empty.")
         if self.allocated and (self.columns or self.store.fits(keys, values)):
             self.block.check_fit(keys, values)
             return
         starts, ids = self.policy.slots, self._sequences
-        new = inference(Block)(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind)
+        new = Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind)
         self.hold(new, columns=self.columns)
 
     def hold(self, block: Block, *, columns: int) -> None:
-        """Go on in slots that have seen ``columns`` columns, with the backend for their device and dtype."""
+        """Use a block that has seen ``columns`` columns, with the backend for its device and dtype."""
         self.block, self.allocated, self.columns, self._kind = block, True, columns, type(block.store)
         self._backend = choose(block.seen.device, block.store.slots().keys.dtype)
+        self._fuses = isinstance(self._rotation, AsItIs) and fuses(self.policy, self._backend)

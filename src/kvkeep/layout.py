@@ -1,4 +1,4 @@
-"""What a cache for a model and a policy is made of, before anything is allocated."""
+"""The layers of a model's cache and their budgets, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class Layout:
 
     Attributes:
         policy: the eviction policy.
-        windows: sliding window of each layer with slots, by the layer's number in the model; ``None`` for full
-            attention. Layers with a state of fixed size (state-space, convolution) are left out.
+        windows: sliding window of each layer with slots, see `windows_of`.
         layer_budget: how budgets are spread over the layers, see `kvkeep.budget.per_layer`.
         rotation: the rotary embedding that slot positions need; ``None`` under true positions.
     """
@@ -47,25 +46,24 @@ class Layout:
         """The layout for a model; arguments as for `kvkeep.BoundedCache`.
 
         Raises:
-            InputError: there is no such mode of positions.
+            InputError: ``positions`` names no mode.
             UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
             UnsupportedModelError: the model has layers whose cache cannot be bounded.
         """
-        _check_layer_types(config.get_text_config(decoder=True))
-        windows = _windows(DynamicCache(config=config).layers)
-        rotation = rotation_for(config, positions, own=policy.position_mode)
+        windows = windows_of(config)
+        rotation = rotation_for(config, positions, own=policy.defaults.positions)
         if policy.cascades and (prefill_chunk or any(windows.values())):
             raise UnsupportedOperationError(
                 f"{policy} prunes through the layers of a model, which works neither with sliding windows "
                 "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
             )
-        return cls(policy, windows, policy.layer_budget if layer_budget is None else layer_budget, rotation)
+        return cls(policy, windows, policy.defaults.layer_budget if layer_budget is None else layer_budget, rotation)
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[int]]:
-        """The budgets of each layer that holds slots: one number for all rows, or one per row.
+        """The budget of each layer with slots: one number for all rows, or one per row.
 
         Raises:
-            BudgetError: the budget is out of range, or smaller than what a layer needs.
+            BudgetError: the budget is out of range, or too small for a layer.
         """
         numbers, layers = budgets.check(budget), len(self.windows)
         if self.layer_budget == "uniform":
@@ -74,10 +72,10 @@ class Layout:
         return list(zip(*each, strict=True))
 
     def slots(self, budget: int) -> list[int]:
-        """The most tokens that a head of each layer may hold: its budget, or its sliding window if that is smaller.
+        """The most tokens that a head of each layer may hold: the layer's budget, at most its sliding window.
 
         Raises:
-            BudgetError: see `spread`; or a layer's budget is smaller than what the policy protects.
+            BudgetError: see `spread`; or the policy protects more than a layer's budget.
         """
         found = []
         for (number,), window in zip(self.spread(budget), self.windows.values(), strict=True):
@@ -86,7 +84,7 @@ class Layout:
         return found
 
     def room(self, budget: int) -> int | None:
-        """The most tokens that a sequence may have if none is evicted; ``None``: sliding windows make room for any.
+        """The most tokens that a sequence may have if none is evicted; ``None`` if every budget holds its window.
 
         Raises:
             BudgetError: see `slots`.
@@ -95,11 +93,18 @@ class Layout:
         return min((number for number, window in pairs if window is None or number < window), default=None)
 
 
-def _windows(layers: Sequence[object]) -> dict[int, int | None]:
-    """The layers with keys and values, each with its sliding window; not those with a state of fixed size."""
+def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
+    """Sliding window of each layer with keys and values, by its number in the model; ``None`` for full attention.
+
+    Layers with a state of fixed size (state-space, convolution) are left out.
+
+    Raises:
+        UnsupportedModelError: the model has layers whose cache cannot be bounded.
+    """
+    _check_layer_types(config.get_text_config(decoder=True))
     return {
         i: layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        for i, layer in enumerate(layers)
+        for i, layer in enumerate(DynamicCache(config=config).layers)
         if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
     }
 

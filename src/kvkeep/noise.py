@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a pure function of its keys, so results never depend on batching or order.
+"""Counter-based random numbers: pure functions of their keys, so results never depend on batching or order.
 
 The generator is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
 generators", OOPSLA 2014), applied once per key.
@@ -18,7 +18,7 @@ _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 def _shift_right(x: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
-    """Logical shift: int64 has no unsigned type that torch can multiply."""
+    """Shift right and fill with zeros: torch cannot multiply unsigned 64-bit integers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -46,19 +46,19 @@ def uniform(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def spread(key: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """A key as a number of 64 random bits, so that exclusive or joins it with another key; 0 stays 0."""
+    """A key as 64 random bits, which exclusive or can combine with another key. 0 stays 0."""
     return _mix(key.to(torch.int64))
 
 
 def gumbel(seed: int, *keys: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Standard Gumbel numbers, ``-ln(-ln u)`` with ``u`` from `uniform` moved to the middle of its step."""
+    """Standard Gumbel numbers, ``-ln(-ln u)`` with ``u`` from `uniform`, moved to the middle of its step."""
     u = uniform(seed, *keys).double() + 2.0**-25
     return -(-u.log()).log()
 
 
 @dataclass(frozen=True, eq=False)
 class Gumbel:
-    """Gumbel noise for every pair of a query row and a key, each query head its own.
+    """Gumbel noise for every pair of a query row and a key, different for each query head.
 
     Attributes:
         seed: the user's seed.
@@ -73,7 +73,7 @@ class Gumbel:
     def factor(
         self, shape: tuple[int, ...], queries: Int[Tensor, "B T"], keys: Int[Tensor, "B #Hk S"]
     ) -> Float[Tensor, "B Hk G T S"]:
-        """``exp(noise)``: what the noise makes of probabilities before they are normalised again."""
+        """``exp(noise)``, the factor on probabilities before they are normalised again."""
         _, Hk, G, _, _ = shape
         heads = torch.arange(Hk * G, device=queries.device).view(1, Hk, G, 1, 1)
         rows, columns = queries[:, None, None, :, None], keys[:, :, None, None]

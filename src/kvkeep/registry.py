@@ -1,6 +1,6 @@
-"""Policies by name: ``parse("h2o:recent=32")`` gives the policy, ``spec(policy)`` the string back.
+"""Policies by name: ``parse("h2o:recent=32")`` returns the policy, ``spec(policy)`` the string.
 
-Built-in policies are the modules of `kvkeep.policies`; third-party ones are found through the entry-point group
+Built-in policies are the modules of `kvkeep.policies`. Third-party policies come from the entry-point group
 ``kvkeep.policies`` (name → policy class).
 """
 
@@ -26,7 +26,7 @@ ENTRY_POINT_GROUP = "kvkeep.policies"
 
 @functools.cache
 def available() -> dict[str, type[Policy]]:
-    """All policies: name → class, built-in ones first, each group in alphabetical order.
+    """All policies, name → class: built-in ones, then third-party ones, each group in alphabetical order.
 
     Raises:
         PolicyError: a third-party entry point cannot be loaded, is no policy, or takes a built-in name.
@@ -34,7 +34,7 @@ def available() -> dict[str, type[Policy]]:
     found = {
         info.name: _policy_of(importlib.import_module(f"{_builtin.__name__}.{info.name}"))
         for info in pkgutil.iter_modules(_builtin.__path__)
-        if info.name != "base" and not info.name.startswith("_")
+        if info.name not in ("base", "abilities") and not info.name.startswith("_")
     }
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name):
         if point.name in found:
@@ -50,7 +50,7 @@ def available() -> dict[str, type[Policy]]:
 
 
 def _policy_of(module: types.ModuleType) -> type[Policy]:
-    """The one policy class that a file of `kvkeep.policies` defines."""
+    """The policy class that a module of `kvkeep.policies` defines."""
     (cls,) = (
         value
         for value in vars(module).values()
@@ -98,13 +98,13 @@ def parse(text: str) -> Policy:
 
 
 def spec(policy: Policy) -> str:
-    """The shortest string that `parse` turns into an equal policy: options at their default are left out."""
+    """The shortest string that `parse` turns into an equal policy. It leaves out options at their defaults."""
     name = name_of(policy)
     return f"{name}:{policy.changed}" if policy.changed else name
 
 
 def describe(name: str) -> str:
-    """The one line that says what a policy keeps: the first line of its module's docstring."""
+    """The tokens that a policy keeps, in one line: the first line of its module's docstring."""
     doc = inspect.getdoc(importlib.import_module(available()[name].__module__)) or ""
     return doc.splitlines()[0] if doc else ""
 
@@ -117,7 +117,7 @@ def _did_you_mean(wrong: str, known: Iterable[str]) -> str:
 
 
 def _convert(text: str, kind: object, where: str) -> object:
-    """Turn the text of an option into its declared type: int, float, bool, a choice, or one of these or None."""
+    """Convert the text of an option to its declared type: int, float, bool, a choice, or any of these or None."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         if text.lower() == "none":
             return None

@@ -1,7 +1,7 @@
-"""Pure functions over scores: what is protected, what is kept, what goes first.
+"""Pure functions over scores: protect tokens, choose the slots that stay, rank and pool.
 
-The total order is the same everywhere: the slot with the smallest ``(score, position)`` goes first, so among
-equal scores the older token goes. Nothing depends on the order of the slots or on how a sort breaks ties.
+All functions use the same total order. The slot with the smallest ``(score, position)`` goes first, so among equal
+scores the older token goes. Results depend neither on the order of the slots nor on how a sort breaks ties.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def protect(
     sinks: int = 0,
     recent: Budget = 0,
 ) -> Float[Tensor, "B Hk S"]:
-    """Give the first ``sinks`` and the newest ``recent`` positions of every row an infinite score.
+    """Scores in which the first ``sinks`` and the newest ``recent`` positions of each row are infinite.
 
     Args:
         scores: higher = keep.
@@ -36,8 +36,8 @@ def protect(
         recent: number of newest tokens to protect, one number or one per row.
 
     Returns:
-        New scores; the input is not changed. NaN, which has no order, becomes the lowest score: what a broken step
-        has touched goes first, and the protected tokens stay.
+        New scores; the input is not changed. NaN, which has no order, becomes the lowest score, so that slots with NaN
+        go first and protected tokens stay.
     """
     first_recent = seen[:, None] - recent
     shielded = positions >= first_recent[:, :, None]
@@ -51,12 +51,12 @@ def keep(
     positions: Int[Tensor, "B Hk S"],
     n: int | Int[Tensor, "B #Hk"],
 ) -> Bool[Tensor, "B Hk S"]:
-    """Mark the ``n`` occupied slots of each row and head that stay.
+    """Mark the ``n`` best occupied slots of each row and head, which stay.
 
     Args:
         scores: higher = keep.
         positions: true positions, ``-1`` = empty; an empty slot is never kept.
-        n: how many stay, one number or one per row (and head).
+        n: number of slots that stay, one number or one per row (and head).
 
     Returns:
         A mask with ``min(n, occupied)`` true entries per row and head.
@@ -72,10 +72,10 @@ def keep(
 
 
 def weakest(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk 1"]:
-    """The one occupied slot that goes first: the complement of ``keep(..., occupied - 1)``, without a sort.
+    """The occupied slot that goes first in each row and head: the one that ``keep(..., occupied - 1)`` leaves out.
 
-    The decode step evicts one token per head, and a sort of all slots would cost more than attention's report.
-    A row and head with no occupied slot gets slot 0; callers decide whether anything has to go.
+    A decode step evicts one token per head. Sorting all slots for that would cost more than attention's report.
+    Where no slot is occupied the result is slot 0: callers decide whether a token has to go.
     """
     occupied_scores = scores.masked_fill(positions < 0, torch.inf)
     lowest = occupied_scores.amin(dim=-1, keepdim=True)
@@ -84,7 +84,7 @@ def weakest(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -
 
 
 def ranks(scores: Float[Tensor, "B Hk S"], positions: Int[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk S"]:
-    """Each slot's place in the order of ``(score, position)``, from 0; empty slots take part as position -1."""
+    """Each slot's place in the order of ``(score, position)``, from 0. Empty slots count with position -1."""
     by_age = positions.argsort(dim=-1)
     order = by_age.gather(-1, scores.gather(-1, by_age).argsort(dim=-1, stable=True))
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
@@ -99,14 +99,15 @@ def pooled(
     kernel: int,
     kind: Literal["max", "avg", "mean"],
 ) -> Float[Tensor, "B Hk S"]:
-    """Pool over neighbours in the order of positions, stride 1, as many values as before.
+    """Pool values over neighbouring positions with stride 1. The number of values stays the same.
 
     Args:
-        values: what is pooled.
+        values: one value per slot.
         positions: true positions, ``-1`` = empty.
-        counts: the slots that take part; the others are no neighbours and get 0.
+        counts: slots that take part. The others are skipped and get 0.
         kernel: width, an odd number.
-        kind: the largest neighbour; ``avg`` divides by the kernel at the borders too, ``mean`` by the neighbours there.
+        kind: ``max`` takes the largest neighbour. At the borders ``avg`` divides by the kernel, and ``mean`` by the
+            number of neighbours.
     """
     order = positions.masked_fill(~counts, EMPTY).argsort(dim=-1, stable=True)
     ordered, inside = values.gather(-1, order), counts.gather(-1, order)
@@ -121,7 +122,7 @@ def pooled(
 
 
 def rounded(shares: Float[Tensor, "B n"], total: Int[Tensor, "B 1"]) -> Int[Tensor, "B n"]:
-    """Whole numbers near the shares that add up to the total: the largest remainders go up, the first of equals."""
+    """Shares rounded so that they add up to the total. The largest remainders go up; among equal ones, the first."""
     whole = (shares + 1e-9).floor().long()
     missing = total - whole.sum(dim=1, keepdim=True)
     n = shares.shape[1]
@@ -133,16 +134,16 @@ def rounded(shares: Float[Tensor, "B n"], total: Int[Tensor, "B 1"]) -> Int[Tens
 def value_prior(
     values: Float[Tensor, "B Hk S E"], positions: Int[Tensor, "B Hk S"], kernel: int
 ) -> Float[Tensor, "B Hk S"]:
-    """Squared norms of the values, averaged over neighbours, as a share of the largest (AhaKV, Eq. 13-14)."""
+    """Squared norms of the values, averaged over neighbours and divided by the largest (AhaKV, Eq. 13-14)."""
     sizes = values.to(torch.promote_types(values.dtype, torch.float32)).square().sum(dim=-1)
     smooth = pooled(sizes, positions, positions >= 0, kernel=kernel, kind="mean")
     return smooth / smooth.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def only_top(p: Float[Tensor, "B Hk G 1 S"], newest: Bool[Tensor, "B #Hk S"], top: Top) -> Float[Tensor, "B Hk G 1 S"]:
-    """The largest ``top.n`` probabilities of each row and the newest token's; the others become 0.
+    """Set all probabilities to 0 except the newest token's and the largest ``top.n`` of each row.
 
-    A row that sees nothing stays 0.
+    A row that sees no key stays 0.
     """
     lifted = p.masked_fill(newest[:, :, None, None], torch.inf)
     place = top.n.clamp(min=0, max=p.shape[-1] - 1).view(-1, 1, 1, 1, 1).expand(*p.shape[:-1], 1)
@@ -154,5 +155,5 @@ def only_top(p: Float[Tensor, "B Hk G 1 S"], newest: Bool[Tensor, "B #Hk S"], to
 
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> Int[Tensor, "B Hk S"]:
-    """Empty the slots that no later query can see through a sliding window of ``window`` tokens."""
+    """Empty the slots whose tokens no later query can see through a sliding window of ``window`` tokens."""
     return positions.masked_fill(positions <= (seen - window)[:, None, None], EMPTY)

@@ -1,13 +1,14 @@
-"""What a policy can ask attention to report, each with the reduction that defines it.
+"""The statistics that a policy can ask attention to report, each with the reduction that defines it.
 
-A statistic is reduced block by block inside attention, so the full (rows × keys) matrix never exists. The order is
-the same for all: transform the probabilities of each query head, average over the query heads of a group, then
-compare or sum over rows, always in float32.
+A statistic is reduced block by block inside attention, so the full (rows × keys) matrix never exists. All statistics
+transform the probabilities of each query head, average over the query heads of a group, and then compare or sum over
+rows, always in float32.
 """
 
 from __future__ import annotations
 
 import abc
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,11 +22,11 @@ from kvkeep.types import EMPTY
 
 @dataclass(frozen=True)
 class Rows:
-    """A block of query rows: their probabilities, and where the rows and the keys stand.
+    """The probabilities of a block of query rows, with the positions of rows and keys.
 
     Attributes:
         probabilities: softmax over the visible keys; zero on the others.
-        selected: which rows count.
+        selected: whether each row counts.
         queries: true positions of the rows, -1 for padding.
         keys: true positions of the keys, -1 for empty slots.
     """
@@ -37,7 +38,7 @@ class Rows:
 
     @property
     def visible(self) -> Bool[Tensor, "B #Hk T S"]:
-        """Which keys each row can see, sliding windows aside."""
+        """Whether each row can see each key, sliding windows aside."""
         keys = self.keys[:, :, None]
         return (keys >= 0) & (keys <= self.queries[:, None, :, None])
 
@@ -47,9 +48,9 @@ class Statistic(abc.ABC):
     """Base of all statistics.
 
     Attributes:
-        rows: query rows of a step that count: -1 all, 0 none, ``w`` the last ``w`` of each sequence; or one such
-            number (not negative) per row of the batch.
-        fields: names of the report's fields that the reduction fills.
+        rows: query rows of a step that count: -1 for all, 0 for none, ``w`` for the last ``w`` of each sequence; or one
+            such number (not negative) per row of the batch.
+        fields: names of the fields that the report has.
     """
 
     fields: ClassVar[tuple[str, ...]] = ("mass",)
@@ -57,7 +58,7 @@ class Statistic(abc.ABC):
     rows: int | Int[Tensor, " B"] = -1
 
     def selects(self, query_positions: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-        """Which query rows count; padded rows (position -1) never do."""
+        """Whether each query row counts. Padded rows (position -1) never do."""
         real = query_positions >= 0
         if isinstance(self.rows, int) and self.rows < 0:
             return real
@@ -67,21 +68,21 @@ class Statistic(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Reduce a block of rows, one tensor for each of `fields`."""
+        """Reduce a block of rows to one tensor for each of `fields`."""
 
     def join(self, total: Float[Tensor, "B Hk S"], part: Float[Tensor, "B Hk S"]) -> None:
-        """Add a block's result to that of the earlier blocks, in place."""
+        """Add a block's result to the result of the earlier blocks, in place."""
         total.add_(part)
 
 
 @dataclass(frozen=True, eq=False)
 class Nothing(Statistic):
-    """No report: the policy does not look at attention."""
+    """No report, for a policy that does not look at attention."""
 
     fields: ClassVar[tuple[str, ...]] = ()
 
     def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """No fields."""
+        """An empty report."""
         return {}
 
 
@@ -90,11 +91,11 @@ class Mass(Statistic):
     """The attention probability that each key received, summed over rows.
 
     Attributes:
-        gain: factor on the logits of the counted rows, one number or one per row of the batch; the softmax of
-            ``g·x`` follows from that of ``x`` as ``p**g / sum(p**g)``. The model's output is not touched.
-        noise: Gumbel noise on the logits of the counted rows, before the gain.
-        decay: weight of a row relative to the one after it.
-        last: the newest position of each row of the batch, from which decay counts.
+        gain: factor on the logits of the rows that count, one number or one per row of the batch. The softmax of
+            ``g·x`` is computed from the softmax of ``x`` as ``p**g / sum(p**g)``; the model's output does not change.
+        noise: Gumbel noise on the logits of the rows that count, before the gain.
+        decay: weight of a row relative to the next one.
+        last: the newest position of each row of the batch, whose weight is 1.
     """
 
     gain: float | Float[Tensor, " B"] = 1.0
@@ -103,7 +104,7 @@ class Mass(Statistic):
     last: Int[Tensor, " B"] | int = 0
 
     def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Transform, group mean, then the sum over the selected rows."""
+        """Transform the probabilities, average over the group, sum over the selected rows."""
         p = self._transformed(rows)
         B, Hk, G, T, S = p.shape
         weights = self.weights(rows.selected, rows.queries).to(p.dtype)
@@ -112,7 +113,7 @@ class Mass(Statistic):
         return {"mass": (weights.repeat(1, G)[:, None, None, :] / G @ p.reshape(B, Hk, G * T, S)).squeeze(2)}
 
     def weights(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """One for each selected row; with decay, less for the earlier ones of the step."""
+        """The weight of each row: 1 if it is selected, else 0. With decay, earlier rows weigh less."""
         if self.decay == 1.0:
             return selected.float()
         last = torch.as_tensor(self.last, device=queries.device).view(-1, 1)
@@ -131,12 +132,12 @@ class Mass(Statistic):
 
 @dataclass(frozen=True, eq=False)
 class MassAndLast(Mass):
-    """Mass, and beside it the probabilities of the newest row alone; ``last`` is that row's position."""
+    """Mass, and in a second field the probabilities of the newest row, whose position is ``last``."""
 
     fields: ClassVar[tuple[str, ...]] = ("mass", "last")
 
     def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """The sum over the selected rows, and the newest row if it is in this block."""
+        """The sum over the selected rows, and the newest row, if this block has it."""
         last = torch.as_tensor(self.last, device=rows.queries.device).view(-1, 1)
         newest = Rows(rows.probabilities, rows.selected & (rows.queries == last), rows.queries, rows.keys)
         return {**super().reduce(rows), "last": super().reduce(newest)["mass"]}
@@ -144,11 +145,11 @@ class MassAndLast(Mass):
 
 @dataclass(frozen=True, eq=False)
 class Low(Statistic):
-    """How often a key received less than its share: rows with a probability below ``1 / (theta · n)``, and its mass.
+    """The number of rows in which a key received less than its share, ``1 / (theta · n)``, and the key's mass.
 
     Attributes:
-        theta: divides the threshold; above 1 fewer rows count as low.
-        live: ``n`` is the number of keys that the row sees; otherwise its number in the sequence, from 1.
+        theta: divisor of the threshold. Above 1, fewer rows are low.
+        live: whether ``n`` is the number of keys that the row sees. If not, ``n`` is the row's number, from 1.
     """
 
     fields: ClassVar[tuple[str, ...]] = ("mass", "low")
@@ -157,13 +158,13 @@ class Low(Statistic):
     live: bool = False
 
     def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Group mean, then compare with the threshold and sum over the selected rows."""
+        """Average over the group, compare with the threshold, sum over the selected rows."""
         p, low = self._compared(rows)
         counts = rows.selected[:, None, :, None]
         return {"mass": (p * counts).sum(dim=2), "low": (low & counts).sum(dim=2).to(p.dtype)}
 
     def _compared(self, rows: Rows) -> tuple[Float[Tensor, "B Hk T S"], Bool[Tensor, "B Hk T S"]]:
-        """The group's mean, and where it is below the threshold on a key that the row sees."""
+        """The mean over the group, and whether it is below the threshold, for keys that the row sees."""
         p = rows.probabilities.mean(dim=2)
         visible = rows.visible
         n = visible.sum(dim=-1, keepdim=True) if self.live else (rows.queries + 1)[:, None, :, None]
@@ -172,14 +173,14 @@ class Low(Statistic):
 
 @dataclass(frozen=True, eq=False)
 class LowRows(Low):
-    """Low, row by row: a bit of a ring for each selected row (see `ring`), and beside the bits two sums of mass.
+    """Low for each selected row, as one bit of a ring (see `ring`), and two sums of mass.
 
-    The field ``mass`` is the sum over all selected rows, ``due`` over the last of them.
+    The field ``mass`` is the sum over all selected rows, the field ``due`` over the last ``due`` rows.
 
     Attributes:
-        words: floats that the ring of bits is made of.
+        words: number of floats that hold the ring.
         last: the newest position of each row of the batch.
-        due: how many of the last rows the field ``due`` adds up.
+        due: number of rows in the field ``due``.
     """
 
     words: int = 1
@@ -188,57 +189,63 @@ class LowRows(Low):
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]  # their number depends on the window
-        """The two sums, and the words of the ring."""
+        """The names of the two sums and of the ring's words."""
         return ("mass", "due", *word_names(self.words))
 
     def weights(self, selected: Bool[Tensor, "B T"], queries: Int[Tensor, "B T"]) -> dict[str, Float[Tensor, "B T"]]:
-        """For each field, what a row's mass counts, or what its low bit counts in a word."""
+        """The weight of each row in each field: of its mass in the sums, of its low bit in the words."""
         last, due = (torch.as_tensor(n, device=queries.device).view(-1, 1) for n in (self.last, self.due))
         bits = ring(queries.masked_fill(~selected, EMPTY), self.words).float().unbind(dim=-1)
         sums = {"mass": selected.float(), "due": (selected & (queries > last - due)).float()}
         return sums | dict(zip(word_names(self.words), bits, strict=True))
 
     def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Group mean, then compare with the threshold and give every selected row its bit."""
+        """Average over the group, compare with the threshold, set the bit of each selected row."""
         p, low = self._compared(rows)
-        what = {"mass": p, "due": p}
+        sums = {"mass": p, "due": p}
         weights = self.weights(rows.selected, rows.queries)
         return {
-            name: (what.get(name, low) * weight[:, None, :, None]).sum(dim=2).to(p.dtype)
+            name: (sums.get(name, low) * weight[:, None, :, None]).sum(dim=2).to(p.dtype)
             for name, weight in weights.items()
         }
 
 
 BITS = 25
-"""Bits of one word: a float32 holds the whole numbers from ``-2**24`` to ``2**24 - 1`` exactly."""
+"""Number of bits in a word. A float32 holds the whole numbers from ``-2**24`` to ``2**24 - 1`` exactly."""
 
 
 def word_names(words: int) -> tuple[str, ...]:
-    """The names of a ring's words, as fields of a report and of a policy's state."""
+    """The names of a ring's words in a report and in a policy's state."""
     return tuple(f"low{word}" for word in range(words))
 
 
 def ring(rows: Int[Tensor, "B n"], words: int) -> Int[Tensor, "B n words"]:
-    """Each row's bit in a ring of ``BITS * words`` bits: its value in the row's own word, and 0 in the others.
+    """The bit of each row in a ring of ``BITS * words`` bits, as its value in each word: 0 in all words but one.
 
-    Row ``i`` has the place ``i % (BITS * words)``, so it takes the bit of the row that came so many rows before. The
-    highest bit of a word is its sign. A negative row has no bit.
+    Row ``i`` has the place ``i % (BITS * words)`` and takes it from an older row. The highest bit of a word is its
+    sign. A negative row has no bit.
     """
-    place = rows % (BITS * words)
-    bit = place % BITS
-    value = torch.bitwise_left_shift(torch.ones_like(bit), bit) * (1 - 2 * (bit == BITS - 1).int())
-    own = (place // BITS)[..., None] == torch.arange(words, device=rows.device)
-    return torch.where(own & (rows >= 0)[..., None], value[..., None], 0).int()
+    places = BITS * words
+    return _places(words, rows.device)[torch.where(rows < 0, places, rows % places)]
+
+
+@functools.cache
+def _places(words: int, device: torch.device) -> Int[Tensor, "n words"]:
+    """The words of each place in a ring, and no bit at all in the last line."""
+    with torch.inference_mode(False):
+        bits = [1 << bit for bit in range(BITS - 1)] + [-(1 << BITS - 1)]
+        one = torch.tensor(bits, dtype=torch.int32, device=device)[:, None]
+        return torch.cat([torch.block_diag(*[one] * words), one.new_zeros((1, words))])
 
 
 def ring_span(first: Int[Tensor, " B"], stop: Int[Tensor, " B"], words: int) -> Int[Tensor, "B words"]:
-    """The bits of the rows from ``first`` up to ``stop``, which is not one of them; at most the last of the ring."""
+    """The bits of the rows from ``first`` to ``stop``, ``stop`` excluded; at most the newest rows that fit the ring."""
     rows = stop[:, None] - 1 - torch.arange(BITS * words, device=stop.device)
     return ring(rows.masked_fill(rows < first[:, None], EMPTY), words).sum(dim=1).int()
 
 
 def ones(bits: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-    """How many bits of each word are set."""
+    """The number of bits that are set in each word."""
     pairs = (bits & 0x1555555) + (bits >> 1 & 0x0555555)
     fours = (pairs & 0x33333333) + (pairs >> 2 & 0x33333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F
@@ -248,12 +255,12 @@ def ones(bits: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
 
 @dataclass(frozen=True, eq=False)
 class LastHit(Statistic):
-    """The newest row in which a key was among the row's highest probabilities: its position plus 1, 0 for none.
+    """The position, plus 1, of the newest row in which a key had one of the highest probabilities; 0 for none.
 
     A row's threshold is the ``quantile`` of its probabilities over all tokens seen so far, evicted ones counted as 0.
 
     Attributes:
-        quantile: in [0, 1); 0.9 lets about a tenth of the tokens be hit.
+        quantile: in [0, 1). With 0.9, a row hits about a tenth of the tokens.
     """
 
     fields: ClassVar[tuple[str, ...]] = ("hit",)
@@ -261,7 +268,7 @@ class LastHit(Statistic):
     quantile: float = 0.9
 
     def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
-        """Group mean, then compare with the quantile and take the newest selected row that exceeds it."""
+        """Average over the group, compare with the quantile, take the newest selected row above it."""
         p = rows.probabilities.mean(dim=2)
         S = p.shape[-1]
         length = rows.queries + 1
@@ -273,5 +280,5 @@ class LastHit(Statistic):
         return {"hit": (hit * length[:, None, :, None]).amax(dim=2).to(p.dtype)}
 
     def join(self, total: Float[Tensor, "B Hk S"], part: Float[Tensor, "B Hk S"]) -> None:
-        """The newest of both."""
+        """Take the newer row, in place."""
         torch.maximum(total, part, out=total)

@@ -1,4 +1,4 @@
-"""The vocabulary of the library: axis letters and the records that rooms hand to each other. No logic.
+"""The vocabulary of the library: axis letters, and the records that rooms pass to each other. No logic.
 
 Axis letters, the same in every signature:
 
@@ -18,33 +18,35 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 State: TypeAlias = dict[str, Tensor]
-"""A policy's per-slot state: name → ``(B, Hk, S)`` float32. The cache moves it with the slots."""
+"""A policy's per-slot state: name → float32 of shape ``(B, Hk, S)``. The cache moves it with the slots."""
 
 Budget: TypeAlias = int | Int[Tensor, "B #Hk"]
 """Slots that may stay occupied: one number, or one per row (and head)."""
 
 EMPTY = -1
-"""The position of a slot that holds no token."""
+"""The position of a slot that holds no token, below every true one: a head's smallest position names a free slot.
+
+Keys and values that were left in an empty slot must not matter."""
 
 
 class Phase(enum.Enum):
-    """What the tokens of a step are; said by who feeds them, never guessed from a tensor's width."""
+    """The kind of tokens that a step brings. The caller names it; it is never guessed from a tensor's width."""
 
     PREFILL = "prefill"
-    """A prompt, or a piece of one, of any length; a single token, too."""
+    """A prompt or a piece of one, of any length, one token included."""
 
     DECODE = "decode"
-    """A generated token of each row."""
+    """One generated token of each row."""
 
     PROBE = "probe"
-    """Tokens that attend and are reported, but are not stored: how a text is read again to find what matters."""
+    """Tokens that attend and are reported, but not stored: a text is read again to find out which tokens matter."""
 
 
 class Slots(NamedTuple):
@@ -53,7 +55,7 @@ class Slots(NamedTuple):
     Attributes:
         keys: keys of the slots.
         values: values of the slots.
-        positions: true positions, `EMPTY` where there is no token; of one head when all heads agree.
+        positions: true positions, `EMPTY` where there is no token. One head's positions if all heads agree.
     """
 
     keys: Float[Tensor, "B Hk S D"]
@@ -63,11 +65,11 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Top:
-    """Attention that uses only the largest probabilities of each query head's row, and the row's own token.
+    """Attention to the largest probabilities of each query head's row and to the row's own token, and no others.
 
     Attributes:
-        n: how many, beside the own token; one number per row of the batch.
-        renormalise: whether what is used is scaled up to add up to 1.
+        n: number of probabilities beside the own token's, one per row of the batch.
+        renormalise: whether the probabilities that are used are scaled to a sum of 1.
     """
 
     n: Int[Tensor, " B"]
@@ -76,14 +78,15 @@ class Top:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a model's attention asks for beyond q, k and v.
+    """Arguments of a model's attention beside queries, keys and values.
 
     Attributes:
         scaling: factor on the logits, usually ``D ** -0.5``.
         window: sliding window in tokens, the query included; ``None`` for full attention.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2); ``None`` for off.
         sinks: one learned extra logit per query head that takes mass but has no value (gpt-oss).
-        top: use only the largest probabilities; a policy asks for it, not a model. Statistics see what is used.
+        top: use only the largest probabilities. Policies ask for it, models never do. Statistics see the probabilities
+            that are used.
     """
 
     scaling: float
@@ -95,22 +98,22 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class View:
-    """What a policy may look at: one layer's slots after the new tokens were added. Read-only.
+    """One layer's slots after the new tokens were added, as a policy sees them. Read-only.
 
     Attributes:
         positions: true position of each slot's token, ``-1`` where the slot is empty. Slots are unordered.
         keys: keys as the model rotated them.
         values: values.
-        seen: tokens of each row seen so far, the new ones included, padding not.
+        seen: tokens that each row has seen so far, new ones included, padding excluded.
         budget: slots that may stay occupied after this step.
         new: real tokens that each row received in this step; under `Phase.PROBE`, tokens that it read again.
-        prompt: tokens of each row seen at the end of the last piece of a prompt; 0 if there was none.
-        phase: what the tokens of this step are.
+        prompt: tokens that each row had seen at the end of the last piece of its prompt; 0 if there was none.
+        phase: the kind of this step's tokens.
         layer: index of the layer in the model.
         sequences: identity of each row for counter-based randomness; moves with the row, not with its index.
-        past: mass that each slot's token has received in all heads, layers and steps before; ``A`` is ``S``
-            for a policy that cascades, whose heads hold the same tokens in the same slots, otherwise 0.
-        alive: whether the layer before still holds the token; likewise.
+        past: mass that each slot's token has received in all earlier layers and steps, summed over heads. Only for a
+            policy that cascades, whose heads hold the same tokens in the same slots: ``A`` is then ``S``, otherwise 0.
+        alive: whether the layer before still holds each slot's token. Has the shape of ``past``.
     """
 
     positions: Int[Tensor, "B Hk S"]
@@ -133,21 +136,21 @@ class View:
 
     @property
     def reads(self) -> Bool[Tensor, " B"]:
-        """Rows that received tokens of a prompt in this step."""
+        """Whether each row received tokens of a prompt in this step."""
         return self.new > 0 if self.phase is Phase.PREFILL else torch.zeros_like(self.new, dtype=torch.bool)
 
     @property
     def writes(self) -> Bool[Tensor, " B"]:
-        """Rows that received a generated token in this step."""
+        """Whether each row received a generated token in this step."""
         return self.new > 0 if self.phase is Phase.DECODE else torch.zeros_like(self.new, dtype=torch.bool)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What attention tells the policy about this step.
+    """The statistic that attention reports to the policy about this step.
 
     Attributes:
-        sums: the fields of the policy's statistic, reduced over this step's query rows: name → ``(B, Hk, S)``.
+        sums: the statistic's fields, reduced over this step's query rows: name → ``(B, Hk, S)``.
     """
 
     sums: Mapping[str, Float[Tensor, "B Hk S"]]
@@ -159,10 +162,27 @@ class Report:
 
     @property
     def low(self) -> Float[Tensor, "B Hk S"]:
-        """Number of counted rows in which a key received less than its share."""
+        """Number of rows that count in which a key received less than its share."""
         return self.sums["low"]
 
     @property
     def hit(self) -> Float[Tensor, "B Hk S"]:
-        """Newest counted row, numbered from 1, in which a key was among the highest; 0 for none."""
+        """Newest row that counts, numbered from 1, in which a key was among the highest; 0 for none."""
         return self.sums["hit"]
+
+
+@runtime_checkable
+class Stepper(Protocol):
+    """Takes the steps of one layer: a `Layer`, a wrapper around one, or a stand-in without slots."""
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        *,
+        options: AttentionOptions,
+        phase: Phase,
+        real: Bool[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B Hq T E"]:
+        """The attention output for new tokens; see `kvkeep.Layer.step`."""

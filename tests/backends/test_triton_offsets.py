@@ -12,9 +12,9 @@ from kvkeep.types import AttentionOptions, Slots
 pytest.importorskip("triton")
 from triton.runtime import interpreter
 
-from kvkeep.backends.triton import prefill_ops, switch
+from kvkeep.backends.triton import gpu, prefill_ops
 
-if not switch.interprets():
+if not gpu.interprets():
     pytest.skip("kernels run compiled here, not interpreted", allow_module_level=True)
 
 STEP = 2**30
@@ -63,7 +63,8 @@ def test_lines_far_apart(which, axis, G, statistic, far):
     slots = Slots(keys, values, positions)
     want, report = reference.attend(query, slots, now, statistic=statistic, options=OPTIONS)
     tensors[which] = far(tensors[which], axis)
-    out, found = prefill_ops.attend(*tensors, statistic=statistic, options=OPTIONS)
+    query, keys, values, now, positions = tensors
+    out, found = prefill_ops.attend(query, Slots(keys, values, positions), now, statistic=statistic, options=OPTIONS)
     torch.testing.assert_close(out.double(), want, rtol=4e-3, atol=4e-3)
     for name, sums in report.sums.items():
         torch.testing.assert_close(found.sums[name].double(), sums, rtol=1e-4, atol=1e-5)

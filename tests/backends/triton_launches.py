@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 from triton_sources import usage
 
 from kvkeep.backends.protocol import Added, Limits
-from kvkeep.backends.triton import blocks, ops, prefill_ops, prefill_tiles, switch
+from kvkeep.backends.triton import gpu, ops, prefill_ops
 from kvkeep.backends.wanted import Wanted
 from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions, Slots
@@ -52,28 +52,29 @@ def compile_only(case):
 def pretend(arch):
     """Tensors on the CPU count as on the device."""
     driver.set_active(Device(arch))
-    there = switch.Kernels(frozenset({"cpu"}), "compiled only")
-    switch.kernels = lambda: there
-    blocks._capability = lambda device: str(arch // 10)
-    prefill_tiles._tile = lambda table, dim, like: table[True, like.element_size(), blocks.power(dim, least=64)]
+    there = gpu.Kernels(frozenset({"cpu"}), "compiled only")
+    gpu.kernels = lambda: there
+    gpu._capability = lambda device: str(arch // 10)
+    gpu._tile = lambda table, dim, like: table[True, like.element_size(), gpu.power(dim, least=64)]
 
 
-def token(dtype, dim, slots, options, wanted):
+def token(dtype, dim, S, options, wanted):
     """A step with append and eviction, and attention alone."""
-    query, keys = torch.empty(2, 8, 1, dim, dtype=dtype), torch.empty(2, 2, slots, dim, dtype=dtype)
-    now, positions = torch.empty(2, 1, dtype=torch.long), torch.empty(2, 2, slots, dtype=torch.int32)
-    limits = Limits(now[:, 0], 2, 10, slots - 1, options.window)
-    new, states = (keys[:, :, :1], keys[:, :, :1]), (torch.empty(2, 2, slots),)
+    query, keys = torch.empty(2, 8, 1, dim, dtype=dtype), torch.empty(2, 2, S, dim, dtype=dtype)
+    now, positions = torch.empty(2, 1, dtype=torch.long), torch.empty(2, 2, S, dtype=torch.int32)
+    limits = Limits(now[:, 0], 2, 10, S - 1, options.window)
+    new, states = (keys[:, :, :1], keys[:, :, :1]), (torch.empty(2, 2, S),)
     added = Added(states, True)
-    ops.step(query, Slots(keys, keys, positions), new, now, options=options, wanted=wanted, added=added, limits=limits)
-    ops.attend(query, keys, keys, now, positions, options=options, wanted=wanted)
+    slots = Slots(keys, keys, positions)
+    ops.step(query, slots, new, now, options=options, wanted=wanted, added=added, limits=limits)
+    ops.attend(query, slots, now, options=options, wanted=wanted)
 
 
 def prompt(dtype, dim, statistic, options):
     query, keys = (torch.empty(1, 64, heads, dim, dtype=dtype).transpose(1, 2) for heads in (8, 2))
     at = torch.arange(64)[None]
-    given = (query, keys, keys, at, at[:, None].int())
-    prefill_ops.attend(*given, statistic=statistic, options=options, output="triton")
+    slots = Slots(keys, keys, at[:, None].int())
+    prefill_ops.attend(query, slots, at, statistic=statistic, options=options, output="triton")
 
 
 def main(arch):

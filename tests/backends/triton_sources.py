@@ -15,7 +15,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvkeep.backends.triton import blocks, decode, fuse, prefill, slots
+from kvkeep.backends.triton import decode, gpu, merge, prefill, slots
 
 SMALL = {"G": 3, "E": 32, "BLOCK_E": 32}
 FLAGS = ("CAPPED", "KEEPS", "APPENDS", "SINKS", "TEMPERED", "COUNTED", "GAINS", "NEWEST", "LIVE", "REPORTS", "BY_SUM")
@@ -24,7 +24,7 @@ TYPES = {
     "{half}": "query keys values new_keys new_values out",
     "*fp32": "mixes bounds logits sinks mass extra gains total other scores",
     "*i32": "positions",
-    "*i64": "now counted newest seen ages recents limits",
+    "*i64": "now counted newest ages recents limits",
     "fp32": "scaling softcap gain log_decay theta keep",
 }
 PREFILL = {"lse gain weights shares sums": "*fp32", "bounds starts ends k_positions": "*i32", "q_positions": "*i64"}
@@ -36,8 +36,6 @@ def compiled(kernel, arch, half, **constants):
     signature, values = {}, {}
     kinds = {name: kind.replace("{half}", f"*{half}") for kind, names in TYPES.items() for name in names.split()}
     kinds["slots"] = "*i64" if kernel is slots.append else "*i32"
-    if kernel is slots.evict:
-        kinds["sinks"] = "i32"
     if kernel in (prefill.forward, prefill.columns):
         kinds |= {name: kind for names, kind in PREFILL.items() for name in names.split()}
     constants |= dict.fromkeys(FLAGS, True)
@@ -65,9 +63,9 @@ def main(arch, half):
     keys = {"D": 32, "BLOCK_D": 32, "SCAN": 64}
     rows = {"BLOCK_T": 64, "BLOCK_S": 32, "WIDE": False}
     for kernel, constants in (
-        (decode.attend_split, {**tile, **keys, "BLOCK_G": blocks.power(3), "TILE": 16, "SPLIT": 64, "WIDE": False}),
-        (decode.merge, {**tile, "KIND": 3}),
-        (fuse.merge_evict, {**tile, "STATES": 2}),
+        (decode.attend_split, {**tile, **keys, "BLOCK_G": gpu.power(3), "TILE": 16, "SPLIT": 64, "WIDE": False}),
+        (merge.merge, {**tile, "KIND": 3}),
+        (merge.merge_evict, {**tile, "STATES": 2}),
         (slots.append, {**keys, **SMALL}),
         (slots.evict, {"SCAN": 64}),
         (prefill.forward, {**tile, **keys, **rows}),

@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from kvkeep import plots
-from kvkeep.cli.console import parse_budget
 from kvkeep.cli.eval import grid
 from kvkeep.cli.main import app
+from kvkeep.cli.options import parse_budget
 from kvkeep.errors import BudgetError, InputError
+from kvkeep.evals.drive import PLAIN
 from kvkeep.evals.plan import Cell, Planned
-from kvkeep.evals.setup import PLAIN
 from kvkeep.models import load as loading
 from kvkeep.registry import parse
 

@@ -76,7 +76,6 @@ def test_show_as_json():
         "integer",
         "compete or replace",
         "number",
-        "sum or sqrt or log",
     ]
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli import theory
 from kvkeep.cli.main import app
-from kvkeep.research.theory import claims
+from kvkeep.research import theory as papers
 from kvkeep.research.theory.claim import Claim, Outcome
 
 NODE = "tests/research/test_claims.py::test_judge"
@@ -22,7 +22,7 @@ SOME = (
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(claims, "CLAIMS", SOME)
+    monkeypatch.setattr(papers, "CLAIMS", SOME)
     monkeypatch.setenv("COLUMNS", "80")
 
 
@@ -81,4 +81,4 @@ def test_one_real_claim(monkeypatch: pytest.MonkeyPatch):
     (entry,) = json.loads(invoke("--only", "scissorhands-kv-table", "--json").stdout)["claims"]
     assert entry["verdict"] == "holds with a correction"
     assert "980" in entry["by"]
-    assert theory.choose(claims.CLAIMS, entry["name"])[0].source == "Scissorhands, Table 1"
+    assert theory.choose(papers.CLAIMS, entry["name"])[0].source == "Scissorhands, Table 1"

@@ -18,7 +18,7 @@ VARIANTS = [
     "ahakv:recent=2,recent_accumulation=false,value_prior=false",
     "ahakv:recent=2,sg_softmax=false,clamp=false",
     "h2o:decay=0.9",
-    "h2o:objective=log,recent=1",
+    "h2o:recent=1",
     "keydiff:recent=1",
     "keyformer:noise=false,max_new_tokens=5",
     "keyformer:release_quirk=true,seed=4",

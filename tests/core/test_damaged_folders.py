@@ -19,11 +19,12 @@ from kvkeep.evals import curves
 from kvkeep.evals import report as reports
 from kvkeep.evals.records import Records
 from kvkeep.research.analysis import report
-from kvkeep.research.analysis.folder import Folder
 from kvkeep.research.analysis.groups import MEASUREMENTS
+from kvkeep.research.analysis.report import Folder
 from kvkeep.runs import Lock
 
 QUICK = ("--tasks", "perplexity", "--policies", "local", "--limit", 2, "--window", 40, "--budgets", "12", "--no-plots")
+OUTPUT = "`output`"
 EVIL = "\x1b]0;owned\x07\x9b31m\u202e[bold]<b>"
 
 
@@ -186,7 +187,7 @@ def test_a_run_json_that_says_nothing_is_refused(tmp_path, kind):
 def test_a_run_json_of_other_kinds_is_another_run(tmp_path, path, value):
     folder = result_folders.evaluation(tmp_path)
     (folder / "run.json").write_text(json.dumps(put(result_folders.RUN, path, value)))
-    with pytest.raises(InputError, match=r"hoose another --output folder") as error:
+    with pytest.raises(InputError, match=rf"hoose another {OUTPUT} folder") as error:
         Records(folder).check(result_folders.RUN)
     assert len(str(error.value)) < 1000
 
@@ -230,7 +231,7 @@ def only(path, *names):
 def test_a_file_of_an_analysis_that_is_no_object_is_refused(tmp_path, kind, name):
     folder = result_folders.analysis(tmp_path)
     (folder / name).write_bytes(CONTENTS[kind])
-    with pytest.raises(InputError, match=rf"{name} .*(Remove it|choose another --output)"):
+    with pytest.raises(InputError, match=rf"{name} .*(Remove it|choose another {OUTPUT})"):
         report.write(Folder(folder))
 
 

@@ -67,6 +67,7 @@ class Newest(Policy):
         ("h20", "Unknown policy 'h20'. Did you mean 'h2o'?"),
         ("", "Unknown policy ''"),
         ("h2o:recnt=3", "has no option 'recnt'. Did you mean 'recent'?"),
+        ("h2o:objective=log", "has no option 'objective'. Known: recent, sinks, graduate, decay."),
         ("h2o:recent", "has no value; write h2o:recent=VALUE"),
         ("h2o:recent=", "has no value"),
         ("h2o:recent=3,recent=4", "given twice"),

@@ -11,11 +11,10 @@ import kvkeep
 from kvkeep import backends
 from kvkeep.backends import torch as plain
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.triton import switch
+from kvkeep.backends.triton import gpu
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.graph import Graphs, _Step, bucket, refusal
+from kvkeep.engine.graph import Graphs, NoWaiting, WaitError, _Step, bucket, refusal
 from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.waits import NoWaiting, WaitError
 
 from .models import CONFIGS, alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of
@@ -29,7 +28,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setenv(backends.SWITCH, "torch")
     monkeypatch.setattr(TorchBackend, "is_over", lambda self, positions, limit: True)
     monkeypatch.setattr(plain, "_is_finite", lambda x: False)
-    monkeypatch.setattr("kvkeep.policies._bursts._none_is_set", lambda bits: False)
+    monkeypatch.setattr("kvkeep.policies._bursts._are_set", lambda words: [True] * words.shape[1])
 
 
 def requests(*lengths):
@@ -78,7 +77,7 @@ def test_other_architectures(name):
 def kernels(monkeypatch):
     """Triton's interpreter does the work; what itself does with tensors is none of the step's business."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    if not switch.interprets():
+    if not gpu.interprets():
         pytest.skip("kernels run compiled here, not interpreted")
     run = interpreter.GridExecutor.__call__
 

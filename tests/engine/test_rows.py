@@ -10,6 +10,7 @@ from sweeps import sweep
 
 from kvkeep import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.admission import free_bytes
 from kvkeep.engine.sampling import Sampling
 
 from .models import VOCABULARY, alone, model
@@ -83,6 +84,41 @@ def test_the_budget_that_is_advised_is_the_largest_that_fits(policy, share, trie
     advised = int(found[1]) if found else 0
     budgets = range(1, 40) if tried == "all" else {max(1, advised), advised + 1, advised + 2, 39}
     assert max((budget for budget in budgets if fits(policy, budget, memory)), default=0) == advised
+
+
+def test_rows_that_no_memory_holds_are_refused_before_they_are_made():
+    if free_bytes(torch.device("cpu")) is None:
+        pytest.skip("this system does not say how much memory is free")
+    for options in ({"rows": 1}, {}, {"kv_memory": 2**49}, {"kv_memory": 2**20}):
+        with pytest.raises(BudgetError, match=r"Out of memory|Not one row fits"):
+            Engine(model("llama"), policy="full", budget=2**31 - 1, **options)
+
+
+def test_free_memory_bounds_the_rows(monkeypatch):
+    one = Engine(model("llama"), policy="h2o", budget=20, rows=1).row_bytes
+    monkeypatch.setattr("kvkeep.engine.admission.free_bytes", lambda device: 3 * one)
+    assert Engine(model("llama"), policy="h2o", budget=20, rows=3).rows == 3
+    with pytest.raises(BudgetError, match=rf"h2o .* {one} bytes per row, and 4 of them do not fit into the {3 * one}"):
+        Engine(model("llama"), policy="h2o", budget=20, rows=4)
+    with pytest.raises(BudgetError, match="16 of them"):
+        Engine(model("llama"), policy="h2o", budget=20)
+    assert Engine(model("llama"), policy="h2o", budget=20, kv_memory=2 * one).rows == 2
+
+
+def test_a_policy_whose_rows_no_memory_holds_any_more_ends_those_who_need_it(monkeypatch):
+    engine = Engine(model("llama"), policy="local", budget=20, rows=2)
+    asked = [Request(prompt=(1, 2), sampling=Sampling(max_new_tokens=2), policy=p) for p in ("adakv:window=4", None)]
+    monkeypatch.setattr("kvkeep.engine.admission.free_bytes", lambda device: 100)
+    found = engine.generate(asked)
+    assert [result.finish_reason for result in found] == ["error", "length"]
+    assert "Out of memory" in found[0].error
+
+
+@pytest.mark.parametrize("policy", ["h2o", "adakv:window=4", "spatten", "scissorhands", "streaming_llm"])
+def test_a_row_is_measured_as_it_is_made(policy):
+    for options in ({}, {"layer_budget": "ramp:0.3"}):
+        engine = Engine(model("llama"), policy=policy, budget=24, rows=3, prefill_chunk=None, **options)
+        assert engine.memory().allocated_bytes == 3 * engine.row_bytes
 
 
 @pytest.mark.parametrize(("length", "chunk"), [(16, 8), (17, 8), (17, None), (16, 1)])

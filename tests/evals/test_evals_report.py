@@ -7,7 +7,7 @@ import pytest
 from kvkeep import plots
 from kvkeep.errors import InputError
 from kvkeep.evals import curves, report
-from kvkeep.evals.measures import MEASURES
+from kvkeep.evals.report import MEASURES
 
 POLICIES = ("local", "h2o", "tova")
 

@@ -12,14 +12,14 @@ import pytest
 from kvkeep import parse, spec
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
 from kvkeep.evals import plan
+from kvkeep.evals.drive import PLAIN, Setup
 from kvkeep.evals.plan import Asked, Wanted, split_policies
 from kvkeep.evals.records import MANIFEST, ROWS, Records, key_of
 from kvkeep.evals.run import Part, lay_out, run
-from kvkeep.evals.setup import PLAIN, Setup
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import find
 from kvkeep.models import load as loading
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
 from kvkeep.models.text import Writer
 
 OPTIONS = Options(limit=2, window=40, contexts=(300,), facts=2)

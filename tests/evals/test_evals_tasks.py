@@ -14,18 +14,18 @@ import torch
 
 from kvkeep import BoundedCache, parse
 from kvkeep.errors import InputError
-from kvkeep.evals import questions, texts
+from kvkeep.evals import texts
 from kvkeep.evals.drive import Drive, left_padded
 from kvkeep.evals.plan import Asked
 from kvkeep.evals.task import Options
-from kvkeep.evals.tasks import TASKS, find
+from kvkeep.evals.tasks import TASKS, find, recall
 from kvkeep.evals.tasks.agreement import Agreement
 from kvkeep.evals.tasks.mass import Mass
 from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces
 from kvkeep.evals.tasks.recall import Recall
 from kvkeep.models import load as loading
 from kvkeep.models import tiny
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
 from kvkeep.models.text import Writer
 from kvkeep.models.tiny.recall import question
 from kvkeep.models.tiny.wordings import HELD_OUT
@@ -240,7 +240,7 @@ def test_mass_in_the_first_layer_is_that_of_a_real_run(policy):
     task, budget = prepared(Mass), 9  # what the first layer is given depends on tokens only, not on eviction
     T, prompt = task.ids.shape[1], task.ids.shape[1] - task.rows
     cache = BoundedCache(writer().model.config, policy, budget, sequences=[0, 1, 2])
-    p = task.tapes[0].probabilities
+    p = task.full[0]
     held = torch.zeros(3, 2)
     with torch.no_grad():
         writer().model(task.ids[:, :prompt], past_key_values=cache)
@@ -309,14 +309,14 @@ def test_a_question_that_comes_later_is_cut_off_from_its_text(tmp_path, template
         own = (resources.files(tiny) / "chat_template.jinja").read_text()
         model_folders.edit_json(folder / "tokenizer_config.json", chat_template=own if template == "own" else template)
     checkpoint = loading.find(folder)
-    for asked in questions.ask(checkpoint, LATER, 400, 5):
-        text, ending = questions._parts(asked.question)
+    for asked in recall.ask(checkpoint, LATER, 400, 5):
+        text, ending = recall._parts(asked.question)
         assert text[-30:-1] in checkpoint.tokenizer.decode(asked.ids[: asked.first])
         assert ending.split()[0] not in checkpoint.tokenizer.decode(asked.ids[: asked.first])[-10:]
         rest = checkpoint.tokenizer.decode(asked.ids[asked.first :])
         assert ending in rest
         assert len(rest) < len(ending) + 40
-    for asked in questions.ask(checkpoint, OPTIONS, 400, 5):
+    for asked in recall.ask(checkpoint, OPTIONS, 400, 5):
         assert asked.first == len(asked.ids) - 1
 
 
@@ -335,7 +335,7 @@ def test_later_questions_are_the_second_turn_of_generate(policy):
         out = model.generate(
             ids, past_key_values=cache, max_new_tokens=task.new_tokens, do_sample=False, pad_token_id=0
         )
-        reply_ids = out[0, ids.shape[1] :][: questions.NEW_TOKENS[task.wording]].tolist()
+        reply_ids = out[0, ids.shape[1] :][: recall.NEW_TOKENS[task.wording]].tolist()
         assert reply == writer().text_of(reply_ids)
 
 
@@ -419,8 +419,8 @@ def test_context_too_short_for_the_facts_is_refused():
     ],
 )
 def test_what_counts_as_right(wording, reply, right):
-    asked = questions.Question("", "amber", "colour", 0.5, (), ("amber", "red"))
-    assert questions.right(wording, asked, reply) is right
+    asked = recall.Question("", "amber", "colour", 0.5, (), ("amber", "red"))
+    assert recall.right(wording, asked, reply) is right
 
 
 @pytest.mark.parametrize(("own", "wording"), [(False, "instruction"), (True, "embedded")])
@@ -429,8 +429,8 @@ def test_wording_follows_the_chat_template(tmp_path, own, wording):
     template = (resources.files(tiny) / "chat_template.jinja").read_text() if own else model_folders.TEMPLATE
     model_folders.edit_json(folder / "tokenizer_config.json", chat_template=template)
     checkpoint = loading.find(folder)
-    assert questions.wording_of(checkpoint) == wording
-    (asked,) = questions.ask(checkpoint, OPTIONS, 400, 1)
+    assert recall.wording_of(checkpoint) == wording
+    (asked,) = recall.ask(checkpoint, OPTIONS, 400, 1)
     text = checkpoint.tokenizer.decode(asked.ids)
     assert (asked.question.prompt in text) is own
     assert text.startswith("<s><|user|> " if own else "<s>user: Read the text")
@@ -438,12 +438,12 @@ def test_wording_follows_the_chat_template(tmp_path, own, wording):
 
 
 def test_as_many_facts_as_there_are_names_for_and_no_more():
-    with pytest.raises(InputError, match=r"--facts 900 is more .* give (\d+) or fewer") as caught:
+    with pytest.raises(InputError, match=r"facts=900 is more .* give (\d+) or fewer") as caught:
         Options(facts=900)
     most = int(re.search(r"give (\d+) or fewer", str(caught.value))[1])
     for seed, kind in enumerate(kind.name for kind in HELD_OUT.kinds):
         assert len(question(seed, kind=kind, n_facts=Options(facts=most).facts, tokens=100).facts) == most
-    with pytest.raises(InputError, match=f"--facts {most + 1}"):
+    with pytest.raises(InputError, match=f"facts={most + 1}"):
         Options(facts=most + 1)
     with pytest.raises(ValueError, match="larger than population"):  # so the limit is not too low
         question(0, n_facts=most + 1, tokens=100)
@@ -454,9 +454,9 @@ def test_as_many_facts_as_there_are_names_for_and_no_more():
 
 def test_learned_positions_are_an_error_with_a_remedy():
     checkpoint = loading.find(model_folders.folder("gpt2"))
-    with pytest.raises(InputError, match=r"recall needs 316 positions.*only 32.*smaller --context"):
+    with pytest.raises(InputError, match=r"recall needs 316 positions.*only 32.*lower `contexts`"):
         Recall.load(checkpoint, OPTIONS)
-    with pytest.raises(InputError, match="smaller --window"):
+    with pytest.raises(InputError, match="lower `window`"):
         Perplexity.load(checkpoint, OPTIONS)
     assert Agreement.load(checkpoint, OPTIONS).ids.shape[1] < 32
 

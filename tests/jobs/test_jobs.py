@@ -256,11 +256,16 @@ def test_messages_in_rows_that_follow_from_a_memory(tmp_path):
     assert {e[COMPLETION]["text"] for e in completions(tmp_path / "out.jsonl").values()} == {expected}
 
 
-def test_a_budget_that_no_memory_holds(tmp_path):
-    source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 2**31 - 1}})
-    result = run("-i", source, "-o", tmp_path / "out.jsonl", "--policy", "full")
+@pytest.mark.parametrize("most", [[], ["--kv-memory", "1MiB"]])
+@pytest.mark.parametrize("new", [2**31 - 1, 2**27])
+def test_a_line_that_no_memory_holds_is_refused_by_its_number(new, most, tmp_path):
+    lines = [{"prompt": "Hello", "options": {"max_new_tokens": n}} for n in (3, new, 5)]
+    source = write(tmp_path / "in.jsonl", *lines)
+    result = run("-i", source, "-o", tmp_path / "out.jsonl", "--policy", "full", *most)
     assert result.exit_code == 2, result.output
-    assert "Out of memory" in result.output
+    told = " ".join(result.output.split())
+    assert "Line 2 cannot be run: full keeps all of its" in told
+    assert ("Not one row fits" if most else "Out of memory") in told
 
 
 def test_a_full_disk_loses_nothing(tmp_path):

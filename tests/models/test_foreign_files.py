@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
 from kvkeep.evals.records import PICTURES, Records
-from kvkeep.research.analysis.folder import Folder
+from kvkeep.research.analysis.report import Folder
 from kvkeep.runs import Lock
 
 MINE = b'{"mine": "precious"}'

@@ -57,7 +57,7 @@ def run_whole(layer: Adding | Hiding, case: Case, streams: list[Stream]) -> tupl
 
 
 def measure(case: Case, streams: list[Stream]) -> Totals:
-    layer = Adding(LAYER, None)
+    layer = Adding()
     _, real = run_whole(layer, case, streams)
     return Totals({LAYER: layer.mass}, real.sum(dim=1))
 
@@ -160,7 +160,7 @@ def looks(policy, targets: list[int], budget: int, *, prompt: int = 6) -> list[l
     queries = 1000.0 * torch.eye(n)[targets][None, None]
     options = AttentionOptions(scaling=1.0)
     if policy is None:
-        adding = Adding(0, None)
+        adding = Adding()
         adding.step(queries, keys, keys, options=options, phase=Phase.PREFILL)
         policy = H2OGlobal(totals=Totals({0: adding.mass}, torch.tensor([n])), recent=1)
     layer, kept = Layer(policy, budget), []
@@ -198,7 +198,7 @@ def test_a_token_is_kept_for_what_is_still_to_come():
 
 def hide(case: Case, streams: list[Stream], keys: Keys, recent: int) -> list[Tensor]:
     """The package: outputs of the real tokens, per row."""
-    out, real = run_whole(Hiding(LAYER, None, keys.chosen[LAYER], recent), case, streams)
+    out, real = run_whole(Hiding(keys.chosen[LAYER], recent), case, streams)
     return [out[row][:, real[row]].double() for row in range(len(streams))]
 
 
@@ -250,9 +250,9 @@ def test_masking_the_heavy_hitter_sends_its_rows_elsewhere():
     n = 5
     keys = torch.eye(n)[None, None]
     queries = 1000.0 * torch.eye(n)[[0] * n][None, None]
-    adding, options = Adding(0, None), AttentionOptions(scaling=1.0)
+    adding, options = Adding(), AttentionOptions(scaling=1.0)
     adding.step(queries, keys, keys, options=options, phase=Phase.PREFILL)
     heavy = Totals({0: adding.mass}, torch.tensor([n])).heaviest(0.2)
-    out = Hiding(0, None, heavy.chosen[0], 0).step(queries, keys, keys, options=options, phase=Phase.PREFILL)
+    out = Hiding(heavy.chosen[0], 0).step(queries, keys, keys, options=options, phase=Phase.PREFILL)
     expected = [[1.0, 0, 0, 0, 0]] + [[0.0, *([1 / i] * i), *([0.0] * (n - 1 - i))] for i in range(1, n)]
     torch.testing.assert_close(out[0, 0], torch.tensor(expected))

@@ -84,7 +84,7 @@ def test_prunes_through_the_depth_of_the_model(policy, budgets, turns):
 
 
 def test_delta_makes_the_budgets_a_falling_line_of_the_same_mean():
-    assert parse("spatten:delta=0.5").layer_budget == "taper:0.5"
+    assert parse("spatten:delta=0.5").defaults.layer_budget == "taper:0.5"
     assert per_layer("taper:0.5", 100, 5) == [150, 125, 100, 75, 50]
 
 

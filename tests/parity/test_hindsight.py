@@ -172,8 +172,10 @@ def test_a_pass_with_hindsight_takes_the_whole_text_at_once():
     cache = hindsight.without(model, totals_for(texts=2).heaviest(0.5))
     with torch.no_grad():
         model(text(12), past_key_values=cache)
-        with pytest.raises(UnsupportedOperationError, match="whole texts at once"):
-            model(text(1), past_key_values=cache)
+        assert cache.get_seq_length() == 12
+        for mask in (None, torch.ones(2, 13)):
+            with pytest.raises(UnsupportedOperationError, match="whole texts at once"):
+                model(text(1), attention_mask=mask, past_key_values=cache)
 
 
 def test_the_pages_code_runs():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvkeep.planning.cost import LayerShape, full_bytes
-from kvkeep.research.theory import expectation
+from kvkeep.research.theory import ahakv
 from kvkeep.research.theory.ahakv import algorithm_1, gain, prefill_scores, refine, sg_softmax, top_k, value_prior
 from kvkeep.research.theory.claims_ahakv import recent_rows
 from kvkeep.research.theory.loops import dot, softmax
@@ -96,7 +96,7 @@ def test_line_11_wastes_slots():
 
 def test_harmonic_numbers():
     exact = [Fraction(0), *itertools.accumulate(Fraction(1, i) for i in range(1, 9))]
-    assert expectation.harmonic(8).tolist() == pytest.approx([float(h) for h in exact])
+    assert ahakv.harmonic(8).tolist() == pytest.approx([float(h) for h in exact])
 
 
 @pytest.mark.parametrize(("n", "rows"), [(12, None), (12, 1), (12, 5), (12, 12), (5, 9)])
@@ -104,7 +104,7 @@ def test_expected_mass_is_the_column_sum_of_uniform_rows(n: int, rows: int | Non
     uniform = torch.ones(n, n, dtype=torch.float64).tril()
     uniform /= uniform.sum(dim=1, keepdim=True)
     last = uniform if rows is None else uniform[max(0, n - rows) :]
-    torch.testing.assert_close(expectation.expected_mass(n, rows=rows), last.sum(dim=0))
+    torch.testing.assert_close(ahakv.expected_mass(n, rows=rows), last.sum(dim=0))
 
 
 def close_in_the_mean(drawn: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -115,8 +115,8 @@ def close_in_the_mean(drawn: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_accumulated_mass_falls():
     """Equation 4 holds: ``E[S_j] = H_n - H_{j-1}``, steps of exactly ``-1/j``; drawn attention agrees."""
     n = 24
-    attention = expectation.random_attention(n, 6, 1500, draw(0))
-    expected = expectation.expected_mass(n)
+    attention = ahakv.random_attention(n, 6, 1500, draw(0))
+    expected = ahakv.expected_mass(n)
     assert close_in_the_mean(attention.sum(dim=1), expected)
     assert not close_in_the_mean(attention.sum(dim=1), expected + 0.05)
     assert expected.diff().tolist() == pytest.approx([-1 / j for j in range(1, n)])
@@ -126,11 +126,11 @@ def test_accumulated_mass_falls():
 def test_recent_accumulation_is_flat():
     """Equation 5 (erratum): ``n - r … n`` are r + 1 rows. With r it is flat up to ``n - r + 1``, and falls after."""
     n, r = 24, 6
-    attention = expectation.random_attention(n, 6, 1500, draw(1))
+    attention = ahakv.random_attention(n, 6, 1500, draw(1))
     assert recent_rows(attention, r, printed=True).shape[1] == r + 1
     rows = recent_rows(attention, r, printed=False)
     assert rows.shape[1] == r
-    expected = expectation.expected_mass(n, rows=r)
+    expected = ahakv.expected_mass(n, rows=r)
     assert close_in_the_mean(rows.sum(dim=1), expected)
     assert expected[: n - r + 1].unique().shape == (1,)
     assert (expected[n - r :].diff() < 0).all()
@@ -139,8 +139,8 @@ def test_recent_accumulation_is_flat():
 
 def test_the_average_still_falls():
     """Divided by the number of rows that see it, the first token's expectation is ``H_n / n``, the last one's 1/n."""
-    average = expectation.expected_average(16)
-    assert average[0] == pytest.approx(float(expectation.harmonic(16)[-1]) / 16)
+    average = ahakv.expected_average(16)
+    assert average[0] == pytest.approx(float(ahakv.harmonic(16)[-1]) / 16)
     assert average[-1] == pytest.approx(1 / 16)
     assert (average.diff() < 0).all()
 
@@ -152,12 +152,12 @@ def test_the_entropy_of_a_row():
     """Equation 7 with both sums over the whole row; printed with sums of different length (found here)."""
     w = torch.randn(5, 9, generator=draw(0), dtype=torch.float64)
     p = w.softmax(dim=-1)
-    torch.testing.assert_close(expectation.entropy(w), -(p * p.log()).sum(dim=-1))
+    torch.testing.assert_close(ahakv.entropy(w), -(p * p.log()).sum(dim=-1))
     e = w.exp()
     printed = e.sum(dim=-1).log() - (e * w)[:, :-1].sum(dim=-1) / e[:, :-1].sum(dim=-1)
-    assert ((printed - expectation.entropy(w)).abs() > 1e-3).all()
-    assert (expectation.entropy(w) <= math.log(9)).all()
-    assert float(expectation.entropy(torch.zeros(9, dtype=torch.float64))) == pytest.approx(math.log(9))
+    assert ((printed - ahakv.entropy(w)).abs() > 1e-3).all()
+    assert (ahakv.entropy(w) <= math.log(9)).all()
+    assert float(ahakv.entropy(torch.zeros(9, dtype=torch.float64))) == pytest.approx(math.log(9))
 
 
 @pytest.mark.parametrize(("mu", "sigma"), [(0.0, 1.0), (-0.5, 0.3), (1.0, 2.0)])
@@ -173,11 +173,11 @@ def test_the_moments(mu: float, sigma: float):
 @pytest.mark.parametrize("d", [16, 64, 128])
 def test_equation_8_forgets_the_scale(d: int):
     """Erratum: with Equation 1's 1/√d the variance of a logit is 1, so ``log i - 1/2``; ``- d/2`` is below 0."""
-    logits = expectation.random_logits(400, d, 300, draw(d))
+    logits = ahakv.random_logits(400, d, 300, draw(d))
     assert float(logits.var()) == pytest.approx(1.0, abs=0.1)
-    found = float(expectation.entropy(logits).mean())
-    assert found == pytest.approx(expectation.expected_entropy(400, 1.0), abs=0.06)
-    assert expectation.expected_entropy(400, float(d)) < 0 <= float(expectation.entropy(math.sqrt(d) * logits).amin())
+    found = float(ahakv.entropy(logits).mean())
+    assert found == pytest.approx(ahakv.expected_entropy(400, 1.0), abs=0.06)
+    assert ahakv.expected_entropy(400, float(d)) < 0 <= float(ahakv.entropy(math.sqrt(d) * logits).amin())
 
 
 MEANS = [(1.0, 64, 3.684), (1.0, 512, 5.741), (2.0, 512, 5.258), (4.0, 512, 4.38), (8.0, 512, 3.17)]
@@ -186,20 +186,20 @@ MEANS = [(1.0, 64, 3.684), (1.0, 512, 5.741), (2.0, 512, 5.258), (4.0, 512, 4.38
 @pytest.mark.parametrize(("variance", "i", "mean"), MEANS)
 def test_expected_entropy_and_its_limit(variance: float, i: int, mean: float):
     """``log i - σ²/2`` is too low, by about the next term of the expansion while ``e^{σ²}`` is far below ``i``."""
-    found = expectation.mean_entropy(i, variance, 1500, draw(0))
+    found = ahakv.mean_entropy(i, variance, 1500, draw(0))
     assert found == pytest.approx(mean, abs=0.05)
-    gap = found - expectation.expected_entropy(i, variance)
+    gap = found - ahakv.expected_entropy(i, variance)
     if math.exp(variance) < i / 20:
-        assert abs(gap - expectation.entropy_correction(i, variance)) < 0.02
+        assert abs(gap - ahakv.entropy_correction(i, variance)) < 0.02
     else:
         assert gap > 0.1
-        assert expectation.entropy_correction(i, variance) > 0.3
+        assert ahakv.entropy_correction(i, variance) > 0.3
 
 
 def test_the_expected_entropy_turns_negative():
     """At ``σ² = 2 log i`` it is 0, and below beyond that, where no entropy can be."""
-    assert expectation.expected_entropy(100, 2 * math.log(100)) == pytest.approx(0.0)
-    assert expectation.expected_entropy(100, 128.0) < 0 < expectation.mean_entropy(100, 128.0, 50, draw(0))
+    assert ahakv.expected_entropy(100, 2 * math.log(100)) == pytest.approx(0.0)
+    assert ahakv.expected_entropy(100, 128.0) < 0 < ahakv.mean_entropy(100, 128.0, 50, draw(0))
 
 
 # -- the gain ----------------------------------------------------------------------------------------------------------
@@ -222,8 +222,8 @@ def test_sg_softmax_lost_its_exponential():
 )
 def test_the_gain_aims_at_log_k(i: int, k: int, over: float):
     """Mean entropy under the gain minus ``log k``: near 0 at the paper's ratios, well above it when k is small."""
-    assert expectation.expected_entropy(i, gain(i, k) ** 2) == pytest.approx(math.log(k))
-    found = expectation.mean_entropy(i, gain(i, k) ** 2, 300, draw(0))
+    assert ahakv.expected_entropy(i, gain(i, k) ** 2) == pytest.approx(math.log(k))
+    found = ahakv.mean_entropy(i, gain(i, k) ** 2, 300, draw(0))
     assert found - math.log(k) == pytest.approx(over, abs=0.08)
 
 
@@ -231,12 +231,12 @@ def test_algorithm_1_scales_twice():
     """Lines 6 and 8 to the letter (erratum): λ of Equation 12 on logits that are divided by √d already is a gain of
     0.16, nearly uniform; once, it is 1.79, and the entropy is ``log B``."""
     i, k, d = 3600, 720, 128
-    assert expectation.printed_scale(i, k, d) == pytest.approx(0.16, abs=5e-3)
-    assert expectation.printed_scale(i, k, d) * math.sqrt(d) == pytest.approx(gain(i, k))
+    assert ahakv.printed_scale(i, k, d) == pytest.approx(0.16, abs=5e-3)
+    assert ahakv.printed_scale(i, k, d) * math.sqrt(d) == pytest.approx(gain(i, k))
     assert gain(i, k) == pytest.approx(1.79, abs=5e-3)
-    logits = expectation.random_logits(i, d, 40, draw(0))
-    literal = float(expectation.entropy(expectation.printed_scale(i, k, d) * logits).mean())
-    meant = float(expectation.entropy(gain(i, k) * logits).mean())
+    logits = ahakv.random_logits(i, d, 40, draw(0))
+    literal = float(ahakv.entropy(ahakv.printed_scale(i, k, d) * logits).mean())
+    meant = float(ahakv.entropy(gain(i, k) * logits).mean())
     assert math.log(i) - 0.05 < literal < math.log(i)
     assert meant == pytest.approx(math.log(k), abs=0.15)
 
@@ -244,7 +244,7 @@ def test_algorithm_1_scales_twice():
 def test_the_gain_at_small_ratios():
     """Equation 12 has no value below ``i = k`` and flattens below ``i / k = √e``; kvkeep's gain is at least 1."""
     with pytest.raises(ValueError, match="math domain"):
-        expectation.printed_scale(99, 100, 64)
+        ahakv.printed_scale(99, 100, 64)
     assert gain(100, 100, clamp=False) == gain(1, 100, clamp=False) == 0.0
     assert 0.9 < gain(160, 100, clamp=False) < 1.0
     assert gain(160, 100) == gain(100, 100) == gain(1, 100) == 1.0

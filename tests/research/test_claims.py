@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvkeep.research.theory import CLAIMS
 from kvkeep.research.theory.claim import Outcome, judge
-from kvkeep.research.theory.claims import CLAIMS
 
 ROOT = Path(__file__).parents[2]
 

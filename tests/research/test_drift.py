@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvkeep.research.theory import drift, dropped
+from kvkeep.research.theory import drift
 from kvkeep.research.theory.claims_drift import contracting
-from kvkeep.research.theory.dropped import PowerLaw
+from kvkeep.research.theory.drift import PowerLaw
 from kvkeep.research.theory.transformer import random_unit
 
 SIZES = [1.0, 20.0, 300.0]
@@ -110,10 +110,10 @@ def test_the_power_law_by_numerical_integration(k: float, u: float):
 )
 def test_dropped_mass_in_closed_form(k: float, q: float, mass: float):
     """``M(q)``, the limit of the exact mass for ``u → ∞``; the line before the proof's last is the same number."""
-    assert dropped.dropped_mass(q, k) == pytest.approx(mass, abs=5e-5)
-    assert PowerLaw(k).dropped_mass(q) == pytest.approx(dropped.dropped_mass(q, k))
-    assert PowerLaw(k, 1e7).dropped_mass(q) == pytest.approx(dropped.dropped_mass(q, k), abs=1e-6)
-    assert dropped.line_before(q, k) == pytest.approx(dropped.dropped_mass(q, k))
+    assert drift.dropped_mass(q, k) == pytest.approx(mass, abs=5e-5)
+    assert PowerLaw(k).dropped_mass(q) == pytest.approx(drift.dropped_mass(q, k))
+    assert PowerLaw(k, 1e7).dropped_mass(q) == pytest.approx(drift.dropped_mass(q, k), abs=1e-6)
+    assert drift.line_before(q, k) == pytest.approx(drift.dropped_mass(q, k))
 
 
 @pytest.mark.parametrize(("k", "u"), [(3.0, 5.0), (3.0, 100.0), (4.0, 20.0)])
@@ -126,9 +126,9 @@ def test_monte_carlo_drops_the_exact_mass(k: float, u: float):
 
 def test_the_ends_of_the_dropped_mass():
     for k in (2.5, 3.0, 6.0):
-        assert dropped.dropped_mass(1.0, k) == pytest.approx(0.0)
-        assert dropped.dropped_mass(1e-12, k) == pytest.approx(1.0, abs=0.02)
-        found = [dropped.dropped_mass(q, k) for q in SHARES]
+        assert drift.dropped_mass(1.0, k) == pytest.approx(0.0)
+        assert drift.dropped_mass(1e-12, k) == pytest.approx(1.0, abs=0.02)
+        found = [drift.dropped_mass(q, k) for q in SHARES]
         assert found == sorted(found, reverse=True)
 
 
@@ -136,18 +136,18 @@ def test_equation_11_fails_below_a_half():
     """Erratum: the last step of the proof needs q ≥ 1/2. Below, the printed bound is under the mass; above, over it."""
     for k in (3.0, 4.0):
         for q in SHARES:
-            mass, printed = dropped.dropped_mass(q, k), dropped.printed_dropped_mass(q, k)
+            mass, printed = drift.dropped_mass(q, k), drift.printed_dropped_mass(q, k)
             assert (printed >= mass) is (q >= (0.5 if k == 3.0 else 0.495))
-            assert dropped.line_before(q, k) >= mass - 1e-12
-            assert 0.98 * printed == pytest.approx((1 - q) * dropped.bracket(q, k))
-    assert dropped.printed_dropped_mass(0.2, 3.0) * 0.98 == pytest.approx(-1.1777, abs=1e-4)
+            assert drift.line_before(q, k) >= mass - 1e-12
+            assert 0.98 * printed == pytest.approx((1 - q) * drift.bracket(q, k))
+    assert drift.printed_dropped_mass(0.2, 3.0) * 0.98 == pytest.approx(-1.1777, abs=1e-4)
 
 
 def test_equation_11_fails_for_short_tails_at_a_half_too():
     """Found here: for u = 5b, which the theorem allows, the mass at q = 1/2 is above the printed bound."""
     assert PowerLaw(3.0, 5.0).dropped_mass(0.5) == pytest.approx(0.1215, abs=5e-5)
-    assert dropped.printed_dropped_mass(0.5, 3.0) == pytest.approx(0.0875, abs=5e-5)
-    assert dropped.line_before(0.5, 3.0, delta_ratio=PowerLaw(3.0, 5.0).delta_ratio) >= PowerLaw(3.0, 5.0).dropped_mass(
+    assert drift.printed_dropped_mass(0.5, 3.0) == pytest.approx(0.0875, abs=5e-5)
+    assert drift.line_before(0.5, 3.0, delta_ratio=PowerLaw(3.0, 5.0).delta_ratio) >= PowerLaw(3.0, 5.0).dropped_mass(
         0.5
     )
 
@@ -155,23 +155,23 @@ def test_equation_11_fails_for_short_tails_at_a_half_too():
 @pytest.mark.parametrize("k", [2.5, 3.0, 5.0])
 def test_theorem_4_1_goes_below_zero(k: float):
     """Erratum: under ``((k-1)/k)^{k-1}`` the printed bound on a distance is negative; k = 3: under 4/9."""
-    root = dropped.bracket_root(k)
-    assert dropped.bracket(root, k) == pytest.approx(0.0)
-    assert dropped.printed_error(root - 0.01, k) < 0 < dropped.printed_error(root + 0.01, k)
-    assert dropped.bracket_root(3.0) == pytest.approx(4 / 9)
-    assert dropped.printed_error(0.2, 3.0) == pytest.approx(2.1 * -1.1777, abs=1e-3)
-    assert dropped.printed_error(1.0, k) == 0.0
-    assert run(1.0, n=40, B=10).apart.amax() > 0 > dropped.printed_error(10 / 51, k)
+    root = drift.bracket_root(k)
+    assert drift.bracket(root, k) == pytest.approx(0.0)
+    assert drift.printed_error(root - 0.01, k) < 0 < drift.printed_error(root + 0.01, k)
+    assert drift.bracket_root(3.0) == pytest.approx(4 / 9)
+    assert drift.printed_error(0.2, 3.0) == pytest.approx(2.1 * -1.1777, abs=1e-3)
+    assert drift.printed_error(1.0, k) == 0.0
+    assert run(1.0, n=40, B=10).apart.amax() > 0 > drift.printed_error(10 / 51, k)
 
 
 def test_the_bracket_is_below_one():
     """True as printed, and no help: it has no lower end."""
     for k in (2.5, 3.0, 5.0):
         for epsilon in (0.0, 0.1, 0.3):
-            found = [dropped.bracket(q, k, epsilon) for q in SHARES if q > epsilon]
+            found = [drift.bracket(q, k, epsilon) for q in SHARES if q > epsilon]
             assert max(found) < 1
             assert min(found) < -1
-            assert dropped.bracket(1.0, k, epsilon) == 1.0
+            assert drift.bracket(1.0, k, epsilon) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -196,15 +196,15 @@ def test_the_probability_lost_a_square():
     """Found here: without ``ε²`` in the exponent the printed probability is off by hundreds of orders of magnitude."""
     for epsilon, t in ((0.01, 1000), (0.05, 1000), (0.1, 300)):
         for q in (0.3, 0.5, 0.7):
-            found = dropped.sampled_failure(q, epsilon, t, 2000, draw(0))
-            assert found <= dropped.hoeffding_failure(q, epsilon, t) + 0.01
+            found = drift.sampled_failure(q, epsilon, t, 2000, draw(0))
+            assert found <= drift.hoeffding_failure(q, epsilon, t) + 0.01
             if epsilon < 0.05:
-                assert found > 0.1 > 1e-20 > dropped.printed_failure(q, epsilon, t)
-    assert dropped.hoeffding_failure(0.5, 0.1, 101) == pytest.approx(math.exp(-2 * 100 * 0.01 * 0.25 / 0.81))
+                assert found > 0.1 > 1e-20 > drift.printed_failure(q, epsilon, t)
+    assert drift.hoeffding_failure(0.5, 0.1, 101) == pytest.approx(math.exp(-2 * 100 * 0.01 * 0.25 / 0.81))
 
 
 def test_the_printed_probability_is_mostly_vacuous():
     """With 2 048 tokens it is negative unless ``ε`` is near 1; a tail as short as u = 5b helps a little."""
-    assert dropped.printed_probability(PowerLaw(3.0, 100.0), 0.5, 0.1, t_min=512, t_max=2048) < -1000
-    assert dropped.printed_probability(PowerLaw(3.0, 5.0), 0.5, 0.1, t_min=512, t_max=2048) < -1000
-    assert 0.9 < dropped.printed_probability(PowerLaw(3.0, 5.0), 0.5, 0.45, t_min=2048, t_max=2048) <= 1
+    assert drift.printed_probability(PowerLaw(3.0, 100.0), 0.5, 0.1, t_min=512, t_max=2048) < -1000
+    assert drift.printed_probability(PowerLaw(3.0, 5.0), 0.5, 0.1, t_min=512, t_max=2048) < -1000
+    assert 0.9 < drift.printed_probability(PowerLaw(3.0, 5.0), 0.5, 0.45, t_min=2048, t_max=2048) <= 1

@@ -6,8 +6,16 @@ import math
 import pytest
 import torch
 
-from kvkeep.research.theory.newton import algorithm_4, diagonal, errors, minimum, newton, subsample, weights_alone
-from kvkeep.research.theory.regression import draw
+from kvkeep.research.theory.regression import (
+    algorithm_4,
+    diagonal,
+    draw,
+    errors,
+    minimum,
+    newton,
+    subsample,
+    weights_alone,
+)
 
 RADIUS = 1.0
 ENOUGH = 200.0 * math.exp(RADIUS**2)

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvkeep.research.theory import drift, persistence
+from kvkeep.research.theory import drift, transformer
 from kvkeep.research.theory.claims_scissorhands import kv_gib, simple
-from kvkeep.research.theory.rows import attend
+from kvkeep.research.theory.loops import attend
 from kvkeep.research.theory.scissorhands import Reading, algorithm_1, algorithm_2, importance_record
 from kvkeep.research.theory.transformer import Transformer, largest, random_matrix, random_unit
 
@@ -117,7 +117,7 @@ def test_the_largest_singular_value():
 # -- Theorem 3.1 -------------------------------------------------------------------------------------------------------
 
 
-def pivotal(seed: int, wobble: float, mlp: float) -> persistence.Step:
+def pivotal(seed: int, wobble: float, mlp: float) -> transformer.Step:
     """Nearly orthogonal tokens, ``A`` close to a multiple of the identity, an MLP of any size."""
     g, d, before = draw(seed), 48, 16
     basis = torch.linalg.qr(torch.randn(d, d, generator=g, dtype=torch.float64)).Q[:before]
@@ -126,7 +126,7 @@ def pivotal(seed: int, wobble: float, mlp: float) -> persistence.Step:
     eye = torch.eye(d, dtype=torch.float64)
     V = eye + random_matrix(d, d, wobble, g)
     one, two = random_matrix(2 * d, d, mlp + 1e-12, g), random_matrix(d, 2 * d, 1.0, g)
-    return persistence.take_step(Transformer(40 * eye, eye, V, eye, one, two), X, x)
+    return transformer.take_step(Transformer(40 * eye, eye, V, eye, one, two), X, x)
 
 
 @pytest.mark.parametrize(("wobble", "mlp"), [(0.0, 0.0), (0.01, 0.0), (0.01, 0.01), (0.1, 0.05)])
@@ -137,7 +137,7 @@ def test_theorem_31_and_absolute_value(wobble: float, mlp: float):
         assert (step.own > 0).all()
         assert (step.error() <= 3 * step.epsilon() + 1e-12).all()
         assert step.alpha.argmax() == 3 == step.following.argmax()
-    opposed = persistence.take_step(simple(2), tensor([1.0, 0.0], [-0.6, 0.8]), tensor([0.0, 1.0])[0])
+    opposed = transformer.take_step(simple(2), tensor([1.0, 0.0], [-0.6, 0.8]), tensor([0.0, 1.0])[0])
     assert opposed.delta == pytest.approx(0.0, abs=1e-15)
     assert opposed.epsilon(printed=True).tolist() == pytest.approx([0.0, 0.0], abs=1e-7)  # a root of delta
     assert opposed.error()[0] == pytest.approx(0.6 * float(opposed.alpha[1]))
@@ -147,7 +147,7 @@ def test_theorem_31_and_absolute_value(wobble: float, mlp: float):
 def test_epsilon_by_hand():
     """Premises of Theorem 3.1 with ``c = x_ℓ A x_ℓ^T``: ``ε ≥ |x_j A x_ℓ^T| / c`` and ``δ ≤ (c ε / λλλλ)²``."""
     none = torch.zeros(2, dtype=torch.float64)
-    step = persistence.Step(
+    step = transformer.Step(
         alpha=none, own=tensor(2.0, -1.0), others=tensor(-0.5, 0.1), others_abs=tensor(0.5, 0.1), norm=1.0,
         delta=0.04, gain=3.0, following=none, before=none,
     )  # fmt: skip
@@ -170,10 +170,10 @@ def test_middle_term_of_the_same_token(seed: int):
 def test_lemma_b1(seed: int):
     """It holds, and with equality along ``x - z``."""
     x, z, y = random_unit(3, 6, draw(seed))
-    left, right = persistence.lemma_b1(x, z, 3 * y)
+    left, right = transformer.lemma_b1(x, z, 3 * y)
     assert left <= right
     assert left == pytest.approx(3 * abs(float((x - z) @ y)))
-    left, right = persistence.lemma_b1(x, z, x - z)
+    left, right = transformer.lemma_b1(x, z, x - z)
     assert left == pytest.approx(right)
 
 
@@ -182,7 +182,7 @@ def test_lemma_b2(seed: int):
     """For any weights: the others' share is at most the largest of them."""
     g = draw(seed)
     model, X = random_model(g), random_unit(9, 8, g)
-    step = persistence.take_step(model, X, random_unit(1, 8, g)[0])
+    step = transformer.take_step(model, X, random_unit(1, 8, g)[0])
     left, right = step.lemma_b2()
     assert (left <= right).all()
     for ell in range(9):

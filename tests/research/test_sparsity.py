@@ -6,7 +6,7 @@ import pytest
 
 from kvkeep.errors import InputError
 from kvkeep.research.theory.loops import softmax
-from kvkeep.research.theory.sparsity import goodness, support
+from kvkeep.research.theory.submodular import goodness, support
 
 
 def rows_with(core, extras, m):

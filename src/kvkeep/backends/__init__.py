@@ -1,6 +1,6 @@
-"""Who does the work of a layer's step: chosen once for a device and dtype, by `choose`, and nowhere else.
+"""Backends do the work of a layer's step. `choose` alone decides which one, for a device and a dtype.
 
-`protocol` says what a backend does, `reference` is the definition that the others are tested against.
+`protocol` says what a backend does. `reference` is the definition that all others are tested against.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import os
 import torch
 
 from kvkeep.backends.native import NativeBackend, native
-from kvkeep.backends.native.ops import TYPES
+from kvkeep.backends.native.checks import TYPES
 from kvkeep.backends.protocol import Added, Backend, Limits
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.triton import TritonBackend, switch
+from kvkeep.backends.triton import TritonBackend, gpu
 from kvkeep.errors import InputError
 
 __all__ = ["KINDS", "SWITCH", "Added", "Backend", "Limits", "choose", "why"]
 
 SWITCH = "KVKEEP_BACKEND"
-"""Environment variable: the name of the backend that does all work; by default the fastest that can."""
+"""Environment variable: the name of the backend to use; by default the fastest one that can run."""
 
 KINDS: dict[str, type[Backend]] = {
     kind.name: kind for kind in (NativeBackend, TritonBackend, TorchBackend, ReferenceBackend)
 }
-"""Every backend by its name. One that is added here can be forced; nothing chooses it by itself."""
+"""Every backend by its name. A backend that is added here can be forced, but `choose` never takes it by itself."""
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> Backend:
-    """The backend that does the work on a device, in a dtype.
+    """The backend for a device and a dtype.
 
     Raises:
         InputError: the environment variable names no backend, or one that cannot run there.
@@ -48,10 +48,10 @@ def why(device: torch.device, dtype: torch.dtype) -> str:
     name = choose(device, dtype).name
     if os.environ.get(SWITCH):
         return f"{SWITCH}={name}"
-    details = {"native": native().detail, "triton": switch.kernels().detail}
+    details = {"native": native().detail, "triton": gpu.kernels().detail}
     if name in details:
         return details[name]
-    return native().detail if device.type == "cpu" else switch.kernels().detail
+    return native().detail if device.type == "cpu" else gpu.kernels().detail
 
 
 @functools.cache
@@ -60,23 +60,23 @@ def _made(kind: type[Backend]) -> Backend:
 
 
 def _fastest(device: str, dtype: torch.dtype) -> str:
-    """Compiled kernels where there are any; torch everywhere else."""
+    """The name of the backend with compiled kernels if there is one; otherwise torch."""
     if device == "cpu":
         return "native" if dtype in TYPES and native().library is not None else "torch"
-    return "triton" if device in switch.kernels().devices else "torch"
+    return "triton" if device in gpu.kernels().devices else "torch"
 
 
 def _checked(name: str, device: str) -> str:
-    """The name of a backend that was asked for, if it can run there.
+    """The name of a backend that was asked for, if it can run on the device.
 
     Raises:
-        InputError: it cannot, or there is none of this name.
+        InputError: it cannot run there, or there is no backend of this name.
     """
     if name not in KINDS:
         raise InputError(f"{SWITCH}={name!r} is no backend. There are {', '.join(sorted(KINDS))}.")
     if name == "native" and (device != "cpu" or native().library is None):
         reason = native().detail if device == "cpu" else "it runs on CPUs only"
         raise InputError(f"{SWITCH}=native cannot run on {device}: {reason}.")
-    if name == "triton" and device not in switch.kernels().devices:
-        raise InputError(f"{SWITCH}=triton cannot run on {device}: {switch.kernels().detail}.")
+    if name == "triton" and device not in gpu.kernels().devices:
+        raise InputError(f"{SWITCH}=triton cannot run on {device}: {gpu.kernels().detail}.")
     return name

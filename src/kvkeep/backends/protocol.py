@@ -1,7 +1,7 @@
 """What a backend does: the work of a layer's step on slots.
 
-Three rules hold for every backend and stand in one place each: an empty slot has the position `types.EMPTY`, and what
-it was left with does not matter; `scores.protect` says what never goes; `scores.weakest` says what goes first.
+The rules that every backend follows are defined in one place each: empty slots in `kvkeep.types.EMPTY`, protection in
+`kvkeep.scores.protect`, expiry in `kvkeep.scores.expire`, the order of eviction in `kvkeep.scores`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 @dataclass(frozen=True, eq=False)
 class Limits:
-    """What may stay after a step.
+    """How many slots may stay occupied after a step, and which ones are protected.
 
     Attributes:
-        seen: tokens of each row seen, the new one included.
-        sinks: first positions that are protected.
-        recent: newest ones that are.
+        seen: tokens of each row seen so far, the new one included.
+        sinks: number of first positions that are protected.
+        recent: number of newest positions that are protected.
         stay: slots that may stay occupied.
-        window: sliding window; what no later query can see goes first.
+        window: sliding window of the layer; expired slots are emptied first.
     """
 
     seen: Int[Tensor, " B"]
@@ -38,12 +38,12 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Added:
-    """What a decode step does to the policy's state, where that is a sum: ``state = decay·state + mass``.
+    """How a decode step updates the state of a policy whose state is a sum: ``state = decay·state + mass``.
 
     The state of the new token starts at 0. A row whose token is padding changes nothing.
 
     Attributes:
-        states: the policy's sums, at most two, which all receive the same.
+        states: the policy's sums, at most two; all receive the same mass.
         is_score: whether the first sum is the score; otherwise the position is.
     """
 
@@ -55,8 +55,8 @@ class Backend(abc.ABC):
     """Attends over slots, and fills and empties them in place. Stateless: one object serves every layer.
 
     Attributes:
-        name: what ``KVKEEP_BACKEND`` calls it.
-        fuses: whether `step` can be worth asking.
+        name: the name for ``KVKEEP_BACKEND``.
+        fuses: whether `step` ever does anything.
     """
 
     name: ClassVar[str]
@@ -72,14 +72,14 @@ class Backend(abc.ABC):
         statistic: Statistic,
         options: AttentionOptions,
     ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """Attend over occupied slots and reduce the policy's statistic on the way.
+        """Attend over occupied slots and reduce the policy's statistic in the same pass.
 
         Args:
             query: new queries.
-            slots: keys, values and positions, unordered; with ``T > 1`` the last ``T`` must be the queries' own in
-                their order, and keys and values of empty slots must be finite; with ``T == 1`` the query's own key is
-                among the slots. Positions may be those of one head when all heads agree.
-            now: true positions of the queries, -1 for padding: such rows return an undefined, finite output.
+            slots: keys, values and positions, unordered. With ``T == 1`` the query's own key is among the slots. With
+                ``T > 1`` the last ``T`` slots must be the queries' own, in their order, and keys and values of empty
+                slots must be finite. Positions may be those of one head if all heads agree.
+            now: true positions of the queries. Rows of padding (position -1) get an undefined, finite output.
             statistic: what to report.
             options: scaling, window, soft cap and sinks of the model.
 
@@ -91,25 +91,25 @@ class Backend(abc.ABC):
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """Put one token per row into an empty slot of each head, in place, and say which slot it was.
+        """Put one token per row into an empty slot of each head, in place, and return the slot.
 
-        Which of several empty slots it is, is left open. A padded token (position -1) leaves its slot empty. The
-        slots may have another dtype than the token, which is then rounded, and any strides.
+        The backend may take any empty slot. A padded token (position -1) leaves its slot empty. Slots may have any
+        strides, and another dtype than the token, which is then rounded.
         """
 
     @abc.abstractmethod
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """Empty, in place, the slots that no later query can see through a sliding window of ``window`` tokens."""
+        """Empty expired slots, in place; see `kvkeep.scores.expire`."""
 
     @abc.abstractmethod
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """Whether some head may hold more than its limit; where asking means waiting, the answer is yes."""
+        """Whether some head may hold more than its limit; always true where the host would wait for the answer."""
 
     @abc.abstractmethod
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
-        """Empty, in place, the weakest slot of every head that holds more than its limit; ``limits.window`` is unused.
+        """Empty, in place, one slot of every head that holds more than its limit; ``limits.window`` is not used.
 
-        The order is that of `scores.weakest` after `scores.protect`.
+        The victim is that of `kvkeep.scores.weakest` after `kvkeep.scores.protect`.
         """
 
     def step(
@@ -124,8 +124,8 @@ class Backend(abc.ABC):
         added: Added,
         limits: Limits,
     ) -> Float[Tensor, "B Hq 1 E"] | None:
-        """Append, attend, add the report to the policy's sums and evict, in one go and in place.
+        """Append, attend, add the report to the policy's sums, expire and evict, fused and in place.
 
-        ``None``, and nothing is done, where the backend cannot.
+        Returns ``None``, and does nothing, if the backend cannot do it.
         """
         return None

@@ -1,4 +1,4 @@
-"""The definition of a step on slots: the whole matrix in float64, heads one by one, nothing clever.
+"""The definition of a step on slots: the whole matrix in float64, and slots of one head after the other.
 
 Every other backend is tested against this one. It allocates (B, Hq, T, S) and is meant for tests.
 """
@@ -6,13 +6,50 @@ Every other backend is tested against this one. It allocates (B, Hq, T, S) and i
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import scores
 from kvkeep.backends.protocol import Backend, Limits
 from kvkeep.statistic import Rows, Statistic
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
+
+
+def visible(
+    query_positions: Int[Tensor, "B T"], key_positions: Int[Tensor, "B #Hk S"], window: int | None
+) -> Bool[Tensor, "B #Hk T S"]:
+    """Which keys each query row can see.
+
+    A key is visible when its slot is occupied, its position is not after the query's, and it lies inside the
+    sliding window. Padded query rows (position -1) see nothing.
+    """
+    distance = query_positions[:, None, :, None] - key_positions[:, :, None, :]
+    seen: Tensor = (key_positions[:, :, None, :] >= 0) & (distance >= 0)
+    return seen if window is None else seen & (distance < window)
+
+
+def logits(
+    query: Float[Tensor, "B Hq T D"],
+    keys: Float[Tensor, "B Hk S D"],
+    sees: Bool[Tensor, "#B #Hk T S"],
+    options: AttentionOptions,
+) -> Float[Tensor, "B Hk G T S"]:
+    """Scaled and soft-capped products in the dtype of the arguments; minus infinity where a row does not see a key."""
+    grouped = query.unflatten(1, (keys.shape[1], -1))
+    found: Tensor = torch.einsum("bhgtd,bhsd->bhgts", grouped, keys).mul_(options.scaling)
+    if options.softcap is not None:
+        found = options.softcap * torch.tanh(found / options.softcap)
+    return found.masked_fill(~sees[:, :, None], -torch.inf)
+
+
+def softmax(
+    found: Float[Tensor, "B Hk G T S"], sinks: Float[Tensor, " Hq"] | None = None
+) -> Float[Tensor, "B Hk G T S"]:
+    """Softmax over the keys; a learned sink takes its part and is left out. NaN in rows that see nothing."""
+    if sinks is None:
+        return found.softmax(dim=-1)
+    extra = sinks.to(found.dtype).view(found.shape[1:3])[None, :, :, None, None].expand(*found.shape[:-1], 1)
+    return torch.cat([found, extra], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def probabilities(
@@ -22,28 +59,11 @@ def probabilities(
     key_positions: Int[Tensor, "B Hk S"],
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Softmax over the keys that each query row can see; rows that see nothing are zero.
-
-    A key is visible when its slot is occupied, its position is not after the query's, and it lies inside the
-    sliding window. Padded query rows (position -1) see nothing.
-    """
-    B, Hq, T, D = query.shape
-    Hk, S = keys.shape[1:3]
-    grouped = query.double().reshape(B, Hk, Hq // Hk, T, D)
-    logits = torch.einsum("bhgtd,bhsd->bhgts", grouped, keys.double()) * options.scaling
-    if options.softcap is not None:
-        logits = options.softcap * torch.tanh(logits / options.softcap)
-    distance = query_positions[:, None, :, None] - key_positions[:, :, None, :]
-    visible = (key_positions[:, :, None, :] >= 0) & (distance >= 0)
-    if options.window is not None:
-        visible = visible & (distance < options.window)
-    logits = logits.masked_fill(~visible[:, :, None], -torch.inf)
-    if options.sinks is not None:
-        sink = options.sinks.double().reshape(1, Hk, Hq // Hk, 1, 1).expand(B, -1, -1, T, 1)
-        logits = torch.cat([logits, sink], dim=-1)
-    blind = ~visible.any(dim=-1)[:, :, None, :, None]  # and no NaN but this: one in a key shows
-    p = logits.softmax(dim=-1)[..., :S].masked_fill(blind, 0.0)
-    if options.top is None or T > 1:
+    """Softmax in float64 over the keys that each query row can see; rows that see nothing are zero."""
+    sees = visible(query_positions, key_positions, options.window)
+    blind = ~sees.any(dim=-1)[:, :, None, :, None]  # and no NaN but this: one in a key shows
+    p = softmax(logits(query.double(), keys.double(), sees, options), options.sinks).masked_fill(blind, 0.0)
+    if options.top is None or query.shape[2] > 1:
         return p
     return scores.only_top(p, key_positions == query_positions[:, :, None], options.top)
 
@@ -66,7 +86,7 @@ def attend(
 
 
 class ReferenceBackend(Backend):
-    """The definition, its output rounded to the query's dtype and its report to float32."""
+    """The definition, with the output rounded to the query's dtype and the report to float32."""
 
     name = "reference"
 
@@ -86,7 +106,7 @@ class ReferenceBackend(Backend):
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """The first empty slot of each row and head takes the token."""
+        """See `Backend.append`; the first empty slot takes the token."""
         chosen = (slots.positions == EMPTY).int().argmax(dim=-1, keepdim=True)
         for row, heads in enumerate(chosen.tolist()):
             for head, (slot,) in enumerate(heads):
@@ -96,16 +116,16 @@ class ReferenceBackend(Backend):
         return chosen
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
-        """See `scores.expire`, the definition."""
+        """See `Backend.expire`."""
         positions.copy_(scores.expire(positions, seen, window))
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
-        """Count what each head holds."""
+        """See `Backend.is_over`."""
         stay = torch.as_tensor(limit, device=positions.device).expand(positions.shape[:2])
         return bool(((positions >= 0).sum(dim=-1) > stay).any())
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
-        """Sort each head's tokens by what they are worth and when they came, and drop the first."""
+        """See `Backend.evict`; without `scores.weakest`, so that each checks the other."""
         shielded = scores.protect(score, positions, limits.seen, sinks=limits.sinks, recent=limits.recent)
         B, Hk, _ = positions.shape
         stay = torch.as_tensor(limits.stay, device=positions.device).expand(B, Hk)

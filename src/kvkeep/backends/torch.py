@@ -1,9 +1,9 @@
-"""Everything in plain torch: what runs on any device, and what compiled kernels leave to do.
+"""A step in plain torch, for any device, and for everything that compiled kernels do not do.
 
-Attention works in blocks of query rows: the matrix of probabilities exists for one block at a time (about
-`BLOCK_BYTES`), whatever the prompt's length. Rows of a prompt that no statistic counts go through torch's fused
-attention, which never has it. Softmax and statistics are float32. Half-precision keys and values are widened a block
-of slots at a time in decode, so no copy of the store is made.
+Attention works in blocks of query rows: whatever the prompt's length, the matrix of probabilities exists for one block
+at a time (about `BLOCK_BYTES`). Rows of a prompt that no statistic counts go through torch's fused attention, which
+never makes this matrix. Softmax and statistics are float32. In decode, half-precision keys and values are widened a
+block of slots at a time, so the store is never copied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvkeep.statistic import Rows, Statistic
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
 BLOCK_BYTES = 32 * 2**20
-"""Size of one block of logits, but never less than one query row; large enough that Python's overhead vanishes, small
+"""Size of one block of logits, which has at least one query row: large enough that Python's overhead vanishes, small
 enough to bound memory."""
 
 WIDEN_SLOTS = 256
@@ -75,7 +75,7 @@ class TorchBackend(Backend):
             if options.top is not None and T == 1:
                 p = scores.only_top(p, key_positions == query_positions[:, :, None], options.top)
             mixed = _mix(p, values[:, :, :n])
-            if T == 1 and not _is_finite(mixed):  # 0 × NaN: what an empty slot was left with must not matter
+            if T == 1 and not _is_finite(mixed):  # 0 × NaN from an empty slot
                 mixed = _mix(p, values.masked_fill((key_positions < 0)[..., None], 0.0))
             out[:, :, :, block] = mixed.to(out.dtype)
             if sums:
@@ -87,7 +87,7 @@ class TorchBackend(Backend):
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
-        """See `Backend.append`. Empty slots carry the smallest position, so the smallest position names one."""
+        """See `Backend.append`; how a free slot is found: see `kvkeep.types.EMPTY`."""
         slot: Int[Tensor, "B Hk 1"] = slots.positions.argmin(dim=-1, keepdim=True)
         B, Hk, _ = slot.shape
         rows, heads = torch.arange(B, device=slot.device)[:, None, None], torch.arange(Hk, device=slot.device)[:, None]
@@ -114,18 +114,18 @@ class TorchBackend(Backend):
 
 
 def _over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> Bool[Tensor, "B Hk 1"]:
-    """Which heads hold more than their limit."""
+    """Whether each head holds more than its limit."""
     held = (positions >= 0).sum(dim=-1, keepdim=True)
     return held > (limit if isinstance(limit, int) else limit[:, :, None])
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Whether all numbers are finite; on a GPU, where asking means waiting, the answer is no."""
+    """Whether all numbers are finite; no on a GPU, for which the host would have to wait."""
     return x.device.type == "cpu" and bool(x.isfinite().all())
 
 
 def _agreed(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H2 S"]:
-    """One head's positions where all heads hold the same: the mask is then made once, not for every query head."""
+    """The positions of one head if all heads hold the same, so that one mask serves all query heads."""
     first = positions[:, :1]
     return first if torch.equal(positions, first.expand_as(positions)) else positions
 
@@ -138,7 +138,7 @@ def _blocks(start: int, stop: int, row_bytes: int) -> Iterator[slice]:
 
 
 def _silent(selected: Bool[Tensor, "B T"], statistic: Statistic) -> int:
-    """How many rows there are before the first one that the statistic counts."""
+    """The number of rows before the first one that the statistic counts."""
     if not statistic.fields:
         return selected.shape[1]
     counted = selected.any(dim=0).nonzero()
@@ -152,7 +152,7 @@ def _fused(
     hidden: Bool[Tensor, "B H 1 T S"],
     scaling: float,
 ) -> Float[Tensor, "B Hk G T E"]:
-    """The output alone. A row that sees nothing sees everything instead, so that it is finite."""
+    """The output of torch's fused attention. A row that sees nothing sees everything instead, so that it is finite."""
     shown = ~(hidden & ~hidden.all(dim=-1, keepdim=True))
     mask = shown.expand(-1, -1, query.shape[2] if shown.shape[1] > 1 else 1, -1, -1).flatten(1, 2)
     wide = query.to(keys.dtype).flatten(1, 2)
@@ -167,7 +167,7 @@ def _hidden(
     *,
     decode: bool,
 ) -> Bool[Tensor, "B H 1 T S"]:
-    """Mark what a row must not see. In decode the query is the newest token, so nothing is in its future."""
+    """Whether a key is hidden from a row. In decode the query is the newest token, so no key is in its future."""
     k = key_positions[:, :, None, None, :]
     q = query_positions[:, None, None, :, None]
     hidden = k < 0 if decode else (k < 0) | (k > q)
@@ -192,7 +192,7 @@ def _logits(
 def _softmax(
     logits: Float[Tensor, "B Hk G T S"], hidden: Bool[Tensor, "B H 1 T S"], sinks: Float[Tensor, " Hq"] | None
 ) -> Float[Tensor, "B Hk G T S"]:
-    """Softmax over what is visible. A row that sees nothing becomes uniform, not NaN; nobody counts it."""
+    """Softmax over the visible keys. A row that sees nothing becomes uniform, not NaN; no statistic counts it."""
     logits = logits.masked_fill_(hidden, _HIDDEN)
     if sinks is None:
         return logits.softmax(dim=-1)
@@ -202,7 +202,7 @@ def _softmax(
 
 
 def _mix(p: Float[Tensor, "B Hk G T S"], values: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk G T E"]:
-    """Weigh the values by the probabilities, in float32."""
+    """Values weighted by the probabilities, in float32."""
     B, Hk, G, T, S = p.shape
     flat = p.reshape(B, Hk, G * T, S)
     if values.dtype == flat.dtype:

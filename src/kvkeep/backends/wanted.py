@@ -1,4 +1,4 @@
-"""A policy's statistic in the words of compiled kernels."""
+"""A policy's statistic as numbers that compiled kernels take."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvkeep.statistic import Low, Mass, MassAndLast, Nothing, Statistic
 
 
 class Wanted(NamedTuple):
-    """What attention reports beside its output.
+    """The report of one decode step.
 
     Attributes:
-        second: what is reported beside the mass: ``last``, ``low`` or nothing.
-        counts: whether a row counts: a number, or one per row; above 0 it does, and a negative number is all.
-        gain: factor on the logits of what is reported; ``None`` for the probabilities that attention uses.
+        second: the field beside the mass: ``last``, ``low`` or none.
+        counts: whether a row counts: one number per row, above 0 if it does, or one for all, 0 if none does.
+        gain: factor on the logits before the reported softmax; ``None`` to report attention's own probabilities.
         decay: weight of a row relative to the one after it.
-        last: newest position, from which decay counts and which ``last`` asks for.
+        last: newest position; decay counts from it, and ``last`` reports its row.
         theta: divides the threshold of ``low``.
-        live: the threshold of ``low`` follows from the number of visible keys, not from the query's position.
+        live: whether the threshold of ``low`` follows from the number of visible keys; otherwise from the position.
     """
 
     second: str | None = None
@@ -33,13 +33,13 @@ class Wanted(NamedTuple):
 
 
 def is_known(statistic: Statistic) -> bool:
-    """Whether the kernels, native and Triton's, can report it."""
+    """Whether the decode kernels, native and Triton's, can report the statistic."""
     kind = type(statistic)
     return kind is Nothing or kind is Low or (kind in (Mass, MassAndLast) and cast(Mass, statistic).noise is None)
 
 
 def wanted(statistic: Statistic) -> Wanted | None:
-    """A statistic in the kernels' words; ``None`` if nothing is to be reported."""
+    """The report that a known statistic asks for; ``None`` if it asks for none."""
     if isinstance(statistic, Mass):
         second = "last" if isinstance(statistic, MassAndLast) else None
         plain = isinstance(statistic.gain, float) and statistic.gain == 1.0

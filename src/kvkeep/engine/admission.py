@@ -1,13 +1,18 @@
-"""Which requests an engine takes: everything that can be refused is refused before a request waits."""
+"""Which requests an engine takes, and how many rows it has: a request that cannot run is refused before it waits."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvkeep.engine.request import Generation, Request
-from kvkeep.engine.rows import Rows, largest_budget
+from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.layout import Layout
@@ -19,21 +24,20 @@ from kvkeep.registry import parse
 DEFAULT_ROWS = 16
 
 MOST_POLICIES = 64
-"""Policies whose layout is remembered; what is forgotten is made again when it is needed."""
+"""Number of policies whose layout is remembered; others are made again when they are needed."""
 
 
 class Admission:
-    """Checks requests, and says how many rows there may be.
+    """Checks requests and makes rows.
 
     Args:
         model: the model, attached.
         tokenizer: the engine's, if it has one.
         policy: the policy of requests that do not name one.
         budget: the most tokens that a request may keep.
-        rows: how many rows the user wants.
+        rows: number of rows that the user wants.
         kv_memory: bytes that all rows may take together.
-        chunk: prompt tokens that are fed in one step.
-        options: of the cache: ``layer_budget`` and ``positions``.
+        options: of the cache: ``layer_budget``, ``positions`` and ``prefill_chunk``, see `Rows`.
 
     Raises:
         KVKeepError: the policy does not go together with the model or the options.
@@ -48,25 +52,24 @@ class Admission:
         budget: int,
         rows: int | None,
         kv_memory: int | None,
-        chunk: int | None,
         options: dict[str, Any],
     ) -> None:
         self._model, self._tokenizer, self._policy, self._budget = model, tokenizer, policy, budget
-        self._wanted, self._kv_memory, self._chunk, self._options = rows, kv_memory, chunk, options
+        self._wanted, self._kv_memory, self._options = rows, kv_memory, options
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._layouts = {policy: Layout.of(model.config, policy, **options)}
 
     def check(self, request: Request, number: int) -> Generation:
-        """The beginning of a request's generation.
+        """Return the beginning of a request's generation.
 
         Args:
-            request: what is asked for.
-            number: what the generation is called.
+            request: the request.
+            number: the number of the generation.
 
         Raises:
-            KVKeepError: the engine cannot run it; see `Engine.add`.
+            KVKeepError: the engine cannot run the request; see `Engine.add`.
         """
         if not isinstance(request, Request):
             raise InputError(f"{request!r:.80} is no kvkeep.Request.")
@@ -92,17 +95,48 @@ class Admission:
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
         return Generation(number, request, policy, budget, ends, tail)
 
-    def rows_that_fit(self, rows: Rows) -> int:
-        """How many rows like these there are to be.
+    def make_rows(self, policy: Policy) -> Rows:
+        """Allocate the engine's rows for a policy.
 
         Raises:
-            BudgetError: there is no memory for one.
+            BudgetError: not one row fits into ``kv_memory``, or the rows do not fit into the free memory.
+        """
+        rows = Rows(self._model, policy, self._budget, **self._options)
+        count = self._rows_that_fit(rows)
+        free = free_bytes(self._model.device)
+        if free is not None and count * rows.row_bytes > free:
+            raise BudgetError(
+                f"Out of memory: {policy} with a budget of {self._budget} takes {rows.row_bytes} bytes per row, and "
+                f"{count} of them do not fit into the {free} that are free. Use fewer rows or a smaller budget."
+            )
+        rows.allocate(count, most_bytes=self._kv_memory)
+        return rows
+
+    def replace(self, rows: Rows, policy: Policy) -> Rows:
+        """Give up rows, all of which are free, and allocate others for a policy; if that fails, restore the old ones.
+
+        Raises:
+            BudgetError: not one row fits into the memory.
+        """
+        count = rows.count
+        rows.allocate(0)  # before there is memory for others
+        try:
+            return self.make_rows(policy)
+        except BaseException:
+            rows.allocate(count, most_bytes=self._kv_memory)
+            raise
+
+    def _rows_that_fit(self, rows: Rows) -> int:
+        """Return how many rows of this kind the engine has.
+
+        Raises:
+            BudgetError: not one row fits into the memory.
         """
         if self._kv_memory is None:
             return self._wanted or DEFAULT_ROWS
         fits = self._kv_memory // rows.row_bytes
         if not fits:
-            found = largest_budget(self._model, rows.policy, self._budget, self._kv_memory, **self._options)
+            found = _largest_budget(self._model, rows.policy, self._budget, self._kv_memory, **self._options)
             advice = "." if found is None else f", or a budget of {found} or less."
             raise BudgetError(
                 f"Not one row fits: {rows.policy} with a budget of {self._budget} takes {rows.row_bytes} bytes "
@@ -111,7 +145,7 @@ class Admission:
         return min(fits, self._wanted or fits)
 
     def _check_room(self, request: Request, policy: Policy, budget: int, total: int) -> None:
-        """Refuse a request whose policy would run out of slots, or cannot have any.
+        """Refuse a request whose policy would run out of slots, or whose rows cannot be made.
 
         Raises:
             KVKeepError: see `Engine.add`.
@@ -119,7 +153,7 @@ class Admission:
         room = self._layout(policy).room(budget)
         if room is None or (policy.evicts and not policy.grows):
             return
-        needed = total - max(0, len(request.prompt) - (room - policy.spare)) if policy.evicts else total
+        needed = total - max(0, len(request.prompt) - (room - policy.grows.room)) if policy.grows else total
         if needed > room:
             where = f"the budget is {room}" if room == budget else f"a budget of {budget} gives some layer only {room}"
             raise CapacityError(
@@ -128,7 +162,7 @@ class Admission:
             )
 
     def _layout(self, policy: Policy) -> Layout:
-        """What rows under a policy are made of.
+        """Return the layout of rows for a policy.
 
         Raises:
             KVKeepError: the policy does not go together with the model, the engine's options or its memory.
@@ -137,7 +171,7 @@ class Admission:
             layout = Layout.of(self._model.config, policy, **self._options)
             layout.slots(self._budget)  # its rows are made for the engine's budget
             if self._kv_memory is not None:
-                self.rows_that_fit(Rows(self._model, policy, self._budget, **self._options))
+                self._rows_that_fit(Rows(self._model, policy, self._budget, **self._options))
             if len(self._layouts) >= MOST_POLICIES:
                 self._layouts.clear()
             self._layouts[policy] = layout
@@ -148,18 +182,29 @@ class Admission:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free main memory, swap included; ``None`` if a device reports exhaustion itself or nothing is known.
+
+    Without this number a process that allocates too much main memory is killed instead of being told.
+    """
+    source = Path("/proc/meminfo")
+    if device.type != "cpu" or not source.exists():
+        return None
+    return 1024 * sum(map(int, re.findall(r"^(?:MemAvailable|SwapFree): *(\d+) kB$", source.read_text(), re.MULTILINE)))
+
+
 def usable(policy: object) -> Policy:
-    """A policy, or what a string names, that can be told from others.
+    """Return a policy, or the policy that a string names, after checking that it can be compared with others.
 
     Raises:
-        PolicyError: it is none, or cannot be compared or hashed, which decides whether requests share rows.
+        PolicyError: it is no policy, or cannot be compared or hashed, which decides whether requests share rows.
     """
     found = parse(policy) if isinstance(policy, str) else policy
     if not isinstance(found, Policy):
         raise PolicyError(f"{policy!r:.80} is neither a policy nor the name of one.")
     try:
         tells = hash(found) is not None and found == found
-    except Exception:  # whatever the class does there
+    except Exception:  # a class may raise anything there
         tells = False
     fields = {field.name for field in dataclasses.fields(found)}
     if not tells or vars(found).keys() - fields:
@@ -168,3 +213,29 @@ def usable(policy: object) -> Policy:
             "dataclass whose fields are numbers, texts or tuples: @dataclass(frozen=True, kw_only=True)."
         )
     return found
+
+
+def _largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
+    """The largest budget with which one row fits into the memory; ``None`` if there is none.
+
+    Args:
+        model: the model, attached.
+        policy: the policy that the row is made for.
+        below: a budget that is too large.
+        memory: bytes.
+        options: as for `Rows`.
+    """
+
+    @cache
+    def size(budget: int) -> int:
+        return Rows(model, policy, budget, **options).row_bytes
+
+    low, high = policy.least, below
+    try:
+        while low < high - 1 and size(low) <= memory:  # bytes grow linearly with the budget, but for rounding
+            share = (memory - size(low)) / (size(high) - size(low))
+            guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
+            low, high = (guess, high) if size(guess) <= memory else (low, guess)
+        return low if low < below and size(low) <= memory else None
+    except BudgetError:  # the policy protects more than `Policy.least`
+        return None

@@ -1,24 +1,32 @@
-"""Decode steps as CUDA graphs: the whole step, eviction included, is recorded once and then started in one call.
+"""Decode steps as CUDA graphs: a whole step, eviction included, is recorded once and then started with one call.
 
-A small model's step is a thousand kernels of a few microseconds, and Python needs longer to start them than the GPU
-to run them. A recorded step has a fixed number of rows, so there is one graph for each of a few numbers of rows; rows
-that nobody needs are padding, which enters no slot. What the graphs read and write (slots, state, counters) stays
-where it is for as long as the engine keeps its rows.
+A step of a small model is a thousand kernels of a few microseconds each, and Python takes longer to start them than the
+GPU to run them. A recorded step has a fixed number of rows, so there is one graph for each of a few numbers of rows.
+Spare rows are fed padding, which enters no slot. The tensors that a graph reads and writes (slots, state, counters)
+stay in place for as long as the engine keeps its rows.
+
+A recorded step must run the same kernels on the same memory every time. So no operation in it may hand a number to
+Python, have a result whose shape depends on numbers, or move data between host and device. `NoWaiting` refuses all of
+them before a capture. It refuses them on a CPU as well, where nothing waits, so that tests without a GPU find them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.scheduler import Batch
-from kvkeep.engine.waits import NoWaiting, WaitError
 from kvkeep.models.load import Model
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
@@ -26,16 +34,16 @@ from kvkeep.types import Phase
 _log = logging.getLogger(__name__)
 
 WARM_UPS = 2
-"""Runs before a capture: kernels are compiled and libraries take their workspaces."""
+"""Runs before a capture, in which kernels are compiled and libraries allocate their workspaces."""
 
 MOST_REFUSED = 64
-"""Policies whose refusal is remembered."""
+"""Number of policies whose refusal is remembered."""
 
 _Run = Callable[[], Tensor]
 
 
 def bucket(rows: int, most: int) -> int:
-    """The number of rows of the graph that serves so many: powers of two and one and a half times these."""
+    """Return the number of rows of the graph that serves ``rows``: 1, 2, 4, 6, 8, 12, 16, 24, … up to ``most``."""
     size = 1
     while size < rows:
         size = size * 3 // 2 if size > 2 and size & (size - 1) == 0 else 1 << size.bit_length()
@@ -43,7 +51,7 @@ def bucket(rows: int, most: int) -> int:
 
 
 def refusal(policy: Policy) -> str | None:
-    """Why a policy's decode steps cannot be recorded, or ``None``."""
+    """Return the reason why a policy's decode steps cannot be recorded, or ``None`` if they can."""
     if policy.cascades:
         return "its layers share tables that are made anew in every step"
     if not policy.evicts or policy.grows:
@@ -52,14 +60,14 @@ def refusal(policy: Policy) -> str | None:
 
 
 class Graphs:
-    """Decode steps of one model over the first rows of an engine.
+    """Recorded decode steps of one model over the first rows of an engine.
 
     Args:
         model: the model, attached.
-        options: of the model's forward, the same in every step.
+        options: arguments of the model's forward that are the same in every step.
 
     Attributes:
-        refused: why steps run one by one instead, per policy.
+        refused: policies whose steps run unrecorded, each with the reason.
     """
 
     def __init__(self, model: Model, options: dict[str, Any]) -> None:
@@ -71,7 +79,7 @@ class Graphs:
         self._pool: Any = None
 
     def run(self, batch: Batch, rows: Rows) -> Float[Tensor, "n V"] | None:
-        """The logits of a decode step; ``None`` if it is none, or cannot be recorded: then nothing was done."""
+        """Run a decode step and return its logits; return ``None``, having done nothing, if it cannot be recorded."""
         decodes = batch.start == 0 and batch.phase is Phase.DECODE
         size = bucket(len(batch.rows), rows.count)
         policy = rows.sole(0, size) if decodes else None  # rows of several policies have too many orders to record
@@ -92,12 +100,12 @@ class Graphs:
         return self._steps[policy, size].run(batch)[: len(batch.rows)]
 
     def clear(self) -> None:
-        """Let go of what was recorded, and of the rows that it reads and writes."""
+        """Drop all recorded steps, and with them the references to the rows that they read and write."""
         self._steps.clear()
         self._memory = self._pool = None
 
     def _record(self, policy: Policy, size: int, rows: Rows) -> _Step:
-        """Record a step over so many rows, all of them padding: it may be run any number of times and changes nothing.
+        """Record a step over ``size`` rows of padding. Running it changes nothing, however often that happens.
 
         Raises:
             WaitError: the step cannot be recorded.
@@ -125,13 +133,13 @@ class Graphs:
 
 
 class _Step:
-    """A decode step with inputs that stay in their place.
+    """A decode step whose inputs stay at one place in memory.
 
     Args:
         model: the model, attached.
-        options: of its forward.
-        size: rows.
-        cache: these rows' slots.
+        options: arguments of the model's forward.
+        size: number of rows.
+        cache: the slots of these rows.
     """
 
     def __init__(self, model: Model, options: dict[str, Any], size: int, cache: object) -> None:
@@ -153,7 +161,7 @@ class _Step:
         return (self._replay or self.forward)()
 
     def forward(self) -> Float[Tensor, "size V"]:
-        """One step, as it is recorded."""
+        """Run the step unrecorded."""
         self._real.copy_(self._inputs[2])
         out = self._model(
             input_ids=self._inputs[0],
@@ -187,3 +195,101 @@ class _Step:
             return logits
 
         self._replay = replay
+
+
+_WAITING = {
+    f"aten::{name}"
+    for name in (
+        *("_local_scalar_dense", "item", "is_nonzero", "equal", "allclose"),
+        *("_unique2", "unique_consecutive", "unique_dim", "bincount", "masked_select", "nonzero", "nonzero_numpy"),
+        "lift_fresh",  # a tensor made of Python's numbers
+    )
+}
+"""Operators for which the host waits for the device's memory, or the device for the host's."""
+
+_WAITING_METHODS = {"__array__", "cpu", "item", "numpy", "tolist"}
+"""Methods of tensors for which the host waits without calling an operator."""
+
+
+class WaitError(Exception):
+    """An operation made the host wait for the device; whoever enters `NoWaiting` catches this error."""
+
+
+class NoWaiting:
+    """A context in which every operation that makes the host wait for the device raises `WaitError`.
+
+    Compiled layers run uncompiled in this context: torch compiles nothing while a mode watches its operations, and
+    afterwards never compiles code that it has met under one.
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        try:
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+            self._stack.enter_context(_Operators())
+            self._stack.enter_context(_Methods())
+        except BaseException:  # `__exit__` is not called when `__enter__` fails
+            self._stack.close()
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+class _Operators(TorchDispatchMode):
+    """Refuses operators that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        if name in _WAITING or _is_masked(name, args) or _is_counted(func, kwargs or {}) or _moves(name, args, kwargs):
+            raise WaitError(f"the step waits for the device in {name}, {_where()}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Methods(TorchFunctionMode):
+    """Refuses methods of tensors that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _WAITING_METHODS and isinstance(args[0] if args else None, Tensor):
+            raise WaitError(f"the step waits for the device in Tensor.{name}, {_where()}")
+        return func(*args, **(kwargs or {}))
+
+
+def _where() -> str:
+    """Return the file and line that called the operation, leaving out torch's own files."""
+    frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
+    asked = [frame for frame in frames if not {"torch", "jaxtyping"} & set(Path(frame.filename).parts)]
+    return f"{Path(asked[-1].filename).name}:{asked[-1].lineno}"
+
+
+def _is_masked(name: str, args: Sequence[Any]) -> bool:
+    """Return whether an operator indexes with a mask: the shape of its result depends on the mask's content."""
+    if name not in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        return False
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+def _is_counted(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an operator repeats by numbers on the device without being told the size of its result."""
+    return str(func) == "aten.repeat_interleave.Tensor" and kwargs.get("output_size") is None
+
+
+def _moves(name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Return whether an operator copies between host and device."""
+    if name == "aten::_to_copy":
+        device = (kwargs or {}).get("device")
+        return device is not None and torch.device(device).type != args[0].device.type
+    return name == "aten::copy_" and args[0].device.type != args[1].device.type

@@ -1,4 +1,4 @@
-"""Ctrl-C between steps, not in the middle of one; and what else fails in a step."""
+"""Ctrl-C and failures in a step: an interrupt waits for the step's end, and a failure ends the requests it touched."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvkeep.engine.request import Generation
 
 
 class Uninterrupted:
-    """A context in which Ctrl-C waits for the end; a second one comes through at once.
+    """A context that holds back Ctrl-C until its end; a second Ctrl-C interrupts at once.
 
-    What is half done when an interrupt comes cannot be told from what is done, so a step is brought to its end first.
-    Signals reach the main thread only; in any other one this does nothing.
+    An interrupt in the middle of a step would leave no way to tell which parts of the step were done. So the step is
+    brought to its end first. Signals reach the main thread only; in other threads this context does nothing.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class Uninterrupted:
 
 
 class Guard:
-    """A context whose failures are mended; an interrupt goes on to the caller after that.
+    """A context that recovers from failures. An interrupt is passed on to the caller after the recovery.
 
     Args:
-        recover: what mends them, given the exception and the requests that it touched.
-        touched: these requests, asked for when something fails.
+        recover: called with the exception and the requests that it touched.
+        touched: returns these requests; called when something fails.
     """
 
     def __init__(

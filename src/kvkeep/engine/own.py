@@ -1,4 +1,4 @@
-"""All that one sequence of the engine has beside its slots: tables of a cascade, layers with a state of fixed size."""
+"""The memory of one sequence beside its slots: tables of a cascade, and layers with a state of fixed size."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvkeep.store import Cascade
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """What comes and goes with a sequence, and no other may touch.
+    """Memory that belongs to one sequence and is released with it.
 
     Attributes:
-        cascade: what the layers share under a policy that prunes through them.
+        cascade: the tables that the layers share under a policy that prunes through them.
         states: transformers' layers with a state (state-space, convolution), by their number in the model.
     """
 
@@ -27,14 +27,14 @@ class Own:
     states: Mapping[int, Any]
 
     def memory(self) -> Memory:
-        """Bytes of all of it; a full cache would hold the states, too."""
+        """Bytes of the tables and the states. A full cache would hold the states, too."""
         shared = 0 if self.cascade is None else self.cascade.bytes(self.cascade.first)
         held = bytes_of(tensor for layer in self.states.values() for tensor in _tensors(layer))
         return Memory(allocated_bytes=shared + held, state_bytes=shared, full_bytes=held)
 
 
 def keeps_states(model: Decoder) -> bool:
-    """Whether a model has layers without slots: such a model runs one row at a time and reads every prompt whole.
+    """Whether a model has layers without slots. Such a model runs one row at a time and reads every prompt whole.
 
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
@@ -49,7 +49,7 @@ def states_of(cache: BoundedCache) -> dict[int, Any]:
 
 
 def _tensors(layer: object) -> Iterator[Tensor]:
-    """The tensors of a layer with a state, which may hold several of a kind."""
+    """The tensors of a layer with a state. Some layers hold several of a kind in a dictionary."""
     for value in vars(layer).values():
         parts = value.values() if isinstance(value, dict) else [value]
         yield from (part for part in parts if isinstance(part, Tensor))

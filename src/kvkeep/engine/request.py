@@ -1,17 +1,17 @@
-"""What is asked of the engine and what comes back."""
+"""Requests to the engine, their results, and the state of a request between the two."""
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, SupportsIndex
+from typing import Literal
 
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling import Sampling, whole_within
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import InputError
 from kvkeep.memory import Memory
@@ -22,22 +22,22 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and how it is to be continued.
+    """A prompt, and how it is to be continued.
 
     Attributes:
         prompt: token ids, at least one.
         sampling: how tokens are chosen, and how many.
         policy: the eviction policy or its string; by default the engine's.
-        budget: tokens kept per layer and head, at most the engine's, which is the default.
+        budget: tokens kept per layer and head; by default, and at most, the engine's.
         stop: texts that end the generation; they are not part of the result. The engine needs a tokenizer for them.
         ignore_end: go on when the model wants to end its text.
-        logprobs: report the logarithm of each token's probability, and of so many of the likeliest beside it.
-        sequence: identity for everything random, the draw of tokens and policies: equal requests with equal identity
-            get the same tokens.
+        logprobs: report each token's log-probability, and those of this many of the likeliest tokens.
+        sequence: identity of the request for everything random (drawn tokens, policies). Equal requests of the same
+            identity get the same tokens.
 
     Raises:
-        InputError: there is no token, something has another type, or a number is out of range.
-        BudgetError: the budget is no whole number of 1 or more.
+        InputError: the prompt has no token, a value has another type, or a number is out of range.
+        BudgetError: the budget is not a whole number of 1 or more.
     """
 
     prompt: Sequence[int]
@@ -52,7 +52,7 @@ class Request:
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _token_ids(self.prompt))
         object.__setattr__(self, "stop", _texts(self.stop))
-        object.__setattr__(self, "sequence", _whole("sequence", self.sequence, -(2**63), 2**63 - 1))
+        object.__setattr__(self, "sequence", whole_within("sequence", self.sequence, -(2**63), 2**63 - 1))
         if not isinstance(self.sampling, Sampling):
             raise InputError(f"sampling={self.sampling!r} is no kvkeep.Sampling.")
         if not isinstance(self.ignore_end, bool):
@@ -62,31 +62,32 @@ class Request:
         if self.budget is not None:
             object.__setattr__(self, "budget", budgets.check_one(self.budget))
         if self.logprobs is not None:
-            object.__setattr__(self, "logprobs", _whole("logprobs", self.logprobs, 0, 100))
+            object.__setattr__(self, "logprobs", whole_within("logprobs", self.logprobs, 0, 100))
 
 
 def _token_ids(prompt: object) -> tuple[int, ...]:
-    """Token ids as Python's numbers; they may come as a list, an array or a tensor of one axis.
+    """Return the token ids of a list, an array or a tensor of one axis as Python's numbers.
 
     Raises:
-        InputError: there are none, or they are something else.
+        InputError: there are none, or the prompt is something else.
     """
     found = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     if isinstance(found, str | bytes) or not isinstance(found, Iterable):
-        raise InputError(f"The prompt is {_kind(found)}; give token ids, for example tokenizer(text).input_ids.")
+        kind = "a text" if isinstance(found, str | bytes) else f"of the type {type(found).__name__}"
+        raise InputError(f"The prompt is {kind}; give token ids, for example tokenizer(text).input_ids.")
     ids = tuple(found)
     if not ids:
         raise InputError("The prompt has no tokens.")
     if set(map(type, ids)) == {int}:
         return ids
-    return tuple(_whole("A token id of the prompt", one, -(2**63), 2**63 - 1) for one in ids)
+    return tuple(whole_within("A token id of the prompt", one, -(2**63), 2**63 - 1) for one in ids)
 
 
 def _texts(stop: object) -> tuple[str, ...]:
-    """Stop texts.
+    """Return stop texts as a tuple.
 
     Raises:
-        InputError: they are no texts, or one is empty.
+        InputError: one of them is not a text, or is empty.
     """
     found = (stop,) if isinstance(stop, str) else stop
     texts = tuple(found) if isinstance(found, Iterable) else (found,)
@@ -97,35 +98,14 @@ def _texts(stop: object) -> tuple[str, ...]:
     return texts
 
 
-def _whole(name: str, value: object, low: int, high: int) -> int:
-    """A whole number, also of NumPy.
-
-    Raises:
-        InputError: it is something else, or out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise InputError(f"{name}={value!r} is no whole number.")
-    try:
-        number = operator.index(value)
-    except Exception as error:  # an array of several numbers, for example
-        raise InputError(f"{name} is {_kind(value)}, no whole number.") from error
-    if not low <= number <= high:
-        raise InputError(f"{name}={number} is outside {low} … {high}.")
-    return number
-
-
-def _kind(value: object) -> str:
-    return "a text" if isinstance(value, str | bytes) else f"of the type {type(value).__name__}"
-
-
 @dataclass(frozen=True)
 class Logprob:
-    """How likely a token was, before temperature and other changes.
+    """The log-probability of a token, before temperature and other changes.
 
     Attributes:
         token_id: the token that was chosen.
         value: natural logarithm of its probability.
-        top: the likeliest tokens with theirs, most likely first.
+        top: the likeliest tokens with their values, most likely first.
     """
 
     token_id: int
@@ -140,16 +120,16 @@ class Result:
     Attributes:
         id: the number that `Engine.add` gave.
         token_ids: the new tokens, the end token included.
-        text: the same as text, without special tokens and without a stop text; empty without a tokenizer.
+        text: the new tokens as text, without special tokens and without a stop text; empty without a tokenizer.
         finish_reason: ``stop`` (the model or a stop text ended it), ``length``, ``cancelled``, or ``error`` (a step
             failed; the tokens before it are there).
         prompt_tokens: length of the prompt.
-        logprobs: one entry per token, if asked for.
+        logprobs: one entry per new token, if asked for.
         queued_s: time from the request's arrival until it got a row.
-        ttft_s: time from the request's arrival to its first token, the queue included; ``None`` if there was none.
-        prefill_s: time from getting a row to the first token, ``ttft_s - queued_s``; ``None`` if there was none.
-        tpot_s: time per further token; ``None`` if there was only one.
-        error: what failed; ``None`` unless that is why it ended.
+        ttft_s: time from the request's arrival to its first token, the queue included; ``None`` without a token.
+        prefill_s: time from getting a row to the first token, ``ttft_s - queued_s``; ``None`` without a token.
+        tpot_s: time per token after the first; ``None`` with fewer than two.
+        error: the reason, if a step failed.
         memory: bytes of its row at its end; zeros if it was cancelled or ended by an error.
     """
 
@@ -169,13 +149,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Event:
-    """What one step brought for one request.
+    """The outcome of one step for one request.
 
     Attributes:
         id: the number that `Engine.add` gave.
         token_id: the new token; ``None`` if the step failed.
         text: text that has become final, often a word, sometimes nothing.
-        result: the whole, if this was the last token, or if the step failed.
+        result: the finished request, if this was its last token or the step failed.
     """
 
     id: int
@@ -186,22 +166,24 @@ class Event:
 
 @dataclass(eq=False)
 class Generation:
-    """A request on its way: where it stands, and what has been written so far.
+    """A request that waits or runs.
 
     Attributes:
-        id: number of the request.
-        request: what was asked for.
-        policy: the policy it runs under; requests with equal ones share a batch.
+        id: the number that `Engine.add` gave.
+        request: the request.
+        policy: the policy that it runs under.
         budget: tokens kept per layer and head.
         ends: tokens that end the text.
         tail: turns tokens into text and looks for stop texts; ``None`` without a tokenizer.
         row: its row; ``None`` while it waits.
-        fed: tokens that the model has seen, of the prompt and new ones; moves when a step has succeeded.
+        fed: tokens that the model has seen, of the prompt and new ones; counted when a step has succeeded.
         token_ids: the new tokens.
+        logprobs: an entry for each new token, if asked for.
         finish_reason: why it has ended; ``None`` while it runs.
-        error: what failed, if that is why.
-        used: which tokens of the vocabulary occur in it, for a repetition penalty.
-        memory: bytes of its row when it had come to its end.
+        error: the reason, if a step failed.
+        used: marks the tokens of the vocabulary that occur in it, for a repetition penalty.
+        memory: bytes of its row at its end.
+        times: seconds of a clock at which it was ``added``, ``started``, and had its ``first`` and ``last`` token.
     """
 
     id: int
@@ -223,17 +205,17 @@ class Generation:
     def __post_init__(self) -> None:
         self.mark("added")
 
-    def mark(self, what: str) -> None:
-        """Note the time, in seconds."""
-        self.times[what] = time.perf_counter()
+    def mark(self, event: str) -> None:
+        """Note the time of an event."""
+        self.times[event] = time.perf_counter()
 
     @property
     def prompt_left(self) -> int:
-        """Prompt tokens that the model has not seen."""
+        """The number of prompt tokens that the model has not seen."""
         return max(0, len(self.request.prompt) - self.fed)
 
     def take(self, token_id: int) -> Event:
-        """Add a new token, and see whether it is the last one."""
+        """Add a new token, and end the request if this is its last one."""
         if not self.token_ids:
             self.mark("first")
         self.token_ids.append(token_id)
@@ -247,12 +229,18 @@ class Generation:
         return Event(self.id, token_id, piece)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """Note why it ends."""
+        """Note that it ends, and why."""
         self.finish_reason, self.error = reason, error
         self.mark("last")
 
+    def rest(self) -> str:
+        """Return the text that was held back, after a failed step."""
+        with suppress(BaseException):  # perhaps the tokenizer is what fails, or a second Ctrl-C comes
+            return self.tail.end() if self.tail else ""
+        return ""
+
     def result(self) -> Result:
-        """What the user gets."""
+        """Return the finished request as the user gets it."""
         assert self.finish_reason is not None
         at, n = self.times, len(self.token_ids)
         started = at.get("started", at["last"])

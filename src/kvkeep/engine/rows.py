@@ -1,58 +1,45 @@
-"""The KV memory of a batch whose rows come and go: one row per running sequence, all of them allocated once."""
+"""The KV memory of the engine: one row per running sequence, all rows allocated once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvkeep.cache import BoundedCache, BoundedLayer, PhasedCache
+from kvkeep.cache import BoundedCache
 from kvkeep.engine.own import Own, states_of
 from kvkeep.engine.segments import Segment, Segments, segments
-from kvkeep.errors import BudgetError
+from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout
-from kvkeep.memory import Memory
+from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, Cascade, inference
-from kvkeep.types import Phase, Slots
+from kvkeep.store import Block, inference
+from kvkeep.types import Phase, Slots, Stepper
 
 _MOST = 64
-"""Ranges of rows, and policies, whose layers are remembered; what is forgotten is made again when it is needed."""
-
-
-class RowLayer(BoundedLayer):
-    """What the model sees of some rows of a layer; the engine says where each row stands, so this has no length."""
-
-    def get_seq_length(self) -> int:
-        """Nothing: positions are given."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The new tokens alone."""
-        return query_length, 0
+"""Number of row ranges, and of policies, whose layers are remembered. Others are made again when they are needed."""
 
 
 class Rows:
-    """Rows of slots in all layers of a model, made for one policy and shared by others that have room in them.
+    """Rows of slots in all layers of a model. They are made for one policy; others share them if they fit.
 
     Args:
         model: the model, attached.
-        policy: what decides which tokens stay.
+        policy: the policy that the rows are made for.
         budget: the largest budget of a row; every row has memory for it.
         layer_budget: how budgets are spread over the layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
-        prefill_chunk: the chunk of layers with slots, see `BoundedCache`, where a model reads prompts whole.
+        prefill_chunk: see `BoundedCache`; for a model that reads prompts whole.
 
     Attributes:
-        count: rows there is memory for; none before `allocate`.
-        version: incremented whenever tensors of the rows, or what was made of them, are replaced.
-        row_bytes: what one row takes under the policy that they were made for.
-        alone: whether every run of the model may have one row only.
+        count: rows that are allocated; 0 before `allocate`.
+        version: incremented whenever row tensors, or the caches made from them, are replaced.
+        row_bytes: bytes of one row under the policy that the rows are made for.
+        alone: whether a run of the model may have only one row.
 
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
@@ -84,23 +71,31 @@ class Rows:
         self._owners: list[Policy | None] = []
         self._own: list[Own | None] = []
         self._parts: dict[tuple[tuple[Segment, ...], Own | None, Phase], PhasedCache] = {}
-        probe = self._cache(policy, budget)
-        with torch.inference_mode():  # one token shows the shapes of every layer's keys and values
+        probe = BoundedCache(model.config, "full", 1)
+        with torch.inference_mode():  # one token shows the shapes of every layer
             model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
-        self._like = [layer.store.slots() for layer in probe.bounded_layers().values()]
+        layers = probe.bounded_layers().values()
+        self._like = [layer.store.slots() for layer in layers]
+        self._windows = [layer.window for layer in layers]
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
-        self.alone = policy.cascades or self._has_states
-        self.allocate(1)
-        self.row_bytes = self.memory().allocated_bytes + self._state_bytes
+        self.alone = policy.cascades is not None or self._has_states
+        self.row_bytes = self._measure() + self._state_bytes
         self.allocate(0)
+
+    def _measure(self) -> int:
+        """The bytes of one row's slots in all layers, counted on tensors that have shapes but no memory."""
+        self.count = 1
+        shapes = (Slots(*(tensor.to("meta") for tensor in like)) for like in self._like)
+        blocks = map(self._block, self.numbers(self.policy, self._budget), shapes)
+        return bytes_of(tensor for block in blocks for tensor in block.per_row().values())
 
     @inference
     def allocate(self, count: int, *, most_bytes: int | None = None) -> None:
-        """Make the memory for so many rows, all of them empty; later, other policies may add state up to a limit."""
+        """Allocate ``count`` empty rows. Policies with more state may add to them, up to ``most_bytes`` in all."""
         self.renew()
         self._layers.clear()
-        self._blocks = []  # the old memory is free before there is new memory
+        self._blocks = []  # the old memory is freed before new memory is allocated
         self.count = count
         self._most_bytes = most_bytes
         self._owners = [None] * count
@@ -115,20 +110,22 @@ class Rows:
             raise
 
     def _block(self, budget: int, like: Slots) -> Block:
-        """One layer's slots, all of them empty."""
+        """One layer's slots for all rows, empty."""
         starts = {str(i): 0.0 for i in range(len(self.policy.slots))}  # a new token's state is written with it
         heads = like.keys.shape[1]
         keys, values = (x[:, :, :1].expand(self.count, -1, -1, -1) for x in (like.keys, like.values))
-        block = Block(keys, values, numbers=[self.policy.most(budget, heads)], starts=starts)
-        block.budget = block.seen.new_full((self.count, heads), budget) if self.policy.spreads else budget
+        spreads = self.policy.spreads
+        most = spreads.most(self.policy, budget, heads) if spreads else budget
+        block = Block(keys, values, numbers=[most], starts=starts)
+        block.budget = block.seen.new_full((self.count, heads), budget) if spreads else budget
         return block
 
     def takes(self, policy: Policy) -> bool:
-        """Whether a sequence under this policy can have one of the rows while others run under theirs."""
+        """Whether a sequence under this policy can have a row while other rows run under other policies."""
         if policy == self.policy:
             return True
         if any(one.cascades or one.spreads for one in (policy, self.policy)):
-            return False  # layers share tables of the whole batch, or heads have budgets of their own
+            return False  # layers share tables of the whole batch, or heads have their own budgets
         numbers = self.numbers(policy, self._budget)
         if any(number >= block.store.capacity for number, block in zip(numbers, self._blocks, strict=True)):
             return False
@@ -141,7 +138,13 @@ class Rows:
 
     @inference
     def begin(self, row: int, *, budget: int, policy: Policy | None = None, sequence: int = 0) -> None:
-        """Empty a row for a new sequence, under a policy that the rows take or under the one they were made for.
+        """Empty a row for a new sequence.
+
+        Args:
+            row: which.
+            budget: the sequence's budget.
+            policy: one that `takes` accepts; ``None``: the policy that the rows are made for.
+            sequence: the sequence's identity for randomness.
 
         Raises:
             BudgetError: the policy protects more than the budget.
@@ -164,7 +167,7 @@ class Rows:
 
     @inference
     def end(self, row: int) -> None:
-        """Let go of a row: whatever policy the rows beside it have, nothing in it is in their way."""
+        """Release and empty a row. It may then be part of a run under any policy."""
         if (own := self._own[row]) is not None:
             self._parts = {key: part for key, part in self._parts.items() if key[1] is not own}
         self._owners[row] = self._own[row] = None
@@ -172,36 +175,40 @@ class Rows:
 
     @inference
     def move(self, source: int, target: int) -> None:
-        """Let a sequence go on in another row."""
+        """Move a sequence to another row."""
         self._owners[target], self._own[target] = self._owners[source], self._own[source]
         for block in self._blocks:
             block.move_row(source, target)
         self.end(source)
 
     def sole(self, start: int, stop: int) -> Policy | None:
-        """The policy of all rows of a range, ``None`` if there are several."""
+        """The policy of all rows of a range; ``None`` if there are several."""
         found = segments(self._owners, start, stop, self.policy)
         return found[0].policy if len(found) == 1 else None
 
     def part(self, start: int, stop: int, phase: Phase, *, fresh: bool = False) -> PhasedCache:
-        """A range of rows as the cache of one run of the model; ``fresh``: all of them begin a new prompt.
+        """A range of rows as the cache of one run of the model. If rows run alone, the range has one row.
 
-        Where rows run alone a range has one row only.
+        Args:
+            start: the first row.
+            stop: the row after the last one.
+            phase: what the tokens of the run are.
+            fresh: whether all rows begin a new prompt.
         """
         found = segments(self._owners, start, stop, self.policy)
-        key = (found, self._own[start], phase)  # a recorded step keeps its part, and what it says
+        key = (found, self._own[start], phase)  # a recorded step keeps its part, so the part's phase must not change
         if fresh:
             part = self._cache_of(found, columns=0)
         elif key in self._parts:
             part = self._parts[key]
         else:
             _make_room(self._parts)
-            part = self._parts[key] = self._cache_of(found, columns=1)  # its beginning is in the slots
+            part = self._parts[key] = self._cache_of(found, columns=1)  # not 0: the slots hold tokens
         part.phase = phase
         return part
 
     def renew(self) -> None:
-        """Forget what was made of the rows' tensors: these are about to be replaced, or a step failed on them."""
+        """Forget the caches made from the rows' tensors: these will be replaced, or a step failed on them."""
         self._parts.clear()
         self.version += 1
 
@@ -217,7 +224,7 @@ class Rows:
         return self._layouts[policy].slots(budget)
 
     def memory(self) -> Memory:
-        """Bytes over all rows and layers, summed over real tensors; a free row has nothing beside its slots."""
+        """Bytes over all rows and layers, summed over real tensors. A free row has nothing but its slots."""
         beside = (own.memory() for own in self._own if own is not None)
         return sum((*(block.memory() for block in self._blocks), *beside), Memory())
 
@@ -227,70 +234,46 @@ class Rows:
         parts = (block.part(row, row + 1).memory() for block in self._blocks)
         return sum(parts, Memory() if own is None else own.memory())
 
-    def _cache_of(self, those: tuple[Segment, ...], *, columns: int) -> PhasedCache:
-        """The layers of some rows, as a model takes them."""
-        layers = [RowLayer(self._layer(i, those, columns)) for i in range(len(self._blocks))]
-        own = self._own[those[0].start]
+    def _cache_of(self, parts: tuple[Segment, ...], *, columns: int) -> PhasedCache:
+        """Some rows of all layers, as a cache for the model."""
+        layers: list[Any] = [
+            HandingLayer(self._layer(i, parts, columns), window) for i, window in enumerate(self._windows)
+        ]
+        own = self._own[parts[0].start]
         for i, state in sorted(own.states.items()) if own else ():
             layers.insert(i, state)
-        return PhasedCache(layers=cast(Any, layers))
+        return PhasedCache(layers=layers)
 
-    def _layer(self, index: int, those: tuple[Segment, ...], columns: int) -> Layer:
-        """Some rows of one layer: of one policy, or of several side by side."""
-        start, parts = those[0].start, []
-        for one in those:
+    def _layer(self, index: int, parts: tuple[Segment, ...], columns: int) -> Stepper:
+        """Some rows of one layer, under one policy or several."""
+        start, steppers = parts[0].start, []
+        for one in parts:
             if one.policy not in self._layers:
                 _make_room(self._layers)
                 self._layers[one.policy] = list(self._cache(one.policy, self._budget).bounded_layers().values())
             block = self._blocks[index].under(one.policy.slots).part(one.start, one.stop)
             own = self._own[one.start]
             cascade = None if own is None else own.cascade
-            part = self._layers[one.policy][index].over(block, columns=columns, cascade=cascade)
-            parts.append((slice(one.start - start, one.stop - start), part))
-        return parts[0][1] if len(parts) == 1 else Segments(parts)
+            layer = self._layers[one.policy][index].over(block, columns=columns, cascade=cascade)
+            steppers.append((slice(one.start - start, one.stop - start), layer))
+        return steppers[0][1] if len(steppers) == 1 else Segments(steppers)
 
     def _empty(self, row: int) -> None:
         for block in self._blocks:
             block.clear_row(row)
 
     def _new_own(self, policy: Policy) -> Own | None:
-        """What a new sequence under a policy has beside its slots, if it has anything."""
+        """The memory beside its slots of a new sequence under a policy; ``None`` if there is none."""
         if not policy.cascades and not self._has_states:
             return None
         states = states_of(self._cache(policy, self._budget)) if self._has_states else {}
-        return Own(Cascade(0) if policy.cascades else None, states)
+        return Own(policy.cascades(0) if policy.cascades else None, states)
 
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:
         return BoundedCache(self._config, policy, budget, **self._options)
 
 
 def _make_room(remembered: dict[Any, Any]) -> None:
-    """Keep what is remembered bounded."""
+    """Forget everything if `_MOST` entries are remembered."""
     if len(remembered) >= _MOST:
         remembered.clear()
-
-
-def largest_budget(model: Decoder, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
-    """The largest budget under another one of which one row fits into so many bytes; ``None`` if there is none.
-
-    Args:
-        model: the model, attached.
-        policy: what the row is made for.
-        below: a budget of which no row fits.
-        memory: bytes.
-        options: as for `Rows`.
-    """
-
-    @cache
-    def size(budget: int) -> int:
-        return Rows(model, policy, budget, **options).row_bytes
-
-    low, high = policy.least, below
-    try:
-        while low < high - 1 and size(low) <= memory:  # bytes grow with the budget in a line, but for rounding
-            share = (memory - size(low)) / (size(high) - size(low))
-            guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
-            low, high = (guess, high) if size(guess) <= memory else (low, guess)
-        return low if low < below and size(low) <= memory else None
-    except BudgetError:  # the policy protects more than its least says
-        return None

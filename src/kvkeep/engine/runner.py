@@ -21,11 +21,14 @@ class Runner:
 
     Args:
         model: the model, attached.
-        graphs: whether decode steps are recorded, which on a device without CUDA graphs means only that they are run
+        graphs: whether decode steps are recorded as CUDA graphs. On other devices nothing is recorded, but steps run
             as they would be recorded.
 
+    Attributes:
+        graphs: the recorded steps, or ``None``.
+
     Raises:
-        UnsupportedModelError: the model cannot be told where its tokens stand.
+        UnsupportedModelError: the model's forward takes no ``position_ids``.
     """
 
     def __init__(self, model: Model, *, graphs: bool = False) -> None:
@@ -41,14 +44,14 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, batch: Batch, rows: Rows) -> Float[Tensor, "n V"]:
-        """Feed a batch, and return the logits after each row's last token; the next run may overwrite them."""
+        """Feed a batch and return the logits after each row's last token; the next run may overwrite them."""
         if self.graphs is not None and (logits := self.graphs.run(batch, rows)) is not None:
             return logits
         device = self._model.device
         T = max(map(len, batch.tokens))
         ids, positions, real = [], [], []
         for first, tokens in zip(batch.positions, batch.tokens, strict=True):
-            pad = T - len(tokens)  # in front, so that the last column is everybody's last token
+            pad = T - len(tokens)  # in front, so that the last column holds every row's last token
             ids.append([0] * pad + list(tokens))
             positions.append([0] * pad + list(range(first, first + len(tokens))))
             real.append([False] * pad + [True] * len(tokens))
@@ -63,3 +66,8 @@ class Runner:
         )
         last: Tensor = out.logits[:, -1]
         return last
+
+    def forget(self) -> None:
+        """Drop all recorded steps, because the rows that they read and write are about to go."""
+        if self.graphs is not None:
+            self.graphs.clear()

@@ -1,8 +1,8 @@
-"""From logits to tokens, all rows at once; each row draws as it would alone.
+"""From logits to tokens, for all rows at once; each row draws as it would alone.
 
-Randomness is counter-based: the number that decides the n-th token of a request depends on the request's seed, on its
-sequence and on n, not on the batch. The order of the steps is that of transformers: penalty, temperature, top-k,
-top-p, min-p.
+Randomness is counter-based: the number that decides the n-th token of a request depends on the request's seed, its
+sequence and n, not on the batch. The order of the steps is that of transformers: penalty, temperature, top-k, top-p,
+min-p.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvkeep.noise import spread, uniform
 
 
 def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> list[int | None]:
-    """The next token of every row; ``None`` where the logits name none, since one is NaN or the largest infinite.
+    """Return the next token of every row; ``None`` where a logit is NaN, or the largest one infinite.
 
     Args:
-        logits: the model's, one row per generation.
-        generations: what is being written, with the wishes of its request. Log-probabilities are noted in them.
+        logits: the model's logits, one row per generation.
+        generations: the requests. Their `logprobs` get an entry for each token, if asked for.
     """
     logits = logits.float()
     penalised = _penalised(logits, generations)
@@ -41,13 +41,13 @@ def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> lis
 
 
 def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Draw one token per row from what temperature, top-k, top-p and min-p leave of the distribution.
+    """Draw one token per row after temperature, top-k, top-p and min-p.
 
     Args:
-        logits: float32, a repetition penalty already applied.
+        logits: float32, with the repetition penalty applied.
         samplings: how each row draws; temperatures above 0.
-        steps: how many tokens each row has drawn before, joined with its sequence if that is not 0: rows of equal
-            seeds and steps draw with the same number.
+        steps: a counter per row: the tokens drawn before, combined with the row's sequence. Rows of equal seeds and
+            counters draw with the same random number.
     """
 
     def column(values: list[float]) -> Float[Tensor, "n 1"]:
@@ -65,7 +65,7 @@ def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: I
         out |= ((p.cumsum(dim=-1) - p) >= top_p) & (top_p < 1.0)
         p = ordered.masked_fill(out, -torch.inf).softmax(dim=-1)
         out |= p < column([s.min_p or 0.0 for s in samplings]) * p[:, :1]
-        out[:, 0] = False  # the likeliest token stays, whatever rounding makes of a limit
+        out[:, 0] = False  # the likeliest token stays, even if rounding puts it beyond a limit
         logits = torch.empty_like(logits).scatter_(1, order, ordered.masked_fill(out, -torch.inf))
     seeds = torch.tensor([s.seed for s in samplings], dtype=torch.int64, device=logits.device)
     u = uniform(0, seeds, steps).double()[:, None]
@@ -74,7 +74,7 @@ def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: I
 
 
 def _penalised(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
-    """Tokens that occur in the prompt or the new text become less likely in rows that ask for it."""
+    """Return the logits after the repetition penalty of the rows that ask for one."""
     asked = [i for i, one in enumerate(generations) if one.request.sampling.repetition_penalty != 1.0]
     if not asked:
         return logits
@@ -88,7 +88,7 @@ def _penalised(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) 
 
 
 def _used(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
-    """Which tokens of the vocabulary occur in a row so far; kept from step to step."""
+    """Return a mask of the tokens that occur in a row so far; it is kept from step to step."""
     if one.used is None:
         with torch.inference_mode(False):  # written in inference mode and out of it
             one.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
@@ -99,7 +99,7 @@ def _used(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
 
 
 def _note(logits: Float[Tensor, "n V"], tokens: Sequence[int], generations: Sequence[Generation]) -> None:
-    """Write down the log-probabilities of rows that ask for them."""
+    """Append the log-probabilities of rows that ask for them."""
     for i, (token, one) in enumerate(zip(tokens, generations, strict=True)):
         n = one.request.logprobs
         if n is None or token < 0:

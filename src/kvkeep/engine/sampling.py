@@ -1,4 +1,4 @@
-"""How tokens are chosen, and how many; every number is checked where it comes in."""
+"""How tokens are chosen, and how many; every number is checked when it comes in."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _HOTTEST = 1000.0
 class Sampling:
     """How tokens are chosen, and how many.
 
-    Whole numbers and numbers of numpy are taken like Python's own.
+    Numbers of NumPy and other libraries are taken like Python's own.
 
     Attributes:
         max_new_tokens: stop after this many tokens, if the model has not stopped before.
-        temperature: 0 takes the most probable token; above 0, and up to 1000, one is drawn.
+        temperature: 0 takes the most probable token; above 0, and up to 1000, a token is drawn.
         top_p: draw among the most probable tokens that together have this probability, in [1e-6, 1].
         top_k: draw among this many most probable tokens.
         min_p: draw among tokens with at least this share of the most probable one's probability, in (0, 1].
@@ -32,7 +32,7 @@ class Sampling:
         seed: the same seed draws the same tokens.
 
     Raises:
-        InputError: a number is none or out of its range, or ``top_p`` or ``top_k`` would be ignored.
+        InputError: a value is not a number or is out of its range, or ``top_p`` or ``top_k`` would be ignored.
     """
 
     max_new_tokens: int = 256
@@ -62,7 +62,7 @@ class Sampling:
 
     def _take_numbers(self) -> None:
         """Replace every number by Python's own."""
-        for name, kind in (("max_new_tokens", _whole), ("top_k", _whole), ("seed", _whole), *_NUMBERS):
+        for name, kind in (("max_new_tokens", whole), ("top_k", whole), ("seed", whole), *_NUMBERS):
             value = getattr(self, name)
             if value is not None or name not in ("top_p", "top_k", "min_p"):
                 object.__setattr__(self, name, kind(name, value))
@@ -81,25 +81,41 @@ class Sampling:
             raise InputError(f"repetition_penalty={self.repetition_penalty} is outside {low:g} … {high:g}; 1 is off.")
 
 
-def _whole(name: str, value: object) -> int:
-    """A whole number.
+def whole(name: str, value: object) -> int:
+    """Return a whole number as Python's own.
+
+    Args:
+        name: the number's name, for the error.
+        value: a number of any library.
 
     Raises:
-        InputError: it is none; a truth value is none, either.
+        InputError: the value is not a whole number; ``True`` and ``False`` are none.
     """
     try:
         if isinstance(value, bool):
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except Exception:  # an array of several numbers, for example
         raise InputError(f"{name}={_shown(value)} is not a whole number.") from None
 
 
-def _number(name: str, value: object) -> float:
-    """A number that is neither infinite nor NaN.
+def whole_within(name: str, value: object, low: int, high: int) -> int:
+    """Return a whole number from ``low`` to ``high`` as Python's own.
 
     Raises:
-        InputError: it is none; a truth value is none, either.
+        InputError: see `whole`; or the number is out of range.
+    """
+    number = whole(name, value)
+    if not low <= number <= high:
+        raise InputError(f"{name}={_shown(number)} is outside {low} … {high}.")
+    return number
+
+
+def _number(name: str, value: object) -> float:
+    """Return a finite number as Python's own.
+
+    Raises:
+        InputError: the value is not a finite number; ``True`` and ``False`` are none.
     """
     try:
         if not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value):
@@ -113,7 +129,7 @@ _NUMBERS = (("temperature", _number), ("top_p", _number), ("min_p", _number), ("
 
 
 def _shown(value: object) -> str:
-    """A value as a message can show it: Python refuses to write out a whole number of thousands of digits."""
+    """Return a value as an error shows it. Python refuses to write out a whole number of thousands of digits."""
     try:
         text = repr(value)
     except ValueError:

@@ -1,12 +1,13 @@
-"""Who runs next: rows are given to waiting requests, prompts are fed in chunks, everyone else gets one token.
+"""Who runs next: the scheduler gives rows to waiting requests and plans the batches of each step.
 
-Every step feeds at most one chunk of prompts, so a running row never waits longer than that.
+A step feeds at most one chunk of prompt tokens, and one token to every other running row. So a running row never waits
+longer than one chunk takes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,23 +16,23 @@ from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
 
 WHOLE_PROMPTS = 512
-"""Tokens that prompts which are read whole may have together in one run; the first of them may have more."""
+"""Most tokens of a run that feeds several whole prompts, padding included; a single prompt may be longer."""
 
 PATIENCE = 4
-"""How many times the number of rows a request that needs other rows may be passed over before it gets them."""
+"""A request that needs other rows is passed over at most this many times per row; then the rows are replaced."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One run of the model over neighbouring rows. Nothing of a request changes before `commit`.
+    """One run of the model over neighbouring rows. No request changes before `commit`.
 
     Attributes:
         start: the first row.
-        rows: who is fed in each row from ``start`` on; ``None``: nobody, the row only stands between others.
-        tokens: what each is fed; the same number of lists as rows, empty for ``None``.
-        positions: where the first token of each stands in its sequence.
-        phase: whether these are tokens of prompts, or generated ones.
-        fresh: whether all of them begin their prompt.
+        rows: the request in each row from ``start`` on; ``None`` for a row that is fed nothing.
+        tokens: the tokens that each row is fed; empty for ``None``.
+        positions: the position of each row's first token in its sequence.
+        phase: whether the tokens belong to prompts or were generated.
+        fresh: whether every row begins its prompt.
     """
 
     start: int
@@ -48,14 +49,14 @@ class Batch:
 
     @property
     def requests(self) -> list[Generation]:
-        """Those that are fed."""
+        """The requests that are fed."""
         return [one for one in self.rows if one is not None]
 
     def commit(self) -> list[tuple[int, Generation]]:
         """Note that the model has seen the tokens.
 
         Returns:
-            Those whose next token follows from this run, each with its place in the batch.
+            The requests whose next token follows from this run, each with its place in the batch.
         """
         for one, tokens in zip(self.rows, self.tokens, strict=True):
             if one is not None:
@@ -64,7 +65,7 @@ class Batch:
 
 
 class Gap(NamedTuple):
-    """A sequence, the row it has, and a free one before it."""
+    """A sequence, its row, and a free row before it."""
 
     one: Generation
     source: int
@@ -72,16 +73,20 @@ class Gap(NamedTuple):
 
 
 class Scheduler:
-    """Gives rows to requests whose policies can share them.
+    """Gives rows to requests, and plans which of them the model runs.
 
     Args:
-        rows: how many rows there are.
+        rows: number of rows.
         chunk: prompt tokens that are fed in one step; ``None``: a whole prompt.
-        alone: whether every run of the model may have one row only.
+        alone: whether every run of the model is limited to one row.
+        waiting: requests that wait already.
+
+    Attributes:
+        waiting: the requests without a row, the longest waiting first.
     """
 
-    def __init__(self, rows: int, chunk: int | None, *, alone: bool) -> None:
-        self.waiting: deque[Generation] = deque()
+    def __init__(self, rows: int, chunk: int | None, *, alone: bool, waiting: Iterable[Generation] = ()) -> None:
+        self.waiting = deque(waiting)
         self._rows: list[Generation | None] = [None] * rows
         self._chunk = chunk
         self._alone = alone
@@ -89,11 +94,15 @@ class Scheduler:
 
     @property
     def running(self) -> list[Generation]:
-        """Those that have a row."""
+        """The requests that have a row."""
         return [one for one in self._rows if one is not None]
 
     def admit(self, takes: Callable[[Policy], bool]) -> list[Generation]:
-        """Give free rows to waiting requests whose policies the rows take, the longest waiting first."""
+        """Give free rows to waiting requests, the longest waiting first.
+
+        Args:
+            takes: returns whether the present rows can hold a sequence under a policy. Other requests are passed over.
+        """
         admitted: list[Generation] = []
         while self.waiting and self._passed_over <= PATIENCE * len(self._rows):
             one = next((w for w in self.waiting if takes(w.policy)), None)
@@ -106,21 +115,29 @@ class Scheduler:
         return admitted
 
     def _free_row(self, policy: Policy) -> int | None:
-        """The first free row, or one beside a row of the same policy: the fewer borders, the fewer steps per layer."""
+        """Return a free row, preferably beside one of the same policy: a layer steps once per run of equal policies."""
         of = [None if one is None else one.policy for one in self._rows]
         free = [i for i, one in enumerate(self._rows) if one is None]
         beside = [i for i in free if policy in (*of[max(0, i - 1) : i], *of[i + 1 : i + 2])]
         return next(iter(beside or free), None)
 
     def next_policy(self) -> Policy | None:
-        """The policy to turn to: that of the longest waiting request, once no row is taken."""
+        """Return the policy of the longest waiting request once no row is taken, and ``None`` before."""
         if self.running or not self.waiting:
             return None
         self._passed_over = 0
         return self.waiting[0].policy
 
+    def waiting_for(self, policy: Policy) -> list[Generation]:
+        """Return the requests that wait for rows under a policy."""
+        return [one for one in self.waiting if one.policy is policy or one.policy == policy]
+
+    def beginning(self) -> list[Generation]:
+        """Return the requests whose rows were fed nothing yet; without any, the longest waiting request."""
+        return [one for one in self.running if not one.fed] or list(self.waiting)[:1]
+
     def leave(self, one: Generation) -> None:
-        """Free the row of a sequence, or its place in the queue."""
+        """Free the row of a request, or its place in the queue."""
         if one in self.waiting:
             self.waiting.remove(one)
         if one.row is not None:
@@ -128,7 +145,7 @@ class Scheduler:
             one.row = None
 
     def gap(self) -> Gap | None:
-        """The last sequence, if nobody waits for the first free row and it may go on there."""
+        """Return the last sequence and the first free row, if the sequence can go on there and no request waits."""
         taken = [i for i, one in enumerate(self._rows) if one is not None]
         if self.waiting or self._alone or not taken or taken[-1] < len(taken):
             return None
@@ -140,11 +157,11 @@ class Scheduler:
         return Gap(one, source, target)
 
     def move(self, gap: Gap) -> None:
-        """Let a sequence go on in another row."""
+        """Note that a sequence goes on in another row."""
         self._rows[gap.source], self._rows[gap.target], gap.one.row = None, gap.one, gap.target
 
     def plan(self) -> list[Batch]:
-        """What the model runs in this step: at most a chunk of prompts, and one token for every other row."""
+        """Return the batches of this step: at most one chunk of prompts, and one token for every other row."""
         decoding = [one if one is not None and one.token_ids else None for one in self._rows]
         while decoding and decoding[-1] is None:
             decoding.pop()
@@ -163,7 +180,7 @@ class Scheduler:
         return [*self._feed(), *steps]
 
     def _feed(self) -> list[Batch]:
-        """The next chunk of the prompt that was admitted first, or several short prompts in neighbouring rows."""
+        """Return a batch of the next chunk of the oldest prompt, or of several short prompts in neighbouring rows."""
         first = min((one for one in self.running if one.prompt_left), key=lambda one: one.id, default=None)
         if first is None or first.row is None:
             return []

@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
-from kvkeep.types import AttentionOptions, Phase
+from kvkeep.types import AttentionOptions, Phase, Stepper
 
 
 class Segment(NamedTuple):
@@ -23,7 +22,7 @@ class Segment(NamedTuple):
 
 
 def segments(owners: Sequence[Policy | None], start: int, stop: int, default: Policy) -> tuple[Segment, ...]:
-    """Cut a range of rows where the policy changes; rows that belong to nobody go with those before them."""
+    """Cut a range of rows where the policy changes. A row without an owner joins the rows before it."""
     policy = next((one for one in owners[start:stop] if one is not None), default)
     found = [Segment(policy, start, start)]
     for row, owner in enumerate(owners[start:stop], start):
@@ -33,23 +32,17 @@ def segments(owners: Sequence[Policy | None], start: int, stop: int, default: Po
     return tuple(found)
 
 
-class Segments(Layer):
-    """A layer that is made of the layers of neighbouring rows; it holds nothing itself.
+class Segments:
+    """Takes the steps of neighbouring rows that have layers of their own, and holds nothing itself.
 
     The model's matrices are read once for all rows; attention, statistics and eviction run once for each part.
 
     Args:
-        parts: the rows of each, counted from the first part's first row, and its layer.
+        parts: the rows of each part, counted from the first part's first row, and the part's layer.
     """
 
-    def __init__(self, parts: Sequence[tuple[slice, Layer]]) -> None:
-        self._segments = parts
-        self.window = parts[0][1].window
-
-    def open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
-        """Check that the tensors fit."""
-        for rows, part in self._segments:
-            part.open(keys[rows], values[rows])
+    def __init__(self, parts: Sequence[tuple[slice, Stepper]]) -> None:
+        self._parts = parts
 
     def step(
         self,
@@ -61,9 +54,9 @@ class Segments(Layer):
         phase: Phase,
         real: Bool[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B Hq T E"]:
-        """`Layer.step` of every part on its own rows."""
+        """`kvkeep.Layer.step` of each part on its own rows."""
         done = []
-        for rows, part in self._segments:
+        for rows, part in self._parts:
             mine = None if real is None else real[rows]
             done.append(part.step(query[rows], keys[rows], values[rows], options=options, phase=phase, real=mine))
         return torch.cat(done)

@@ -1,24 +1,59 @@
-"""Text that ends where a stop text begins."""
+"""Text that appears while a model is still writing, and ends where a stop text begins."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvkeep.models.stream import TextPieces
+_REPLACEMENT = "\ufffd"
+"""The character to which half a character is decoded."""
+
+
+class TextPieces:
+    """Decodes tokens one by one into pieces of text that never change again.
+
+    A token may be half a character, and its text may depend on the token before it (spaces). So a piece is the
+    difference between the text with and without the new tokens, and is held back while it ends in the middle of a
+    character. Only the tokens of the last two pieces are decoded again, so a token of a long text costs no more.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._start = 0  # first token that is decoded again
+        self._done = 0  # tokens whose text has been handed out
+
+    def add(self, token_id: int) -> str:
+        """Return the text that one more token makes final: often a word, sometimes nothing."""
+        self._ids.append(token_id)
+        piece = self._pending()
+        if not piece or piece.endswith(_REPLACEMENT):
+            return ""
+        self._start, self._done = self._done, len(self._ids)
+        return piece
+
+    def end(self) -> str:
+        """Return the rest of the text, even if it ends in the middle of a character."""
+        piece = self._pending()
+        self._start = self._done = len(self._ids)
+        return piece
+
+    def _pending(self) -> str:
+        known = self._decode(self._ids[self._start : self._done])
+        return self._decode(self._ids[self._start :])[len(known) :]
 
 
 class StopText:
     """Turns tokens into text that is never taken back, up to the first stop text.
 
-    What could be the beginning of a stop text is held back until the next tokens decide.
+    Text that could be the beginning of a stop text is held back until the next tokens decide.
 
     Args:
-        decode: the text of tokens.
+        decode: returns the text of tokens.
         stops: texts that end the generation.
 
     Cost:
-        linear in the text and in the stop texts, however long what is held back becomes.
+        linear in the lengths of the text and of the stop texts, however much text is held back.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
@@ -35,20 +70,20 @@ class StopText:
         return "".join(self._said)
 
     def add(self, token_id: int) -> tuple[str, bool]:
-        """The text that one more token makes final, and whether a stop text has been reached."""
+        """Return the text that one more token makes final, and whether a stop text has been reached."""
         if self._stopped:
             return "", True
         return self._hand_out(self._pieces.add(token_id)), self._stopped
 
     def end(self) -> str:
-        """What is left when no more tokens come."""
+        """Return the rest of the text when no more tokens come."""
         if self._stopped:
             return ""
         piece = self._hand_out(self._pieces.end())
         return piece if self._stopped else piece + self._release(self._n_held)
 
     def _hand_out(self, piece: str) -> str:
-        """Take more text in; what is final comes out."""
+        """Hold back one more piece, and return the text that has become final."""
         self._held.append(piece)
         self._n_held += len(piece)
         undecided = [search.read(piece) for search in self._searches]
@@ -58,7 +93,7 @@ class StopText:
         return self._release(self._n_held - max(undecided, default=0))
 
     def _release(self, n: int) -> str:
-        """The first ``n`` characters of what is held back, which holds them no longer."""
+        """Return the first ``n`` characters of the text that is held back, and hold them no longer."""
         parts = []
         self._n_held -= n
         while n > 0:
@@ -72,22 +107,25 @@ class StopText:
 
 
 class _Search:
-    """A search for one text in a stream of characters, each of which is looked at once (Knuth, Morris and Pratt).
+    """Searches for one text in a stream and looks at each character once (Knuth, Morris and Pratt).
 
     Args:
         wanted: the text.
+
+    Attributes:
+        found: whether the text has been found.
+        since: number of characters from the beginning of the text, where it was found, to the end of the stream.
     """
 
     def __init__(self, wanted: str) -> None:
         self._wanted = wanted
-        self._matched = 0  # length of the longest end of the stream that is a beginning of the text
+        self._matched = 0  # length of the longest beginning of the text with which the stream ends
         self._shorter = _shorter_matches(wanted)
         self.found = False
         self.since = 0
-        """Characters from the beginning of what was found to the end of the stream."""
 
     def read(self, piece: str) -> int:
-        """Go on with more characters; how many at the end of the stream could be a beginning of the text."""
+        """Read more characters; return how many at the end of the stream could be a beginning of the text."""
         for at, character in enumerate(piece, start=1):
             self._matched = _longer(self._wanted, self._shorter, self._matched, character)
             if self._matched == len(self._wanted):
@@ -97,7 +135,10 @@ class _Search:
 
 
 def _shorter_matches(wanted: str) -> list[int]:
-    """For each beginning of a text, by length, the longest shorter one with which it ends; -1 where there is none."""
+    """For each beginning of a text: the length of the longest shorter one with which it ends, or -1.
+
+    Entry ``n`` belongs to the beginning of ``n`` characters.
+    """
     shorter = [-1]
     matched = -1
     for character in wanted:
@@ -109,7 +150,7 @@ def _shorter_matches(wanted: str) -> list[int]:
 
 
 def _longer(wanted: str, shorter: list[int], matched: int, character: str) -> int:
-    """How much of a text is matched after one more character."""
+    """Return how many characters of a text are matched after one more character of the stream."""
     while matched >= 0 and wanted[matched] != character:
         matched = shorter[matched]
     return matched + 1

@@ -1,4 +1,5 @@
-"""Evaluations: what a policy costs in quality at a budget, measured on the path that runs.
+"""Evaluations: the quality that a policy costs at a budget, measured with caches that really evict.
 
-`plan` says which cells there are, `run` fills them, `records` keeps one JSON line per cell, `report` reads them.
+`plan` lists the cells of a grid, `run` fills them, `records` stores one JSON line per cell, `report` and `curves` show
+them.
 """

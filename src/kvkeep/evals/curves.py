@@ -1,4 +1,4 @@
-"""From rows to plots; needs nothing but the JSONL file."""
+"""Plots of rows; needs only ``results.jsonl``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvkeep.evals.measures import (
+from kvkeep.evals.metrics import TENTHS
+from kvkeep.evals.report import (
     FULL,
     MEASURES,
     Measure,
@@ -23,25 +24,24 @@ from kvkeep.evals.measures import (
     percent,
     seeds,
 )
-from kvkeep.evals.metrics import TENTHS
 from kvkeep.plots import Panel, Series, draw
 
 MOST_BANDS = 6
-"""Lines in a panel, at most, whose ranges over seeds are drawn."""
+"""Most lines in a panel whose ranges over seeds are drawn."""
 
 _DEPTHS = 5
 _SHARES = (-3.0, 103.0)
 
 
 PICTURES = ("quality.png", "depth.png", "kept.png")
-"""Files that `plots` writes."""
+"""The files that `plots` writes."""
 
 
 def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Draw everything that the rows have numbers for.
+    """Draw all pictures for which the rows have numbers.
 
     Returns:
-        The pictures: those of `PICTURES`, or fewer.
+        The paths of the pictures, some or all of `PICTURES`.
 
     Raises:
         InputError: matplotlib is missing, or a picture cannot be written.
@@ -51,7 +51,7 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def quality(rows: Sequence[Row]) -> list[Panel]:
-    """Each measure over the budget; a policy that never evicts is a line across."""
+    """Each measure over the budget; a policy that never evicts is a horizontal line."""
     return [
         _over_seeds(
             cases,
@@ -76,7 +76,7 @@ def _curve(name: str, group: Sequence[Row], measure: Measure) -> Series:
 
 
 def depth(rows: Sequence[Row]) -> list[Panel]:
-    """Recall over the depth of the asked fact, all contexts together; a panel for each budget."""
+    """Recall over the depth of the asked fact, all contexts together; one panel per budget."""
     return [
         _over_seeds(
             group,
@@ -106,7 +106,7 @@ def _depth_curve(name: str, group: Sequence[Row]) -> Series:
 
 
 def kept(rows: Sequence[Row]) -> list[Panel]:
-    """Where the kept tokens stand in the prompt; a panel for each budget."""
+    """Positions of kept tokens in the prompt; one panel per budget."""
     return [
         _over_seeds(
             group,
@@ -133,7 +133,7 @@ def _kept_curve(name: str, group: Sequence[Row]) -> Series:
 
 
 def _series(name: str, points: Sequence[tuple[float, Spread]], *, reference: bool) -> Series:
-    """A line through the means, with a band from the lowest to the highest where there are several seeds."""
+    """A line through the means, with a band from the lowest to the highest value if there are several seeds."""
     several = any(spread.n > 1 for _, spread in points)
     return Series(
         name,
@@ -145,7 +145,7 @@ def _series(name: str, points: Sequence[tuple[float, Spread]], *, reference: boo
 
 
 def _over_seeds(group: Sequence[Row], panel: Panel) -> Panel:
-    """Say in the title what is shown of several seeds; bands of many lines would hide each other."""
+    """The panel with the number of seeds in its title, and without bands if it has many lines."""
     if not (several := seeds(group)):
         return panel
     if len(panel.series) <= MOST_BANDS:
@@ -155,7 +155,7 @@ def _over_seeds(group: Sequence[Row], panel: Panel) -> Panel:
 
 
 def _recalls(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Recall at each budget at which something is evicted, with the policies that never evict; contexts together."""
+    """Rows of recall by budget, where something is evicted, with the policies that never evict; contexts together."""
     return {
         ", ".join(filter(None, (budget, way))): [row for row in group if row["budget"] in (budget, FULL)]
         for way, group in grouped(of_task(rows, "recall"), _way).items()
@@ -165,5 +165,5 @@ def _recalls(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _way(row: Row) -> str:
-    """What a case says besides the context."""
+    """The parts of a case's name other than the context."""
     return ",".join(part for part in row["case"].split(",") if not part.startswith("context="))

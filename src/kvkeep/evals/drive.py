@@ -1,19 +1,86 @@
-"""A model and its bounded cache, fed piece by piece: the same path as ``generate``."""
+"""How evaluations run a model: the options of a bounded cache, and batches that are fed piece by piece."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.evals.setup import PLAIN, Setup
+from kvkeep import budget as budgets
+from kvkeep.cache import BoundedCache
+from kvkeep.errors import BudgetError
+from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
+from kvkeep.rotary.embedding import rotation_for
 
 BATCH_TOKENS = 16_384
-"""Prompt tokens that run through the model at once."""
+"""Most prompt tokens that run through the model at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The options of a `BoundedCache` beside policy and budget; by default the policy's own.
+
+    Attributes:
+        positions: ``true`` or ``slot``; ``None`` for the policy's own mode.
+        layer_budget: how the budget is spread over the layers; ``None`` for the policy's own rule.
+        prefill_chunk: tokens of a prompt that a layer takes at once; ``None`` for all.
+
+    Raises:
+        BudgetError: there is no such rule for layers, or a number is out of range.
+    """
+
+    positions: str | None = None
+    layer_budget: str | tuple[float, ...] | None = None
+    prefill_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layer_budget, str):
+            budgets.per_layer(self.layer_budget, budget=1, layers=1)
+        if self.prefill_chunk is not None and self.prefill_chunk < 1:
+            raise BudgetError(f"The prefill chunk {self.prefill_chunk} takes no token; give 1 or more.")
+
+    def cache(self, checkpoint: Checkpoint, policy: Policy, numbers: Sequence[int], *, first: int = 0) -> BoundedCache:
+        """An unused cache for one batch.
+
+        Args:
+            checkpoint: the model.
+            policy: the eviction policy.
+            numbers: tokens kept per layer and head, one number per row.
+            first: identity of the first row for policies with randomness; the others count up from it.
+        """
+        return BoundedCache(
+            checkpoint.config,
+            policy,
+            list(numbers),
+            prefill_chunk=self.prefill_chunk,
+            sequences=list(range(first, first + len(numbers))),
+            layer_budget=self.layer_budget,
+            positions=self.positions,
+        )
+
+    def differences(self, checkpoint: Checkpoint, policy: Policy) -> str:
+        """The options that differ from the policy's own on this model, e.g. ``positions=slot,layer-budget=ramp:0.2``.
+
+        Raises:
+            UnsupportedModelError: slot positions were asked for, and the model cannot have them.
+        """
+        rule = policy.defaults.layer_budget
+        found = {
+            "positions": (_mode(checkpoint, self.positions, policy), _mode(checkpoint, None, policy)),
+            "layer-budget": (_rule(self.layer_budget or rule), _rule(rule)),
+            "prefill-chunk": (str(self.prefill_chunk), str(None)),
+        }
+        return ",".join(f"{name}={asked}" for name, (asked, own) in found.items() if asked != own)
+
+
+PLAIN = Setup()
+"""The policy's own options."""
 
 
 class Drive:
@@ -24,7 +91,7 @@ class Drive:
         policy: the eviction policy.
         budgets: tokens kept per layer and head, one per row.
         first: identity of the first row for policies with randomness; the others count up from it.
-        setup: how the cache is made, beside policy and budgets.
+        setup: the cache's other options.
     """
 
     def __init__(self, writer: Writer, policy: Policy, budgets: Sequence[int], *, first: int = 0, setup: Setup = PLAIN):
@@ -40,7 +107,7 @@ class Drive:
 
         Args:
             ids: token ids.
-            real: which of them are tokens; ``None``: all, and all before them too.
+            real: which of them are tokens; ``None``: all, and all columns before them.
             last_only: compute the logits of the last column only.
 
         Returns:
@@ -63,22 +130,27 @@ class Drive:
         return {"attention_mask": self._real.long(), "position_ids": positions.clamp(min=0)}
 
 
-def ends_of(writer: Writer) -> set[int]:
-    """The tokens with which a model ends its text."""
-    config = writer.model.generation_config
-    ids = None if config is None else config.eos_token_id
-    return set(ids) if isinstance(ids, list) else set() if ids is None else {int(ids)}
-
-
 def batches(lengths: Sequence[int]) -> list[slice]:
-    """Cut rows into batches of at most `BATCH_TOKENS` columns (but at least one row each)."""
+    """Batches of rows: as many as have `BATCH_TOKENS` columns together, but at least one row each."""
     size = max(1, BATCH_TOKENS // max(lengths))
     return [slice(start, start + size) for start in range(0, len(lengths), size)]
 
 
 def left_padded(rows: Sequence[Int[Tensor, "_"]]) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Rows of different lengths as one batch, padded on the left, and which columns are tokens."""
+    """One batch of rows of different lengths, padded on the left, and which columns are tokens."""
     width = max(len(row) for row in rows)
     ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
     return ids, torch.arange(width) >= width - lengths[:, None]
+
+
+def _mode(checkpoint: Checkpoint, asked: str | None, policy: Policy) -> str:
+    return "true" if rotation_for(checkpoint.config, asked, own=policy.defaults.positions) is None else "slot"
+
+
+def _rule(how: str | tuple[float, ...]) -> str:
+    """The name of a rule with its parameter; weights, one for each layer, are shown as a hash."""
+    if not isinstance(how, str):
+        return f"calibrated:{hashlib.sha256(repr(how).encode()).hexdigest()[:8]}"
+    name, _, number = how.partition(":")
+    return name if name == "uniform" else f"{name}:{float(number or budgets.RULES[name]):g}"

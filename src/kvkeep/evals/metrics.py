@@ -1,11 +1,11 @@
-"""Pure functions from tensors to the numbers of a row. No model, no cache, no file."""
+"""The numbers of a row, as pure functions of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 TENTHS = 10
@@ -19,12 +19,12 @@ def nll(logits: Float[Tensor, "B T V"], targets: Int[Tensor, "B T"]) -> Float[Te
 def kl(full: Float[Tensor, "B V"], bounded: Float[Tensor, "B V"]) -> Float[Tensor, " B"]:
     """KL(full ‖ bounded) of two next-token distributions given as logits, in nats and float32; never below 0."""
     p, q = full.float().log_softmax(dim=-1), bounded.float().log_softmax(dim=-1)
-    terms = (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0)  # what the full cache rules out costs nothing
+    terms = (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0.0)  # tokens that the full cache rules out add 0
     return terms.sum(dim=-1).clamp(min=0.0)
 
 
 def position_buckets(length: int, first: int = 64) -> list[tuple[int, int]]:
-    """Ranges of target positions ``[start, stop)``: from 1, doubling after ``first``, up to ``length``."""
+    """Ranges ``[start, stop)`` of target positions from 1 to ``length``, which double after ``first``."""
     edges = [1]
     edge = first
     while edge < length:
@@ -34,7 +34,7 @@ def position_buckets(length: int, first: int = 64) -> list[tuple[int, int]]:
 
 
 def tenth_of(share: float) -> int:
-    """Which tenth a share in [0, 1] falls into, from 0 to 9."""
+    """The tenth that a share in [0, 1] falls into, from 0 to 9."""
     return min(TENTHS - 1, int(share * TENTHS))
 
 
@@ -42,8 +42,8 @@ def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> F
     """Share of the kept tokens in each tenth of the text, averaged over rows and heads.
 
     Args:
-        positions: true positions in the slots, -1 for empty; positions past a row's length are not counted.
-        lengths: tokens of each row's text.
+        positions: true positions in the slots, -1 for empty slots; positions beyond a row's length do not count.
+        lengths: number of tokens of each row's text.
     """
     n = torch.tensor(lengths, device=positions.device)[:, None, None]
     inside = (positions >= 0) & (positions < n)
@@ -54,36 +54,8 @@ def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> F
     return shares.mean(dim=(0, 1))
 
 
-def attention(
-    query: Float[Tensor, "B Hq R D"],
-    keys: Float[Tensor, "B Hk T D"],
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Float[Tensor, " Hq"] | None = None,
-) -> Float[Tensor, "B Hk R T"]:
-    """Full causal attention of the last ``R`` rows over all ``T`` keys, averaged over the query heads of a group."""
-    B, Hq, R, D = query.shape
-    Hk, T = keys.shape[1:3]
-    logits = query.float().view(B, Hk, Hq // Hk, R, D) @ keys.float()[:, :, None].mT * scaling
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    rows = torch.arange(T - R, T, device=keys.device)[:, None]
-    logits = logits.masked_fill(~_visible(rows, torch.arange(T, device=keys.device), window), -torch.inf)
-    if sinks is not None:
-        extra = sinks.float().view(1, Hk, Hq // Hk, 1, 1).expand(B, -1, -1, R, 1)
-        logits = torch.cat([logits, extra], dim=-1)
-    return logits.softmax(dim=-1)[..., :T].mean(dim=2)
-
-
-def _visible(rows: Int[Tensor, "R 1"], keys: Int[Tensor, " T"], window: int | None) -> Bool[Tensor, "R T"]:
-    seen = keys <= rows
-    return seen if window is None else seen & (keys > rows - window)
-
-
 def past(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R T"]:
-    """The same without each row's own token: what a cache can hold when the row comes."""
+    """The probabilities without each row's own token: the part that a cache can hold when the row arrives."""
     R, T = probabilities.shape[-2:]
     return probabilities.tril(diagonal=T - R - 1)
 
@@ -95,19 +67,21 @@ def own(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R"]:
 
 
 def held(probabilities: Float[Tensor, "B Hk T"], positions: Int[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk"]:
-    """One row's attention that falls on the tokens in the slots (-1 = empty)."""
+    """The part of one row's attention on the tokens in the slots (-1 = empty)."""
     mass = probabilities.gather(-1, positions.long().clamp(min=0))
     return mass.masked_fill(positions < 0, 0.0).sum(dim=-1)
 
 
 def best_dynamic(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float[Tensor, "B Hk R"]:
-    """The most that ``budget`` past tokens, chosen anew for each row, can hold together with the row's own."""
+    """The most attention that each row's own token and its best ``budget`` past tokens can hold."""
     before = past(probabilities)
     return before.topk(min(budget, before.shape[-1]), dim=-1).values.sum(dim=-1) + own(probabilities)
 
 
 def best_static(probabilities: Float[Tensor, "B Hk R T"], budget: int) -> Float[Tensor, "B Hk R"]:
-    """What the best fixed set of ``budget`` tokens in hindsight holds: the largest sums over all rows."""
+    """The attention that the best fixed set in hindsight holds: ``budget`` tokens with the largest sums over all
+    rows.
+    """
     before = past(probabilities)
     chosen = before.sum(dim=-2).topk(min(budget, before.shape[-1]), dim=-1).indices
     return before.gather(-1, chosen[:, :, None].expand(-1, -1, before.shape[-2], -1)).sum(dim=-1) + own(probabilities)

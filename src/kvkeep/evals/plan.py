@@ -1,4 +1,4 @@
-"""The grid: which policies at which budgets on which tasks, checked before anything runs."""
+"""The grid of policies, budgets and tasks, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvkeep import budget as ratios
 from kvkeep.errors import BudgetError, PolicyError
-from kvkeep.evals.setup import PLAIN, Setup
+from kvkeep.evals.drive import PLAIN, Setup
 from kvkeep.evals.task import Task
 from kvkeep.models.load import Checkpoint
 from kvkeep.policies.base import Policy
@@ -19,8 +19,8 @@ class Asked:
     """A budget as the user asked for it: a share of each row's text, or a number of tokens.
 
     Attributes:
-        ratio: share of the tokens that stay, in (0, 1]; ``None`` if a number was given.
-        tokens: tokens that stay; ``None`` if a share was given.
+        ratio: share of the tokens to keep, in (0, 1]; ``None`` if a number was given.
+        tokens: number of tokens to keep; ``None`` if a share was given.
 
     Raises:
         BudgetError: the share or the number is out of range.
@@ -40,10 +40,10 @@ class Asked:
         return f"{self.ratio * 100:.6g}%" if self.ratio is not None else str(self.tokens)
 
     def of(self, length: int) -> int:
-        """The budget for a text of so many tokens.
+        """The budget in tokens for a text of ``length`` tokens.
 
         Raises:
-            BudgetError: a share of no tokens.
+            BudgetError: a share of an empty text.
         """
         return ratios.from_ratio(self.ratio, length) if self.ratio is not None else int(self.tokens or 0)
 
@@ -54,12 +54,12 @@ EVERYTHING = Asked(ratio=1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What is to be measured: every policy at every budget.
+    """A request: every policy at every budget.
 
     Attributes:
         policies: the policies.
         budgets: the budgets.
-        setup: how caches are made beside that; a policy that never evicts is run without.
+        setup: how caches are made; ignored for a policy that never evicts.
     """
 
     policies: Sequence[Policy]
@@ -67,7 +67,7 @@ class Wanted:
     setup: Setup = PLAIN
 
     def pairs(self) -> list[tuple[Policy, Asked, Setup]]:
-        """What is run. A policy that never evicts is run once: it keeps all, however its cache is made."""
+        """The combinations to run. A policy that never evicts is run once, since it keeps all tokens in every setup."""
         return [
             (policy, asked, self.setup if policy.evicts else PLAIN)
             for policy in self.policies
@@ -77,15 +77,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of results: what is measured, and how. Equal cells are the same measurement.
+    """The key of one row of results. Equal cells are the same measurement.
 
     Attributes:
         task: the task.
-        case: which part of it.
+        case: the part of the task.
         policy: the policy.
-        budget: the budget, as the user asked for it.
-        seed: the seed of its data.
-        setup: what else of the cache is not as the policy has it by itself.
+        budget: the budget as the user asked for it.
+        seed: the seed of the data.
+        setup: differences from the policy's own way to make a cache.
     """
 
     task: str
@@ -105,10 +105,10 @@ class Planned:
     """A cell with everything that its run needs.
 
     Attributes:
-        cell: its key.
+        cell: the cell.
         policy: the policy.
-        setup: how its caches are made, beside policy and budgets.
-        budgets: tokens per layer and head, one per row.
+        setup: how its caches are made.
+        budgets: tokens per layer and head, one number per row.
         lengths: tokens of the rows, which shares refer to.
     """
 
@@ -120,16 +120,16 @@ class Planned:
 
     @property
     def evicts(self) -> bool:
-        """Whether any row has more tokens than its budget, or a layer may have less than the budget."""
-        uneven = (self.setup.layer_budget or self.policy.layer_budget) != "uniform"
+        """Whether any row is longer than its budget, or a layer may get less than the budget."""
+        uneven = (self.setup.layer_budget or self.policy.defaults.layer_budget) != "uniform"
         return self.policy.evicts and (uneven or any(b < n for b, n in zip(self.budgets, self.lengths, strict=True)))
 
 
 def split_policies(text: str) -> list[Policy]:
-    """Read a list of policies: ``h2o:recent=32,sinks=4,local`` are two, since a bare ``option=value`` continues one.
+    """Read a list of policies; a bare ``option=value`` continues one, so ``h2o:recent=32,sinks=4,local`` has two.
 
     Raises:
-        PolicyError: the list is empty, or one of them is wrong.
+        PolicyError: the list is empty, or a policy in it is wrong.
     """
     pieces: list[str] = []
     for piece in filter(None, (part.strip() for part in text.split(","))):
@@ -143,11 +143,11 @@ def split_policies(text: str) -> list[Policy]:
 
 
 def grid(checkpoint: Checkpoint, task: Task, wanted: Wanted, seed: int) -> list[Planned]:
-    """All cells of a task whose data come from this seed.
+    """All cells of a task with data of one seed.
 
     Raises:
-        BudgetError: a budget is smaller than what a policy protects.
-        UnsupportedModelError: slot positions were asked for, and the model cannot have them.
+        BudgetError: a budget is smaller than the tokens that a policy protects.
+        UnsupportedModelError: slot positions were requested, and the model cannot have them.
     """
     planned = []
     for case, lengths in task.cases().items():
@@ -160,14 +160,14 @@ def grid(checkpoint: Checkpoint, task: Task, wanted: Wanted, seed: int) -> list[
 
 
 def _numbers(task: Task, policy: Policy, asked: Asked, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The budget of each row in tokens; room for everything if nothing is evicted."""
+    """The budget of each row in tokens; enough for all tokens if nothing is evicted."""
     return tuple(asked.of(length) if policy.evicts else length + task.new_tokens for length in lengths)
 
 
 def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
-    """Refuse a budget that a cache of this model would refuse; nothing is allocated."""
+    """Refuse a budget that a cache of this model would refuse, without allocating anything."""
     cell = plan.cell
-    if plan.policy.grows and plan.policy.spare < new_tokens:
+    if plan.policy.grows and plan.policy.grows.room < new_tokens:
         raise BudgetError(
             f"{cell.task} {cell.case}: {cell.policy} keeps every new token, and up to {new_tokens} follow the text. "
             f"Give it room={new_tokens} or more, or another decode mode."
@@ -181,7 +181,7 @@ def _check(checkpoint: Checkpoint, plan: Planned, new_tokens: int) -> None:
 
 
 def notes(planned: Sequence[Planned]) -> list[str]:
-    """What the user should know before the run: budgets under which nothing is evicted."""
+    """Notes about budgets under which nothing is evicted."""
     found = {
         f"{plan.cell.task} {plan.cell.case}: nothing is evicted at {plan.cell.budget}: the budget of "
         f"{max(plan.budgets)} is not smaller than the {max(plan.lengths)} tokens of the text."

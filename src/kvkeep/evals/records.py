@@ -1,19 +1,22 @@
-"""The folder of a run: ``run.json`` says what was run, ``results.jsonl`` holds one line per finished cell.
+"""The folder of a run: ``run.json`` describes the run, ``results.jsonl`` has one line per finished cell.
 
-A line is written, flushed and synced before the next cell starts, so whatever happens, finished cells are safe. A last
-line that was torn in the middle is cut off when the run is resumed.
+A line is written, flushed and synced before the next cell starts, so finished cells are safe. When a run is resumed, an
+incomplete last line is cut off.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InputError
 from kvkeep.evals.curves import PICTURES
+from kvkeep.evals.metrics import TENTHS
 from kvkeep.evals.plan import Cell
-from kvkeep.evals.rows import fault, key_of
+from kvkeep.evals.report import MEASURES, Row
 from kvkeep.results import MANIFEST, Results, check_same, read_rows
 from kvkeep.runs import Lock, finite, read_object, sync
 
@@ -21,20 +24,20 @@ ROWS = "results.jsonl"
 _BEGINNING = b'{"task": "'
 
 _SAME = {"model": "the model", "weights": "the model's weights", "dtype": "the dtype"}
-_REMEDY = "Restore it, or choose another --output folder."
+_REMEDY = "Restore it, or choose another `output` folder."
 
 
 class Records(Results):
     """Reads a folder of results, and adds to it.
 
     Args:
-        folder: the folder; need not exist yet.
+        folder: the folder; it need not exist yet.
 
     Attributes:
-        rows: the finished rows in the file's order; of equal cells the last.
+        rows: the finished rows in the file's order; of equal cells the last one.
 
     Raises:
-        InputError: it is no folder, or its files cannot be read.
+        InputError: the path is no folder, or its files cannot be read.
     """
 
     names = (ROWS, *PICTURES)
@@ -50,19 +53,19 @@ class Records(Results):
 
     @property
     def done(self) -> set[Cell]:
-        """The cells that need not be run again."""
+        """The finished cells."""
         return {key_of(row) for row in self.rows}
 
     @property
     def safe(self) -> str:
-        """How many rows there are."""
+        """A sentence with the number of finished rows."""
         return f"The {len(self.rows)} rows written before are safe." if self.rows else ""
 
     def manifest(self) -> dict[str, Any] | None:
-        """What was run in this folder; ``None`` if nothing was.
+        """The content of ``run.json``; ``None`` if the folder has no run yet.
 
         Raises:
-            InputError: there are results, or files of the same names, but it does not say of what.
+            InputError: the file is damaged, or it is missing although there are results or files of the same names.
         """
         path = self.path / MANIFEST
         found = read_object(path, _REMEDY)
@@ -77,7 +80,7 @@ class Records(Results):
         return found
 
     def check(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Compare a run, or what is known of it, with what the folder already holds.
+        """Compare a run with the run that the folder already holds.
 
         Args:
             manifest: as for `open`; ``weights`` and ``dtype`` may be missing.
@@ -102,7 +105,7 @@ class Records(Results):
         return before
 
     def open(self, manifest: dict[str, Any]) -> None:
-        """Prepare the folder for more rows of a run; it has to be `locked`, and its rows are read again.
+        """Prepare the folder for more rows of a run. The folder has to be `locked`; its rows are read again.
 
         Args:
             manifest: ``model``, ``weights``, ``dtype``, and ``tasks``: name → version and settings.
@@ -115,7 +118,7 @@ class Records(Results):
         self.write_bytes(MANIFEST, (json.dumps({**manifest, "tasks": tasks}, indent=2) + "\n").encode())
         with self.writing():
             file = self._held.enter_context((self.path / ROWS).open("ab"))
-            Lock(file, str(self.path / ROWS))  # a batch job locks its output, but not the folder
+            Lock(file, str(self.path / ROWS))  # a batch job locks its output file, not the folder
             self._read()
             file.truncate(self._end)
 
@@ -123,7 +126,7 @@ class Records(Results):
         """Write one row and wait until it is on the disk.
 
         Raises:
-            InputError: it cannot be written; all earlier rows are safe.
+            InputError: the row cannot be written; all earlier rows are safe.
         """
         line = (json.dumps(finite(row), allow_nan=False, ensure_ascii=False) + "\n").encode()
         with self.writing(), (self.path / ROWS).open("ab") as file:
@@ -131,3 +134,101 @@ class Records(Results):
             sync(file)
         self._end += len(line)
         self.rows.append(json.loads(line))
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+LONGEST = 1000
+"""Most characters of a name."""
+
+
+def key_of(row: Row) -> Cell:
+    """The cell of a row."""
+    return Cell(row["task"], row["case"], row["policy"], row["budget"], row["seed"], row.get("setup", ""))
+
+
+def fault(row: Row) -> str | None:
+    """The defect of a row, as part of a sentence; ``None`` if tables, plots and resuming can use the row."""
+    place: Row = {"setup": "", **row}  # older rows have no setup
+    return _first(place, _ROW) or _first(place["score"], _SCORES.get(place["task"], {}), "score.")
+
+
+def _first(found: dict[str, Any], wanted: dict[str, _Kind], of: str = "") -> str | None:
+    """The first entry that is missing or of the wrong kind, as part of a sentence."""
+    for path, (fits, kind) in wanted.items():
+        value: Any = found
+        for key in path.split("."):
+            if not isinstance(value, dict) or key not in value:
+                return f"it has no {of + path!r}"
+            value = value[key]
+        if not fits(value):
+            return f"its {of + path!r} is not {kind}"
+    return None
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= LONGEST
+
+
+def _is_budget(value: object) -> bool:
+    if not isinstance(value, str) or not value.isascii() or len(value) > LONGEST:
+        return False
+    if not value.endswith("%"):
+        return value.isdecimal()
+    try:
+        return 0 < float(value[:-1]) <= 100
+    except ValueError:
+        return False
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_length(value: object) -> bool:
+    return _is_number(value) and value > 0  # type: ignore[operator]
+
+
+def _is_size(value: object) -> bool:
+    return _is_number(value) and value >= 0  # type: ignore[operator]
+
+
+def _is_score(value: object) -> bool:
+    return value is None or _is_number(value)
+
+
+def _are_shares(value: object) -> bool:
+    return isinstance(value, list) and len(value) == TENTHS and all(map(_is_number, value))
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and len(value) == TENTHS and all(map(_is_pair, value))
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_whole, value))
+
+
+_Kind = tuple[Callable[[object], bool], str]
+
+_ROW: dict[str, _Kind] = {
+    **dict.fromkeys(("task", "case", "policy", "setup"), (_is_name, f"text of at most {LONGEST} characters")),
+    "budget": (_is_budget, "a number of tokens or a share of the text"),
+    "seed": (_is_whole, "a whole number"),
+    **dict.fromkeys(("budget_tokens", "text_tokens"), (_is_length, "a number above 0")),
+    **dict.fromkeys(("memory.allocated_bytes", "memory.full_bytes"), (_is_size, "a number of bytes")),
+    "score": (lambda value: isinstance(value, dict), "an object"),
+}
+
+_SCORES: dict[str, dict[str, _Kind]] = {
+    task: {measure.key: (_is_score, "a number or null") for measure in MEASURES if measure.task == task}
+    for task in dict.fromkeys(measure.task for measure in MEASURES)
+}
+_SCORES["recall"] |= {
+    "by_depth": (_are_counts, f"{TENTHS} pairs of whole numbers"),
+    "kept": (_are_shares, f"{TENTHS} numbers"),
+}

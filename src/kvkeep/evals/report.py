@@ -1,16 +1,172 @@
-"""From rows to tables; needs nothing but the JSONL file."""
+"""Rows in groups, the measures in them, and tables of both; needs only ``results.jsonl``.
+
+Rows that differ by the seed alone are one number with a spread.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from kvkeep.evals.measures import MEASURES, Row, by_budget, by_case, by_name, grouped, held, of_task, over, seeds
+Row = dict[str, Any]
+_Key = TypeVar("_Key", bound=Hashable)
+
+FULL = "100%"
+"""The budget of policies that never evict, as rows have it."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over seeds.
+
+    Attributes:
+        mean: the mean; NaN if a value is missing.
+        low: the lowest value.
+        high: the highest value.
+        n: number of values.
+    """
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def half(self) -> float:
+        """Half of the distance between the lowest and the highest value."""
+        return (self.high - self.low) / 2
+
+    def times(self, factor: float) -> Spread:
+        """The spread multiplied by a factor."""
+        return Spread(factor * self.mean, factor * self.low, factor * self.high, self.n)
+
+
+def over(values: Sequence[float]) -> Spread:
+    """The spread of some numbers."""
+    mean = sum(values) / len(values)
+    return Spread(mean, min(values), max(values), len(values))
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number in a task's score, and how to show it.
+
+    Attributes:
+        task: the task.
+        key: the number's name in the score.
+        title: its name for people.
+        decimals: decimals of a share in percent; ``None`` for a plain number, which is shown with three digits.
+    """
+
+    task: str
+    key: str
+    title: str
+    decimals: int | None = None
+
+    def of(self, rows: Sequence[Row]) -> Spread:
+        """The number in rows that differ by the seed alone; shares in percent, NaN if a row has no such number."""
+        values = [row["score"][self.key] for row in rows]
+        found = over([math.nan if value is None else value for value in values])
+        return found if self.decimals is None else found.times(100.0)
+
+    def show(self, rows: Sequence[Row]) -> str:
+        """The number as text: ``62%``, or ``62±3%`` with half of the range over several seeds."""
+        found = self.of(rows)
+        if math.isnan(found.mean):
+            return "–"
+        if self.decimals is None:
+            return _digits(found.mean) + (f"±{found.half:.2g}" if found.n > 1 else "")
+        return f"{found.mean:.{self.decimals}f}" + (f"±{found.half:.{self.decimals}f}%" if found.n > 1 else "%")
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, but all digits before the point: ``57.0``, ``0.0665``, ``1234``."""
+    return f"{value:.0f}" if abs(value) >= 99.95 or value == 0 else f"{value:#.3g}"
+
+
+MEASURES = (
+    Measure("recall", "accuracy", "recall, % right", 0),
+    Measure("perplexity", "perplexity", "perplexity"),
+    Measure("agreement", "agreement", "agreement with the full cache, %", 0),
+    Measure("agreement", "kl", "KL(full ‖ bounded), nats"),
+    Measure("mass", "mass", "retained attention mass, %", 1),
+    Measure("mass", "regret", "regret against the best set of each row, %", 1),
+)
+
+
+def of_task(rows: Sequence[Row], task: str) -> list[Row]:
+    """The rows of one task."""
+    return [row for row in rows if row["task"] == task]
+
+
+def grouped(rows: Sequence[Row], key: Callable[[Row], _Key]) -> dict[_Key, list[Row]]:
+    """Rows in groups, in the order in which the groups first appear."""
+    groups: dict[_Key, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by their part of a task."""
+    return grouped(rows, lambda row: str(row["case"]))
+
+
+def by_name(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by policy, and by the setup where caches were made otherwise than the policy's own way."""
+    return grouped(rows, lambda row: f"{row['policy']} ({setup})" if (setup := row.get("setup")) else row["policy"])
+
+
+def by_budget(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by budget, from the smallest to the largest."""
+    groups = grouped(rows, lambda row: str(row["budget"]))
+    return dict(sorted(groups.items(), key=lambda item: _share(item[1][0])))
+
+
+def percent(row: Row) -> float:
+    """The budget in percent of the text; one that was given in percent is not rounded to whole tokens."""
+    asked = str(row["budget"])
+    return float(asked[:-1]) if asked.endswith("%") else 100 * _share(row)
+
+
+def held(row: Row) -> float:
+    """Bytes allocated, relative to a full cache."""
+    return float(row["memory"]["allocated_bytes"] / max(1, row["memory"]["full_bytes"]))
+
+
+def is_full(rows: Sequence[Row]) -> bool:
+    """Whether all rows are of a policy that never evicts."""
+    return all(row["budget"] == FULL for row in rows)
+
+
+def by_seed(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows by seed."""
+    return list(grouped(rows, lambda row: row["seed"]).values())
+
+
+def seeds(rows: Sequence[Row]) -> str:
+    """The number of seeds in words, as for a title; empty if no number has more than one seed."""
+    cells = grouped(rows, lambda row: (row["case"], row["policy"], row.get("setup"), row["budget"]))
+    sizes = {len(by_seed(group)) for group in cells.values()}
+    low, high = min(sizes, default=1), max(sizes, default=1)
+    if high == 1:
+        return ""
+    return f"{high} seeds" if low == high else f"{low} to {high} seeds"
+
+
+def _share(row: Row) -> float:
+    """The budget as a share of the text, at most 1."""
+    return float(min(1.0, row["budget_tokens"] / row["text_tokens"]))
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Table:
-    """One measure of one case: policies down, budgets across; an empty cell was not run."""
+    """One measure of one case: policies down, budgets across; the text of a cell that was not run is empty."""
 
     title: str
     columns: list[str]
@@ -28,7 +184,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    """What caches held in the part of the first task that has most rows, of equals the last."""
+    """Bytes held in the case with most rows of the first task; of equals, in the last case."""
     first = next(iter(grouped(rows, lambda row: row["task"]).values()))
     case, group = max(reversed(by_case(first).items()), key=lambda item: len(item[1]))
     columns = list(by_budget(group))
@@ -44,6 +200,6 @@ def _table(title: str, group: Sequence[Row], show: Callable[[Sequence[Row]], str
 
 
 def _cells(group: Sequence[Row], columns: Sequence[str], show: Callable[[Sequence[Row]], str]) -> dict[str, list[str]]:
-    """Each policy's line."""
+    """The line of each policy."""
     lines = {name: by_budget(part) for name, part in by_name(group).items()}
     return {name: [show(line[column]) if column in line else "" for column in columns] for name, line in lines.items()}

@@ -1,4 +1,4 @@
-"""Fill the grid: load tasks and model, skip what is done, run the rest and write each row at once."""
+"""Fills a grid: loads tasks and model, skips finished cells, runs the others and writes each row at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvkeep.evals import plan, texts
 from kvkeep.evals.plan import Planned, Wanted
 from kvkeep.evals.records import Records
 from kvkeep.evals.task import Options, Task
-from kvkeep.models import fingerprint as fingerprints
+from kvkeep.models import load
 from kvkeep.models.device import enough_memory
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
@@ -39,13 +39,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Grid:
-    """What is to be measured, after all checks that need no weights.
+    """The grid to measure, after all checks that need no weights.
 
     Attributes:
         name: the model's name in results.
         checkpoint: configuration and tokenizer.
-        parts: the tasks with their data and cells; seed by seed.
-        about_text: what a reader should know about the text.
+        parts: the tasks with their data and cells, seed by seed.
+        about_text: notes about the text.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Grid:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know about the results."""
+        """Notes about the results for the user."""
         about_tasks = [note for part in self.parts for note in part.task.notes]
         return list(dict.fromkeys([*self.about_text, *about_tasks, *plan.notes(self.planned)]))
 
@@ -75,12 +75,12 @@ def lay_out(
         name: the model's name in results.
         tasks: the tasks.
         wanted: policies and budgets.
-        options: the user's choices about tasks, once for each seed.
+        options: the user's choices about tasks, one for each seed.
 
     Raises:
         InputError: a task cannot be made with these options.
-        BudgetError: a budget is smaller than what a policy protects.
-        UnsupportedModelError: slot positions were asked for, and the model cannot have them.
+        BudgetError: a budget is smaller than the tokens that a policy protects.
+        UnsupportedModelError: slot positions were requested, and the model cannot have them.
     """
     parts = []
     for own in options:
@@ -92,13 +92,13 @@ def lay_out(
 
 
 def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned], object] = lambda cell: None) -> None:
-    """Run every cell that has no row yet, and write its row at once.
+    """Run every cell without a row, and write its row at once.
 
     Args:
-        grid: what is to be measured.
+        grid: the grid to measure.
         writer: the model, loaded.
-        records: where rows are written.
-        on_cell: called before each cell that is run; also before the full cache is run for its task.
+        records: the folder for the rows.
+        on_cell: called before each cell that is run, and before a task runs the full cache.
 
     Raises:
         InputError: the folder holds results of another run, another run is writing there, a row cannot be written, or
@@ -112,7 +112,7 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
             if not todo:
                 continue
             on_cell(todo[0])
-            task = copy.copy(part.task)  # what it prepares is large and goes with it
+            task = copy.copy(part.task)  # the data that it prepares is large and is freed with the copy
             with enough_memory(writer.model.device):
                 task.prepare(writer)
                 for planned in todo:
@@ -121,7 +121,7 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
 
 
 def _measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
-    """One row, without what all rows share."""
+    """The part of a row that is not the same for all rows."""
     start = time.perf_counter()
     cell = planned.cell
     try:
@@ -142,7 +142,7 @@ def _measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
 
 
 def manifest(grid: Grid) -> dict[str, Any]:
-    """What results must share to stand in one folder, as far as it is known without weights."""
+    """The properties that all results in one folder share, as far as they are known without weights."""
     return {
         "model": grid.name,
         "tasks": {part.task.name: {"version": part.task.VERSION, **part.task.settings()} for part in grid.parts},
@@ -150,11 +150,11 @@ def manifest(grid: Grid) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes."""
+    """Versions of the packages that compute, and of Python."""
     packages = {package: version(package) for package in ("torch", "transformers")}
     return {"kvkeep": __version__, **packages, "python": platform.python_version()}
 
 
 def fingerprint(writer: Writer) -> str:
-    """Tells other weights under the same name."""
-    return fingerprints.fingerprint(writer.model)
+    """A hash that tells other weights of the same name apart."""
+    return load.fingerprint(writer.model)

@@ -26,13 +26,13 @@ _FACTS = 16
 
 
 def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int) -> Int[Tensor, "rows length"]:
-    """Texts of equal length, each with the model's begin token in front if it has one.
+    """Texts of equal length, each after the model's begin token if there is one.
 
     Args:
-        checkpoint: the model that is meant.
-        options: the text, and a seed: it chooses which of a long text's windows, or the package's own sentences.
-        rows: texts, or fewer if the file is shorter.
-        length: tokens of each, or fewer if the whole file is shorter.
+        checkpoint: the model.
+        options: the text, and a seed that chooses windows of a long text, or the package's own sentences.
+        rows: number of texts; fewer if the file is shorter.
+        length: tokens of each text; fewer if the whole file is shorter.
 
     Raises:
         InputError: the file has fewer tokens than `SHORTEST`.
@@ -47,24 +47,24 @@ def windows(checkpoint: Checkpoint, options: Options, *, rows: int, length: int)
 
 
 def describe(options: Options) -> str:
-    """What the text is, as results name it."""
+    """The name of the text in results."""
     if options.text is None:
         return "own"
     return f"sha256:{hashlib.sha256(options.text.encode()).hexdigest()[:16]}"
 
 
 def notes(options: Options) -> list[str]:
-    """What a reader should know about the text."""
+    """Notes about the text."""
     if options.text is not None:
         return []
     return [
         "perplexity, agreement and mass use the package's own plain sentences, which say little about other texts; "
-        "give one with --text FILE."
+        "give one as `text`."
     ]
 
 
 def own_sentences(seed: int) -> Iterator[str]:
-    """An endless text: shuffled neutral sentences, and after every third a fact; facts come back in turn."""
+    """An endless text of shuffled neutral sentences, with a fact after every third; facts come back in turn."""
     rng = random.Random(seed)
     facts = cycle(draw_facts(HELD_OUT, rng, _FACTS, [kind.name for kind in HELD_OUT.kinds]))
     filler = iter(own_filler(rng))
@@ -83,11 +83,11 @@ def _own_tokens(checkpoint: Checkpoint, seed: int, length: int) -> Int[Tensor, "
 
 
 def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[Tensor, " length"]]:
-    """Windows that follow each other, the next seed's where these end; after the text's last one comes its first."""
+    """Consecutive windows; the next seed starts where this one ends, and after the last window comes the first."""
     if len(ids) < SHORTEST:
         raise InputError(
-            f"The text has only {len(ids)} tokens; less than {SHORTEST} say nothing about a cache. Give a longer file "
-            "with --text, or none for the package's own text."
+            f"The text has only {len(ids)} tokens; less than {SHORTEST} say nothing about a cache. Give a longer "
+            "`text`, or none for the package's own."
         )
     length = min(length, len(ids))
     starts = range(0, len(ids) - length + 1, length)

@@ -1,7 +1,7 @@
-"""The files of a model folder, checked before anything is made of them.
+"""The files of a model: where they are, checks before they are used, and clear errors when reading them fails.
 
-A folder is somebody else's: its files may be pipes that never end, its index may name files that are not its own, and
-its numbers may ask for more memory than there is. Nothing here reads weights.
+A model folder cannot be trusted. Its files may be pipes that never end, its index may name files outside of the folder,
+and its numbers may ask for more memory than there is. Nothing here reads weights.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import errors as hub
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
-from kvkeep.errors import ModelFileError, UnsupportedModelError
+from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
+from kvkeep.models.device import is_out_of_memory
+from kvkeep.runs import in_full
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAFE = ".safetensors"
@@ -24,16 +29,35 @@ MOST_LAYERS = 1000
 MOST_EXPERTS = 10_000
 MOST_LABELS = 1_000_000
 PARAMETERS_PER_BYTE = 16
-"""Twice as many as there are bits; nobody stores a weight in fewer."""
+"""No format stores a weight in less than half a bit."""
 _LARGEST = 2**63 - 1
+_RUST_PANIC = "PanicException"
+"""Raised by tokenizers and safetensors when their Rust code panics; no subclass of `Exception`, nor importable."""
 _PARTS = re.compile(r"(?:num|n|encoder|decoder)_(?:\w+_)?(layer|block|expert)s?")
 
 
-def check_folder(folder: Path, allow_pickle: bool) -> None:
-    """Refuse a folder that is no model, or whose files cannot be read or are not its own.
+def locate(name_or_path: str | os.PathLike[str]) -> str:
+    """The full path of a file or folder that exists; another name is returned unchanged, as a hub name.
 
     Raises:
-        ModelFileError: see above.
+        ModelFileError: the name can only be a folder's, and there is no such folder.
+    """
+    name = os.fspath(name_or_path)
+    path = in_full(name)
+    try:
+        exists = path.exists()
+    except OSError as error:  # e.g. a name that is too long for the file system
+        raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
+    if not exists and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ModelFileError(f"The model folder {name} does not exist.")
+    return str(path) if exists else name
+
+
+def check_folder(folder: Path, allow_pickle: bool) -> None:
+    """Refuse a folder without a configuration or weights, with files that are not regular, or with pickles.
+
+    Raises:
+        ModelFileError: the folder is refused.
     """
     _check_regular(folder)
     if not (folder / "config.json").is_file():
@@ -48,21 +72,21 @@ def check_folder(folder: Path, allow_pickle: bool) -> None:
 
 
 def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None:
-    """Refuse an index of weights, or a configuration, that names pickles, or files outside the model's own folder.
+    """Refuse an index of weights, or a configuration, that names pickles or files outside of the model's folder.
 
     Args:
         name: a folder, or a hub name.
-        config: may name a file of weights by itself.
+        config: may name a file of weights too.
         allow_pickle: whether weights may be pickles.
 
     Raises:
-        ModelFileError: see above.
+        ModelFileError: such a file is named.
     """
     named = getattr(config, "transformers_weights", None)
     if named is not None and not (isinstance(named, str) and named.endswith(SAFE)):
         raise ModelFileError(
-            f"{name}: The weights that its config.json names ({named!r:.80}) are no safetensors file, and no other is "
-            "read by a name that stands there. Remove transformers_weights from it if the usual files are there, too."
+            f"{name}: The weights that its config.json names ({named!r:.80}) are no safetensors file, and no other "
+            "kind is read by name. Remove transformers_weights from that file if the usual files are there, too."
         )
     for file in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME) if allow_pickle else (SAFE_WEIGHTS_INDEX_NAME,):
         path = optional(name, file)
@@ -79,10 +103,10 @@ def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None
 
 
 def check_numbers(name: str, fields: object) -> None:
-    """Refuse a configuration whose numbers no model has, before they are used.
+    """Refuse a configuration with numbers that no model has, before they are used.
 
     Raises:
-        ModelFileError: a number is no 64-bit one.
+        ModelFileError: a number has more than 64 bits.
         UnsupportedModelError: there are more layers, experts or labels than any model has.
     """
     limits = {"layer": MOST_LAYERS, "block": MOST_LAYERS, "expert": MOST_EXPERTS, "num_labels": MOST_LABELS}
@@ -99,10 +123,10 @@ def check_numbers(name: str, fields: object) -> None:
 
 
 def check_shape(name: str, config: PreTrainedConfig) -> None:
-    """Refuse numbers with which a model can be built, but not run.
+    """Refuse a configuration whose model could be built but not run: without layers, tokens or positions.
 
     Raises:
-        ModelFileError: see above.
+        ModelFileError: one of these numbers is not 1 or more.
     """
     inner = config.get_text_config(decoder=True)
     for key in ("num_hidden_layers", "vocab_size", "max_position_embeddings"):
@@ -115,13 +139,13 @@ def check_shape(name: str, config: PreTrainedConfig) -> None:
 
 
 def check_size(name: str, parameters: int) -> None:
-    """Refuse a folder whose weights are much smaller than its configuration: the rest would be made up, in memory.
+    """Refuse a folder with far fewer weights than its configuration describes; transformers would make up the rest.
 
     Raises:
-        ModelFileError: see above.
+        ModelFileError: the files are too small for so many parameters.
     """
     if not Path(name).is_dir():
-        return  # the hub's files are downloaded only now
+        return  # files of the hub are downloaded later
     files = (path for pattern in (f"*{SAFE}", *PICKLES) for path in Path(name).rglob(pattern))
     stored = sum(path.stat().st_size for path in files if path.is_file())
     if parameters > PARAMETERS_PER_BYTE * stored:
@@ -132,15 +156,15 @@ def check_size(name: str, parameters: int) -> None:
 
 
 def refusal(subject: str) -> str:
-    """What is said of weights that are pickles."""
+    """The message about weights that are pickles."""
     return (
         f"{subject} are not safetensors but Python pickles, which can run code when they are read. Convert them, or "
-        "accept them with --allow-pickle (allow_pickle=True) if you trust their source."
+        "accept them with `allow_pickle=True` if you trust their source."
     )
 
 
 def _check_regular(folder: Path) -> None:
-    """Refuse pipes, devices and links that lead nowhere: reading them fails late, or never ends."""
+    """Refuse pipes, devices and broken links: reading them would fail late, or never end."""
     for path in sorted(folder.iterdir()):
         if not path.is_file() and not path.is_dir() and path.suffix != ".lock":
             raise ModelFileError(
@@ -150,7 +174,7 @@ def _check_regular(folder: Path) -> None:
 
 
 def optional(name: str, file: str) -> Path | None:
-    """A file of a folder or of a model on the hub, downloaded if need be; ``None`` if there is none."""
+    """The path of a model's file, downloaded from the hub if need be; ``None`` if there is no such file."""
     if Path(name).is_dir():
         path = Path(name) / file
         return path if path.exists() else None
@@ -164,7 +188,7 @@ def _shards(index: Path) -> list[str]:
     """The files that an index names.
 
     Raises:
-        ModelFileError: it is no index.
+        ModelFileError: the file is not an index of weights.
     """
     try:
         found = json.loads(index.read_text(encoding="utf-8"))
@@ -179,7 +203,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def _is_inside(folder: Path, shard: str) -> bool:
-    """Whether a shard's name stays in the folder, and so does the file; one that is missing is found out later.
+    """Whether a shard's name and its file lie in the folder. A missing file is reported later.
 
     In the hub's cache, ``snapshots/REVISION/FILE`` is a link into ``blobs``, beside ``snapshots``.
     """
@@ -198,7 +222,7 @@ def _is_inside(folder: Path, shard: str) -> bool:
 
 
 def _numbers(key: str, value: Any) -> list[tuple[str, int]]:
-    """Every whole number in a configuration, with its key."""
+    """Every whole number of a configuration, with its key."""
     found, rest = [], [(key, value)]
     while rest:
         key, value = rest.pop()
@@ -209,3 +233,51 @@ def _numbers(key: str, value: Any) -> list[tuple[str, int]]:
         elif isinstance(value, int):
             found.append((key, value))
     return found
+
+
+@contextmanager
+def explained(name: str, what: str) -> Iterator[None]:
+    """Turn every error of transformers, tokenizers, safetensors or the hub into a `ModelFileError`.
+
+    Args:
+        name: the model, for the message.
+        what: what failed, as a sentence without its stop.
+    """
+    try:
+        yield
+    except KVKeepError:
+        raise
+    except BaseException as error:
+        if is_out_of_memory(error) or not (isinstance(error, Exception) or type(error).__name__ == _RUST_PANIC):
+            raise
+        raise _explain(name, what, error) from error
+
+
+def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
+    causes = list(_causes(error))
+    for kind, text in _HUB_ERRORS.items():
+        if any(isinstance(cause, kind) for cause in causes):
+            return ModelFileError(text.format(name=name))
+    if "cannot be loaded with `safetensors`" in str(error):  # how transformers reports a hub model without them
+        return ModelFileError(refusal(f"The weights of {name}"))
+    line = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
+    return ModelFileError(
+        f"{name}: {what} ({line.rstrip('.'):.300}). Check that file, or download the model again: a partial download "
+        "or a Git LFS pointer looks like this."
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+_HUB_ERRORS: dict[type[Exception], str] = {  # special cases before the general ones
+    hub.HFValidationError: "{name!r} is neither a local folder nor a hub name (NAMESPACE/NAME).",
+    hub.GatedRepoError: "{name} is gated: accept its terms on its page, then log in with `hf auth login`.",
+    hub.RepositoryNotFoundError: "{name} is neither a local folder nor a public model on the hub. Check the spelling; "
+    "for a private one log in with `hf auth login`.",
+    hub.LocalEntryNotFoundError: "The hub cannot be reached, and {name} is not in the local cache. Check the network, "
+    "or give a local folder.",
+}

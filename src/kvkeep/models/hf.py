@@ -1,4 +1,4 @@
-"""The transformers adapter: an attention function, a mask function, and `attach`. Public doors only, no patching.
+"""The transformers adapter: an attention function, a mask function, and `attach`. Nothing is patched.
 
 Importing this module registers both functions under the name ``kvkeep``; `attach` selects them for one model.
 """
@@ -17,28 +17,31 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvkeep.backends import choose
-from kvkeep.cache import ATTENTION, BoundedLayer, unwrap
 from kvkeep.errors import ShapeError, UnsupportedModelError
+from kvkeep.handing import HandingLayer, unwrap
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, AttentionOptions, Slots
+
+ATTENTION = "kvkeep"
+"""The name under which both functions are registered with transformers."""
 
 Decoder: TypeAlias = PreTrainedModel
 """A decoder of transformers, for rooms that do not import transformers themselves."""
 
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
-# not `to` and `device`: tools that move a model's inputs between devices ask whether these exist
+# without `to` and `device`: tools that move a model's inputs between devices ask whether these exist
 _TENSOR_ATTRIBUTES = {"contiguous", "dim", "dtype", "expand", "ndim", "shape", "size", "unsqueeze", "view"}
 
 
 @dataclass(frozen=True)
 class PaddingMask:
-    """All that attention over positions needs to know about a batch; causality and windows follow from positions.
+    """Which columns of a batch are padding. Causality and sliding windows follow from positions.
 
     Attributes:
         real: which columns of the logical key axis hold real tokens; ``None``: all.
         q_offset: column of the first query.
-        kv_offset: column of the first key, for caches that drop old ones.
+        kv_offset: column of the first key, for caches that drop old keys.
         window: sliding window that the model asked for.
     """
 
@@ -48,10 +51,11 @@ class PaddingMask:
     window: int | None
 
     def __getattr__(self, name: str) -> NoReturn:
-        """A model or cache that wants a tensor gets a clear error; everything else the usual one.
+        """Say why there is no mask tensor if a model or cache uses this as one.
 
         Raises:
             UnsupportedModelError: the attribute is one of a tensor.
+            AttributeError: the attribute is another one.
         """
         if name in _TENSOR_ATTRIBUTES:
             raise UnsupportedModelError(
@@ -81,9 +85,9 @@ class PaddingMask:
 def attach(model: _Model) -> _Model:
     """Select kvkeep's attention for a model and return the model.
 
-    Nothing else changes: without a `BoundedCache`, with a dynamic cache or with none, the model computes what it did
-    before. What kvkeep's attention cannot compute is refused when it is asked for: attention dropout, 4-D masks,
-    packed sequences, static caches. ``model.set_attn_implementation("sdpa")`` undoes it.
+    With a dynamic cache, or without a cache, the model computes what it did before. A run is refused if it needs what
+    kvkeep's attention cannot compute: attention dropout, 4-D masks, packed sequences, static caches.
+    ``model.set_attn_implementation("sdpa")`` undoes it.
 
     Args:
         model: any decoder of transformers whose attention goes through its attention interface.
@@ -116,11 +120,11 @@ def attention_forward(
     s_aux: Float[Tensor, " Hq"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B T Hq E"], None]:
-    """Attention in the form of transformers' interface: over a layer's slots, or dense without a bounded cache.
+    """The attention function of transformers' interface: a step of a bounded layer, or else dense attention.
 
     Raises:
         UnsupportedModelError: the model asks for something that attention over positions cannot honour.
-        ShapeError: keys or mask do not fit what the cache holds.
+        ShapeError: keys or mask do not fit the tokens in the cache.
         CapacityError: the policy does not evict and its budget is exhausted.
     """
     if dropout or kwargs.get("position_bias") is not None or not _is_causal(module, kwargs):
@@ -132,7 +136,7 @@ def attention_forward(
         raise UnsupportedModelError(
             "A 4-D attention mask was passed; kvkeep derives causality from positions. Pass a 2-D padding mask."
         )
-    key, bounded = unwrap(key)
+    key, layer = unwrap(key)
     mask = attention_mask or PaddingMask(None, key.shape[2] - query.shape[2], 0, kwargs.get("sliding_window"))
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -140,32 +144,31 @@ def attention_forward(
         softcap=softcap,
         sinks=s_aux,
     )
-    if bounded is None:
+    if layer is None:
         out = _dense(query, key, value, mask, options)
     else:
-        out = _bounded(bounded, query, key, value, mask, options)
+        out = _bounded(layer, query, key, value, mask, options)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _bounded(
-    bounded: BoundedLayer,
+    layer: HandingLayer,
     query: Float[Tensor, "B Hq T D"],
     key: Float[Tensor, "B Hk T D"],
     value: Float[Tensor, "B Hk T E"],
     mask: PaddingMask,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq T E"]:
-    """One step of a bounded layer."""
-    layer = bounded.take()
+    """One step of a layer that handed its keys on."""
+    stepper = layer.take()
     if options.window != layer.window:
         raise UnsupportedModelError(
             f"The model asks for a sliding window of {options.window} tokens where its configuration gives the cache "
             f"{layer.window}. Make the cache from this model's own configuration."
         )
-    layer.open(key, value)
-    real, phase = mask.new_tokens(query.shape[2]), bounded.phase_of(query.shape[2])
+    real, phase = mask.new_tokens(query.shape[2]), layer.phase_of(query.shape[2])
     real = None if real is None else real.to(key.device)
-    return layer.step(query, key, value, options=options, phase=phase, real=real)
+    return stepper.step(query, key, value, options=options, phase=phase, real=real)
 
 
 def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -180,7 +183,7 @@ def _dense(
     mask: PaddingMask,
     options: AttentionOptions,
 ) -> Float[Tensor, "B Hq T E"]:
-    """Attention over another cache, or over none: columns are positions."""
+    """Attention with another cache, or without one: columns are positions."""
     B, T, S = query.shape[0], query.shape[2], key.shape[2]
     k = (mask.kv_offset + torch.arange(S, device=key.device)).expand(B, S)
     if mask.real is not None:
@@ -209,7 +212,7 @@ def padding_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PaddingMask:
-    """The mask function of transformers' interface: keep what positions do not say, and check that it is all.
+    """The mask function of transformers' interface: keep the padding, and check that positions say all the rest.
 
     Raises:
         UnsupportedModelError: the model overlays a mask that is neither causal nor a sliding window.
@@ -224,7 +227,7 @@ def padding_mask(
 
 
 def _same_function(one: object, two: object) -> bool:
-    """Whether two mask functions, or what they are closed over, are the same code over the same values."""
+    """Whether two mask functions are the same code over the same closure."""
     if isinstance(one, FunctionType) and isinstance(two, FunctionType):
         inner = (tuple(cell.cell_contents for cell in f.__closure__ or ()) for f in (one, two))
         return one.__code__ is two.__code__ and _same_function(*inner)

@@ -1,4 +1,4 @@
-"""What the policies have in common that drop many tokens at once, and the sizes of Scissorhands' bursts."""
+"""The base of Scissorhands: bursts of dropped tokens, and the bits of a window of rows as per-slot state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,36 +10,35 @@ from torch import Tensor
 
 from kvkeep.budget import between, column, smaller
 from kvkeep.errors import BudgetError
+from kvkeep.policies.abilities import Bursts
 from kvkeep.policies.base import Policy, option
 from kvkeep.statistic import BITS, ones, ring, ring_span, word_names
 from kvkeep.types import EMPTY, Budget, Report, State, View
 
 LONGEST = 100
-"""Rows of the longest window that is taken where none is asked for."""
+"""Rows of the longest window that is used by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bursts(Policy):
-    """Drops several tokens whenever a row is over budget, those that fared worst in a window of the last rows.
+class History(Policy):
+    """Drops several tokens whenever a row is over budget: the worst ones in a window of the last rows.
 
-    Bursts of generated tokens are ``drop`` steps apart and the window is no longer than that, so the row in which the
-    next window begins is known in advance. After a prompt it may be a row of the prompt.
+    Among generated tokens, bursts are ``drop`` steps apart, and the window is no longer than that. The first row of the
+    next window is therefore known in advance. Right after a prompt it may be a row of the prompt.
     """
 
     window: int | None = option(None, "rows of the history window; at most 100 and half of the budget if not given")
     recent: int | None = option(None, "newest tokens that are never dropped; 10, or a quarter of a small budget")
     drop: int | None = option(None, "tokens dropped at a time; half of the budget if not given")
 
-    bursts: ClassVar[bool] = True
-
     @property
     def slots(self) -> Mapping[str, float]:  # type: ignore[override]  # a longer window needs more
-        """A bit for each row of the window, 25 in a float; the window's mass; that of the next window's rows so far."""
+        """One bit for each row of the window, 25 in a float; the mass of this window, and of the next one so far."""
         return dict.fromkeys((*word_names(self.words), "mass", "due"), 0.0)
 
     @property
     def words(self) -> int:
-        """Floats that hold the bits."""
+        """Number of floats that hold the bits."""
         return -(-(LONGEST if self.window is None else self.window) // BITS)
 
     def sizes(self, budget: Budget) -> tuple[Budget, Budget, Budget]:
@@ -58,7 +57,7 @@ class Bursts(Policy):
         """Refuse sizes that do not fit each other.
 
         Raises:
-            BudgetError: more is dropped at once than is unprotected, or the window is longer than a burst is wide.
+            BudgetError: a burst is larger than the number of unprotected tokens, or the window is longer than a burst.
         """
         super().check(budget)
         window, recent, drop = self.sizes(budget)
@@ -73,40 +72,44 @@ class Bursts(Policy):
             )
 
     def stays(self, view: View, state: State) -> Budget:
-        """After a burst, a multiple of ``drop`` fewer; never less than the recent window."""
-        n, limit = held(view), column(view.budget, view.seen)
-        _, recent, drop = (column(size, view.seen) for size in self.sizes(view.budget))
-        goes = torch.minimum(drop * -(-(n - limit) // drop), n - recent.clamp(min=1))
-        return torch.where(n > limit, n - goes, limit)[:, None]
+        """The number of tokens after a burst: a multiple of ``drop`` fewer, and never less than the recent window."""
+        return self._stays(view, held(view))[:, None]
+
+    def _stays(self, view: View, n: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+        _, recent, drop = self.sizes(view.budget)
+        limit, least, drop = _flat(view.budget), _flat(between(1, recent, None)), _flat(drop)
+        over = n - limit
+        goes = torch.minimum(drop * -(-over // drop), n - least)
+        return torch.where(over > 0, n - goes, limit)
+
+    bursts: ClassVar[Bursts | None] = Bursts(stays)
 
     def due(self, view: View) -> Int[Tensor, " B"]:
-        """How many of the last rows lie in the window of the next burst, if only generated tokens come until then."""
-        window, limit = column(self.sizes(view.budget)[0], view.seen), column(view.budget, view.seen)
-        stay = torch.minimum(held(view), column(self.stays(view, {}), view.seen))
-        return (window - (limit + 1 - stay)).clamp(min=0)
+        """How many of the last rows lie in the window of the next burst, if only generated tokens follow."""
+        n, window = held(view), _flat(self.sizes(view.budget)[0])
+        stay = torch.minimum(n, self._stays(view, n))
+        return (stay + (window - _flat(view.budget) - 1)).clamp(min=0)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Give the new rows their bits; add to both masses, or begin them anew in a row of this step."""
-        window, due = column(self.sizes(view.budget)[0], view.seen), self.due(view)
+        """Set the bits of the new rows. Add to both masses, or restart them at a row of this step."""
+        window, due = _flat(self.sizes(view.budget)[0]), self.due(view)
         bits = self._new_bits(view)
         found = _of_one_row(report, bits, due) if view.is_decode else report.sums
-        words = {
-            name: state[name] if _none_is_set(new) else found[name] + (state[name].int() & ~new)
-            for name, new in bits.items()
-        }
+        words = {name: found[name] + (state[name].int() & ~new) for name, new in bits.items()}
         reaches_back = {name: (n > view.new)[:, None, None] for name, n in (("mass", window), ("due", due))}
-        return words | {name: found[name] + state["due"] * back for name, back in reaches_back.items()}
+        return {**state, **words} | {name: found[name] + state["due"] * back for name, back in reaches_back.items()}
 
     def _new_bits(self, view: View) -> dict[str, Int[Tensor, "B 1 1"]]:
-        """The bits of this step's rows in each word."""
+        """The bits of this step's rows, in each word that has any."""
         if view.is_decode:
             found = ring((view.seen - 1).masked_fill(view.new < 1, EMPTY)[:, None], self.words)[:, 0]
         else:
             found = ring_span(view.seen - view.new, view.seen, self.words)
-        return dict(zip(word_names(self.words), found[:, :, None, None].unbind(dim=1), strict=True))
+        bits = zip(word_names(self.words), found[:, :, None, None].unbind(dim=1), _are_set(found), strict=True)
+        return {name: word for name, word, is_set in bits if is_set}
 
     def low(self, view: View, state: State) -> Int[Tensor, "B Hk S"]:
-        """In how many rows of the window each token was insignificant."""
+        """How many rows of the window found each token insignificant."""
         window = column(self.sizes(view.budget)[0], view.seen)
         bits = ring_span(view.seen - window, view.seen, self.words)[:, :, None, None].unbind(dim=1)
         counts = [ones(state[name].int() & mine) for name, mine in zip(word_names(self.words), bits, strict=True)]
@@ -114,24 +117,30 @@ class Bursts(Policy):
 
 
 def held(view: View) -> Int[Tensor, " B"]:
-    """Tokens that each head of a row holds, the new ones included; all heads hold equally many."""
+    """The number of tokens that each head of a row holds, new ones included. It is the same for all heads."""
     return (view.positions[:, 0] >= 0).sum(dim=-1)
+
+
+def when_outgrown(view: View, stay: Int[Tensor, "B Hk"]) -> Int[Tensor, "B Hk"]:
+    """``stay``, at most the budget; the whole budget in rows that have not seen more tokens than that."""
+    limit = column(view.budget, view.seen)[:, None]
+    return torch.where(view.seen[:, None] > limit, torch.minimum(stay, limit), limit)
 
 
 def _of_one_row(
     report: Report, bits: dict[str, Int[Tensor, "B 1 1"]], due: Int[Tensor, " B"]
 ) -> dict[str, Float[Tensor, "B Hk S"]]:
-    """The report on a generated token's row, as one on the rows of a window would be."""
+    """The report on a generated token's row in the form of a report on a window's rows."""
     masses = {"mass": report.mass, "due": report.mass * (due > 0)[:, None, None]}
     return masses | {name: report.low * bit for name, bit in bits.items()}
 
 
-def _none_is_set(bits: Int[Tensor, "B 1 1"]) -> bool:
-    """Whether a word has no bits of any row; on a GPU the question would cost more than it saves."""
-    return bits.device.type == "cpu" and not bool(bits.any())
+def _are_set(words: Int[Tensor, "B words"]) -> list[bool]:
+    """Whether a word may have a bit of any row. Elsewhere than on a CPU the answer would cost more than it saves."""
+    found: list[bool] = [True] * words.shape[1] if words.device.type != "cpu" else words.any(dim=0).tolist()
+    return found
 
 
-def when_outgrown(view: View, stay: Int[Tensor, "B Hk"]) -> Int[Tensor, "B Hk"]:
-    """A number per head, at most the budget; all of the budget while a row has not seen more tokens than that."""
-    limit = column(view.budget, view.seen)[:, None]
-    return torch.where(view.seen[:, None] > limit, torch.minimum(stay, limit), limit)
+def _flat(budget: Budget) -> int | Int[Tensor, " B"]:
+    """A budget as one number, or one per row in one axis."""
+    return budget.view(-1) if isinstance(budget, Tensor) else budget

@@ -1,27 +1,31 @@
-"""What the policies that choose once, at the end of a prompt, have in common: how they go on afterwards."""
+"""Bases of policies that choose once, at the end of a prompt, and SnapKV's rating of its tokens."""
 
 import abc
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from kvkeep import scores
 from kvkeep.errors import BudgetError, PolicyError
-from kvkeep.policies.base import Policy, Sums, option
+from kvkeep.policies.abilities import Growth, Sums
+from kvkeep.policies.base import Policy, option
 from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Budget, Report, State, View
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOnly(Policy):
-    """Rates the tokens of a prompt by the mass of its last rows; generated tokens are only rated if asked for."""
+    """Rates the tokens of a prompt by the mass of its last rows, and rates generated tokens only if asked to."""
 
     decode: Literal["local", "score", "grow"] = option(
         "local",
-        "generated tokens: a sliding window beside the chosen ones, rated by their mass, or kept until it is full",
+        "generated tokens: slide beside the chosen ones, compete by their mass, or are kept until the budget is full",
     )
     room: int = option(0, "slots that a prompt leaves free for generated tokens under decode=grow")
 
@@ -30,24 +34,19 @@ class PrefillOnly(Policy):
 
     @abc.abstractmethod
     def rows(self, view: View) -> Tensor | int:
-        """How many of a prompt's last query rows are looked at."""
+        """How many of a prompt's last query rows count."""
 
     @abc.abstractmethod
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """Score of a prompt's tokens from the mass of its last rows."""
+        """The rating of a prompt's tokens, from the mass of its last rows."""
 
-    @property
-    def grows(self) -> bool:
+    @cached_property
+    def grows(self) -> Growth | None:  # type: ignore[override]  # depends on an option
         """Generated tokens are refused once there is no room, under ``decode=grow``."""
-        return self.decode == "grow"
-
-    @property
-    def spare(self) -> int:
-        """The room."""
-        return self.room
+        return Growth(self.room) if self.decode == "grow" else None
 
     def check(self, budget: int) -> None:
-        """Refuse a budget without space for what is protected and the room."""
+        """Refuse a budget without space for the protected tokens, the room and a choice."""
         super().check(budget)
         if self.room and not self.grows:
             raise PolicyError(f"room={self.room} is only of use with decode=grow, where slots are left free.")
@@ -56,16 +55,10 @@ class PrefillOnly(Policy):
             raise BudgetError(f"{self} needs a budget of at least {least}; {budget} leaves nothing to choose.")
 
     def wants(self, view: View) -> Statistic:
-        """The mass of a prompt's last rows; of a generated token's row only if it is to be rated."""
+        """The mass of a prompt's last rows; that of a generated token's row only under ``decode=score``."""
         rows = self.rows(view)
         prompt = rows if isinstance(rows, Tensor) else view.new.new_full((), rows)
         return Mass(rows=torch.where(view.reads, prompt, int(self.decode == "score")))
-
-    def stays(self, view: View, state: State) -> Budget:
-        """All of the budget, less the room at the end of a prompt."""
-        if not self.room:
-            return view.budget
-        return torch.as_tensor(view.budget, device=view.new.device) - self.room * view.reads[:, None]
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Rate a prompt; add the mass of a generated token's row."""
@@ -73,21 +66,43 @@ class PrefillOnly(Policy):
         return {"score": added if view.is_decode else torch.where(_prompts(view), self.rate(view, report.mass), added)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """What `choose` says in a prompt, and `later` afterwards."""
+        """The result of `choose` in a prompt. Afterwards the rating, or an order that keeps the chosen tokens."""
         later = self._later(view, state)
         return later if view.is_decode else torch.where(_prompts(view), self.choose(view, state), later)
 
     def choose(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """How much a prompt's tokens are worth at its end: by default their rating."""
+        """The score of a prompt's tokens at its end, by default their rating."""
         return state["score"]
 
     def _later(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The rating; under ``local`` what a prompt chose stays and the rest is first in, first out."""
+        """The rating; under ``decode=local`` the chosen tokens stay and the others go first in, first out."""
         if self.decode != "local":
             return state["score"]
         _, window = self.protected(view.budget)
         chosen = view.positions < (view.prompt[:, None] - window)[:, :, None]
         return view.positions.float().masked_fill(chosen, torch.finfo(torch.float32).max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservationWindow(PrefillOnly):
+    """Keeps the last ``window`` tokens of a prompt, whose attention, pooled along the prompt, rates the others."""
+
+    window: int = option(32, "last tokens of a prompt, which stay and rate the others", within=(1, math.inf))
+    kernel: int = option(7, "width of the pooling along the prompt, an odd number; 1 for none", odd=True)
+    pool: Literal["max", "avg"] = option("max", "pool the largest mass around a token, or the average")
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The observation window."""
+        return 0, self.window
+
+    def rows(self, view: View) -> int:
+        """The observation window."""
+        return self.window
+
+    def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
+        """The mass of the tokens before the window, pooled in the order of their positions."""
+        older = (view.positions >= 0) & (view.positions < (view.seen - self.window)[:, None, None])
+        return scores.pooled(mass, view.positions, older, kernel=self.kernel, kind=self.pool)
 
 
 def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:

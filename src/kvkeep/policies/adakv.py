@@ -1,9 +1,9 @@
-"""Keeps what SnapKV keeps, and gives heads whose attention is spread out more slots than those where it is narrow.
+"""Keeps SnapKV's tokens, with more slots for heads whose attention is spread out and fewer for the others.
 
 Source: Feng et al., arXiv:2407.11550; official code FFY0/AdaKV, `adaptive_snapkv/monkeypatch/snapkv_utils.py`.
-Differs: head budgets add up exactly (official: each is rounded); one layer takes what its largest head needs.
-  Of equal scores, which max pooling makes all the time, the newest stay (official: as `topk` happens to order them).
-Fails when: one head takes nearly all, so that the layer's block is large though most of it is empty; see also SnapKV.
+Differs: head budgets add up exactly (official: each is rounded); each layer has the slots that its largest head needs.
+  Among equal scores, which max pooling often produces, the newest stay (official: as `topk` happens to order them).
+Fails when: one head takes nearly all slots, so that the layer's block is large and mostly empty; see also SnapKV.
 """
 
 import math
@@ -15,7 +15,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep import scores
-from kvkeep.policies._window import ObservationWindow
+from kvkeep.policies._prefill import ObservationWindow
+from kvkeep.policies.abilities import HeadBudgets
 from kvkeep.policies.base import option
 from kvkeep.types import State, View
 
@@ -25,9 +26,8 @@ from kvkeep.types import State, View
 class AdaKV(ObservationWindow):
     """SnapKV under head budgets that follow the scores."""
 
-    alpha: float = option(0.2, "share of the budget that every head has for itself", within=(0, 1))
+    alpha: float = option(0.2, "share of the budget that is divided equally among the heads", within=(0, 1))
 
-    spreads: ClassVar[bool] = True
     bibtex: ClassVar[str] = """@article{feng2024adakv,
   title   = {{Ada-KV}: Optimizing {KV} Cache Eviction by Adaptive Budget Allocation for Efficient {LLM} Inference},
   author  = {Yuan Feng and Junlin Lv and Yukun Cao and Xike Xie and S. Kevin Zhou},
@@ -36,12 +36,12 @@ class AdaKV(ObservationWindow):
 }"""
 
     def most(self, budget: int, heads: int) -> int:
-        """All that is shared out goes to one head, beside its own part; two more for rounding."""
+        """The largest budget of a head: its own part, all that is shared out, and two more for rounding."""
         base = max(0, budget - self.window - self.room)
         return budget + math.ceil(base * (heads - 1) * (1.0 - self.alpha)) + 2
 
     def heads(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """Count each head's tokens among the best of all heads together; nothing to choose leaves them equal."""
+        """The budget of each head: its tokens among the best of all heads. Equal if there is nothing to choose."""
         B, Hk, S = view.positions.shape
         fixed = self.window + self.room
         now = torch.as_tensor(view.budget, device=view.seen.device).expand(B, Hk)
@@ -54,3 +54,5 @@ class AdaKV(ObservationWindow):
         crowded = (older.sum(dim=-1).amax(dim=1) > base)[:, None]
         budgets = torch.where(crowded, share, base[:, None]) + fixed
         return torch.where(view.reads[:, None], budgets, now)
+
+    spreads: ClassVar[HeadBudgets | None] = HeadBudgets(heads, most)

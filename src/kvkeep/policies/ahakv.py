@@ -1,20 +1,20 @@
-"""Keeps what the recent rows attend to under a sharpened softmax, weighed by the size of the values.
+"""Keeps the tokens that recent rows attend to under a sharpened softmax, weighted by the size of their values.
 
 Source: Gu et al., "AhaKV: Adaptive Holistic Attention-Driven KV Cache Eviction", Algorithm 1; no public code.
 Differs: lambda replaces 1/sqrt(d): one gain for a prompt, at least 1, frozen in decode; pooling ignores the borders.
-Fails when: sinks, whose values are small, are weighed away; the prompt's end attends to something else.
+Fails when: sinks lose their weight, because their values are small; or the prompt's end attends to something else.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from jaxtyping import Float
 from torch import Tensor, where
 
-from kvkeep import scores
 from kvkeep.budget import column
-from kvkeep.policies.base import Policy, Sums, option
+from kvkeep.policies.abilities import Sums
+from kvkeep.policies.base import Policy, option
+from kvkeep.scores import value_prior
 from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Budget, Report, State, View
 
@@ -24,14 +24,14 @@ from kvkeep.types import Budget, Report, State, View
 class AhaKV(Policy):
     """Recent accumulation, step-gain softmax and a value prior."""
 
-    recent: int = option(32, "newest tokens that are never evicted; as many rows of a prompt are looked at")
+    recent: int = option(32, "newest tokens that are never evicted, and number of a prompt's rows that count")
     sinks: int = option(0, "first tokens that are never evicted; 4 is the safe preset")
     kernel: int = option(5, "width of the average over the values' sizes, an odd number", odd=True)
-    recent_accumulation: bool = option(True, "in a prompt only the last rows count")
-    sg_softmax: bool = option(True, "sharpen the probabilities that count with the prompt's length")
-    value_prior: bool = option(True, "weigh a prompt's tokens by the size of their values")
+    recent_accumulation: bool = option(True, "count only the last rows of a prompt")
+    sg_softmax: bool = option(True, "sharpen the softmax with the length of the prompt")
+    value_prior: bool = option(True, "weight a prompt's tokens by the size of their values")
     clamp: bool = option(True, "a gain of at least 1; the paper's is undefined for a prompt within the budget")
-    slots: ClassVar[Mapping[str, float]] = {"mass": 0.0, "raw": 0.0}
+    slots: ClassVar[dict[str, float]] = {"mass": 0.0, "raw": 0.0}
     sums: ClassVar[Sums | None] = Sums("mass")
     bibtex: ClassVar[str] = """@article{gu2025ahakv,
   title = {{AhaKV}: Adaptive Holistic Attention-Driven {KV} Cache Eviction for Efficient Inference of {LLMs}},
@@ -42,19 +42,19 @@ class AhaKV(Policy):
         return self.sinks, self.recent
 
     def wants(self, view: View) -> Statistic:
-        """Mass of the recent rows of a prompt, or of a generated token's row, under the gain of the prompt."""
+        """The mass of a prompt's recent rows, or of a generated token's row, under the gain of the prompt."""
         ratio = (view.prompt / column(view.budget, view.seen)).clamp(min=1.0).float()
         gain = (2.0 * ratio.log()).sqrt().clamp(min=float(self.clamp)) if self.sg_softmax else 1.0
         return Mass(rows=max(1, self.recent) if self.recent_accumulation else -1, gain=gain)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """A prompt begins anew (or goes on) and is weighed; generated tokens add their row."""
+        """Sum up a prompt's mass and weight it; add the mass of a generated token's row."""
         prompts = view.reads[:, None, None]
         raw = report.mass + state["raw"].masked_fill(prompts & self.recent_accumulation, 0.0)
         use = self.value_prior and not view.is_decode
-        weighed = raw * scores.value_prior(view.values, view.positions, self.kernel) if use else raw
-        return {"raw": raw, "mass": where(prompts, weighed, state["mass"] + report.mass)}
+        weighted = raw * value_prior(view.values, view.positions, self.kernel) if use else raw
+        return {"raw": raw, "mass": where(prompts, weighted, state["mass"] + report.mass)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The weighed mass."""
+        """The weighted mass."""
         return state["mass"]

@@ -10,12 +10,13 @@ import typing
 from collections.abc import Mapping
 from typing import ClassVar, TypeVar
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.errors import BudgetError, PolicyError
+from kvkeep.policies.abilities import Abilities
 from kvkeep.statistic import Nothing, Statistic
-from kvkeep.types import Budget, Report, State, Top, View
+from kvkeep.types import Budget, Report, State, View
 
 _T = TypeVar("_T")
 
@@ -27,50 +28,22 @@ def option(default: _T, text: str, *, within: tuple[int | float, int | float] = 
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
-    """What `observe` and `score` come to for a generated token, of a policy whose state consists of sums of mass.
-
-    Each of them is ``decay·state + mass``, with the decay of the statistic, and starts at 0.
-
-    Attributes:
-        score: the one of the sums that is the score; ``None``: the position is.
-        only: options under which this is so, with their values.
-    """
-
-    score: str | None = None
-    only: Mapping[str, object] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy(abc.ABC):
+class Policy(Abilities, abc.ABC):
     """A score per slot. Concrete policies are frozen, keyword-only dataclasses of options, and final.
 
-    The cache calls, in this order and once per step: attention with what the policy `wants`, `observe`, `score`,
-    `stays`; then it shields what `protected` names and evicts the lowest scores until so many slots are left.
+    In each step the layer asks for the statistic that the policy `wants`, attends, and calls `observe` and `score`. It
+    then protects the tokens that `protected` names and evicts the lowest scores until the budget is met.
 
     Class attributes:
         statistic: what attention must report, if that is the same in every step.
-        slots: the policy's per-slot state, name → value that a new token starts with. Float32; moved by the cache.
-        evicts: ``False`` for a policy that refuses tokens over budget instead of dropping any.
-        bursts: whether it may drop several tokens in one decode step; the others drop at most one.
-        spreads: whether heads get budgets of their own at the end of a prompt, see `heads`.
-        cascades: whether layers share what they saw, and a token dropped by one is dropped by all later ones.
-        sums: what a generated token does, where that is so simple that a GPU's kernel can do it while it attends; then
-            what the policy `wants` must not depend on the slots of the view. ``None``: `observe` and `score` are asked.
-        stochastic: whether scores depend on random numbers that are keyed by the head.
-        position_mode: positions that attention sees unless the user says otherwise, ``true`` or ``slot``.
+        slots: the policy's per-slot state: name → value of a new token. Float32; the cache moves it with the slots.
         bibtex: the paper, for ``kvkeep policies show``.
+
+    `Abilities` lists further class attributes, which few policies need.
     """
 
     statistic: ClassVar[Statistic] = Nothing()
     slots: ClassVar[Mapping[str, float]] = {}
-    evicts: ClassVar[bool] = True
-    bursts: ClassVar[bool] = False
-    spreads: ClassVar[bool] = False
-    cascades: ClassVar[bool] = False
-    sums: ClassVar[Sums | None] = None
-    stochastic: ClassVar[bool] = False
-    position_mode: ClassVar[str] = "true"
     bibtex: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -99,14 +72,14 @@ class Policy(abc.ABC):
         return ",".join(f"{name}={_show(value)}" for name, value in values.items() if value != defaults[name])
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """How many first and how many newest tokens are never evicted: ``(sinks, recent)``."""
+        """The numbers of first and of newest tokens that are never evicted: ``(sinks, recent)``."""
         return 0, 0
 
     def check(self, budget: int) -> None:
-        """Refuse a budget that is smaller than what the policy protects.
+        """Refuse a budget that is smaller than the number of protected tokens.
 
         Raises:
-            BudgetError: it is; with the smallest budget that would do.
+            BudgetError: the budget is too small. The message names the smallest one that would do.
         """
         sinks, recent = self.protected(budget)
         if sinks + recent > budget:
@@ -116,67 +89,24 @@ class Policy(abc.ABC):
             )
 
     @property
-    def layer_budget(self) -> str:
-        """How a budget is spread over the layers unless the user says otherwise; see `kvkeep.budget.per_layer`."""
-        return "uniform"
-
-    @property
     def least(self) -> int:
-        """Slots that a layer needs, whatever its share of the budget."""
-        return max(1, sum(map(int, self.protected(0))) + self.spare)
-
-    def most(self, budget: int, heads: int) -> int:
-        """The largest budget that one of a layer's heads can get; more than the budget only where it `spreads`."""
-        return budget
-
-    @property
-    def spare(self) -> int:
-        """Slots that a prompt leaves free."""
-        return 0
-
-    @property
-    def fills(self) -> bool:
-        """Whether the budget is always used to the last slot, once so many tokens were seen."""
-        return not self.bursts and not self.grows and not self.spreads
-
-    @property
-    def grows(self) -> bool:
-        """Whether it evicts in prefill only: then a generated token is refused once the budget is full."""
-        return False
-
-    @property
-    def shares_heads(self) -> bool:
-        """Whether the KV heads of a layer decide together and keep the same tokens."""
-        return self.cascades
+        """The smallest budget that a layer can work with."""
+        room = self.grows.room if self.grows else 0
+        return max(1, sum(map(int, self.protected(0))) + room)
 
     def wants(self, view: View) -> Statistic:
-        """What attention must report in this step; by default always the class's `statistic`."""
+        """The statistic that attention must report in this step, by default the class's `statistic`."""
         return self.statistic
 
-    def top(self, view: View) -> Top | None:
-        """Restrict a generated token's attention to the largest probabilities; by default all are used."""
-        return None
-
-    def heads(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """The budget of each head from the end of a prompt on; a row's heads together have what they had before.
-
-        Asked only of a policy that `spreads`, before `stays`, which then finds these budgets in its view.
-        """
-        raise NotImplementedError
-
-    def stays(self, view: View, state: State) -> Budget:
-        """How many slots may stay occupied after this step, at most the budget; by default all of it."""
-        return view.budget
-
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state after this step; a pure function, by default nothing changes."""
+        """Return the state after this step, by default unchanged. A pure function."""
         return state
 
     @abc.abstractmethod
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Say how much each slot is worth: float32, higher = keep, only the order matters.
+        """Return the worth of each slot in float32: higher = keep. Only the order matters.
 
-        Empty and protected slots may get any value; the cache overrides them.
+        Empty and protected slots may get any value. The cache overrides it.
         """
 
 

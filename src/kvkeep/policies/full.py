@@ -11,7 +11,8 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.base import Policy, Sums
+from kvkeep.policies.abilities import Sums
+from kvkeep.policies.base import Policy
 from kvkeep.types import State, View
 
 
@@ -24,5 +25,5 @@ class Full(Policy):
     sums: ClassVar[Sums | None] = Sums()
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Newer is worth more; never decides anything, because nothing is evicted."""
+        """The position. It decides nothing, because nothing is evicted."""
         return view.positions.float()

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies._heavy import CONCAVE, HeavyHitters
-from kvkeep.policies.base import Sums, option
+from kvkeep.policies._mass import HeavyHitters
+from kvkeep.policies.abilities import Sums
+from kvkeep.policies.base import option
 from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Report, State, View
 
@@ -27,9 +28,7 @@ class H2O(HeavyHitters):
         "compete", "a token that leaves the recent window competes with the heavy hitters, or replaces the weakest"
     )
     decay: float = option(1.0, "factor on the accumulated mass in every row; below 1 the past fades", within=(0, 1))
-    objective: Literal["sum", "sqrt", "log"] = option(
-        "sum", "the h of F = h(sum of masses), which `value` reports: z, √(z + 1) or ln(z + 1); the choice is the same"
-    )
+
     sums: ClassVar[Sums | None] = Sums("mass", only={"graduate": "compete"})
     bibtex: ClassVar[str] = """@inproceedings{zhang2023h2o,
   title  = {{H2O}: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models},
@@ -38,23 +37,19 @@ class H2O(HeavyHitters):
   booktitle = {Advances in Neural Information Processing Systems}, year = {2023}}"""
 
     def wants(self, view: View) -> Statistic:
-        """The mass of all rows, the earlier ones of a prompt faded."""
+        """The mass of all rows; with decay, earlier rows of a prompt count for less."""
         return self.statistic if self.decay == 1.0 else Mass(decay=self.decay, last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Fade what was there and add this step's mass."""
+        """Fade the past and add this step's mass."""
         past = state["mass"] if self.decay == 1.0 else state["mass"] * (self.decay**view.new)[:, None, None]
         return {"mass": past + report.mass}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The accumulated mass; under ``replace`` the token that just left the recent window is out of reach."""
+        """The accumulated mass; under ``replace`` the token that has just left the recent window stays."""
         if self.graduate == "compete":
             return state["mass"]
         _, recent = self.protected(view.budget)
         graduate = (view.seen[:, None] - recent - 1)[:, :, None]
         lifted = (view.positions == graduate) & view.writes[:, None, None]
         return state["mass"].masked_fill(lifted, torch.finfo(torch.float32).max)
-
-    def value(self, positions: Int[Tensor, "B Hk S"], state: State) -> Float[Tensor, "B Hk"]:
-        """F of what the slots hold (Algorithm 2, Remark D.14). As h rises, whichever it is, the same token goes."""
-        return CONCAVE[self.objective](state["mass"].double().masked_fill(positions < 0, 0.0).sum(dim=-1))

@@ -11,7 +11,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies._heavy import HeavyHitters
+from kvkeep.policies._mass import HeavyHitters
 from kvkeep.policies.h2o import H2O
 from kvkeep.types import State, View
 
@@ -24,6 +24,6 @@ class H2OAvg(HeavyHitters):
     bibtex: ClassVar[str] = H2O.bibtex
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Mass per row: a token at position p has been visible to ``seen - p`` rows."""
+        """The mass per row: a token at position p has been visible to ``seen - p`` rows."""
         rows = view.seen[:, None, None] - view.positions
         return state["mass"] / rows.clamp(min=1)

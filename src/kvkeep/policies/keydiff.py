@@ -1,8 +1,8 @@
-"""Keeps the keys that differ most from the average direction of all held keys; attention is not looked at.
+"""Keeps the keys that differ most from the average direction of all held keys; it ignores attention.
 
 Source: Park et al., arXiv:2504.15364; cf. kvpress `KeyDiffPress`.
 Differs: applied in every step; `recent` and `sinks` can be protected.
-Fails when: what matters looks like the rest.
+Fails when: the keys of important tokens look like all others.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class KeyDiff(Policy):
         return self.sinks, self.recent
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Minus the cosine to the anchor."""
+        """Minus the cosine between a key and the mean of the unit keys."""
         unit = torch.nn.functional.normalize(view.keys.float(), dim=-1)
         unit = unit * (view.positions >= 0)[..., None]
         anchor = torch.nn.functional.normalize(unit.sum(dim=2, keepdim=True), dim=-1)

@@ -1,4 +1,4 @@
-"""Keeps the recent tokens and those with the largest accumulated attention under Gumbel noise and a rising temperature.
+"""Keeps recent tokens and tokens with the largest accumulated attention under Gumbel noise and a rising temperature.
 
 Source: Adnan et al., arXiv:2403.09054; official code d-matrix-ai/keyformer-llm.
 Differs: the token before the recent window competes (official: always goes, `release_quirk`); counter-based noise.
@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.noise import Gumbel
-from kvkeep.policies._heavy import HeavyHitters
+from kvkeep.policies._mass import HeavyHitters
 from kvkeep.policies.base import option
 from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Budget, State, View
@@ -45,14 +45,14 @@ class Keyformer(HeavyHitters):
         return self.sinks, budget * 3 // 10 if self.recent is None else self.recent
 
     def wants(self, view: View) -> Statistic:
-        """Mass of the noisy, tempered softmax."""
+        """The mass of the noisy, tempered softmax."""
         step = (view.seen - view.prompt).clamp(max=self.max_new_tokens) / max(1, self.max_new_tokens)
         tau = self.tau_start + (self.tau_end - self.tau_start) * step
         noise = Gumbel(self.seed, view.layer, view.sequences) if self.noise else None
         return Mass(gain=1.0 / tau.float(), noise=noise)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The sum; under the quirk the token before the recent window goes, at the end of a prompt as in every step."""
+        """The accumulated mass; under the quirk the token before the recent window always goes first."""
         if not self.release_quirk:
             return state["mass"]
         _, recent = self.protected(view.budget)

@@ -1,8 +1,8 @@
-"""Keeps the keys with the smallest norm; attention is not looked at.
+"""Keeps the keys with the smallest norm; it ignores attention.
 
 Source: Devoto et al., arXiv:2406.11430; cf. kvpress `KnormPress`.
 Differs: applied in every step; `recent` and `sinks` can be protected (the authors skip the first two layers instead).
-Fails when: the model's small keys are not its important ones, as with normalised keys (Qwen3).
+Fails when: small keys do not belong to important tokens, as in models with normalised keys (Qwen3).
 """
 
 from dataclasses import dataclass
@@ -36,6 +36,6 @@ class KNorm(Policy):
         return self.sinks, self.recent
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Minus the norm: rotation does not change it."""
+        """Minus the norm of the key, which rotation does not change."""
         norm: Tensor = torch.linalg.vector_norm(view.keys.float(), dim=-1)
         return -norm

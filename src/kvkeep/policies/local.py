@@ -2,7 +2,7 @@
 
 Source: baseline of H2O (arXiv:2306.14048, §5) and Scissorhands (arXiv:2305.17118); no official policy code.
 Differs: nothing; keys stay rotated at their true positions.
-Fails when: anything older than the budget is asked for, or the first tokens are attention sinks of the model.
+Fails when: the answer is older than the budget, or the first tokens are attention sinks of the model.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.base import Policy, Sums
+from kvkeep.policies.abilities import Sums
+from kvkeep.policies.base import Policy
 from kvkeep.types import State, View
 
 
@@ -23,5 +24,5 @@ class Local(Policy):
     sums: ClassVar[Sums | None] = Sums()
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Newer is worth more."""
+        """The position: newer tokens are worth more."""
         return view.positions.float()

@@ -1,8 +1,8 @@
-"""Keeps what the end of the prompt attends to, and a random part of the rest, drawn with its scores.
+"""Keeps the tokens that the end of a prompt attends to, and a random sample of the others, drawn by their scores.
 
 Source: Chen et al., arXiv:2408.03675; official code PaddlePaddle/Research, `ACL2024-NACL`, `llama_nacl_patch.py`.
 Differs: proxy rows are causal; sinks and recent are numbers (official: shares, broken below 25 600 tokens).
-Fails when: what matters is neither near the question's attention nor lucky.
+Fails when: an important token is neither attended to at the end of the prompt nor drawn.
 """
 
 import math
@@ -27,8 +27,8 @@ class NACL(PrefillOnly):
     """Proxy-token scores and random sampling."""
 
     proxies: float = option(0.1, "share of a prompt's tokens, its last ones, whose attention counts", within=(0, 1))
-    random: float = option(7 / 19, "share of the free slots that is drawn at random", within=(0, 1))
-    temperature: float = option(1.0, "of the drawing; higher is closer to uniform", within=(1e-3, math.inf))
+    random: float = option(7 / 19, "share of the free slots whose tokens are drawn at random", within=(0, 1))
+    temperature: float = option(1.0, "temperature of the drawing; higher is closer to uniform", within=(1e-3, math.inf))
     sinks: int = option(4, "first tokens that are never evicted")
     recent: int | None = option(None, "newest tokens that are never evicted; an eighth of the budget if not given")
     seed: int = option(0, "seed of the random numbers")
@@ -40,7 +40,7 @@ class NACL(PrefillOnly):
         return self.sinks, budget // 8 if self.recent is None else self.recent
 
     def rows(self, view: View) -> Tensor:
-        """The proxy tokens: a share of the step's."""
+        """The number of proxy tokens, a share of the step's."""
         return (self.proxies * view.new.double() + 1e-9).long().clamp(min=1)
 
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
@@ -48,9 +48,9 @@ class NACL(PrefillOnly):
         return mass
 
     def choose(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The best come first, then the lucky: the largest sums of score and Gumbel noise are a sample by softmax."""
+        """The best tokens first, then a random order: the largest sums of score and Gumbel noise sample the softmax."""
         sinks, recent = self.protected(view.budget)
-        free = column(self.stays(view, state) - sinks - recent, view.seen)[:, None]
+        free = column((self.grows.stays(view) if self.grows else view.budget) - sinks - recent, view.seen)[:, None]
         best = free - (self.random * free.double() + 1e-9).long()
         fixed = (view.positions < sinks) | (view.positions >= (view.seen[:, None] - recent)[:, :, None])
         top = scores.keep(state["score"], view.positions.masked_fill(fixed, EMPTY), best)

@@ -37,7 +37,7 @@ class Random(Policy):
         return self.sinks, self.recent
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """A number drawn once per token (``reservoir``), or anew in every step (``victim``)."""
+        """A random number, drawn once per token (``reservoir``) or again in every step (``victim``)."""
         heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]
         keys = [view.sequences[:, None, None], view.sequences.new_full((), view.layer), heads, view.positions]
         if self.mode == "victim":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvkeep import scores
 from kvkeep.budget import column
-from kvkeep.policies._bursts import Bursts
+from kvkeep.policies._bursts import History
 from kvkeep.policies.base import option
 from kvkeep.statistic import Low, LowRows, Statistic
 from kvkeep.types import State, View
@@ -23,11 +23,11 @@ from kvkeep.types import State, View
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Scissorhands(Bursts):
+class Scissorhands(History):
     """Persistence of importance."""
 
     theta: float = option(1.0, "a row finds a token insignificant below 1 / (theta * n)", within=(1e-3, 1e3))
-    threshold: Literal["row", "live"] = option("row", "n is the row's number, or how many tokens it sees")
+    threshold: Literal["row", "live"] = option("row", "n is the row's number, or the number of tokens that it sees")
     literal_ties: bool = option(False, "among equal counts the newest go first, as in a stable sort")
 
     bibtex: ClassVar[str] = """@inproceedings{liu2023scissorhands,
@@ -40,7 +40,7 @@ class Scissorhands(Bursts):
 }"""
 
     def wants(self, view: View) -> Statistic:
-        """Which tokens each row of the window finds insignificant; of a generated token's row that alone."""
+        """Which tokens each row of the window finds insignificant; for a generated token, only its own row."""
         live = self.threshold == "live"
         if view.is_decode:
             return Low(theta=self.theta, live=live)
@@ -48,6 +48,6 @@ class Scissorhands(Bursts):
         return LowRows(window, self.theta, live, words=self.words, last=view.seen - 1, due=self.due(view))
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Few insignificant rows first; then the larger mass of the window, or the older token."""
+        """Tokens that few rows found insignificant score highest. Ties go to the larger mass, or to the older token."""
         second = -view.positions.float() if self.literal_ties else state["mass"]
         return scores.ranks(second, view.positions).float() - self.low(view, state) * view.positions.shape[-1]

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.budget import between
 from kvkeep.policies._bursts import when_outgrown
+from kvkeep.policies.abilities import Bursts
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.scissorhands import Scissorhands
 from kvkeep.statistic import LastHit, Statistic
@@ -31,9 +31,7 @@ class ScissorhandsRelease(Policy):
     quantile: float = option(0.9, "a row hits the tokens above this quantile of its probabilities", within=(0, 0.999))
     window: int = option(100, "rows after which a hit is forgotten")
     recent: int | None = option(None, "newest tokens that are never dropped; 10, or a quarter of a small budget")
-
     slots: ClassVar[Mapping[str, float]] = {"hit": 0.0}
-    bursts: ClassVar[bool] = True
     bibtex: ClassVar[str] = Scissorhands.bibtex
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
@@ -46,15 +44,17 @@ class ScissorhandsRelease(Policy):
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Remember the newest hit."""
-        return {"hit": torch.maximum(state["hit"], report.hit)}
+        return {"hit": state["hit"].maximum(report.hit)}
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """As many as were hit within the window or are recent, once the text has outgrown the budget."""
+        """The number of tokens hit within the window or recent, once the text has outgrown the budget."""
         _, recent = self.protected(view.budget)
         alive = (state["hit"] > (view.seen - self.window)[:, None, None]) & (view.positions >= 0)
         alive |= view.positions >= (view.seen[:, None] - recent)[:, :, None]
         return when_outgrown(view, alive.sum(dim=-1))
 
+    bursts: ClassVar[Bursts | None] = Bursts(stays)
+
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The newest hit."""
+        """The newest row that hit the token."""
         return state["hit"]

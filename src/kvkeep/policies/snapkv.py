@@ -1,15 +1,15 @@
-"""Keeps what the last tokens of the prompt attend to, with its neighbourhood; decides once, at the end of the prompt.
+"""Keeps the tokens that a prompt's last tokens attend to, and their neighbours; decides once, at the prompt's end.
 
 Source: Li et al., arXiv:2404.14469; official code FasterDecoding/SnapKV, `snapkv_utils.py`.
 Differs: one set per KV head (official: per query head, expanded); by default generated tokens slide (official: grow).
-  Max pooling makes equal scores all the time: of these the newest stay (official: as `topk` happens to order them).
-Fails when: the question comes later, in a turn that the end of the prompt knows nothing of.
+  Among equal scores, which max pooling often produces, the newest stay (official: as `topk` happens to order them).
+Fails when: the question comes in a later turn, so that the end of the prompt does not show it.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from kvkeep.policies._window import ObservationWindow
+from kvkeep.policies._prefill import ObservationWindow
 
 
 @final

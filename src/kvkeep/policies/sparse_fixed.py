@@ -1,8 +1,8 @@
-"""Keeps the current block of tokens and the last ones of every finished block: fixed sparse attention as a policy.
+"""Keeps the current block of tokens and the last tokens of every finished block: fixed sparse attention as a policy.
 
 Source: Child et al., arXiv:1904.10509; as a baseline in H2O (arXiv:2306.14048), Table 2, without its parameters.
 Differs: when the summaries outgrow their share the oldest goes; the summary is the same for all heads.
-Fails when: what matters is not at the end of a block.
+Fails when: important tokens are not at the end of a block.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvkeep.policies._pattern import Pattern
+from kvkeep.policies._mass import Pattern
 from kvkeep.policies.base import option
 from kvkeep.policies.sparse_strided import SparseStrided
 from kvkeep.types import View
@@ -33,7 +33,7 @@ class SparseFixed(Pattern):
         return view.positions // block == (view.seen[:, None, None] - 1) // block
 
     def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """The end of each block; by default half of the share that the last prompt leaves, policies.md §14."""
+        """The end of each block; by default as long as fills half of the share at the end of the last prompt."""
         block = (share // 2).clamp(min=1)
         n = torch.maximum(view.prompt[:, None, None], share)
         fitting = (share * block / (2 * n)).round().long().clamp(min=1)

@@ -2,7 +2,7 @@
 
 Source: Child et al., arXiv:1904.10509; as a baseline in H2O (arXiv:2306.14048), Table 2, without its parameters.
 Differs: the grid is absolute; the paper's moves with the query, so a dropped key would be needed again.
-Fails when: what matters stands between the grid's lines.
+Fails when: important tokens lie between the grid's lines.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from kvkeep.policies._pattern import Pattern
+from kvkeep.policies._mass import Pattern
 from kvkeep.policies.base import option
 from kvkeep.types import View
 
@@ -39,6 +39,6 @@ class SparseStrided(Pattern):
         return view.positions >= view.seen[:, None, None] - (share // 2).clamp(min=1)
 
     def marks(self, view: View, share: Int[Tensor, "B 1 1"]) -> Bool[Tensor, "B Hk S"]:
-        """The grid."""
+        """Every ``stride``-th position."""
         stride = -(-2 * view.prompt[:, None, None] // share.clamp(min=1)) if self.stride is None else self.stride
         return (view.positions + 1) % torch.as_tensor(stride).clamp(min=1 if self.stride else 2) == 0

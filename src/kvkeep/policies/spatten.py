@@ -1,4 +1,4 @@
-"""Keeps the tokens with the largest attention summed over heads, layers and steps; what a layer drops, later ones drop.
+"""Keeps the tokens with the most attention over heads, layers and steps; tokens that one layer drops leave later ones.
 
 Source: Wang, Zhang and Han, arXiv:2012.09852, cascade token pruning; mit-han-lab/spatten, hardware workload traces.
 Differs: no pruning of heads and values; the newest token always stays. The official chat demo has another rule: logits
@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.budget import column
+from kvkeep.policies.abilities import Bursts, Defaults
 from kvkeep.policies.base import Policy, option
 from kvkeep.statistic import Mass, Statistic
+from kvkeep.store import Cascade
 from kvkeep.types import Budget, Report, State, View
 
 
@@ -25,36 +26,35 @@ from kvkeep.types import Budget, Report, State, View
 class SpAtten(Policy):
     """Cumulative importance, nested sets."""
 
-    delta: float = option(
-        0.0, "layer budgets fall in a line, from 1 + delta to 1 - delta of the mean", within=(0, 0.95)
-    )
+    delta: float = option(0.0, "layer budgets fall in a line from 1 + delta to 1 - delta of the mean", within=(0, 0.95))
     recent: int = option(1, "newest tokens that are never evicted, at least one", within=(1, 2**31))
 
     statistic: ClassVar[Statistic] = Mass()
     slots: ClassVar[Mapping[str, float]] = {"importance": 0.0}
-    bursts: ClassVar[bool] = True
-    cascades: ClassVar[bool] = True
+    cascades: ClassVar[type[Cascade] | None] = Cascade
     bibtex: ClassVar[str] = """@inproceedings{wang2021spatten,
   title = {{SpAtten}: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning},
   author = {Hanrui Wang and Zhekai Zhang and Song Han}, booktitle = {HPCA}, year = {2021}}"""
 
     @property
-    def layer_budget(self) -> str:
-        """Equal, or a falling line."""
-        return f"taper:{self.delta}" if self.delta else "uniform"
+    def defaults(self) -> Defaults:  # type: ignore[override]  # depends on an option
+        """Equal layer budgets, or a falling line."""
+        return Defaults(layer_budget=f"taper:{self.delta}" if self.delta else "uniform")
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """The newest tokens."""
         return 0, self.recent
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """What all layers and steps gave before, and this layer's mass in all heads."""
+        """The sum over all earlier layers and steps, plus this layer's mass in all heads."""
         return {"importance": (view.past[:, None] + report.mass.sum(dim=1, keepdim=True)).expand_as(report.mass)}
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B 1"]:
-        """At most what the layer before still holds."""
-        return torch.minimum(view.alive.sum(dim=1), column(view.budget, view.seen))[:, None]
+        """The number of tokens that the layer before still holds, at most the budget."""
+        return view.alive.sum(dim=1).minimum(column(view.budget, view.seen))[:, None]
+
+    bursts: ClassVar[Bursts | None] = Bursts(stays)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The importance; tokens that the layer before has dropped come last."""
+        """The importance. Tokens that the layer before has dropped go first."""
         return state["importance"].masked_fill(~view.alive[:, None], -1.0)

@@ -1,8 +1,8 @@
-"""Keeps the first tokens (attention sinks) and the newest ones; the middle goes.
+"""Keeps the first tokens (attention sinks) and the newest ones, and evicts the middle.
 
 Source: Xiao et al., arXiv:2309.17453, §3; official code mit-han-lab/streaming-llm, `kv_cache.py`.
 Differs: nothing; models without rotary embeddings keep their true positions.
-Fails when: the middle of the text is asked for.
+Fails when: the answer lies in the middle of the text.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.policies.base import Policy, Sums, option
+from kvkeep.policies.abilities import Defaults, Sums
+from kvkeep.policies.base import Policy, option
 from kvkeep.types import Budget, State, View
 
 
@@ -22,7 +23,7 @@ class StreamingLLM(Policy):
 
     sinks: int = option(4, "first tokens that are never evicted")
 
-    position_mode: ClassVar[str] = "slot"
+    defaults: ClassVar[Defaults] = Defaults(positions="slot")
     sums: ClassVar[Sums | None] = Sums()
     bibtex: ClassVar[str] = """@inproceedings{xiao2024streamingllm,
   title     = {Efficient Streaming Language Models with Attention Sinks},
@@ -36,5 +37,5 @@ class StreamingLLM(Policy):
         return self.sinks, 0
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Newer is worth more."""
+        """The position: newer tokens are worth more."""
         return view.positions.float()

@@ -35,15 +35,15 @@ class TopK(Policy):
         return 0, 1
 
     def wants(self, view: View) -> Statistic:
-        """The newest row beside the sum of all."""
+        """The newest row, and the mass of all rows."""
         return MassAndLast(last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Replace the row, add to the sum."""
+        """Replace the row; add to the mass."""
         return {"last": report.sums["last"], "mass": state["mass"] + report.mass}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The order of the newest row; the best of either half come before all others."""
+        """The rank in the newest row; the best tokens of both shares rank before all others."""
         budget = column(view.budget, view.seen)[:, None]
         heavy = (self.h2 * budget.double() + 1e-9).long()
         best = scores.keep(state["last"], view.positions, budget - heavy)

@@ -2,15 +2,17 @@
 
 Source: FlexLLMGen (arXiv:2303.06865), sparse attention, `pytorch_backend.py`; a reading of "Top-K" in H2O, Table 8.
 Differs: nothing; `renormalise` scales what is used up to 1, which the code does not do.
-Fails when: memory is what is short: it holds the full cache, and with `share=1` it is the full cache.
+Fails when: memory is short: it holds the full cache, and with `share=1` it is the full cache.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.policies.abilities import Focus
 from kvkeep.policies.base import Policy, option
 from kvkeep.types import State, Top, View
 
@@ -18,7 +20,7 @@ from kvkeep.types import State, Top, View
 @final
 @dataclass(frozen=True, kw_only=True)
 class TopKDynamic(Policy):
-    """The best set of each row in hindsight."""
+    """The best set of each row, known only in hindsight."""
 
     share: float = option(1.0, "share of the tokens that a generated token attends to, beside itself", within=(0, 1))
     renormalise: bool = option(False, "scale the probabilities that are used up to a sum of 1")
@@ -32,13 +34,16 @@ class TopKDynamic(Policy):
   year      = {2023},
 }"""
 
-    def top(self, view: View) -> Top | None:
-        """So many of the older tokens."""
-        if self.share == 1.0:
-            return None
+    @cached_property
+    def focuses(self) -> Focus | None:  # type: ignore[override]  # depends on an option
+        """A share of the older tokens, unless that is all of them."""
+        return Focus(TopKDynamic.top) if self.share < 1.0 else None
+
+    def top(self, view: View) -> Top:
+        """The number of older tokens that a generated token attends to."""
         older = (view.positions[:, 0] >= 0).sum(dim=-1) - 1
         return Top((self.share * older.double() + 1e-9).long(), self.renormalise)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Any number: nothing is evicted."""
+        """The position. It decides nothing, because nothing is evicted."""
         return view.positions.float()

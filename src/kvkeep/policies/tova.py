@@ -1,4 +1,4 @@
-"""Keeps the tokens that the newest query attends to; the weakest goes, be it the newest.
+"""Keeps the tokens that the newest query attends to; the weakest goes, even if it is the newest.
 
 Source: Oren et al., arXiv:2401.06104, §3; official code schwartz-lab-NLP/TOVA, `tova_cache.py`.
 Differs: `protect_last` and `per_head` are extras; by default one set is shared by the heads of a layer, as there.
@@ -22,7 +22,7 @@ from kvkeep.types import Budget, Report, State, View
 class TOVA(Policy):
     """Attention of the last query row."""
 
-    protect_last: bool = option(False, "never evict the token that has just come")
+    protect_last: bool = option(False, "never evict the newest token")
     per_head: bool = option(False, "rank in each KV head on its own instead of averaging over all heads")
 
     statistic: ClassVar[Statistic] = Mass(rows=1)
@@ -44,11 +44,11 @@ class TOVA(Policy):
         return not self.per_head
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Replace the mass by the last row's. Heads that share their tokens share their slots too."""
+        """Replace the state by the last row, averaged over the heads unless ``per_head``."""
         if self.per_head:
             return {"last": report.mass}
         return {"last": report.mass.mean(dim=1, keepdim=True).expand_as(report.mass)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """The last row's attention."""
+        """The attention of the last row."""
         return state["last"]

@@ -1,1 +1,1 @@
-"""Checks of the papers: their theorems, what they saw in models, and how near a policy comes to hindsight."""
+"""Research equipment: the papers' theorems as checks, their observations on any model, and caches with hindsight."""

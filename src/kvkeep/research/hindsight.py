@@ -1,6 +1,7 @@
-"""With hindsight: what a cache would do that knew a whole text before it began (H2O, arXiv:2306.14048, Figure 2).
+"""Caches that know a whole text before it begins (H2O, arXiv:2306.14048, Figure 2).
 
-A first pass over whole texts adds up what every key receives from all rows, later ones included. A second one uses it:
+A first pass over whole texts adds up the attention that every key receives from all rows, later ones included. A second
+pass uses these totals:
 
     totals = hindsight.measure(model, ids)
     oracle = hindsight.H2OGlobal(totals=totals, recent=32)                       # Figure 2d: the global statistic
@@ -8,7 +9,7 @@ A first pass over whole texts adds up what every key receives from all rows, lat
     cache = hindsight.without(model, totals.heaviest(0.2))                # Figure 2c: heavy hitters removed
     logits = model(ids, past_key_values=cache).logits
 
-Research equipment: no policy has these numbers while it runs, so none of this stands in the registry.
+This is research equipment: no policy has these totals while it runs, so nothing here is in the registry.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import noise, scores
-from kvkeep.cache import BoundedCache
+from kvkeep.cache import handing_cache
 from kvkeep.errors import InputError
-from kvkeep.evals.whole import Adding, Hiding, positions_of, with_layers
-from kvkeep.policies._heavy import HeavyHitters
+from kvkeep.evals.whole import Adding, Hiding, positions_of
+from kvkeep.handing import PhasedCache
+from kvkeep.policies._mass import HeavyHitters
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, Report, State, View
 
@@ -37,7 +39,7 @@ class Attached(Protocol):
     config: Any
     device: torch.device
 
-    def __call__(self, *, input_ids: Tensor, past_key_values: BoundedCache, **options: Any) -> Any:
+    def __call__(self, *, input_ids: Tensor, past_key_values: PhasedCache, **options: Any) -> Any:
         """Run the model."""
 
 
@@ -46,7 +48,7 @@ class Keys:
     """Some keys of each text, layer and KV head.
 
     Attributes:
-        chosen: layer → which true positions.
+        chosen: layer → mask over true positions.
     """
 
     chosen: Mapping[int, Bool[Tensor, "N Hk P"]]
@@ -58,12 +60,12 @@ class Keys:
 
 @dataclass(frozen=True, eq=False)
 class Totals:
-    """What every key of a text receives from all of its rows under the full cache.
+    """The attention that every key of a text receives from all of its rows under the full cache.
 
     Attributes:
         mass: layer → column sums of the attention probabilities by true position, averaged over the query heads of a
             group; 0 past the end of a text.
-        lengths: tokens of each text.
+        lengths: number of tokens of each text.
     """
 
     mass: Mapping[int, Float[Tensor, "N Hk P"]]
@@ -74,15 +76,15 @@ class Totals:
         return self._largest(self.mass, share)
 
     def lightest(self, share: float) -> Keys:
-        """As many with the smallest totals."""
+        """As many keys with the smallest totals."""
         return self._largest({layer: -mass for layer, mass in self.mass.items()}, share)
 
     def drawn(self, share: float, *, seed: int = 0) -> Keys:
-        """As many at random, keyed by (seed, text, layer, head, position)."""
+        """As many random keys, keyed by (seed, text, layer, head, position)."""
         return self._largest({layer: _draw(mass, layer, seed) for layer, mass in self.mass.items()}, share)
 
     def of(self, view: View) -> Float[Tensor, "B Hk S"]:
-        """The totals of the tokens in a layer's slots; a row's text is the one that its sequence id numbers.
+        """The totals of the tokens in a layer's slots; a row's text has the number of its sequence id.
 
         Raises:
             InputError: the layer, head, text or token was not measured.
@@ -130,14 +132,14 @@ def _draw(like: Float[Tensor, "N Hk P"], layer: int, seed: int) -> Float[Tensor,
 @final
 @dataclass(frozen=True, kw_only=True)
 class H2OGlobal(HeavyHitters):
-    """H2O with the global statistic: the totals take the place of the mass so far (policies.md §4.4).
+    """H2O with the global statistic: the totals replace the mass so far (policies.md §4.4).
 
     A static mask of the heaviest keys, as in the official `h2o_hf/utils_lm_eval/modify_llama.py`, leaves slots empty
-    for heavy hitters that are still to come; here the heaviest so far use them. When all have come, both are the same.
-    For that mask hide ``totals.heaviest(share).others()`` with `without`.
+    for heavy hitters that are still to come; here the heaviest so far use these slots. Once all have come, both are the
+    same. For the static mask, hide ``totals.heaviest(share).others()`` with `without`.
 
     Attributes:
-        totals: the first pass over the texts that the cache will be given; sequence ids number them.
+        totals: the first pass over the texts that the cache will get, numbered by sequence ids.
     """
 
     totals: Totals = field(repr=False)
@@ -145,7 +147,7 @@ class H2OGlobal(HeavyHitters):
     statistic: ClassVar[Nothing] = Nothing()
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """What each token will have received in the end."""
+        """Store the total of each token."""
         return {"mass": self.totals.of(view)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
@@ -158,19 +160,19 @@ def measure(model: Attached, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] 
 
     Args:
         model: the model.
-        ids: token ids of the texts, padded on the left where they differ in length.
-        real: which of them are tokens; ``None``: all.
+        ids: token ids of the texts, padded on the left if they differ in length.
+        real: mask of the tokens; ``None`` if nothing is padded.
 
     Cost:
         One forward pass, and ``4 · layers · B · Hk · T`` bytes for the sums.
     """
     layers: dict[int, Adding] = {}
 
-    def adding(index: int, window: int | None) -> Adding:
-        layers[index] = Adding(index, window)
+    def adding(index: int) -> Adding:
+        layers[index] = Adding()
         return layers[index]
 
-    cache = with_layers(model.config, adding)
+    cache = handing_cache(model.config, adding)
     lengths = torch.full(ids.shape[:1], ids.shape[1]) if real is None else real.sum(dim=1)
     padding = {} if real is None else {"attention_mask": real.long(), "position_ids": positions_of(real).clamp(min=0)}
     with torch.inference_mode():
@@ -178,14 +180,14 @@ def measure(model: Attached, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] 
     return Totals({index: layer.mass.clone() for index, layer in layers.items()}, lengths.to(model.device))
 
 
-def without(model: Attached, keys: Keys, *, recent: int = 0) -> BoundedCache:
-    """A cache for one forward pass over whole texts, in which some keys are hidden and nothing else changes.
+def without(model: Attached, keys: Keys, *, recent: int = 0) -> PhasedCache:
+    """A cache for one forward pass over whole texts in which some keys are hidden.
 
-    The ablation of H2O's Figure 2c: the logits of these keys are minus infinity for every later row.
+    This is the ablation of H2O's Figure 2c: the logits of the hidden keys are minus infinity for every later row.
 
     Args:
-        model: the model that will run with it.
-        keys: what is hidden, e.g. ``totals.heaviest(0.2)``; row ``i`` of the batch is text ``i``.
-        recent: rows after a hidden key's own that still see it.
+        model: the model that will run with the cache.
+        keys: the hidden keys, e.g. ``totals.heaviest(0.2)``; row ``i`` of the batch is text ``i``.
+        recent: number of rows after a hidden key's own that still see it.
     """
-    return with_layers(model.config, lambda index, window: Hiding(index, window, keys.chosen[index], recent))
+    return handing_cache(model.config, lambda index: Hiding(keys.chosen[index], recent))

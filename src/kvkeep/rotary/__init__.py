@@ -1,1 +1,1 @@
-"""Rotary positions: the rank of a slot among the kept ones, and the angles that a model's configuration defines."""
+"""Rotary positions: keys moved to their ranks in the cache, and the rotary embedding of a model's configuration."""

@@ -1,4 +1,4 @@
-"""The rotary embedding that a model's configuration describes, and whether a cache needs it."""
+"""The rotary embedding that a model's configuration describes, for caches with slot positions."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ HALVES = {
     "gemma", "gemma2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "phi", "phi3", "qwen2",
     "qwen2_moe", "qwen3", "qwen3_moe", "stablelm", "starcoder2",
 }  # fmt: skip
-"""Model types known to rotate the two halves of a head against each other, the same in every layer."""
+"""Model types that rotate the two halves of a head against each other, in the same way in every layer."""
 
 FIXED = {"default", "linear", "llama3", "yarn"}
-"""Kinds of rotary embedding whose frequencies do not depend on the length of the text."""
+"""Types of rotary embedding whose frequencies do not depend on the length of the text."""
 
 
 def rotation_for(config: PreTrainedConfig, asked: str | None, *, own: str) -> Rotation | None:
-    """The model's rotation if attention sees slot positions; ``None`` under true positions.
+    """The model's rotation if attention sees slot positions; ``None`` if it sees true positions.
 
     Args:
         config: the model's configuration.
-        asked: the mode that the user asked for, if any. A model that cannot have it is then an error.
-        own: the mode of the policy otherwise. It gives way to a model that cannot have it.
+        asked: the mode that the user asked for, if any. If the model cannot have it, that is an error.
+        own: the policy's mode, used if the user asked for none. If the model cannot have it, positions are true.
 
     Raises:
-        InputError: there is no such mode.
+        InputError: ``asked`` is not a mode.
         UnsupportedModelError: slot positions were asked for, see `rotation_of`.
     """
     if asked not in (None, "true", "slot"):
@@ -47,7 +47,7 @@ def rotation_of(config: PreTrainedConfig) -> Rotation:
     """The rotation of a model's keys.
 
     Raises:
-        UnsupportedModelError: the model has none, or one that kvkeep cannot undo.
+        UnsupportedModelError: the model has no rotation, or one that kvkeep cannot undo.
     """
     config = config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None)

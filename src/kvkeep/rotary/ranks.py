@@ -1,8 +1,8 @@
-"""Rotary position embeddings undone and done again: keys move from their true positions to their ranks in the cache.
+"""Keys rotated to their ranks in the cache instead of their true positions.
 
-With ``true`` positions a key stays rotated as the model rotated it. With ``slot`` positions (StreamingLLM) keys are
-stored unrotated; in every step the i-th oldest token that a head holds is rotated to position i and the query to the
-end, so that no distance is ever longer than the cache, however long the stream.
+With ``true`` positions keys stay as the model rotated them. With ``slot`` positions (StreamingLLM) keys are stored
+unrotated. In each step the i-th oldest token of a head is rotated to position i, and the query to the end. No distance
+is then longer than the cache, however long the stream is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Rotation:
     """A rotary embedding whose halves are rotated against each other (Llama, Mistral, Qwen, Gemma, GPT-NeoX, ...).
 
     Attributes:
-        frequencies: radians per position, float32; twice as many leading dims of a head are rotated, the rest is not.
+        frequencies: radians per position, float32. The first ``2 F`` dims of a head are rotated, the rest is not.
         scaling: factor on the rotated vectors (YaRN).
     """
 
@@ -28,15 +28,15 @@ class Rotation:
     _there: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def apply(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
-        """Rotate every vector to a position."""
+        """Rotate each vector to its position."""
         first, second, rest = self._split(x)
         cos, sin = self._angles(x, positions)
         return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1).to(x.dtype)
 
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
-        """What `apply` was given, with cosine and sine rounded exactly as the model rounded them.
+        """Invert `apply`, with cosine and sine rounded exactly as the model rounds them.
 
-        At position four million float32 angles are off by a quarter of a radian; here the same error cancels.
+        At position four million float32 angles are off by a quarter of a radian. With equal rounding the error cancels.
         """
         first, second, rest = self._split(x)
         cos, sin = self._angles(x, positions)
@@ -45,7 +45,7 @@ class Rotation:
         return torch.cat([*unturned, *rest], dim=-1).to(x.dtype)
 
     def unrotated(self, query: Tensor, keys: Tensor, positions: Int[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
-        """New queries and keys as they were before the model rotated them to their true positions."""
+        """New queries and keys without the rotation to their true positions."""
         at = positions[:, None]
         return self.undo(query, at), self.undo(keys, at)
 
@@ -56,11 +56,11 @@ class Rotation:
         positions: Int[Tensor, "B Hk S"],
         new: Int[Tensor, "B T"],
     ) -> tuple[Tensor, Tensor]:
-        """Unrotated queries and keys, rotated to the ranks of their tokens in each KV head.
+        """Queries and keys, given unrotated, rotated to the ranks of their tokens in each KV head.
 
         Args:
             query: new queries.
-            keys: all keys that can be attended, the new ones among them.
+            keys: all keys that can be attended, new ones included.
             positions: true positions of the keys, -1 = empty.
             new: true positions of the queries, -1 = padding.
         """
@@ -71,39 +71,39 @@ class Rotation:
         return self.apply(query, own), self.apply(keys, ranks(positions))
 
     def _on(self, device: torch.device) -> Float[Tensor, " F"]:
-        """The frequencies on a device, brought there once."""
+        """The frequencies on a device, copied there once."""
         if device not in self._there:
             self._there[device] = self.frequencies.to(device)
         return self._there[device]
 
     def _split(self, x: Float[Tensor, "B H T D"]) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The two halves that are rotated against each other, and what is left, in float32 at least."""
+        """The two halves that are rotated against each other, and the remaining dims, in float32 or wider."""
         half = len(self.frequencies)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         rest = x[..., 2 * half :]
         return x[..., :half], x[..., half : 2 * half], [rest] if rest.shape[-1] else []
 
     def _angles(self, x: Tensor, positions: Int[Tensor, "B #H T"]) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, rounded to the vectors' dtype; padding (position -1) gets those of position 0."""
+        """Cosine and sine, rounded to the vectors' dtype. Padding (position -1) counts as position 0."""
         angles = positions.clamp(min=0)[..., None].float() * self._on(x.device)
         wide = torch.promote_types(x.dtype, torch.float32)
         return (angles.cos() * self.scaling).to(x.dtype).to(wide), (angles.sin() * self.scaling).to(x.dtype).to(wide)
 
 
 class AsItIs:
-    """True positions: queries and keys stay as the model rotated them."""
+    """The rotation under true positions, which leaves queries and keys as the model rotated them."""
 
     def unrotated(self, query: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The same."""
+        """Return queries and keys unchanged."""
         return query, keys
 
     def at_ranks(self, query: Tensor, keys: Tensor, positions: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """The same."""
+        """Return queries and keys unchanged."""
         return query, keys
 
 
 def ranks(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H S"]:
-    """Place of each token among those that its head holds, oldest first; -1 for an empty slot."""
+    """The place of each token among the tokens of its head, oldest first; -1 for an empty slot."""
     order = positions.argsort(dim=-1)
     places = torch.empty_like(order)
     places.scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))

@@ -1,9 +1,8 @@
-"""Where keys, values and positions live. A `protocol.Store` holds them, a `block` is all that a layer allocates."""
+"""The memory of a layer: a `Store` holds keys, values and positions, and a `Block` is all that the layer allocates."""
 
 from kvkeep.store.block import Block
 from kvkeep.store.cascade import Alone, Cascade
 from kvkeep.store.dense import DenseStore
-from kvkeep.store.inference import inference
-from kvkeep.store.protocol import Store
+from kvkeep.store.protocol import Store, inference
 
 __all__ = ["Alone", "Block", "Cascade", "DenseStore", "Store", "inference"]

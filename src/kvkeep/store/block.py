@@ -1,10 +1,9 @@
-"""Everything that one layer allocates: the slots, the policy's state beside them, and the counters of each row."""
+"""The memory that one layer allocates: slots, the policy's per-slot state, and the counters of each row."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,12 +21,12 @@ class Block:
     """The constant block of a layer, allocated once for a batch.
 
     Args:
-        keys: keys whose rows, heads, head dim, dtype and device the block takes.
-        values: values, likewise.
+        keys: keys that give the block its rows, heads, head dim, dtype and device.
+        values: values that give the block its head dim of values.
         numbers: the budget, one number or one per row.
-        starts: the policy's per-slot state, name → value of an empty slot.
+        starts: the policy's per-slot state: name → value of an empty slot.
         sequences: identity of each row for randomness; all 0 if not given.
-        store: the kind of store that holds the slots.
+        store: the class of the store that holds the slots.
 
     Attributes:
         store: keys, values and positions.
@@ -74,7 +73,7 @@ class Block:
         self.sequences = torch.tensor(sequences or [0] * B, dtype=torch.int64, device=device)
 
     def clear(self) -> None:
-        """Empty every slot and forget what was seen. State needs no clearing: it is written with a new token."""
+        """Empty every slot and reset the counters. State needs no clearing: a new token overwrites it."""
         self.store.positions.fill_(EMPTY)
         self.seen.zero_()
         self.prompt.zero_()
@@ -85,13 +84,13 @@ class Block:
         self.seen[row] = self.prompt[row] = 0
 
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
-        """The positions after those that were seen, -1 for padding."""
+        """The positions of the next ``T`` tokens of each row, -1 for padding."""
         if real is None:
             return self.seen[:, None] + (torch.arange(T, device=self.seen.device) if T > 1 else 0)
         return (self.seen[:, None] + real.cumsum(dim=1) - 1).masked_fill(~real, EMPTY)
 
     def advance(self, T: int, real: Bool[Tensor, "B T"] | None, phase: Phase) -> Int[Tensor, "B T"]:
-        """Count the new tokens of each row and return their positions, -1 for padding."""
+        """Count the new tokens of each row. Return their positions, -1 for padding."""
         positions = self.following(T, real)
         coming = T if real is None else real.sum(dim=1)
         self.seen.add_(coming)
@@ -108,14 +107,14 @@ class Block:
         starts: Mapping[str, float],
         used: int,
     ) -> tuple[Slots, State]:
-        """The first ``used`` slots with new tokens after them, as copies, and the policy's state of both.
+        """Copies of the first ``used`` slots, followed by new tokens, and the policy's state of both.
 
         Args:
             keys: keys of the new tokens.
             values: values of the new tokens.
             positions: their positions, the same in all heads.
             starts: the state of a new token.
-            used: slots; 0 if all are empty.
+            used: number of slots to copy; 0 if all are empty.
         """
         new = Slots(keys, values, positions.expand(keys.shape[:3]))
         state = {name: self.state[name].new_full(keys.shape[:3], start) for name, start in starts.items()}
@@ -127,28 +126,16 @@ class Block:
     def remember(self, state: State) -> None:
         """Write the policy's state in place."""
         for name, tensor in state.items():
-            self.state[name].copy_(tensor)
-
-    def refuse(self, keys: Float[Tensor, "B Hk T D"]) -> NoReturn:
-        """Say that new keys are not of the batch that the block holds.
-
-        Raises:
-            ShapeError: always.
-        """
-        held = self.store.slots().keys
-        raise ShapeError(
-            f"The cache holds (rows, KV heads, slots, head dim) = {tuple(held.shape)} in {held.dtype} and was given "
-            f"{tuple(keys.shape)} in {keys.dtype}. One cache serves one model and one batch: make a new one for "
-            "another, or call reset() first."
-        )
+            if tensor is not self.state[name]:
+                self.state[name].copy_(tensor)
 
     def spread(self, budget: Int[Tensor, "B Hk"]) -> None:
-        """Give every head its own budget, and the layer as many slots as its largest head needs.
+        """Give every head a budget of its own, and the layer as many slots as its largest head needs.
 
-        The content of the slots is lost if their number grows: it must be on its way back.
+        The slots lose their content if their number grows. The caller must be about to fill them.
         """
         if isinstance(self.budget, Tensor) and self.budget.shape == budget.shape:
-            self.budget.copy_(budget)  # what shares the memory shares the numbers
+            self.budget.copy_(budget)  # in place, for blocks that share this memory
         else:
             self.budget = budget
         missing = int(budget.max()) + 1 - self.store.capacity
@@ -157,21 +144,21 @@ class Block:
             self.state = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.state.items()}
 
     def held(self) -> Int[Tensor, "B Hk"]:
-        """Occupied slots."""
+        """The number of occupied slots of each head."""
         return (self.store.positions >= 0).sum(dim=-1)
 
     def check_room(self, needed: Int[Tensor, "B n"], *, window: int | None = None) -> None:
-        """Refuse tokens that a policy which does not evict has no room for; a window that fits needs no more room.
+        """Refuse tokens for which there are no slots, under a policy that does not evict.
 
         Args:
-            needed: slots that each row would occupy in each head, or in all.
-            window: sliding window of the layer.
+            needed: slots that each row would occupy in each head, or in all heads.
+            window: sliding window of the layer. A budget that holds the whole window has room for any number of tokens.
 
         Raises:
             CapacityError: a row would hold more tokens than its budget.
         """
         if isinstance(self.budget, int) and bool((needed <= self.budget).all()):
-            return  # nearly always, and four small operators less
+            return  # the usual case, without the operators below
         room = torch.as_tensor(self.budget, device=needed.device).expand_as(needed)
         endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
         for row, head in (~endless & (needed > room)).nonzero()[:1].tolist():
@@ -197,9 +184,9 @@ class Block:
             )
 
     def per_row(self) -> dict[str, Tensor]:
-        """Every tensor of the block by name; the first axis of each is that of the rows.
+        """Every tensor of the block by name. The first axis of each tensor is the rows.
 
-        Moving, copying and selecting rows, and counting bytes, all follow from this list.
+        Moving, copying and selecting rows, and counting bytes, are all based on this list.
         """
         store = {f"store.{name}": tensor for name, tensor in self.store.per_row().items()}
         state = {f"state.{name}": tensor for name, tensor in self.state.items()}
@@ -208,33 +195,33 @@ class Block:
         return {**store, **state, **own, **budget}
 
     def over(self, tensors: Mapping[str, Tensor]) -> Block:
-        """The same block over other tensors, named as in `per_row`."""
+        """A block over other tensors, named as in `per_row`."""
         other = copy.copy(self)
         other._take(tensors)
         return other
 
     def part(self, start: int, stop: int) -> Block:
-        """A range of rows as a block of its own that shares this one's memory, and its budgets if rows differ."""
+        """A range of rows as a block that shares this one's memory, and its budgets if these differ by row."""
         return self.over({name: tensor[start:stop] for name, tensor in self.per_row().items()})
 
     def move_row(self, source: int, target: int) -> None:
-        """Copy a row over another one."""
+        """Copy one row over another."""
         for tensor in self.per_row().values():
             tensor[target] = tensor[source]
 
     def under(self, starts: Mapping[str, float]) -> Block:
-        """The same slots for another policy, whose state lies in the first of this block's state tensors."""
+        """The same slots for another policy, which uses the first of this block's state tensors."""
         other = copy.copy(self)
         other.state = dict(zip(starts, self.state.values(), strict=False))
         return other
 
     def add_state(self, n: int) -> None:
-        """Make state tensors until there are ``n``; what is there stays where it is."""
+        """Add state tensors until there are ``n``. Existing ones stay the same objects."""
         for i in range(len(self.state), n):
             self.state[str(i)] = self.store.positions.new_zeros(self.store.positions.shape, dtype=torch.float32)
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was; in place while the number of rows stays the same."""
+        """Row ``i`` becomes the former row ``index[i]``. Works in place if the number of rows stays the same."""
         found = {}
         for name, held in self.per_row().items():
             selected = held.index_select(0, index.to(held.device))
@@ -242,7 +229,7 @@ class Block:
         self._take(found)
 
     def memory(self) -> Memory:
-        """Bytes, summed over the tensors; the formula is in ``docs/layouts.md``."""
+        """Bytes, summed over the tensors. The formula is in ``docs/layouts.md``."""
         positions = self.store.positions
         if not positions.numel():
             return Memory()  # no rows
@@ -256,7 +243,7 @@ class Block:
         )
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Use these tensors from now on."""
+        """Replace the block's tensors."""
         self.store = self.store.over({name: tensors[f"store.{name}"] for name in self.store.per_row()})
         self.state = {name: tensors[f"state.{name}"] for name in self.state}
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
@@ -264,5 +251,5 @@ class Block:
 
 
 def _joined(slots: Tensor, chunk: Tensor, used: int) -> Tensor:
-    """Numbers of the first slots, and of a chunk after them."""
+    """The numbers of the first ``used`` slots, followed by the numbers of a chunk."""
     return torch.cat([slots[:, :, :used], chunk], dim=2)

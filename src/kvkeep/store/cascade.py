@@ -1,4 +1,4 @@
-"""What the layers of one sequence share under a policy that prunes through the depth of the model (SpAtten)."""
+"""The table that the layers of a model share under a policy that prunes through them (SpAtten)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LATER = torch.iinfo(torch.int64).max
 
 
 class Cascade:
-    """The importance that tokens have collected in all layers and steps, and what the layer before still holds.
+    """The importance that tokens have collected in all layers and steps, and the tokens that the last layer held.
 
-    A token that a layer drops is dropped by all later ones, so the tokens of the first layer are all there are: the
-    table has one entry for each of them, in position order, and never grows beyond its slots and one chunk.
+    A token that one layer drops is dropped by all later ones. The table therefore has one entry for each token of the
+    first layer, in position order, and never grows beyond that layer's slots and one chunk.
 
     Args:
         first: index of the first layer.
@@ -33,19 +33,19 @@ class Cascade:
         self._tokens = self._importance = self._held = None
 
     def select_rows(self, layer: int, index: Int[Tensor, " n"]) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was; once for all layers, when the first one says so."""
+        """Row ``i`` becomes the former row ``index[i]``. Only the call for the first layer has an effect."""
         for name in () if layer != self.first else ("_tokens", "_importance", "_held"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.index_select(0, index.to(tensor.device)))
 
     def enter(self, layer: int, positions: Int[Tensor, "B S"]) -> tuple[Float[Tensor, "B S"], Bool[Tensor, "B S"]]:
-        """A layer begins a step with these tokens, -1 = empty: their importance so far, and which are alive."""
+        """Begin a layer's step with these tokens, -1 = empty. Return their importance so far, and which are alive."""
         if layer == self.first:
             self._open(positions)
         return self.importance(positions), self.is_alive(positions)
 
     def _open(self, positions: Int[Tensor, "B S"]) -> None:
-        """The first layer's tokens are all that remain in the table."""
+        """Keep the first layer's tokens in the table, and no others."""
         past = self.importance(positions)
         tokens = positions.long().masked_fill(positions < 0, _LATER)
         self._tokens, order = tokens.sort(dim=1)
@@ -53,20 +53,20 @@ class Cascade:
         self._held = None
 
     def importance(self, positions: Int[Tensor, "B S"]) -> Float[Tensor, "B S"]:
-        """What each token has collected; 0 for a new one."""
+        """The importance that each token has collected; 0 for a new one."""
         if self._tokens is None or self._importance is None:
             return torch.zeros(positions.shape, dtype=torch.float32, device=positions.device)
         index, found = _look_up(self._tokens, positions)
         return self._importance.gather(1, index) * found
 
     def is_alive(self, positions: Int[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
-        """Whether the layer before holds a token; in the first layer all are alive."""
+        """Whether the layer before holds each token. In the first layer all tokens are alive."""
         if self._held is None:
             return positions >= 0
         return _look_up(self._held, positions)[1]
 
     def add(self, positions: Int[Tensor, "B S"], report: Report) -> None:
-        """Add what a layer's attention gave to its tokens."""
+        """Add the attention mass that a layer's tokens received."""
         mass = report.mass.sum(dim=1).float()
         assert self._tokens is not None
         assert self._importance is not None
@@ -74,47 +74,53 @@ class Cascade:
         self._importance.scatter_add_(1, index, mass * found)
 
     def bytes(self, layer: int) -> int:
-        """Size of the tables, which the first layer answers for."""
-        return (
-            0
-            if layer != self.first
-            else bytes_of(tensor for tensor in (self._tokens, self._importance, self._held) if tensor is not None)
-        )
+        """Size of the tables, counted with the first layer."""
+        if layer != self.first:
+            return 0
+        return bytes_of(tensor for tensor in (self._tokens, self._importance, self._held) if tensor is not None)
 
     def leave(self, layer: int, positions: Int[Tensor, "B S"]) -> None:
-        """A layer ends its step holding these tokens; those that the first one drops leave the table."""
+        """End a layer's step with these tokens. Tokens that the first layer has dropped leave the table."""
         if layer == self.first:
             self._open(positions)
         self._held = positions.long().masked_fill(positions < 0, _LATER).sort(dim=1).values
 
 
 class Alone:
-    """What stands in for a `Cascade` in a layer that shares nothing."""
+    """A `Cascade` that holds nothing, for layers that share nothing."""
+
+    def __init__(self) -> None:
+        self._nothing: tuple[Tensor, Tensor] | None = None
 
     def clear(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing."""
 
     def select_rows(self, layer: int, index: Int[Tensor, " n"]) -> None:
-        """There are no rows."""
+        """Do nothing."""
 
     def enter(self, layer: int, positions: Int[Tensor, "B S"]) -> tuple[Float[Tensor, "B 0"], Bool[Tensor, "B 0"]]:
-        """There are no tokens to know of."""
+        """Return tensors without tokens. Every step gets the same ones while the number of rows does not change."""
         shape = (positions.shape[0], 0)
-        return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.bool)
+        if self._nothing is None or self._nothing[0].shape != shape:
+            self._nothing = (
+                positions.new_empty(shape, dtype=torch.float32),
+                positions.new_empty(shape, dtype=torch.bool),
+            )
+        return self._nothing
 
     def add(self, positions: Int[Tensor, "B S"], report: Report) -> None:
-        """Nobody wants to know."""
+        """Do nothing."""
 
     def bytes(self, layer: int) -> int:
-        """Nothing is held."""
+        """Return 0."""
         return 0
 
     def leave(self, layer: int, positions: Int[Tensor, "B S"]) -> None:
-        """Nobody wants to know."""
+        """Do nothing."""
 
 
 def _look_up(tokens: Int[Tensor, "B N"], positions: Int[Tensor, "B S"]) -> tuple[Tensor, Bool[Tensor, "B S"]]:
-    """Where each position stands in a sorted table, and whether it does."""
+    """The index of each position in a sorted table, and whether the position is there."""
     wanted = positions.long().contiguous()
     index = torch.searchsorted(tokens, wanted).clamp(max=tokens.shape[1] - 1)
     return index, (tokens.gather(1, index) == wanted) & (positions >= 0)

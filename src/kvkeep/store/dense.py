@@ -1,4 +1,4 @@
-"""Slots in the model's dtype: allocated once, written in place, moved only when a whole chunk is cut."""
+"""The default store: slots in the model's dtype, written in place and moved only at the end of a prompt chunk."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvkeep.types import EMPTY, Slots
 class DenseStore(Store):
     """Keys, values and positions of one layer, ``capacity`` slots per row and KV head.
 
-    The layout is drawn in ``docs/layouts.md``. The tensors are never replaced: their storage pointers stay the
-    same for the life of the store, unless the number of rows is changed.
+    The layout is drawn in ``docs/layouts.md``. The tensors are never replaced, so their storage pointers stay the same
+    for the life of the store, unless the number of rows changes.
 
     Attributes:
         keys: ``(B, Hk, capacity, D)``.
@@ -42,7 +42,7 @@ class DenseStore(Store):
         return per_head * self.positions.shape[1]
 
     def slots(self) -> Slots:
-        """The slots as attention reads them; live."""
+        """The slots themselves, as attention reads them."""
         return Slots(self.keys, self.values, self.positions)
 
     def fill(
@@ -51,7 +51,7 @@ class DenseStore(Store):
         values: Float[Tensor, "B Hk n E"],
         positions: Int[Tensor, "B Hk n"],
     ) -> None:
-        """Replace the content by ``n <= capacity`` tokens, in place; the other slots become empty."""
+        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
         n = positions.shape[-1]
         self.keys[:, :, :n] = keys
         self.values[:, :, :n] = values
@@ -61,7 +61,7 @@ class DenseStore(Store):
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
-        """Copies of the first ``used`` slots with new tokens after them. What is left in empty slots becomes 0."""
+        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
         empty = (self.positions[:, :, :used] < 0)[..., None]
         found = [torch.cat([self.keys[:, :, :used], keys], dim=2), torch.cat([self.values[:, :, :used], values], dim=2)]
         for tensor in found:
@@ -81,11 +81,11 @@ class DenseStore(Store):
         return DenseStore(self.keys, self.values, capacity)
 
     def per_row(self) -> dict[str, Tensor]:
-        """Every tensor of the store by name; the first axis of each is that of the rows."""
+        """Every tensor of the store by name. The first axis of each tensor is the rows."""
         return {"keys": self.keys, "values": self.values, "positions": self.positions}
 
     def over(self, tensors: Mapping[str, Tensor]) -> DenseStore:
-        """The same store over other tensors, named as in `per_row`."""
+        """A dense store over other tensors, named as in `per_row`."""
         other = copy.copy(self)
         other.keys, other.values, other.positions = (tensors[name] for name in ("keys", "values", "positions"))
         return other

@@ -1,21 +1,27 @@
-"""What a store is: how the keys, values and positions of one layer lie in memory."""
+"""The protocol of a store: how the keys, values and positions of one layer lie in memory."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.types import Slots
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 class Store(abc.ABC):
     """Keys, values and positions of one layer, ``capacity`` slots per row and KV head, allocated once.
 
-    A new store is empty, and it is for the rows, heads, head dims, dtype and device of the keys and values it is given.
-    The slots may have another dtype than the model and any layout: whoever writes into them rounds.
+    A new store is empty. It takes its rows, heads, head dims, dtype and device from the given keys and values.
+    Slots may have any layout, and another dtype than the model: the code that writes into them rounds.
 
     Attributes:
         positions: true positions, ``-1`` = empty.
@@ -32,7 +38,7 @@ class Store(abc.ABC):
         return self.positions.shape[-1]
 
     def used(self) -> int:
-        """Slots up to the last occupied one of any head; on a GPU, where asking means waiting, all of them."""
+        """The number of slots up to the last occupied one; all slots on a GPU, where the answer would mean waiting."""
         if self.positions.device.type != "cpu":
             return self.capacity
         occupied = (self.positions >= 0).flatten(0, 1).any(dim=0).nonzero()
@@ -45,13 +51,13 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def slots(self) -> Slots:
-        """The slots as a backend reads and writes them; live."""
+        """The slots themselves, as a backend reads and writes them."""
 
     @abc.abstractmethod
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
-        """Copies of the first ``used`` slots with new tokens after them. What is left in empty slots becomes 0."""
+        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
 
     @abc.abstractmethod
     def fill(
@@ -60,7 +66,7 @@ class Store(abc.ABC):
         values: Float[Tensor, "B Hk n E"],
         positions: Int[Tensor, "B Hk n"],
     ) -> None:
-        """Replace the content by ``n <= capacity`` tokens, in place; the other slots become empty."""
+        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
 
     @abc.abstractmethod
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
@@ -72,8 +78,25 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def per_row(self) -> dict[str, Tensor]:
-        """Every tensor of the store by name; the first axis of each is that of the rows."""
+        """Every tensor of the store by name. The first axis of each tensor is the rows."""
 
     @abc.abstractmethod
     def over(self, tensors: Mapping[str, Tensor]) -> Store:
-        """The same store over other tensors, named as in `per_row`."""
+        """A store of the same kind over other tensors, named as in `per_row`."""
+
+
+def inference(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a method outside of autograd, whose graph would hold every past step, and outside of inference mode.
+
+    Tensors that are made in ``torch.inference_mode`` cannot be written outside of it. Slots are made and written in
+    place in both modes, so they must be ordinary tensors.
+    """
+
+    @functools.wraps(method)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)  # nothing to switch; entering the contexts takes longer than an eviction
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapper

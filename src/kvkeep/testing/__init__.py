@@ -7,8 +7,8 @@
     def test_my_policy(law):
         law(MyPolicy(), Case())
 
-A law raises ``AssertionError`` when it is broken. The yardstick of most laws is `replay`: the same policy on a
-cache without slots, which gathers the tokens it keeps from the whole history in every step.
+A law raises ``AssertionError`` when it is broken. Most laws compare a layer with `replay`, which runs the same policy
+without slots: in each step it gathers the kept tokens from the whole history.
 """
 
 from kvkeep.testing.case import Case, Moment, Tape, replay, run

@@ -1,4 +1,4 @@
-"""Experiments for the laws: what is fed, what a real layer makes of it, and what a cache without slots makes of it."""
+"""Experiments for the laws: random inputs, a run through a real layer, and a replay without slots."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep import scores
 from kvkeep.backends import reference
+from kvkeep.eviction import limit
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.store import Cascade
@@ -19,7 +20,7 @@ from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, View
 
 @dataclass(frozen=True)
 class Case:
-    """The shape of an experiment: a prompt, then single tokens, on random queries, keys and values.
+    """The shape of an experiment: a prompt and then generated tokens, all random.
 
     Attributes:
         rows: rows of the batch; row ``i`` is padded on the left by ``i * padding`` columns.
@@ -27,10 +28,10 @@ class Case:
         group: query heads per KV head.
         dim: head dimension.
         prompt: columns of the prompt.
-        steps: single tokens after the prompt.
+        steps: generated tokens after the prompt.
         budget: slots that may stay occupied.
         chunk: prefill chunk, ``None`` for the whole prompt.
-        padding: padding of row 1; must leave every row at least one real token.
+        padding: padding of row 1. It must leave every row at least one real token.
         seed: seed of the random tensors.
     """
 
@@ -47,13 +48,13 @@ class Case:
 
     @property
     def options(self) -> AttentionOptions:
-        """Scaling that makes attention clearly uneven."""
+        """Options with a scaling that makes attention clearly uneven."""
         return AttentionOptions(scaling=2.0 * self.dim**-0.5)
 
 
 @dataclass
 class Tape:
-    """Everything that is fed to a layer: queries, keys, values for all columns, and which columns are real."""
+    """The inputs of a layer: queries, keys and values of all columns, and which columns are real."""
 
     query: Tensor
     keys: Tensor
@@ -85,7 +86,7 @@ class Tape:
 
 @dataclass
 class Moment:
-    """What a layer looks like after a step: positions ``(B, Hk, S)``, sorted, and the outputs ``(B, Hq, T, E)``."""
+    """A layer after a step, with its sorted positions ``(B, Hk, S)`` and its output ``(B, Hq, T, E)``."""
 
     positions: Tensor
     out: Tensor
@@ -93,7 +94,7 @@ class Moment:
 
 
 def run(policy: Policy, case: Case, tape: Tape | None = None) -> Iterator[Moment]:
-    """Feed a case through a real layer: the prompt, then one token at a time."""
+    """Feed a case to a real layer: the prompt, then one token at a time."""
     tape = Tape.random(case) if tape is None else tape
     layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk)
     columns = tape.real.shape[1]
@@ -109,9 +110,9 @@ def run(policy: Policy, case: Case, tape: Tape | None = None) -> Iterator[Moment
 
 
 def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """The same policy without slots, for one unpadded row: kept positions, output and margin after each step.
+    """Run a policy without slots on one unpadded row. Yield kept positions, output and margin after each step.
 
-    Every step gathers the kept tokens from the whole history in position order, attends in float64 and sorts.
+    Each step gathers the kept tokens from the whole history in position order, attends in float64 and sorts.
     """
     n, heads = tape.keys.shape[2], tape.keys.shape[1]
     memory = {name: torch.full((1, heads, n + 1), start, dtype=torch.float64) for name, start in policy.slots.items()}
@@ -121,7 +122,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     starts = [*range(0, prompt, size), *range(prompt, n)]
     outputs: list[Tensor] = []
     budget: Budget = case.budget
-    cascade = Cascade(1)
+    cascade = (policy.cascades or Cascade)(1)
     margin = float("inf")
     for start, stop in zip(starts, [*starts[1:], n], strict=True):
         phase = Phase.PREFILL if start < prompt else Phase.DECODE
@@ -135,19 +136,19 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             Slots(view.keys, view.values, positions),
             torch.arange(start, stop)[None],
             statistic=policy.wants(view),
-            options=replace(case.options, top=policy.top(view)),
+            options=replace(case.options, top=policy.focuses.top(policy, view) if policy.focuses else None),
         )
         if policy.cascades:
             cascade.add(positions[:, 0], report)
         state = policy.observe({name: history.gather(-1, index) for name, history in memory.items()}, view, report)
         for name, tensor in state.items():
             memory[name].scatter_(-1, index, tensor.double())
-        if policy.spreads and stop - start > 1:
-            budget = policy.heads(view, state)
+        if policy.spreads and phase is Phase.PREFILL:
+            budget = policy.spreads.heads(policy, view, state)
         view = replace(view, budget=budget)
         sinks, recent = policy.protected(case.budget)
         score = scores.protect(policy.score(view, state).double(), positions, view.seen, sinks=sinks, recent=recent)
-        kept, step_margin = _best(score, positions, policy.stays(view, state))
+        kept, step_margin = _best(score, positions, limit(policy, view, state))
         margin = min(margin, step_margin)
         outputs.append(out)
         if stop >= prompt:
@@ -174,7 +175,7 @@ def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int, phas
 
 
 def _best(score: Tensor, positions: Tensor, stays: Budget) -> tuple[Tensor, float]:
-    """The best of each head by (score, position), in position order, and how close the decision was."""
+    """The best tokens of each head by (score, position), in position order, and the margin of the closest decision."""
     heads = positions.shape[1]
     numbers = [stays] * heads if isinstance(stays, int) else stays[0].expand(heads).tolist()
     kept, margin = [], float("inf")

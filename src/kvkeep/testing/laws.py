@@ -1,4 +1,4 @@
-"""The laws. Each takes a policy and a `Case` and raises ``AssertionError`` when it is broken."""
+"""The laws that every policy must obey."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvkeep.testing.case import Case, Tape, replay, run
 from kvkeep.types import EMPTY, Phase, Slots, State, View
 
 MARGIN = 1e-5
-"""Decisions closer than this may fall either way in float32; comparison of a sequence ends there."""
+"""Decisions with a smaller margin may fall either way in float32. The comparison of a sequence ends there."""
 
 Law: TypeAlias = Callable[[Policy, Case], None]
 
 LAWS: dict[str, Law] = {}
-"""Name → law; each takes a policy and a `Case` and raises ``AssertionError`` when it is broken."""
+"""Name → law. A law takes a policy and a `Case` and raises ``AssertionError`` when it is broken."""
 
 
 def _law(check: Law) -> Law:
-    """Register a law. A policy that never evicts is given room for everything."""
+    """Register a law. It gives a policy that never evicts room for all tokens."""
 
     @functools.wraps(check)
     def law(policy: Policy, case: Case) -> None:
@@ -36,6 +36,11 @@ def _law(check: Law) -> Law:
 
     LAWS[check.__name__] = law
     return law
+
+
+def fills(policy: Policy) -> bool:
+    """Whether a policy always uses its budget to the last slot, once it has seen that many tokens."""
+    return not policy.bursts and not policy.grows and not policy.spreads
 
 
 @_law
@@ -51,13 +56,13 @@ def never_over_budget(policy: Policy, case: Case) -> None:
                     f"{len(held)} slots are occupied, budget {case.budget}"
                 )
                 assert len(held) == len(set(held)), f"a token is held twice: {held}"
-                least = min(case.budget, seen) if policy.fills else 1
+                least = min(case.budget, seen) if fills(policy) else 1
                 assert len(held) >= least, f"{len(held)} held of {seen} seen, budget {case.budget}"
 
 
 @_law
 def slots_hold_the_originals(policy: Policy, case: Case) -> None:
-    """Keys and values in a slot are bit for bit those that were computed for the slot's position."""
+    """A slot's keys and values are bit for bit the ones that were computed for the slot's position."""
     tape = Tape.random(case)
     for moment in run(policy, case, tape):
         store = moment.layer.store.slots()
@@ -72,7 +77,7 @@ def slots_hold_the_originals(policy: Policy, case: Case) -> None:
 
 @_law
 def enough_budget_is_full_attention(policy: Policy, case: Case) -> None:
-    """With a budget of the whole length the output is that of dense causal attention, and nothing is evicted."""
+    """With a budget of the whole length nothing is evicted, and the output equals dense causal attention."""
     case = replace(case, budget=case.prompt + case.steps)
     tape = Tape.random(case)
     out = torch.cat([moment.out for moment in run(policy, case, tape)], dim=2)
@@ -100,14 +105,14 @@ def repeatable(policy: Policy, case: Case) -> None:
 
 @_law
 def spec_round_trip(policy: Policy, case: Case) -> None:
-    """``parse(spec(policy))`` is the policy. An unregistered policy has no spec and obeys trivially."""
+    """``parse(spec(policy))`` equals the policy. An unregistered policy has no spec and obeys trivially."""
     if type(policy) in available().values():
         assert parse(spec(policy)) == policy
 
 
 @_law
 def protected_tokens_stay(policy: Policy, case: Case) -> None:
-    """The first and the newest tokens that the policy protects are there after every step."""
+    """The first and the newest tokens that the policy protects are held after every step."""
     sinks, recent = policy.protected(case.budget)
     if not policy.evicts or not isinstance(recent, int):
         return
@@ -132,7 +137,8 @@ def rows_permute(policy: Policy, case: Case) -> None:
 def heads_permute(policy: Policy, case: Case) -> None:
     """Reordering the KV heads (with their query heads) reorders the result.
 
-    Not where randomness is keyed by head, nor where heads share a budget: a remainder goes to the first of equals.
+    Policies are exempt if their randomness is keyed by head, or if heads share a budget: a remainder goes to the first
+    of equal heads.
     """
     if policy.stochastic or policy.spreads:
         return
@@ -146,7 +152,7 @@ def heads_permute(policy: Policy, case: Case) -> None:
 
 @_law
 def heads_are_independent(policy: Policy, case: Case) -> None:
-    """What one KV head keeps does not depend on the others, unless the policy says that heads decide together."""
+    """The tokens that a KV head keeps do not depend on other heads, unless heads decide together or share a budget."""
     if policy.shares_heads or policy.spreads or case.heads < 2:
         return
     tape = Tape.random(case)
@@ -159,7 +165,7 @@ def heads_are_independent(policy: Policy, case: Case) -> None:
 
 @_law
 def slots_do_not_matter(policy: Policy, case: Case) -> None:
-    """A padded batch in unordered slots keeps what `replay` keeps for each row alone, without slots."""
+    """A padded batch in unordered slots keeps the same tokens as `replay`, which runs each row alone, without slots."""
     tape = Tape.random(case)
     moments = [(m.positions.clone(), m.out) for m in run(policy, case, tape)]
     for row in range(case.rows):
@@ -177,7 +183,7 @@ def slots_do_not_matter(policy: Policy, case: Case) -> None:
 
 @_law
 def chunks_compose(policy: Policy, case: Case) -> None:
-    """A prompt that a layer cuts into chunks equals the same chunks fed one by one."""
+    """A prompt that a layer cuts into chunks gives the same result as these chunks, fed one by one."""
     size = max(2, case.chunk or 7)
     case = replace(case, prompt=3 * size + case.seed % size, steps=0, chunk=size, padding=0)
     if not policy.evicts:

@@ -7,7 +7,6 @@ from uniform_model import subject, tokens, unlimited, writer
 
 from kvkeep.engine.sampler import choose
 from kvkeep.engine.sampling import Sampling
-from kvkeep.research.analysis.groups import _ngrams as ngrams
 from kvkeep.research.analysis.groups import diversity
 from kvkeep.research.analysis.groups.diversity import Diversity
 
@@ -60,7 +59,7 @@ def test_numbers_of_known_texts():
     texts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [7, 8, 7, 8, 7, 8]]
     found = diversity.described(texts)
     assert found["self_bleu"]["2"] == pytest.approx(2 / 3)
-    assert found["bleus"] == ngrams.self_bleu(texts, 4, smooth=True)
+    assert found["bleus"] == diversity.self_bleu(texts, 4, smooth=True)
     assert found["self_bleu_smooth"]["4"] == pytest.approx(sum(found["bleus"]) / 3)
     assert found["distinct"]["1"] == pytest.approx(8 / 18)
     assert found["repeated"]["2"] == pytest.approx((0 + 0 + 3 / 5) / 3)

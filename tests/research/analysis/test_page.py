@@ -11,13 +11,12 @@ import torch
 from kvkeep import plots
 from kvkeep.errors import InputError
 from kvkeep.research.analysis import page, report
-from kvkeep.research.analysis.elsewhere import ELSEWHERE
-from kvkeep.research.analysis.folder import Folder
 from kvkeep.research.analysis.groups import MEASUREMENTS, budgets
 from kvkeep.research.analysis.groups.budgets import Budgets
 from kvkeep.research.analysis.groups.sparsity import Sparsity
 from kvkeep.research.analysis.measure import READS, Claim
 from kvkeep.research.analysis.recommend import Advice
+from kvkeep.research.analysis.report import ELSEWHERE, Folder
 
 RUN = {
     "model": "evil <b>model</b>",

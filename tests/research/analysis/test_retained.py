@@ -7,8 +7,8 @@ from shown import context, hide_future, llama, random_logits, show, subject
 
 from kvkeep import BoundedCache
 from kvkeep.registry import parse
-from kvkeep.research.analysis.groups._prompt import Prompt
-from kvkeep.research.analysis.groups.retained import BINS, POLICIES, Retained, expected_mass, spread
+from kvkeep.research.analysis.groups._ranks import uniform_mass
+from kvkeep.research.analysis.groups.retained import BINS, POLICIES, Prompt, Retained, spread
 from kvkeep.research.analysis.walk import walk
 
 
@@ -73,8 +73,8 @@ def test_expected_mass_is_a_difference_of_harmonic_numbers():
         return sum(1 / i for i in range(1, m + 1))
 
     expected = [harmonic(50) - harmonic(j - 1) for j in range(1, 51)]
-    assert expected_mass(50).tolist() == pytest.approx(expected)
-    assert expected_mass(50).sum().item() == pytest.approx(50)  # every row hands out 1
+    assert uniform_mass(50).tolist() == pytest.approx(expected)
+    assert uniform_mass(50).sum().item() == pytest.approx(50)  # every row hands out 1
 
 
 def test_spreads():

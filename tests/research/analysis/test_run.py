@@ -12,8 +12,8 @@ from kvkeep.errors import InputError
 from kvkeep.models import load
 from kvkeep.models.text import Writer
 from kvkeep.research.analysis import run as running
-from kvkeep.research.analysis.folder import Folder
 from kvkeep.research.analysis.measure import Measurement, Reading, Skipped
+from kvkeep.research.analysis.report import Folder
 from kvkeep.research.analysis.run import Job, find, read, run
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 12
@@ -131,7 +131,7 @@ def test_a_control_has_the_result_of_other_weights(finished):
 
 
 def test_random_weights_are_other_weights_of_the_same_seed(writer):
-    from kvkeep.models.control import with_random_weights
+    from kvkeep.models.text import with_random_weights
 
     before = torch.random.get_rng_state()
     one, same, other = (with_random_weights(writer, seed).model for seed in (0, 0, 1))
@@ -267,7 +267,7 @@ def test_how_much_is_read_and_what_is_said_about_it(writer):
     assert "made for 40 tokens; what it does with the other 5" in longer.notes[0]
     short = read(writer.checkpoint, "f", TEXT[:100], trained)
     assert f"only {len(short.tokens)} tokens" in short.notes[0]
-    with pytest.raises(InputError, match="leaves nothing"):
+    with pytest.raises(InputError, match="max_tokens=0 leaves nothing"):
         read(writer.checkpoint, "f", TEXT, 0)
 
 

@@ -5,9 +5,9 @@ import torch
 from constructed import Axes
 from shown import context, llama, subject
 
-from kvkeep.registry import parse
+from kvkeep.cache import BoundedCache
+from kvkeep.evals.recording import record, tapes
 from kvkeep.research.analysis.groups import score_change
-from kvkeep.research.analysis.groups._watched import Watched, cache_of, tapes
 from kvkeep.research.analysis.groups.score_change import ScoreChange, change
 
 ROWS = 24
@@ -59,8 +59,8 @@ def measured():
 def test_same_inputs_only_renormalise(measured):
     """Kept keys gain 1 / (kept mass) - 1 in their row, and both sides differ by twice the lost mass."""
     model, given, result = measured
-    (first, _) = tapes(model, given.tokens[None])
-    full = first.weights(256 - ROWS)
+    first = tapes(model, given.tokens[None])[0]
+    full = first.weights(256 - ROWS)[0].flatten(0, 1)
     bounded = score_change._replay(first, 256 - ROWS, 256 // 3, 0)
     kept = bounded > 0
     torch.testing.assert_close(bounded, full * kept / (full * kept).sum(dim=-1, keepdim=True), rtol=1e-4, atol=1e-7)
@@ -80,8 +80,9 @@ def test_the_full_rows_are_those_of_the_model(measured):
             expected = model(input_ids=given.tokens[None], output_attentions=True).attentions
     finally:
         model.set_attn_implementation("kvkeep")
-    for tape, weights in zip(recorded, expected, strict=True):
-        torch.testing.assert_close(tape.weights(200).float(), weights[0, :, 200:], rtol=1e-3, atol=1e-5)
+    for tape, weights in zip(recorded.values(), expected, strict=True):
+        found = tape.weights(200)[0].flatten(0, 1).float()
+        torch.testing.assert_close(found, weights[0, :, 200:], rtol=1e-3, atol=1e-5)
 
 
 def test_inputs_of_the_first_layer_are_the_same_both_ways(measured):
@@ -94,13 +95,14 @@ def test_a_budget_for_all_changes_nothing(measured):
     model, given, _ = measured
     n = 128
     ids = given.tokens[None, :n]
-    full = [tape.weights(100) for tape in tapes(model, ids)]
-    cache = cache_of(model.config, lambda index, window: Watched(parse("h2o"), n, index=index, window=window, length=n))
+    full = [tape.weights(100) for tape in tapes(model, ids).values()]
+    cache = BoundedCache(model.config, "h2o", n)
+    recorders = record(cache)
     with torch.inference_mode():
         for piece in [ids[:, :100], *ids[:, 100:].split(1, dim=1)]:
             model(input_ids=piece, past_key_values=cache, use_cache=True)
-    for layer, expected in zip(cache.bounded_layers().values(), full, strict=True):
-        torch.testing.assert_close(layer.weights, expected, rtol=1e-3, atol=1e-6)
+    for recorder, expected in zip(recorders.values(), full, strict=True):
+        torch.testing.assert_close(recorder.tape().bounded(), expected, rtol=1e-3, atol=1e-6)
 
 
 def result_of(median, lost):

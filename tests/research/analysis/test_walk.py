@@ -201,8 +201,7 @@ def test_more_tokens_than_announced_are_an_error():
     from kvkeep.research.analysis.walk import Shown
     from kvkeep.types import AttentionOptions
 
-    layer = Shown(0, 0, None, length=3, take=None)
+    layer = Shown(0, length=3, take=None)
     q, kv = torch.zeros(1, 2, 4, 8), torch.zeros(1, 1, 4, 8)
-    layer.open(kv, kv)
     with pytest.raises(ShapeError, match="room for 3 tokens and was given 4"):
         layer.step(q, kv, kv, options=AttentionOptions(1.0), phase=phase_of(q))

@@ -1,7 +1,7 @@
-"""Decode steps in C++: compiled for the machine at first use, and only where that works.
+"""Decode steps in C++, compiled for this machine at first use.
 
-`ops` are the kernel's functions on tensors; they say ``None`` where torch has to do the work. `native` tells whether
-there is a kernel, and why not.
+`build` compiles and loads the kernel, and `ops` are its functions on tensors. `native` returns the kernel, or why there
+is none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvkeep.backends.native import ops
 from kvkeep.backends.native.build import Native, native
-from kvkeep.backends.protocol import Backend, Limits
+from kvkeep.backends.protocol import Added, Backend, Limits
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.wanted import is_known, wanted
 from kvkeep.statistic import Statistic
@@ -21,13 +21,14 @@ __all__ = ["Native", "NativeBackend", "native"]
 
 
 class NativeBackend(Backend):
-    """One token per row in the kernel, everything else in torch.
+    """The kernel for one token per row, torch for everything else.
 
     Cost of `attend`:
-        for one token, it reads the visible part of ``B·Hk·S·(D + E)`` elements once.
+        for one token, the visible part of ``B·Hk·S·(D + E)`` elements is read once.
     """
 
     name = "native"
+    fuses = True
 
     def __init__(self) -> None:
         self._torch = TorchBackend()
@@ -73,3 +74,21 @@ class NativeBackend(Backend):
         sinks, recent, limit = limits.sinks, limits.recent, limits.stay
         if not ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
             self._torch.evict(positions, score, limits)
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        slots: Slots,
+        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+        now: Int[Tensor, "B 1"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        added: Added,
+        limits: Limits,
+    ) -> Float[Tensor, "B Hq 1 E"] | None:
+        """See `Backend.step`."""
+        if options.top is not None or options.window != limits.window or not is_known(statistic):
+            return None
+        report = wanted(statistic) if added.states else None
+        return ops.step(query, slots, new, now, options=options, wanted=report, added=added, limits=limits)

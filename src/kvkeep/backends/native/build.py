@@ -1,7 +1,7 @@
-"""Compile the kernel for this machine when it is first used, keep it in the user's cache directory, and load it.
+"""Compiles the kernel for this machine at first use, keeps it in the user's cache directory, and loads it.
 
-Nothing here raises for a machine that cannot: without a compiler the package runs on torch alone, and `native().detail`
-says why. A compiler that fails or hangs is not tried again for an hour, by any process.
+Nothing here raises on a machine that cannot compile: there the package runs on torch alone, and `native().detail` says
+why. A compiler that fails or hangs is not tried again for an hour, by any process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 COMPILERS = ("g++", "clang++", "c++")
-FUNCTIONS = ("kvkeep_attend", "kvkeep_write", "kvkeep_expire", "kvkeep_count_over", "kvkeep_evict")
+FUNCTIONS = ("kvkeep_attend", "kvkeep_write", "kvkeep_expire", "kvkeep_count_over", "kvkeep_evict", "kvkeep_step")
 
 # without -ffast-math: see the head of vectors.h
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
@@ -40,7 +40,7 @@ class Native:
     """The kernel, or the reason why there is none.
 
     Attributes:
-        library: the loaded library; ``None`` where torch does the work.
+        library: the loaded library; ``None`` if there is none.
         detail: the library's file, or why there is none.
     """
 
@@ -49,12 +49,12 @@ class Native:
 
 
 class _UnavailableError(Exception):
-    """The kernel cannot be had on this machine; the message says why."""
+    """There can be no kernel on this machine; the message says why."""
 
 
 @functools.cache
 def native() -> Native:
-    """Load the kernel, which takes some seconds of compilation the first time on a machine."""
+    """The kernel; the first call on a machine compiles it, which takes some seconds."""
     try:
         return _load()
     except (_UnavailableError, OSError, RuntimeError, subprocess.SubprocessError) as error:
@@ -89,10 +89,10 @@ def _found_or_made(compiler: str, folder: Path) -> Native:
 
 
 def _check_failure(failure: Path) -> None:
-    """Refuse to try again so soon what has failed, perhaps after a long time, in this process or another.
+    """Refuse to repeat an attempt that failed a short time ago, in this process or another.
 
     Raises:
-        _UnavailableError: it failed within the last hour.
+        _UnavailableError: the attempt failed within the last hour.
     """
     try:
         age = time.time() - failure.stat().st_mtime
@@ -112,7 +112,7 @@ def _compiler() -> str:
 
 
 def _folder() -> Path:
-    """The cache directory; code is loaded from it, so nobody else may be able to write there or to exchange it.
+    """The cache directory. Code is loaded from it, so only this user may be able to write there or to replace it.
 
     Raises:
         _UnavailableError: somebody else can.
@@ -128,9 +128,10 @@ def _folder() -> Path:
 
 
 def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
-    """Whether nobody but this user can write there; folders above may be the system's, or of this user's own group.
+    """Whether only this user can write there. Folders above may be the system's, or writable by this user's own group.
 
-    In a folder with the sticky bit, as /tmp, everybody writes, and nobody exchanges what belongs to another.
+    A folder with the sticky bit, such as /tmp, is safe as well: everybody writes there, but nobody can replace the
+    files of others.
     """
     mine, others = status.st_uid == os.getuid(), status.st_mode & 0o022
     if not above:
@@ -142,27 +143,27 @@ def _is_safe(status: os.stat_result, *, above: bool = False) -> bool:
 
 
 def _attempt(compiler: str) -> str:
-    """Name of what is tried: these sources, flags and this compiler, which is not run for it."""
+    """The name of an attempt: these sources and flags with this compiler, which is not run to find it."""
     status = os.stat(compiler)
     return _digest(_inputs(f"{compiler} {status.st_mtime_ns} {status.st_size}".encode()))
 
 
 def _key(compiler: str) -> str:
-    """Name of the sources as this compiler translates it for this processor."""
+    """The name of the program that this compiler makes of the sources for this processor."""
     return _digest(_inputs(_run(compiler, ["--version"])))
 
 
 def _inputs(compiler: bytes) -> bytes:
-    """All that the result depends on."""
+    """Everything that the compiled program depends on."""
     sources = (path.read_bytes() for path in [*SOURCES, *HEADERS])
     return b"\0".join((*sources, compiler, " ".join(FLAGS).encode(), _processor().encode()))
 
 
 def _run(compiler: str, arguments: list[str]) -> bytes:
-    """What the compiler wrote to standard output.
+    """The compiler's standard output.
 
     Raises:
-        _UnavailableError: it failed, or did not end in time; then its whole group of processes is ended.
+        _UnavailableError: the compiler failed, or did not end in time; then its whole process group is killed.
     """
     process = subprocess.Popen(
         [compiler, *arguments],
@@ -184,7 +185,7 @@ def _run(compiler: str, arguments: list[str]) -> bytes:
 
 
 def _wait(process: subprocess.Popen[bytes], compiler: str) -> tuple[bytes, bytes]:
-    """What a process writes until it ends; after some seconds the user learns what is being waited for."""
+    """Output and errors of a process when it has ended. After some seconds the log says what is being waited for."""
     try:
         return process.communicate(timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
@@ -199,7 +200,7 @@ def _wait(process: subprocess.Popen[bytes], compiler: str) -> tuple[bytes, bytes
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on."""
+    """The description of the processor that ``-march=native`` depends on."""
     names = ("model name", "flags", "Features", "CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
@@ -209,7 +210,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: str, folder: Path, key: str) -> Path:
-    """Compile beside the final place and rename: another process sees the whole file or none."""
+    """Compile into a temporary folder and rename, so that other processes see the whole file or none."""
     _log.info("Compiling the native kernel with %s; this takes some seconds, once.", compiler)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = Path(scratch) / "kernel.so"
@@ -220,7 +221,7 @@ def _compile(compiler: str, folder: Path, key: str) -> Path:
 
 
 def _opened(path: Path) -> ctypes.CDLL | None:
-    """Load this user's library whose content is what its name says: opening half a file can end the process."""
+    """Load a library of this user whose content matches its name: loading half a file can crash a process."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
         return None

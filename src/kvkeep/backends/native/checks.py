@@ -1,13 +1,16 @@
-"""What the kernel relies on, and has no means to check itself: dtypes and shapes of the tensors that it reads."""
+"""Checks of dtypes and shapes that the kernel relies on and cannot make itself."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from kvkeep.backends.protocol import Added
+from kvkeep.backends.wanted import Wanted
 from kvkeep.types import AttentionOptions, Budget
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Element types that the kernel knows, with the kernel's numbers for them."""
 
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
@@ -20,21 +23,11 @@ def attendable(
     positions: Tensor,
     *,
     options: AttentionOptions,
-    per_row: Iterable[object],
+    wanted: Wanted | None,
 ) -> bool:
-    """Whether the arguments of `attend` are of the dtypes and shapes that it promises to the kernel.
-
-    Args:
-        query: see `kvkeep.backends.native.ops.attend`, as for the others.
-        keys: see there.
-        values: see there.
-        now: see there.
-        positions: see there.
-        options: see there.
-        per_row: numbers, or tensors of one number per row.
-    """
+    """Whether dtypes and shapes are those that `attend` promises to the kernel."""
     (B, Hq, T, D), (_, Hk, S, E) = query.shape, values.shape
-    if not query.dtype == keys.dtype == values.dtype:
+    if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype:
         return False
     if T != 1 or S == 0 or Hq % Hk or keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
         return False
@@ -49,11 +42,13 @@ def attendable(
         not sinks.is_cpu or sinks.shape != (Hq,) or (sinks.requires_grad and torch.is_grad_enabled())
     ):
         return False
-    return all(_is_per_row(one, B) for one in per_row)
+    if wanted is None:
+        return True
+    return _is_per_row(wanted.counts, B) and _is_per_row(wanted.gain, B) and _is_per_row(wanted.last, B)
 
 
 def writable(keys: Tensor, values: Tensor, positions: Tensor, new: tuple[Tensor, Tensor], now: Tensor) -> bool:
-    """Whether the arguments of `write` are of the dtypes and shapes that it promises to the kernel."""
+    """Whether dtypes and shapes are those that `write` promises to the kernel."""
     B, Hk, S = positions.shape
     D, E = keys.shape[-1], values.shape[-1]
     if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
@@ -65,8 +60,19 @@ def writable(keys: Tensor, values: Tensor, positions: Tensor, new: tuple[Tensor,
     return new[0].shape == (B, Hk, 1, D) and new[1].shape == (B, Hk, 1, E)
 
 
+def addable(added: Added, positions: Tensor, wanted: Wanted | None) -> bool:
+    """Whether the policy's sums have the dtype, shape and strides that `step` promises to the kernel."""
+    if wanted is None or not added.states:
+        return wanted is None and not added.states
+    strides = added.states[0].stride()
+    return wanted.second is None and all(
+        state.dtype == torch.float32 and state.shape == positions.shape and state.stride() == strides
+        for state in added.states
+    )
+
+
 def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0, limit: Budget = 0) -> bool:
-    """Whether the arguments of the functions on slots are of the dtypes and shapes that they promise to the kernel."""
+    """Whether dtypes and shapes are those that the functions on slots promise to the kernel."""
     B, Hk, _ = positions.shape
     if positions.dtype != torch.int32:
         return False

@@ -1,6 +1,6 @@
 // Work on the heads of all rows, on torch's threads.
 //
-// A head of a row is the unit of work: one thread does it from beginning to end in a fixed order, so results do not
+// The unit of work is one head of one row. One thread does it from beginning to end in a fixed order, so results do not
 // depend on the number of threads.
 
 #pragma once
@@ -14,11 +14,11 @@
 
 namespace {
 
-constexpr int64_t WORTH_A_THREAD = 1 << 17;  // bytes that are read in the time that waking other threads takes
+constexpr int64_t WORTH_A_THREAD = 1 << 17;  // bytes read in the time that it takes to wake other threads
 
 inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Memory for floats that begins with a cache line; null if there is none left.
+// Memory for floats, aligned to a cache line; null if there is none left.
 class Scratch {
     static constexpr std::align_val_t LINE{64};
     void *memory;
@@ -30,7 +30,7 @@ class Scratch {
     float *get() const { return (float *)memory; }
 };
 
-// Call work(i, scratch) for every i below n. False: there was no memory for so many scratch floats.
+// Call work(i, scratch) for every i below n. Returns false if there is no memory for so many scratch floats.
 template <class Work>
 bool for_each(int64_t n, int64_t bytes, int64_t threads, int64_t floats, const Work &work) {
     if (bytes < WORTH_A_THREAD || n < 2) threads = 1;

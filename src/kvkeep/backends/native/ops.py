@@ -1,6 +1,7 @@
-"""The kernel's functions on tensors. Each says ``None`` when the kernel cannot do it, and then has done nothing.
+"""The kernel as functions of tensors; each returns ``None`` and does nothing if the kernel cannot do it.
 
-The kernel gets bare addresses, so everything that it relies on is checked before: devices, dtypes, shapes and strides.
+The kernel gets bare addresses and cannot check anything itself. So each function first checks all that the kernel
+relies on: devices, dtypes, shapes and strides.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import Tensor
 
 from kvkeep.backends.native import checks
 from kvkeep.backends.native.build import native
+from kvkeep.backends.protocol import Added, Limits
 from kvkeep.backends.wanted import Wanted
-from kvkeep.types import AttentionOptions, Budget
-
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Element types that the kernel knows, with its numbers for them."""
+from kvkeep.types import AttentionOptions, Budget, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
+_NOTHING = Wanted()
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d")
 _WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q")
 _SLOTS = struct.Struct("4q 3q 3q 3q q 3q 4q")
+_STEP = struct.Struct("3q 3q 2q 3q 3q 3q 4q d")
 _LAST = 2**31 - 1
-"""The largest position; the kernel counts positions in 32 bits."""
+"""The largest position: the kernel counts positions in 32 bits."""
 
 
 def attend(
@@ -41,44 +42,61 @@ def attend(
 ) -> list[Tensor] | None:
     """Attention of one token per row, in one pass over keys and values.
 
-    A padded query (position -1) and one that sees nothing give zeros. `AttentionOptions.top` is not heeded.
+    A padded query (position -1), and a query that sees nothing, give zeros. `AttentionOptions.top` is ignored.
 
     Returns:
-        The output ``(B, Hq, 1, E)`` in the query's dtype; if wanted, the mass and what stands beside it,
+        The output ``(B, Hq, 1, E)`` in the query's dtype; if wanted, then the mass and the second field of the report,
         ``(B, Hk, S)`` float32.
     """
     library = _library(query, keys, values, now, positions)
-    if library is None or query.dtype not in TYPES:
+    if library is None or not checks.attendable(query, keys, values, now, positions, options=options, wanted=wanted):
         return None
-    per_row = () if wanted is None else (wanted.counts, wanted.gain, wanted.last)
-    if not checks.attendable(query, keys, values, now, positions, options=options, per_row=per_row):
-        return None
-    B, Hq, _, D = query.shape
-    Hk, S = keys.shape[1:3]
     positions, now = _as(positions, torch.int32), _as(now, torch.int64)
-    kind = _KINDS[wanted.second] if wanted else 0
-    results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
-    results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2))]
-    out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]
-    wanted = wanted or _NOTHING
-    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
-    counted, counts = _either(wanted.counts, torch.int64)
-    gains, gain = _either(1.0 if wanted.gain is None else wanted.gain, torch.float32)
-    newest, last = _either(wanted.last, torch.int64)
-    call = _ATTEND.pack(
-        *(B, Hk, Hq // Hk, S, D, values.shape[-1], torch.get_num_threads(), TYPES[keys.dtype]),
-        *(query.data_ptr(), *query.stride()[:2]),
-        *(keys.data_ptr(), *keys.stride()[:3]),
-        *(values.data_ptr(), *values.stride()[:3]),
-        *(positions.data_ptr(), positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0),
-        *(now.data_ptr(), now.stride(0)),
-        *(out, _pointer(sinks), min(options.window or 0, _LAST)),
-        *(kind, mass, second),
-        *(_pointer(counted), counts, _pointer(gains), wanted.gain is not None),
-        *(_pointer(newest), last, wanted.live),
-        *(options.scaling, options.softcap or 0.0, gain, wanted.decay, wanted.theta),
+    call = _attention(query, keys, values, now, positions, options=options, wanted=wanted)
+    return None if library.kvkeep_attend(call.packed) else call.results
+
+
+def step(
+    query: Float[Tensor, "B Hq 1 D"],
+    slots: Slots,
+    new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+    now: Int[Tensor, "B 1"],
+    *,
+    options: AttentionOptions,
+    wanted: Wanted | None,
+    added: Added,
+    limits: Limits,
+) -> Float[Tensor, "B Hq 1 E"] | None:
+    """`Backend.step` in one pass over keys and values, where both windows are the same.
+
+    ``wanted`` asks for the mass alone; it is ``None`` if the policy has no sums.
+    """
+    keys, values, positions = slots
+    library = _library(query, *slots, *new, now, limits.seen, *added.states)
+    if library is None or not checks.attendable(query, keys, values, now, positions, options=options, wanted=wanted):
+        return None
+    if not checks.writable(*slots, new, now) or not checks.countable(
+        positions, limits.seen, limits.recent, limits.stay
+    ):
+        return None
+    if not checks.addable(added, positions, wanted):
+        return None
+    now, seen = _as(now, torch.int64), _as(limits.seen, torch.int64)
+    recents, recent = _either(_bounded(limits.recent), torch.int64)
+    most, limit = _either(_bounded(limits.stay), torch.int64)
+    total, other = (*added.states, None, None)[:2]
+    call = _attention(query, keys, values, now, positions, options=options, wanted=wanted, reports=False)
+    packed = call.packed + _STEP.pack(
+        *(new[0].data_ptr(), *new[0].stride()[:2]),
+        *(new[1].data_ptr(), *new[1].stride()[:2]),
+        *(_pointer(total), _pointer(other)),
+        *((0, 0) if total is None else total.stride()[:2]),
+        *(added.is_score, seen.data_ptr(), seen.stride(0), _bounded(limits.sinks)),
+        *(_pointer(recents), 0 if recents is None else recents.stride(0), recent),
+        *(_pointer(most), *((0, 0) if most is None else _strides(most)), limit),
+        1.0 if wanted is None else wanted.decay,
     )
-    return None if library.kvkeep_attend(call) else results
+    return None if library.kvkeep_step(packed) else call.results[0]
 
 
 def write(
@@ -89,7 +107,7 @@ def write(
     new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
     now: Int[Tensor, "B 1"],
 ) -> Int[Tensor, "B Hk 1"] | None:
-    """Put one token per row into the empty slot of each head, in place, and say which slot it was."""
+    """`Backend.append`, where the new token has the dtype of the slots."""
     library = _library(keys, values, positions, *new, now)
     new_keys, new_values = new
     if library is None or not checks.writable(keys, values, positions, new, now):
@@ -111,7 +129,7 @@ def write(
 
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
-    """Empty, in place, the slots that no later query can see through a sliding window of ``window`` tokens."""
+    """`Backend.expire`."""
     library = _library(positions, seen)
     if library is None or not checks.countable(positions, seen):
         return None
@@ -120,7 +138,7 @@ def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: in
 
 
 def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
-    """How many heads hold more tokens than their limit."""
+    """The number of heads that hold more tokens than their limit."""
     library = _library(positions)
     if library is None or not checks.countable(positions, limit=limit):
         return None
@@ -138,11 +156,7 @@ def evict(
     recent: Budget,
     limit: Budget,
 ) -> bool | None:
-    """Empty, in place, the weakest slot of every head that holds more than its limit.
-
-    The order is that of `scores.weakest` after `scores.protect`: the smallest (score, position) goes, NaN is the
-    lowest score, and the first ``sinks`` and newest ``recent`` positions have an infinite one.
-    """
+    """`Backend.evict`."""
     library = _library(positions, scores, seen)
     if library is None or not checks.countable(positions, seen, recent, limit):
         return None
@@ -152,12 +166,65 @@ def evict(
     return None if library.kvkeep_evict(call.packed) else True
 
 
-class _Call(NamedTuple):
-    """What the functions on slots take.
+class _Attention(NamedTuple):
+    """Arguments of attention.
 
     Attributes:
         packed: numbers and addresses.
-        tensors: what stands at the addresses, converted where it had to be; it must live as long as the call.
+        results: the output, and the fields of the report.
+        tensors: other tensors that lie at the addresses; they must live as long as the call.
+    """
+
+    packed: bytes
+    results: list[Tensor]
+    tensors: tuple[Tensor | None, ...]
+
+
+def _attention(
+    query: Float[Tensor, "B Hq 1 D"],
+    keys: Float[Tensor, "B Hk S D"],
+    values: Float[Tensor, "B Hk S E"],
+    now: Int[Tensor, "B 1"],
+    positions: Int[Tensor, "B #Hk S"],
+    *,
+    options: AttentionOptions,
+    wanted: Wanted | None,
+    reports: bool = True,
+) -> _Attention:
+    """Pack the arguments of attention; without ``reports`` the kernel keeps the mass to itself."""
+    B, Hq, _, D = query.shape
+    Hk, S = keys.shape[1:3]
+    kind = _KINDS[wanted.second] if wanted else 0
+    results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
+    results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2) if reports else 0)]
+    out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]
+    wanted = wanted or _NOTHING
+    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+    counted, counts = _either(wanted.counts, torch.int64)
+    gains, gain = _either(1.0 if wanted.gain is None else wanted.gain, torch.float32)
+    newest, last = _either(wanted.last, torch.int64)
+    packed = _ATTEND.pack(
+        *(B, Hk, Hq // Hk, S, D, values.shape[-1], torch.get_num_threads(), checks.TYPES[keys.dtype]),
+        *(query.data_ptr(), *query.stride()[:2]),
+        *(keys.data_ptr(), *keys.stride()[:3]),
+        *(values.data_ptr(), *values.stride()[:3]),
+        *(positions.data_ptr(), positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0),
+        *(now.data_ptr(), now.stride(0)),
+        *(out, _pointer(sinks), min(options.window or 0, _LAST)),
+        *(kind, mass, second),
+        *(_pointer(counted), counts, _pointer(gains), wanted.gain is not None),
+        *(_pointer(newest), last, wanted.live),
+        *(options.scaling, options.softcap or 0.0, gain, wanted.decay, wanted.theta),
+    )
+    return _Attention(packed, results, (sinks, counted, gains, newest))
+
+
+class _Call(NamedTuple):
+    """Arguments of the functions on slots.
+
+    Attributes:
+        packed: numbers and addresses.
+        tensors: what lies at the addresses, converted where needed; it must live as long as the call.
     """
 
     packed: bytes
@@ -174,7 +241,7 @@ def _slots(
     recent: Budget = 0,
     limit: Budget = 0,
 ) -> _Call:
-    """Pack what the functions on slots take."""
+    """Pack the arguments of the functions on slots."""
     seen = None if seen is None else _as(seen, torch.int64)
     recents, newest = _either(_bounded(recent), torch.int64)
     limits, most = _either(_bounded(limit), torch.int64)
@@ -190,15 +257,31 @@ def _slots(
 
 
 def _strides(limits: Int[Tensor, "B #Hk"]) -> tuple[int, int]:
-    """From row to row and from head to head, where there may be one number for all heads."""
+    """From row to row and from head to head; the latter is 0 where one number is for all heads."""
     return limits.stride(0), limits.stride(1) if limits.shape[1] > 1 else 0
 
 
-_NOTHING = Wanted()
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in this dtype; a comparison is cheaper than a conversion to the same dtype."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _bounded(value: Budget) -> Budget:
+    """The value, limited so that the kernel can subtract it from a position without an overflow."""
+    return value.to(torch.int64).clamp(-_LAST, _LAST) if isinstance(value, Tensor) else max(-_LAST, min(value, _LAST))
+
+
+def _either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:
+    """A dense tensor of this dtype and 0, or ``None`` and one number for all."""
+    return (value.to(dtype).contiguous(), 0) if isinstance(value, Tensor) else (None, value)
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _library(*tensors: Tensor) -> ctypes.CDLL | None:
-    """The kernel, if these are ordinary tensors in main memory with a dense last axis that nobody differentiates."""
+    """The kernel, if the tensors are ordinary ones in main memory, dense in the last axis, without gradients."""
     library = native().library
     if library is None or torch.compiler.is_compiling():
         return None
@@ -208,22 +291,3 @@ def _library(*tensors: Tensor) -> ctypes.CDLL | None:
         if tensor.stride(-1) != 1 or (tensor.requires_grad and torch.is_grad_enabled()):
             return None
     return library
-
-
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in this dtype; asking first is cheaper than a conversion to the same."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-def _bounded(value: Budget) -> Budget:
-    """A number, or numbers, that the kernel can subtract from a position without an overflow."""
-    return value.to(torch.int64).clamp(-_LAST, _LAST) if isinstance(value, Tensor) else max(-_LAST, min(value, _LAST))
-
-
-def _either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:
-    """A tensor of one number per row, dense and of this type, or a number."""
-    return (value.to(dtype).contiguous(), 0) if isinstance(value, Tensor) else (None, value)
-
-
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

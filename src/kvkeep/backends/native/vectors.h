@@ -1,5 +1,5 @@
-// Vectors of floats: the compilers' own (GCC and Clang, x86 and ARM), so nothing here needs -ffast-math, under which NaN
-// and infinity mean nothing and which, in a shared library, makes the whole process flush denormal numbers.
+// Vectors of floats, in the vector extensions of GCC and Clang, for x86 and ARM. So nothing here needs -ffast-math,
+// which ignores NaN and infinity and, in a shared library, makes the whole process flush denormal numbers.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace {
 
-// W floats make a vector. Registers hold the sums of TILE of them for each of four others.
+// W floats make a vector. The registers hold the sums of TILE vectors for each of four others.
 #if defined(__AVX512F__)
 constexpr int W = 16, TILE = 4;  // 32 registers
 #elif defined(__AVX__)
@@ -42,7 +42,7 @@ inline void store(T *to, V v, int64_t n) {
     std::memcpy(to, &v, (n < W ? n : W) * sizeof *to);
 }
 
-// The first n of W elements, and others of a value that stands for none.
+// The first n of W elements; the others get a value that stands for none.
 template <class V, class T>
 inline V load(const T *from, int64_t n, T none) {
     if (n >= W) return load<V>(from);
@@ -56,7 +56,7 @@ inline Ints all(int32_t x) { return x - Ints{}; }
 inline Ints select(Ints which, Ints yes, Ints no) { return (which & yes) | (~which & no); }
 inline Floats select(Ints which, Floats yes, Floats no) { return (Floats)select(which, (Ints)yes, (Ints)no); }
 
-// Compilers would rather load a number again for each use than keep it in a register; loads are what is scarce here.
+// Keep a number in a register: compilers tend to load it again for each use, and loads are the bottleneck here.
 inline Floats in_register(Floats x) {
 #if defined(__x86_64__)
     asm("" : "+v"(x));
@@ -69,7 +69,8 @@ inline Floats in_register(Floats x) {
 // ---- element types --------------------------------------------------------------------------------------------------
 
 // Elements are widened two vectors at a time, in an order that costs nothing: half-precision numbers lie in pairs, so
-// one vector gets the even ones and the other the odd ones. Queries, sums and outputs follow, and narrowing undoes it.
+// one vector gets the even ones and the other the odd ones. Queries, sums and outputs use the same order, and narrowing
+// restores the original one.
 struct Pair {
     Floats a, b;
 };
@@ -90,7 +91,7 @@ struct BFloat16 {
         return {(Floats)(both << 16), (Floats)(both & 0xffff0000)};
     }
     static void narrow(Pair x, T *to) { store(to, (round(x.a) >> 16) | (round(x.b) & 0xffff0000)); }
-    static Bits round(Floats x) {  // in the upper half, to nearest, ties to even
+    static Bits round(Floats x) {  // the result in the upper half; to nearest, ties to even
         const Bits u = (Bits)x;
         return (Bits)select(x != x, (Ints)(u | 0x400000), (Ints)(u + 0x7fff + ((u >> 16) & 1)));
     }
@@ -102,7 +103,7 @@ struct Float16 {
         const Ints both = load<Ints>(from);
         return {widen(both << 16), widen(both)};
     }
-    static Floats widen(Ints upper) {  // a product rebiases the exponent, which is right for denormals, too
+    static Floats widen(Ints upper) {  // the product rebiases the exponent, of denormals as well
         const Ints small = (upper >> 3) & (int32_t)0x8fffe000, special = (small & 0x0f800000) == 0x0f800000;
         return (Floats)((Ints)((Floats)small * 0x1p112f) | (special & 0x7f800000));
     }
@@ -112,14 +113,14 @@ struct Float16 {
         const Bits normal = (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13;
         const Bits denormal = (Bits)((Floats)size + 0.5f) - 0x3f000000;
         Ints found = select(size < 0x38800000, (Ints)denormal, (Ints)normal);
-        found = select(size >= 0x477ff000, all(0x7c00), found);  // from 65520 on the nearest is infinity
+        found = select(size >= 0x477ff000, all(0x7c00), found);  // from 65520 on infinity is nearest
         found = select(size > 0x7f800000, all(0x7e00), found);
         return (Bits)found | ((u >> 16) & 0x8000);
     }
 };
 
-// A vector of `dim` elements as pairs of 2 W. The last pair ends where the vector ends, so it overlaps the one before
-// unless dim is a multiple of 2 W; only vectors shorter than 2 W are not read in place.
+// A vector of `dim` elements as pairs of 2 W. The last pair ends where the vector ends, so it overlaps the pair before
+// unless dim is a multiple of 2 W. Only vectors shorter than 2 W are not read in place.
 struct Pairs {
     int64_t dim, n;
 
@@ -133,7 +134,7 @@ struct Pairs {
     }
 };
 
-// The first n elements, and zeros; the first `without` of them are zeros, too.
+// The first n elements, padded with zeros; the first `without` of them become zeros, too.
 template <class X>
 inline Pair widen(const typename X::T *from, int64_t n, int64_t without = 0) {
     typename X::T part[2 * W] = {};
@@ -163,8 +164,8 @@ inline Floats polynomial(Floats x, const float (&coefficients)[N]) {
 inline Floats exp(Floats x) {
     const Ints inside = (x >= -87.3f) & (x <= 88.7f);
     const Floats y = select(inside, x, Floats{});
-    const Floats n = (y * 1.44269504f + 0x1.8p23f) - 0x1.8p23f;  // to the next whole number: there is no room for more
-    const Floats r = y - n * 0x1.62ep-1f - n * 3.19461833e-5f;   // minus n times log 2, in two parts
+    const Floats n = (y * 1.44269504f + 0x1.8p23f) - 0x1.8p23f;  // the nearest whole number
+    const Floats r = y - n * 0x1.62ep-1f - n * 3.19461833e-5f;   // y - n log 2, with log 2 in two parts
     const Floats p = polynomial(r, {1.38131448e-3f, 8.36941879e-3f, 4.16684560e-2f, 0.166665152f, 0.499999940f});
     const Floats power = (Floats)((Ints)(p * (r * r) + r + 1.0f) + (__builtin_convertvector(n, Ints) << 23));
     return select(inside, power, select(x > 88.7f, all(INFINITY), select(x < -87.3f, Floats{}, x)));
@@ -209,13 +210,13 @@ inline auto smallest(V v) {
     return least;
 }
 
-// Which lane of two vectors of N-lane segments comes to lane i when the first halves of all segments are collected.
+// The lane of two vectors of N-lane segments that moves to lane i when the first halves of all segments are collected.
 constexpr int place(int i, int N) {
     const int segment = i / (N / 2), each = W / N;
     return (segment < each ? segment * N : W + (segment - each) * N) + i % (N / 2);
 }
 
-// Two vectors of N-lane segments become one of twice as many segments, half as long, with the same sums.
+// Fold two vectors of N-lane segments into one with twice as many segments, half as long, with the same sums.
 template <int N, int... I>
 inline Floats fold(Floats a, Floats b, std::integer_sequence<int, I...>) {
 #ifdef __clang__
@@ -225,7 +226,7 @@ inline Floats fold(Floats a, Floats b, std::integer_sequence<int, I...>) {
 #endif
 }
 
-// COUNT vectors of N-lane segments, folded into the first; the segments keep their order.
+// Fold COUNT vectors of N-lane segments into the first; the segments keep their order.
 template <int COUNT, int N>
 inline Floats gather(Floats *parts) {
     if constexpr (COUNT > 1) {

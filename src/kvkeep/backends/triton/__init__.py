@@ -1,8 +1,12 @@
-"""kvkeep's kernels for CUDA, in Triton: the only room that imports it, and only when a kernel is wanted.
+"""kvkeep's kernels for CUDA, in Triton; the only room that imports Triton, and only when a kernel runs.
 
-`switch` says whether they run. `decode` and `slots` hold the kernels of a decode step, `fuse` the one that evicts in
-the same pass, `tiles` what they share, `blocks` their sizes; `ops` are their functions on tensors. What they do, what
-they move and how exact they are stands in their docstrings and in ``docs/gpu.md``.
+===============================  ====================================================================================
+`gpu`                            where kernels run, which tensors they take, their tile sizes
+`slots`, `decode`, `merge`       kernels of a decode step; `ops` are their functions on tensors
+`prefill`                        kernels of a prompt; `prefill_ops` are their functions on tensors
+===============================  ====================================================================================
+
+Each kernel's docstring says what the kernel moves and how exact it is; ``docs/gpu.md`` gives an overview.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from torch import Tensor
 
 from kvkeep.backends.protocol import Added, Backend, Limits
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.backends.triton import ops, prefill_ops, switch
+from kvkeep.backends.triton import gpu, ops, prefill_ops
 from kvkeep.backends.wanted import is_known, wanted
 from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
@@ -21,7 +25,7 @@ __all__ = ["TritonBackend"]
 
 
 class TritonBackend(Backend):
-    """Triton's kernels for what they know, torch for the rest, with a notice in the log."""
+    """Triton's kernels where there is one, torch elsewhere, with a notice in the log."""
 
     name = "triton"
     fuses = True
@@ -39,14 +43,14 @@ class TritonBackend(Backend):
         options: AttentionOptions,
     ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """See `Backend.attend`. A padded query, and one that sees nothing, give zeros."""
-        done = by_kernels(query, slots, now, statistic=statistic, options=options)
+        done = _by_kernels(query, slots, now, statistic=statistic, options=options)
         return self._torch.attend(query, slots, now, statistic=statistic, options=options) if done is None else done
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
         """See `Backend.append`."""
-        slot = ops.write(*slots, new=(keys, values), now=now)
+        slot = ops.write(slots, (keys, values), now)
         return self._torch.append(slots, keys, values, now) if slot is None else slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
@@ -82,7 +86,7 @@ class TritonBackend(Backend):
         return ops.step(query, slots, new, now, options=options, wanted=asked, added=added, limits=limits)
 
 
-def by_kernels(
+def _by_kernels(
     query: Float[Tensor, "B Hq T D"],
     slots: Slots,
     now: Int[Tensor, "B T"],
@@ -90,18 +94,15 @@ def by_kernels(
     statistic: Statistic,
     options: AttentionOptions,
 ) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
-    """`Backend.attend` in kernels; ``None``, with a notice in the log, if there is none for what is asked."""
-    keys, values, positions = slots
-    if not switch.runs(query):
+    """`Backend.attend` in kernels; ``None``, with a notice in the log, if no kernel can do it."""
+    if not gpu.runs(query):
         return None
     if query.shape[2] > 1:
-        return prefill_ops.attend(query, keys, values, now, positions, statistic=statistic, options=options)
+        return prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
     if options.top is not None or not is_known(statistic):
-        switch.notice(
-            f"it uses only its largest probabilities, or reports {type(statistic).__name__} with what it needs"
-        )
+        gpu.notice(f"it uses only its largest probabilities, or reports {type(statistic).__name__} with what it needs")
         return None
-    found = ops.attend(query, keys, values, now, positions, options=options, wanted=wanted(statistic))
+    found = ops.attend(query, slots, now, options=options, wanted=wanted(statistic))
     if found is None:
         return None
     out, *sums = found

@@ -1,14 +1,14 @@
 """Triton kernels for many query rows: attention with its log-sum-exp, and column sums of its probabilities.
 
 Layout: queries ``(B, Hq, T, D)``, keys ``(B, Hk, S, D)`` and values ``(B, Hk, S, E)`` with any strides but a dense last
-axis; positions ``(B, T)`` and ``(B, Hk or 1, S)``. The last ``T`` keys are the queries' own in their order, so the keys
-after ``S - T + t`` are in the future of row ``t`` and no tile of them is read; everything else is decided by positions.
+axis; positions ``(B, T)`` and ``(B, Hk or 1, S)``. The last ``T`` keys are the queries' own in their order, so keys
+after ``S - T + t`` are in the future of row ``t``, and tiles of them are not read. Positions decide everything else.
 
 Logits and their log-sum-exp are float32 in base 2, also in memory: ``exp2`` is the hardware's, and a row that sees
 one key gives it a probability of exactly 1. With ``u = 2**-24`` and ``A = scaling · max Σ_d |q_d k_d|``, a logit is
-off by at most ``ε = (D + 16)·u·A`` (a soft cap makes that no larger, but adds ``4·u·softcap``), and a probability of
-a row by a factor of ``1 ± 2·(ε + (log2 S + |lse| + 4)·u)`` to first order. Nothing is added atomically: equal inputs
-give equal bits.
+off by at most ``ε = (D + 16)·u·A``; a soft cap does not enlarge this, but adds ``4·u·softcap``. A probability is off
+by a factor of ``1 ± 2·(ε + (log2 S + |lse| + 4)·u)`` to first order. Nothing is added atomically, so equal inputs give
+equal bits.
 """
 
 from __future__ import annotations
@@ -18,27 +18,18 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from kvkeep.backends.triton.tiles import finite
+from kvkeep.backends.triton.decode import finite, product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-@no_type_check
-def product(a, b, WIDE: tl.constexpr):
-    """``a @ b``, added up in float32. Float32 goes through the matrix units in three parts of 11 bits, for products in
-    float32 proper would keep whole tiles in registers; ``WIDE`` is for the interpreter, see `tiles.product`.
-    """
-    if WIDE:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="tf32x3")
+PRECISION = tl.constexpr("tf32x3")
+"""Float32 enters the matrix units as three parts of 11 bits; ``ieee`` would keep whole tiles in registers."""
 
 
 @triton.jit
 @no_type_check
 def load_rows(start, rows, stride, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
-    """A tile of vectors, one in each line; zeros outside."""
+    """A tile of vectors, one per line, padded with zeros."""
     dims = tl.arange(0, BLOCK_DIM)
     inside = (rows < n)[:, None] & (dims < DIM)[None, :]
     lines = rows.to(tl.int64) * stride  # a prompt of 64 heads passes 2^31 elements at 262 144 tokens
@@ -48,7 +39,7 @@ def load_rows(start, rows, stride, n, BLOCK: tl.constexpr, DIM: tl.constexpr, BL
 @triton.jit
 @no_type_check
 def load_positions(start, slots, S):
-    """Positions of keys, with what is empty in everybody's future: one comparison then decides visibility."""
+    """Positions of keys. Empty slots lie in every row's future, so that one comparison decides visibility."""
     positions = tl.load(start + slots, mask=slots < S, other=-1).to(tl.int32)
     return tl.where(positions < 0, NEVER, positions)
 
@@ -58,8 +49,8 @@ def load_positions(start, slots, S):
 def visible_logits(
     q, k, queries, keys, inner, outer, window, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Logits of a tile in base 2, minus infinity where the key is hidden from the row."""
-    x = product(q, tl.trans(k), WIDE) * inner
+    """Logits of a tile in base 2; minus infinity where the key is hidden from the row."""
+    x = product(q, tl.trans(k), WIDE, PRECISION) * inner
     if CAPPED:  # tanh by exp2; beyond 15 it is 1 in float32
         twice = tl.minimum(tl.maximum(x, -15.0), 15.0) * (2.0 * LOG2E)
         x = outer - 2.0 * outer / (tl.exp2(twice) + 1.0)
@@ -93,19 +84,19 @@ def forward(
 ):  # fmt: skip
     """Online softmax over tiles of keys: the output (``MIXED``) and the log-sum-exp, in base 2, of every row.
 
-    One program does ``BLOCK_T`` rows of a query head; the last rows, which see most, are started first. A row that sees
-    nothing gives zeros and minus infinity. ``GAINED`` multiplies the logits; without ``MIXED`` values are not read, and
-    with ``BOUNDED`` only the tiles that touch the rows ``bounds[b]`` are done: this is how the report learns the
-    normaliser of another softmax than the model's.
+    One program does ``BLOCK_T`` rows of a query head; the last rows, which see most, start first. A row that sees
+    nothing gives zeros and minus infinity. ``GAINED`` multiplies the logits. Without ``MIXED`` values are not read.
+    With ``BOUNDED`` only tiles that touch the rows ``bounds[b]`` are done; so the report gets the normaliser of a
+    softmax that the model does not use.
 
-    Bytes: queries and output once; keys and values once per ``BLOCK_T`` rows, from the second level cache where heads
+    Bytes: queries and output once; keys and values once per ``BLOCK_T`` rows, from the second-level cache where heads
     of a group or tiles of rows run side by side. FLOPs: ``2·B·Hq·T·(S - T/2)·(D + E)``.
-    Error: that of the probabilities (see the module) times the largest value; half precision rounds each unnormalised
-    probability once more, ``2**-8`` (bfloat16) or ``2**-11`` of it, before it meets its value.
+    Error: the output errs by the error of the probabilities (see the module) times the largest value. Half precision
+    rounds each unnormalised probability once more, by ``2**-8`` (bfloat16) or ``2**-11`` of it, before the product.
     """
     tile, head = tiles - 1 - tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = head // Hq, head % Hq
-    if BOUNDED:  # noqa: SIM102  a constant, not a number on the device
+    if BOUNDED:  # noqa: SIM102  the compiler decides it, not the device
         if (tile * BLOCK_T >= tl.load(bounds + 2 * b + 1)) | ((tile + 1) * BLOCK_T <= tl.load(bounds + 2 * b)):
             return
     wide_b, wide_h, wide_k = b.to(tl.int64), h.to(tl.int64), (h // G).to(tl.int64)
@@ -116,7 +107,7 @@ def forward(
     positions_at = k_positions + wide_b * kp_b + wide_k * kp_h
     end = tl.minimum(S, S - T + (tile + 1) * BLOCK_T)
     steps, before, jump = tl.cdiv(end, BLOCK_S), 0, 0
-    if WINDOWED:  # tiles of the chunk that all rows have passed
+    if WINDOWED:  # skip tiles of the chunk that lie before the window of all rows
         before = tl.cdiv(S - T, BLOCK_S)
         jump = tl.maximum(tl.load(starts + b * tiles + tile) // BLOCK_S - before, 0)
         steps -= jump
@@ -144,7 +135,7 @@ def forward(
         total = total * fade + tl.sum(p, 1)
         if MIXED:
             v = load_rows(value_at, slots, v_s, S, BLOCK_S, E, BLOCK_E)
-            mixed = mixed * fade[:, None] + product(p.to(v.dtype), v, WIDE)
+            mixed = mixed * fade[:, None] + product(p.to(v.dtype), v, WIDE, PRECISION)
         top = higher
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(lse + (wide_b * Hq + wide_h) * T + rows, top + tl.log2(total), mask=rows < T)
@@ -161,7 +152,7 @@ def probabilities(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one query head's probabilities, from the logits and the log-sum-exp that is known already."""
+    """A tile of one query head's probabilities, recomputed from the stored log-sum-exp."""
     q = load_rows(q_at, rows, q_t, T, BLOCK_T, D, BLOCK_D)
     x = visible_logits(q, k, queries, keys, inner, outer, window, CAPPED, WINDOWED, WIDE)
     lse = tl.load(lse_at + rows, mask=rows < T, other=0.0)
@@ -178,17 +169,17 @@ def columns(
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, GAINED: tl.constexpr, LOW: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sums over rows of the group's mean probability of each key, weighed row by row; with ``LOW`` counts beside them.
+    """For each key, the weighted sum over rows of the group's mean probability; with ``LOW`` also a weighted count.
 
-    One program recomputes the probabilities of ``BLOCK_S`` keys of a KV head, which it reads once, for every
-    ``splits``-th piece of the work; pieces are tiles of the rows ``bounds[b]`` (for all heads of the group). The sums
-    are ``(splits, 1 or 2, B, Hk, S)``; whoever asked adds the splits up in their order. With ``LOW`` the second field
-    counts the weighed rows that see a key, windows aside, and give it ``p · shares < 1``.
+    One program reads ``BLOCK_S`` keys of a KV head once and recomputes their probabilities for every ``splits``-th
+    piece of the work. A piece is a tile of the rows ``bounds[b]``, of one query head or, with ``LOW``, of the group.
+    The sums are ``(splits, 1 or 2, B, Hk, S)``; the caller adds up the splits in their order. With ``LOW`` the second
+    field counts the rows that see a key, windows aside, and give it ``p · shares < 1``.
 
     Bytes: keys once, queries of the counted rows once per ``BLOCK_S`` keys, sums once. FLOPs: ``2·B·Hq·rows·S·D``, half
     for all rows of a causal chunk.
-    Error: that of the probabilities (see the module) plus ``(rows·G/BLOCK_T + log2 BLOCK_T)·u``, all relative to the
-    sum, whose terms are positive. A count is exact unless ``p · shares`` is that near to 1.
+    Error: a sum errs as the probabilities do (see the module) plus ``(rows·G/BLOCK_T + log2 BLOCK_T)·u``, all relative
+    to the sum, whose terms are positive. A count is exact unless ``p · shares`` is within that error of 1.
     """
     tile, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h, split, splits = head // Hk, head % Hk, tl.program_id(1), tl.num_programs(1)
@@ -198,7 +189,7 @@ def columns(
     at = load_positions(k_positions + wide_b * kp_b + wide_h * kp_h, slots, S)
     first = tl.maximum(tl.load(bounds + 2 * b), tile * BLOCK_S - (S - T)) // BLOCK_T
     end = tl.load(bounds + 2 * b + 1)
-    if WINDOWED and not LOW:  # a row passes its windows by, but counts
+    if WINDOWED and not LOW:  # a key outside of the window may count as low
         end = tl.minimum(end, tl.load(ends + head * tiles + tile))
     count = tl.maximum(tl.cdiv(end, BLOCK_T) - first, 0)
     if GAINED:

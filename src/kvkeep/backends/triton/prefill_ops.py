@@ -1,65 +1,58 @@
-"""Attention of many query rows on a GPU: which kernels run, with which tiles, and what the report is made of.
+"""Attention of many query rows on a GPU: which kernels run, what they take, and how the report is put together.
 
-The output is one pass of `prefill.forward`, or torch's own attention where that can compute it and is wanted; the
-report is `prefill.columns` over the rows that count. Nothing here waits for the device, except one look for padding
+The output is one pass of `prefill.forward`, or torch's own attention where it can compute it and is preferred. The
+report is `prefill.columns` over the rows that count. Nothing here waits for the device, except one check for padding
 before torch's attention is used.
 """
 
 from __future__ import annotations
 
-from typing import Literal, cast
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from kvkeep.backends.triton import switch
-from kvkeep.backends.triton.blocks import MAX_DIM
-from kvkeep.backends.triton.launch import TYPES
-from kvkeep.backends.triton.prefill_launch import Prefill
+from kvkeep.backends.triton import gpu
 from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
-from kvkeep.types import AttentionOptions, Report
+from kvkeep.types import AttentionOptions, Report, Slots
 
 Output = Literal["auto", "torch", "triton"]
+
+TORCH_ROWS = 1024
+"""The fewest rows for which torch's attention may compute the output; fewer are not worth the check for padding."""
+
+TORCH_SHARE = 4
+"""Torch's attention may compute the output if at most a 4th of the rows count; ours gives the log-sum-exp, too."""
 
 
 def attend(
     query: Float[Tensor, "B Hq T D"],
-    keys: Float[Tensor, "B Hk S D"],
-    values: Float[Tensor, "B Hk S E"],
-    query_positions: Int[Tensor, "B T"],
-    key_positions: Int[Tensor, "B #Hk S"],
+    slots: Slots,
+    now: Int[Tensor, "B T"],
     *,
     statistic: Statistic,
     options: AttentionOptions,
     output: Output = "auto",
 ) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
-    """The same as `Backend.attend`; ``None`` if the kernels do not know what is asked, see `unknown`.
+    """`Backend.attend`; ``None`` if no kernel can do it, see `unknown`.
 
-    Args:
-        query: see `Backend.attend`.
-        keys: of its slots.
-        values: of its slots.
-        query_positions: its ``now``.
-        key_positions: of its slots.
-        statistic: what to report.
-        options: of the model's attention; ``top``, which is for generated tokens, is not known here.
-        output: who computes the output. ``torch``: its own attention (flash attention, where torch has it), which can
-            do it for a whole prompt without padding, soft cap, sinks and window; ours does the rest. ``triton``: our
-            kernel. ``auto``: torch for a long prompt of which few rows count.
-
-    Returns:
-        What `Backend.attend` does; at a gain of exactly 0 a sliding window hides its keys from the report, too.
+    ``output`` says who computes the output. ``triton``: our kernel. ``torch``: torch's attention where it can, for a
+    whole prompt without padding, soft cap, sinks and window. ``auto``: torch's where it can, the prompt is long and few
+    rows count. At a gain of exactly 0 a sliding window hides its keys from the report, too.
 
     Cost:
-        what `prefill.forward` and `prefill.columns` say; with a gain, or torch's output, the logits of the counted
-        rows once more. Extra memory: the sums, and a number per query head and row.
+        see `prefill.forward` and `prefill.columns`; with a gain, or torch's output, the logits of the counted rows once
+        more. Extra memory: the sums, and a number per query head and row.
     """
-    if (reason := unknown(query, keys, values, statistic, options)) is not None:
-        switch.notice(reason)
+    if (reason := unknown(query, slots, statistic, options)) is not None:
+        gpu.notice(reason)
         return None
-    query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
-    work = Prefill(query, keys, values, query_positions.contiguous(), key_positions.contiguous(), options)
+    query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, slots.keys, slots.values))
+    work = Prefill(query, keys, values, now.contiguous(), slots.positions.contiguous(), options)
     lse = None
     if work.fits_torch() if output == "torch" else output == "auto" and work.prefers_torch(statistic):
         out = work.by_torch()
@@ -68,23 +61,19 @@ def attend(
     return out, Report(_sums(work, statistic, lse))
 
 
-def unknown(query: Tensor, keys: Tensor, values: Tensor, statistic: Statistic, options: AttentionOptions) -> str | None:
-    """What about this the kernels cannot do, or ``None``."""
+def unknown(query: Tensor, slots: Slots, statistic: Statistic, options: AttentionOptions) -> str | None:
+    """The reason why the kernels cannot do it; ``None`` if they can."""
     if options.top is not None:
         return "attention to the largest probabilities only"
     if type(statistic) not in (Nothing, Low, LowRows, Mass, MassAndLast):
         return f"the statistic {type(statistic).__name__}"
     if isinstance(statistic, Mass) and statistic.noise is not None:
         return "noise on the logits"
-    if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype:
-        return f"elements of {query.dtype}, {keys.dtype} and {values.dtype}"
-    if max(query.shape[-1], values.shape[-1]) > MAX_DIM:
-        return f"heads of more than {MAX_DIM} dimensions"
-    return None
+    return gpu.misfit(query, slots.keys, slots.values)
 
 
 def _sums(work: Prefill, statistic: Statistic, lse: Tensor | None) -> dict[str, Float[Tensor, "B Hk S"]]:
-    """The fields of the statistic; ``lse`` is that of all rows under the model's own softmax, if it is known."""
+    """The fields of the statistic; ``lse`` is the log-sum-exp of all rows under the model's softmax, if known."""
     if isinstance(statistic, Nothing):
         return {}
     queries = work.query_positions
@@ -118,7 +107,7 @@ def _gain(statistic: Mass, queries: Int[Tensor, "B T"]) -> Float[Tensor, " B"] |
 def _rows(
     work: Prefill, statistic: LowRows, lse: Tensor, *, shares: Float[Tensor, "B #Hk T"]
 ) -> dict[str, Float[Tensor, "B Hk S"]]:
-    """The fields, each from its own rows: a word's sum of different bits is exact, whatever the order."""
+    """The fields, each from its own rows. A word is a sum of different bits, which is exact in any order."""
     weights = statistic.weights(statistic.selects(work.query_positions), work.query_positions)
     found = {name: work.columns(lse, one, bounds_of(one != 0), shares=shares) for name, one in weights.items()}
     return {name: sums[0] if name in ("mass", "due") else sums[1] for name, sums in found.items()}
@@ -131,3 +120,181 @@ def bounds_of(selected: Bool[Tensor, "B T"]) -> Int[Tensor, "B 2"]:
     first = torch.where(selected, rows, T).amin(dim=1)
     end = torch.where(selected, rows + 1, 0).amax(dim=1)
     return torch.stack([first, end], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class Prefill:
+    """The tensors of one call, and the kernels on them.
+
+    Attributes:
+        query: dense in the last axis, like keys and values.
+        keys: the last ``T`` are the queries' own.
+        values: values of the keys.
+        query_positions: -1 for padding.
+        key_positions: -1 for empty slots; per head, or one for all heads.
+        options: of the model's attention.
+    """
+
+    query: Float[Tensor, "B Hq T D"]
+    keys: Float[Tensor, "B Hk S D"]
+    values: Float[Tensor, "B Hk S E"]
+    query_positions: Int[Tensor, "B T"]
+    key_positions: Int[Tensor, "B #Hk S"]
+    options: AttentionOptions
+
+    def prefers_torch(self, statistic: Statistic) -> bool:
+        """Whether torch's attention is likely to be faster, with the log-sum-exp of the counted rows on top."""
+        T, rows = self.query.shape[2], 0 if isinstance(statistic, Nothing) else statistic.rows
+        few = isinstance(rows, int) and 0 <= rows * TORCH_SHARE <= T
+        return few and T >= TORCH_ROWS and self.query.is_cuda and self._flashes() and self.fits_torch()
+
+    def _flashes(self) -> bool:
+        """Whether torch has flash attention for it; otherwise torch would make the whole matrix of probabilities."""
+        return self.query.dtype in (torch.bfloat16, torch.float16) and self.query.shape[-1] == self.values.shape[-1]
+
+    def fits_torch(self) -> bool:
+        """Whether columns are positions, as the only mask that torch's attention has is causal over columns."""
+        plain = self.options.window is None and self.options.softcap is None and self.options.sinks is None
+        if not plain or self.query.shape[2] != self.keys.shape[2]:
+            return False
+        if self.query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        columns = torch.arange(self.query.shape[2], device=self.query.device)
+        return bool((self.query_positions == columns).all() & (self.key_positions == columns).all())
+
+    def by_torch(self) -> Float[Tensor, "B Hq T E"]:
+        """The output of torch's attention, which chooses among its own kernels."""
+        return scaled_dot_product_attention(
+            self.query, self.keys, self.values, is_causal=True, scale=self.options.scaling, enable_gqa=True
+        )
+
+    def forward(self) -> tuple[Float[Tensor, "B Hq T E"], Float[Tensor, "B Hq T"]]:
+        """Output and log-sum-exp, in base 2, of all rows, sinks included."""
+        out = self.query.new_empty((*self.query.shape[:3], self.values.shape[-1]))
+        lse = torch.empty(self.query.shape[:3], dtype=torch.float32, device=self.query.device)
+        self._run_forward(out, lse, sinks=self.options.sinks)
+        return out, lse
+
+    def log_sum_exp(self, bounds: Int[Tensor, "B 2"], gain: Float[Tensor, " B"] | None) -> Float[Tensor, "B Hq T"]:
+        """Log-sum-exp of the rows within bounds, infinite elsewhere; with a gain, the sinks are left out."""
+        lse = torch.full(self.query.shape[:3], torch.inf, dtype=torch.float32, device=self.query.device)
+        self._run_forward(None, lse, sinks=self.options.sinks if gain is None else None, gain=gain, bounds=bounds)
+        return lse
+
+    def columns(
+        self,
+        lse: Float[Tensor, "B Hq T"],
+        weights: Float[Tensor, "B T"],
+        bounds: Int[Tensor, "B 2"],
+        *,
+        gain: Float[Tensor, " B"] | None = None,
+        shares: Float[Tensor, "B #Hk T"] | None = None,
+    ) -> Float[Tensor, "fields B Hk S"]:
+        """Weighted sums of the probabilities of each key; with ``shares`` a second field, see `prefill.columns`."""
+        from kvkeep.backends.triton import prefill  # imports Triton
+
+        B, Hk, S, D = self.keys.shape
+        Hq, T = self.query.shape[1:3]
+        tile, window = gpu.columns_tile(D, self.query), self.options.window
+        count, pieces = -(-S // tile.slots), -(-T // tile.rows) * (Hq // Hk if shares is None else 1)
+        splits = min(pieces, gpu.splits(count * Hk, self.query))
+        sums = torch.empty((splits, 1 if shares is None else 2, B, Hk, S), dtype=torch.float32, device=lse.device)
+        share = weights if shares is None else shares.float().contiguous()
+        share_strides = (0, 0) if shares is None else (share.stride(0), share.stride(1) if share.shape[1] > 1 else 0)
+        with torch.cuda.device_of(self.query):
+            prefill.columns[(count * B * Hk, splits)](
+                *(self.query, self.keys, lse, weights.contiguous(), share, _or(gain, lse), bounds),
+                bounds if window is None else self._last_rows(tile.slots, window),
+                *(self.query_positions, self.key_positions, sums),
+                *(*self.query.stride()[:3], *self.keys.stride()[:3], *self._position_strides(), *share_strides),
+                *(count, Hk, T, S, window or 0, *self._factors()),
+                **self._shapes(tile, GAINED=gain is not None, LOW=shares is not None),
+            )
+        return sums[0] if splits == 1 else sums.sum(dim=0)
+
+    def visible(self) -> Int[Tensor, "B #Hk T"]:
+        """The number of keys that each row sees, sliding windows aside."""
+        ordered = self.key_positions.sort(dim=-1).values.long()
+        rows = self.query_positions[:, None].expand(-1, ordered.shape[1], -1).long().contiguous()
+        return torch.searchsorted(ordered, rows, right=True) - (ordered < 0).sum(dim=-1, keepdim=True)
+
+    def _run_forward(
+        self,
+        out: Tensor | None,
+        lse: Float[Tensor, "B Hq T"],
+        *,
+        sinks: Float[Tensor, " Hq"] | None,
+        gain: Float[Tensor, " B"] | None = None,
+        bounds: Int[Tensor, "B 2"] | None = None,
+    ) -> None:
+        from kvkeep.backends.triton import prefill  # imports Triton
+
+        B, Hq, T, D = self.query.shape
+        E, S, window = self.values.shape[-1], self.keys.shape[2], self.options.window
+        tile = gpu.forward_tile(max(D, E), self.query)
+        count = -(-T // tile.rows)
+        strides = (one.stride()[:3] for one in (self.query, self.keys, self.values, _or(out, lse)))
+        with torch.cuda.device_of(self.query):
+            prefill.forward[(count * B * Hq,)](
+                *(self.query, self.keys, self.values, _or(out, lse), lse, _or(sinks, lse), _or(gain, lse)),
+                *(_or(bounds, lse), lse if window is None else self._first_slots(tile.rows, window)),
+                *(self.query_positions, self.key_positions),
+                *(stride for three in strides for stride in three),
+                *(*self._position_strides(), count, Hq, T, S, window or 0, *self._factors()),
+                **self._shapes(tile, GAINED=gain is not None, E=E, BLOCK_E=gpu.power(E)),
+                SUNK=sinks is not None,
+                MIXED=out is not None,
+                BOUNDED=bounds is not None,
+            )
+
+    def _shapes(self, tile: gpu.Tile, **more: int) -> dict[str, Any]:
+        """Arguments that the kernels are compiled for."""
+        return {
+            "G": self.query.shape[1] // self.keys.shape[1],
+            "D": self.query.shape[-1],
+            "BLOCK_D": gpu.power(self.query.shape[-1]),
+            "BLOCK_T": tile.rows,
+            "BLOCK_S": tile.slots,
+            "CAPPED": self.options.softcap is not None,
+            "WINDOWED": self.options.window is not None,
+            "WIDE": gpu.interprets(),
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+            **more,
+        }
+
+    def _factors(self) -> tuple[float, float]:
+        """``inner`` and ``outer`` of `prefill.visible_logits`."""
+        if self.options.softcap is None:
+            return self.options.scaling * math.log2(math.e), 1.0
+        return self.options.scaling / self.options.softcap, self.options.softcap * math.log2(math.e)
+
+    def _position_strides(self) -> tuple[int, int, int]:
+        k = self.key_positions
+        return self.query_positions.stride(0), k.stride(0), k.stride(1) if k.shape[1] > 1 else 0
+
+    def _first_slots(self, rows: int, window: int) -> Int[Tensor, "B tiles"]:
+        """For each tile of rows, the column of the first key of the chunk inside the window of any of its rows."""
+        q, T = self.query_positions, self.query_positions.shape[1]
+        padded = pad(q.masked_fill(q < 0, 2**31 - 1), (0, -T % rows), value=2**31 - 1)
+        oldest = padded.view(len(q), -1, rows).amin(dim=-1)
+        found = torch.searchsorted(_rising(q), oldest - window, right=True)
+        return (found + self.keys.shape[2] - T).to(torch.int32)
+
+    def _last_rows(self, slots: int, window: int) -> Int[Tensor, "B Hk tiles"]:
+        """For each tile of keys, the row after the last that sees any of its keys through the window."""
+        B, Hk, S, _ = self.keys.shape
+        newest = pad(self.key_positions, (0, -S % slots), value=-1).unflatten(-1, (-1, slots)).amax(dim=-1)
+        limit = (newest.long() + window - 1).flatten(1)
+        found = torch.searchsorted(_rising(self.query_positions), limit.contiguous(), right=True).view_as(newest)
+        return found.expand(B, Hk, -1).to(torch.int32).contiguous()
+
+
+def _rising(queries: Int[Tensor, "B T"]) -> Int[Tensor, "B T"]:
+    """Positions that never fall: padding repeats the row before it."""
+    return queries.long().cummax(dim=1).values.contiguous()
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """The tensor, or another one for an argument that the kernel does not read."""
+    return other if tensor is None else tensor

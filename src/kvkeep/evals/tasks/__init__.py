@@ -18,7 +18,7 @@ def find(names: str) -> list[type[Task]]:
     """The tasks of a comma-separated list.
 
     Raises:
-        InputError: the list is empty, or names a task that there is none of.
+        InputError: the list is empty, or names an unknown task.
     """
     wanted = list(dict.fromkeys(filter(None, (name.strip() for name in names.split(",")))))
     if not wanted:

@@ -1,7 +1,7 @@
-"""Agreement with the full cache: its own greedy continuation is fed token by token to the bounded cache.
+"""Agreement with the full cache: its greedy continuation is fed token by token to the bounded cache.
 
-The prompt is one chunk and is then cut to the budget. The first new token follows from the whole prompt and is the
-same for every policy, so it is not counted. The end of text is left out of the continuation, so rows are equally long.
+The prompt is one chunk and is then cut to the budget. The first new token follows from the whole prompt and is the same
+for every policy, so it does not count. The end of text is excluded from the continuation, so all rows are equally long.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.evals import metrics, texts
-from kvkeep.evals.drive import Drive, batches, ends_of
-from kvkeep.evals.setup import PLAIN, Setup
+from kvkeep.evals.drive import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Outcome, Task
 from kvkeep.memory import Memory
+from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 
 PROMPT = 512
-"""Tokens of a prompt; with the new tokens no more than the model was trained for."""
+"""Tokens of a prompt; prompt and new tokens together are at most the trained length."""
 
 PROMPTS = 8
-"""Prompts, unless the user gives a limit."""
+"""Default number of prompts."""
 
 NEW = 64
 """Tokens of the continuation."""
@@ -38,7 +38,7 @@ _PARTS = 8
 
 @dataclass
 class _Reference:
-    """The full cache's continuation and the distributions after each of its tokens, kept in the model's dtype."""
+    """The full cache's continuation, and the distribution after each of its tokens in the model's dtype."""
 
     tokens: Int[Tensor, "B n"]
     logits: list[Float[Tensor, "B V"]]
@@ -72,11 +72,11 @@ class Agreement(Task):
         return cls(ids, new, texts.describe(options))
 
     def settings(self) -> dict[str, Any]:
-        """Text and prompts."""
+        """Text and number of prompts."""
         return {"text": self.text, "prompts": self.ids.shape[0]}
 
     def cases(self) -> dict[str, list[int]]:
-        """One case: prompt and continuation."""
+        """One case, named by the lengths of prompt and continuation."""
         rows, length = self.ids.shape
         return {f"prompt={length},new={self.new}": [length] * rows}
 
@@ -86,13 +86,13 @@ class Agreement(Task):
         return self.new
 
     def prepare(self, writer: Writer) -> None:
-        """Let the full cache write its continuation."""
+        """Generate the continuation with the full cache."""
         self.references = [self._continue(writer, self.ids[at]) for at in self._batches()]
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> Outcome:
-        """Feed the continuation and compare each next-token distribution with the full cache's."""
+        """Feed the continuation and compare each next-token distribution with that of the full cache."""
         equal, kl, memory = [], [], Memory()
         for at, reference in zip(self._batches(), self.references, strict=True):
             drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
@@ -111,7 +111,7 @@ class Agreement(Task):
         tokens, logits = [], []
         for _ in range(self.new):
             allowed = last.clone()
-            allowed[:, list(ends_of(writer))] = -torch.inf
+            allowed[:, list(ends_of(writer.model))] = -torch.inf
             tokens.append(allowed.argmax(dim=-1))
             last = drive.feed(tokens[-1][:, None])[:, -1]
             logits.append(last.cpu())
@@ -121,7 +121,7 @@ class Agreement(Task):
         return batches([self.ids.shape[1]] * len(self.ids))
 
     def _steps(self) -> Int[Tensor, " n"]:
-        """Which part of the continuation each comparison belongs to, batch after batch and step after step."""
+        """The part of the continuation of each comparison, batch after batch and step after step."""
         steps = [torch.arange(self.new).repeat_interleave(len(r.tokens)) for r in self.references]
         return torch.cat(steps) * _PARTS // self.new
 

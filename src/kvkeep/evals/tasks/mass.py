@@ -1,8 +1,8 @@
-"""Retained attention mass, teacher-forced: how much of the full cache's attention falls on what a policy holds.
+"""Retained attention mass, teacher-forced: the share of the full cache's attention that falls on the tokens held.
 
-The full cache runs once and every layer's queries, keys and values are recorded. Each policy is replayed on that
-record: the prompt as one chunk, then token by token. Before each token, the full cache's attention of its row to the
-tokens that the policy holds (and to itself) is added up. Inputs are the same for all, so nothing but the choice counts.
+The full cache runs once, and every layer's queries, keys and values are recorded. Each policy is replayed on that
+record: the prompt as one chunk, then token by token. Before each token, the full cache's attention of that token to
+the tokens held, and to itself, is added up. All policies get the same inputs, so only their choices differ.
 """
 
 from __future__ import annotations
@@ -12,77 +12,39 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.cache import BoundedLayer
 from kvkeep.evals import metrics, texts
-from kvkeep.evals.drive import Drive
-from kvkeep.evals.setup import PLAIN, Setup
+from kvkeep.evals.drive import PLAIN, Drive, Setup
+from kvkeep.evals.recording import Tape, tapes
 from kvkeep.evals.task import Options, Outcome, Task
-from kvkeep.layer import Layer
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
-from kvkeep.types import AttentionOptions, Phase
 
 PROMPT = 384
-"""Tokens of the prompt; with the rows no more than the model was trained for."""
+"""Tokens of the prompt. Prompt and rows together are no longer than the model's trained length."""
 
 ROWS = 128
-"""Tokens after the prompt, whose attention is measured."""
+"""Tokens after the prompt; their attention is measured."""
 
 TEXTS = 4
 """Texts, unless the user gives a limit."""
 
 
-@dataclass(frozen=True)
-class Tape:
-    """What one layer of the full cache was given, for all tokens, and its attention of the measured rows."""
-
-    query: Float[Tensor, "B Hq T D"]
-    keys: Float[Tensor, "B Hk T D"]
-    values: Float[Tensor, "B Hk T E"]
-    options: AttentionOptions
-    probabilities: Float[Tensor, "B Hk R T"]
-
-
-class Recorder(Layer):
-    """A layer that keeps everything and remembers what it was given in one step."""
-
-    def step(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        keys: Float[Tensor, "B Hk T D"],
-        values: Float[Tensor, "B Hk T E"],
-        *,
-        options: AttentionOptions,
-        phase: Phase,
-        real: Bool[Tensor, "B T"] | None = None,
-    ) -> Float[Tensor, "B Hq T E"]:
-        """Remember the inputs; then as `Layer.step`."""
-        self.given = (query.clone(), keys.clone(), values.clone(), options)
-        return super().step(query, keys, values, options=options, phase=phase, real=real)
-
-    def tape(self, rows: int) -> Tape:
-        """The inputs, and the full attention of the last ``rows`` tokens."""
-        query, keys, values, options = self.given
-        p = metrics.attention(
-            query[:, :, -rows:],
-            keys,
-            scaling=options.scaling,
-            softcap=options.softcap,
-            window=options.window,
-            sinks=options.sinks,
-        )
-        return Tape(query, keys, values, options, p)
-
-
 @final
 @dataclass
 class Mass(Task):
-    """Mean retained mass, beside the best fixed set in hindsight and the best set of each row."""
+    """Mean retained mass, beside that of the best fixed set in hindsight and of the best set for each row.
+
+    Attributes:
+        ids: the texts.
+        rows: measured tokens of each text.
+        text: the source of the texts.
+        tapes: the record of each layer, by its number in the model.
+        full: the full cache's attention of the measured rows, averaged over the query heads of a group.
+    """
 
     name: ClassVar[str] = "mass"
     VERSION: ClassVar[int] = 1
@@ -92,6 +54,7 @@ class Mass(Task):
     rows: int
     text: str
     tapes: dict[int, Tape] = field(default_factory=dict)
+    full: dict[int, Float[Tensor, "B Hk R T"]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, options: Options) -> Mass:
@@ -105,11 +68,11 @@ class Mass(Task):
         return cls(ids, max(1, ids.shape[1] * ROWS // (PROMPT + ROWS)), texts.describe(options))
 
     def settings(self) -> dict[str, Any]:
-        """The text, and how many."""
+        """The source of the texts, and their number."""
         return {"text": self.text, "texts": self.ids.shape[0]}
 
     def cases(self) -> dict[str, list[int]]:
-        """One case: prompt and measured rows."""
+        """One case: the prompt and the measured rows."""
         return {f"prompt={self._prompt},rows={self.rows}": [self._prompt] * len(self.ids)}
 
     @property
@@ -122,17 +85,9 @@ class Mass(Task):
         return self.ids.shape[1] - self.rows
 
     def prepare(self, writer: Writer) -> None:
-        """Run the full cache once and record every layer."""
-        rows, length = self.ids.shape
-        drive = Drive(writer, parse("full"), [length] * rows)
-        recorders = {}
-        for index, layer in drive.cache.bounded_layers().items():
-            recorders[index] = Recorder(parse("full"), length, index=index, window=layer.window)
-            outer = drive.cache.layers[index]
-            assert isinstance(outer, BoundedLayer)
-            outer.layer = recorders[index]
-        drive.feed(self.ids, last_only=True)
-        self.tapes = {index: recorder.tape(self.rows) for index, recorder in recorders.items()}
+        """Run the full cache once, record every layer, and compute the attention of the measured rows."""
+        self.tapes = tapes(writer.model, self.ids)
+        self.full = {i: tape.weights(self._prompt).mean(dim=2).float() for i, tape in self.tapes.items()}
 
     def run(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
@@ -141,21 +96,21 @@ class Mass(Task):
         cache = Drive(writer, policy, budgets, setup=setup).cache
         layers = cache.bounded_layers()
         for index, tape in self.tapes.items():
-            _step(layers[index], tape, 0, self._prompt)
+            tape.feed(layers[index], 0, self._prompt)
         held: dict[int, list[Tensor]] = {index: [] for index in self.tapes}
         for row in range(self.rows):
             for index, tape in self.tapes.items():
-                held[index].append(metrics.held(tape.probabilities[:, :, row], layers[index].store.positions))
-                _step(layers[index], tape, self._prompt + row, self._prompt + row + 1)
-        room = [max(layers[index].budgets) for index in held]  # layers need not share the budget evenly
+                held[index].append(metrics.held(self.full[index][:, :, row], layers[index].store.positions))
+                tape.feed(layers[index], self._prompt + row, self._prompt + row + 1)
+        room = [max(layers[index].budgets) for index in held]  # budgets may differ between layers
         return Outcome(self._score({i: torch.stack(rows, dim=-1) for i, rows in held.items()}, room), cache.memory())
 
     def _score(self, held: dict[int, Float[Tensor, "B Hk R"]], room: Sequence[int]) -> dict[str, Any]:
         """Means over texts and rows: per layer and head, and over all."""
-        tapes = [self.tapes[index].probabilities for index in held]
-        mass = _per_head([h + metrics.own(p) for h, p in zip(held.values(), tapes, strict=True)])
-        dynamic = _per_head([metrics.best_dynamic(p, n) for p, n in zip(tapes, room, strict=True)])
-        static = _per_head([metrics.best_static(p, n) for p, n in zip(tapes, room, strict=True)])
+        full = [self.full[index] for index in held]
+        mass = _per_head([h + metrics.own(p) for h, p in zip(held.values(), full, strict=True)])
+        dynamic = _per_head([metrics.best_dynamic(p, n) for p, n in zip(full, room, strict=True)])
+        static = _per_head([metrics.best_static(p, n) for p, n in zip(full, room, strict=True)])
         return {
             "mass": _mean(mass),
             "best_dynamic": _mean(dynamic),
@@ -168,12 +123,6 @@ class Mass(Task):
             "best_dynamic_by_head": dynamic,
             "best_static_by_head": static,
         }
-
-
-def _step(layer: Layer, tape: Tape, start: int, stop: int) -> None:
-    at = slice(start, stop)
-    phase = Phase.PREFILL if start == 0 else Phase.DECODE
-    layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options, phase=phase)
 
 
 def _per_head(layers: Sequence[Float[Tensor, "B Hk R"]]) -> list[list[float]]:

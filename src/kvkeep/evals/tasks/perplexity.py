@@ -1,7 +1,7 @@
 """Perplexity of running text under eviction, by position.
 
-Each window is a row. It is fed in pieces of ``stride`` tokens from its first token on, and after every piece the cache
-is cut to the budget, so a token sees at most the budget and the piece it stands in. With stride 1 this is decoding.
+Each window is a row. It is fed in pieces of ``stride`` tokens from its first token on. After every piece the cache is
+cut to the budget, so a token sees at most the budget and its own piece. With stride 1 this is decoding.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.evals import metrics, texts
-from kvkeep.evals.drive import Drive, batches
-from kvkeep.evals.setup import PLAIN, Setup
+from kvkeep.evals.drive import PLAIN, Drive, Setup, batches
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
 from kvkeep.memory import Memory
 from kvkeep.models.load import Checkpoint
@@ -25,16 +24,16 @@ from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
 
 WINDOW = 1024
-"""Tokens of a window, unless the user gives another number or the model was trained for fewer."""
+"""Default tokens of a window; fewer if the model was trained for fewer."""
 
 WINDOWS = 8
-"""Windows, unless the user gives a limit."""
+"""Default number of windows."""
 
 
 @final
 @dataclass(frozen=True)
 class Perplexity(Task):
-    """Perplexity per token, the first of each window aside."""
+    """Perplexity per token, without the first token of each window."""
 
     name: ClassVar[str] = "perplexity"
     VERSION: ClassVar[int] = 1
@@ -53,28 +52,28 @@ class Perplexity(Task):
             InputError: the text is too short, or the model has too few learned positions for a window.
         """
         length = options.window or min(WINDOW, checkpoint.trained_length or WINDOW)
-        check_positions(checkpoint, length, cls.name, "--window")
+        check_positions(checkpoint, length, cls.name, "window")
         ids = texts.windows(checkpoint, options, rows=options.limit or WINDOWS, length=length)
         notes = past_training(checkpoint, ids.shape[1], "perplexity")
         return cls(ids, options.stride, texts.describe(options), tuple(notes))
 
     def settings(self) -> dict[str, Any]:
-        """Text and windows."""
+        """Text and number of windows."""
         return {"text": self.text, "windows": self.ids.shape[0]}
 
     def cases(self) -> dict[str, list[int]]:
-        """One case: the window and the stride."""
+        """One case, named by window and stride."""
         rows, length = self.ids.shape
         return {f"window={length},stride={self.stride}": [length] * rows}
 
     @property
     def new_tokens(self) -> int:
-        """None: the window is all."""
+        """None: nothing follows a window."""
         return 0
 
     @property
     def notes(self) -> list[str]:
-        """A window longer than the model was trained for."""
+        """A note about windows longer than the model was trained for."""
         return list(self.notes_)
 
     def run(
@@ -100,7 +99,7 @@ def feed_in_pieces(drive: Drive, ids: Int[Tensor, "B T"], stride: int) -> Float[
 
 
 def _score(losses: Float[Tensor, "B n"]) -> dict[str, Any]:
-    """Perplexity of all tokens, and the mean loss by the position of the token that is predicted."""
+    """Perplexity of all tokens, and the mean loss by the position of the predicted token."""
     mean = losses.double().mean().item()
     buckets = [
         {"from": start, "to": stop, "n": part.numel(), "nll": part.double().mean().item()}

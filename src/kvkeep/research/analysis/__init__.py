@@ -1,1 +1,1 @@
-"""What the papers saw, on any model and text: measurements over one streamed pass, and a page of what they show."""
+"""The papers' observations, measured on any model and text in one streamed pass, and a page that shows them."""

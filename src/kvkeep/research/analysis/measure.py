@@ -1,4 +1,4 @@
-"""The contract of a measurement: what it is given, block by block, and what it hands back."""
+"""The interface of a measurement: its inputs, which arrive block by block, and its result."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from torch import Tensor
 from kvkeep.models.text import Writer
 
 Result: TypeAlias = dict[str, Any]
-"""What a measurement found: numbers, strings, lists and dictionaries that JSON can hold."""
+"""The result of a measurement: numbers, strings, lists and dictionaries that JSON can hold."""
 
 Axes: TypeAlias = Any
-"""A pair of matplotlib's axes, which only the room `kvkeep.plots` imports."""
+"""A pair of matplotlib's axes; only the room `kvkeep.plots` imports matplotlib."""
 
 Progress: TypeAlias = Callable[[float], object]
-"""Called with the share of a measurement's own runs that is done, from 0 to 1."""
+"""Called with the finished share of a measurement's own runs, from 0 to 1."""
 
 Verdict: TypeAlias = Literal["agree", "differ", "cannot tell"]
 
 READS = frozenset({"attention", "mlp", "units", "model"})
-"""What a measurement can ask for; ``units`` beside ``mlp`` by those that cannot do without `Mlp.units`."""
+"""The inputs that a measurement can request; ``units`` together with ``mlp`` if it needs `Mlp.units`."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a measurement may know before it starts.
+    """Facts about text and model that a measurement knows before it starts.
 
     Attributes:
-        n_tokens: tokens of the text.
-        n_layers: layers with attention, which are numbered from 0 without gaps.
-        n_heads: query heads of each.
-        n_kv_heads: key-value heads of each.
-        tokens: the text; the first one is the begin token where the tokenizer has one.
+        n_tokens: number of tokens of the text.
+        n_layers: number of layers with attention; these are numbered from 0 without gaps.
+        n_heads: query heads of each layer.
+        n_kv_heads: KV heads of each layer.
+        tokens: the text, after the begin token if the tokenizer has one.
         words: the piece of text of each token.
-        seed: of whatever is drawn.
+        seed: seed of random choices.
     """
 
     n_tokens: int
@@ -52,15 +52,15 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Consecutive rows of the causal attention matrix of one layer under the full cache. On the CPU; read-only.
+    """Consecutive rows of one layer's causal attention matrix under the full cache. On the CPU; read-only.
 
     Attributes:
-        layer: which.
+        layer: number of the layer.
         first: index of the first row in the text, from 0.
-        weights: softmax probabilities; 0 after the row's own column and outside a sliding window. A row adds up to 1,
-            or to less where a model has learned attention sinks.
+        weights: softmax probabilities; 0 after the row's own column and outside a sliding window. A row sums to 1, or
+            to less in a model with learned attention sinks.
         values: values of the keys.
-        logits: what the softmax was given: scaled, soft-capped where the model does that, minus infinity where a row
+        logits: input of the softmax: scaled, soft-capped if the model does that, minus infinity for keys that a row
             does not see.
     """
 
@@ -76,12 +76,12 @@ class Mlp:
     """The MLP block of one layer at consecutive tokens. On the CPU; read-only.
 
     Attributes:
-        layer: which.
+        layer: number of the layer.
         first: index of the first token in the text, from 0.
         residual: the residual stream that enters the block, before its norm.
-        output: what the block adds to the stream.
-        units: hidden activations after the non-linearity (gated blocks: act(gate)); ``None`` if the block has no such
-            thing for every token (a mixture of experts, for example).
+        output: the block's contribution to the stream.
+        units: hidden activations after the non-linearity (in gated blocks act(gate)); ``None`` if the block has none
+            for every token, as in a mixture of experts.
     """
 
     layer: int
@@ -93,13 +93,13 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a person should take from a measurement; three sentences that stated rules make from its numbers.
+    """The interpretation of a measurement, in sentences that stated rules make from its numbers.
 
     Attributes:
-        paper: what the paper reports, with its figure, table or equation.
-        here: what this model shows on this text.
-        meaning: what that means for choosing a policy and a budget.
-        verdict: whether both agree.
+        paper: the paper's result, with its figure, table or equation.
+        here: this model's result on this text.
+        meaning: the consequence for choosing a policy and a budget.
+        verdict: whether both results agree.
     """
 
     paper: str
@@ -113,11 +113,11 @@ class Claim:
     """One line of the table of claims.
 
     Attributes:
-        text: the claim, in our own words.
-        source: where it stands, e.g. ``H2O, Figure 2a``.
-        paper: what the paper reports on its models.
-        here: what this model shows.
-        verdict: whether both agree.
+        text: the claim in our own words.
+        source: where the paper states it, e.g. ``H2O, Figure 2a``.
+        paper: the paper's result on its models.
+        here: this model's result.
+        verdict: whether both results agree.
     """
 
     text: str
@@ -129,13 +129,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a measurement with runs of its own works on.
+    """The model and text of a measurement that runs the model itself.
 
     Attributes:
         writer: the model, attached and in evaluation mode, with configuration and tokenizer (``writer.checkpoint``).
         tokens: the text.
-        seed: of whatever is drawn.
-        random: the same architecture with weights drawn as for training; made anew by each call.
+        seed: seed of random choices.
+        random: makes the same architecture with weights drawn as for training, anew in each call.
     """
 
     writer: Writer
@@ -158,17 +158,18 @@ class Measurement(abc.ABC):
     """One measurement of the papers on one text.
 
     The walk calls `rows` and `mlp` for every layer and block, in order: all layers of a block before the next block.
-    Then `runs` is called once if ``model`` is among ``reads``. What it keeps must not grow with the square of the text.
+    Then `runs` is called once if ``model`` is in ``reads``. The state of a measurement must not grow with the square of
+    the text.
 
     Attributes:
-        name: what ``--only``, files and JSON call it.
+        name: its name in ``--only``, files and JSON.
         source: where the paper has it, e.g. ``H2O, Figure 2a``.
         title: one line for the page.
-        reads: what it asks for, of `READS`.
-        VERSION: raised with every change of what is computed; older results are then measured anew.
+        reads: its inputs, of `READS`.
+        VERSION: incremented whenever the computation changes; older results are then measured again.
         least_tokens: shorter texts are skipped.
-        control: whether a model of random weights is walked, too; its result stands in ``result["random"]``.
-        panels: pairs of axes of its picture, one below the other; with more than one, `draw` is given a tuple.
+        control: whether a model of random weights is walked as well; its result is in ``result["random"]``.
+        panels: pairs of axes of its picture, one below the other; with more than one, `draw` gets a tuple.
     """
 
     name: ClassVar[str]
@@ -197,24 +198,24 @@ class Measurement(abc.ABC):
 
     @abc.abstractmethod
     def result(self) -> Result:
-        """What was found."""
+        """The numbers that were found."""
 
     @classmethod
     @abc.abstractmethod
     def reading(cls, result: Result) -> Reading:
-        """What a person should take from it."""
+        """The interpretation of a result."""
 
     @classmethod
     @abc.abstractmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Draw it; must read without colour: markers, line styles, labels at the lines."""
+        """Draw the result. It must be legible without colour: markers, line styles, labels at the lines."""
 
     @classmethod
     def claims(cls, result: Result) -> tuple[Claim, ...]:
-        """Its lines in the table of claims; one, made from the reading, unless there is more to say."""
+        """Its lines in the table of claims; by default one line, made from the reading."""
         found = cls.reading(result)
         return (Claim(cls.title, cls.source, found.paper, found.here, found.verdict),)
 
 
 class Skipped(Exception):  # noqa: N818  no error: the run goes on
-    """Raised by a measurement that cannot be made on this model or text, with the reason as a sentence."""
+    """Raised by a measurement that is impossible on this model or text, with the reason as a sentence."""

@@ -1,8 +1,9 @@
-"""Finds a model's MLP blocks while it runs, without knowing its family.
+"""Finds a model's MLP blocks while it runs, for any model family.
 
-Modules are told apart by what they hand to each other: the block is the child of a decoder layer with an activation
-function in it; what enters the norm in front of it is the residual stream; what leaves the norm behind it, if there is
-one, is what the block adds. Both are checked: they must add up to the layer's own output.
+Modules are identified by the tensors that they pass to each other. The block is the child of a decoder layer with an
+activation function in it. The input of the norm in front of the block is the residual stream. The output of the norm
+behind it, or of the block itself without such a norm, is the block's contribution. Both are checked: they must add up
+to the layer's own output.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvkeep.research.analysis.measure import Mlp
 
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _TOLERANCE = 0.02
-"""Relative difference that rounding of half-precision sums may make."""
+"""Relative difference that rounding of half-precision sums may cause."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class Call:
 
 @dataclass(eq=False)
 class Trace:
-    """What happened inside one decoder layer since it was entered.
+    """The calls inside one decoder layer since it was entered.
 
     Attributes:
         children: calls of the layer's direct children, in order.
@@ -44,17 +45,17 @@ class Trace:
 
 
 class NotUnderstood(Exception):  # noqa: N818  a finding, not an error
-    """A layer whose MLP block cannot be told, with the reason as a sentence."""
+    """Raised for a layer whose MLP block cannot be identified, with the reason as a sentence."""
 
 
 class Watched:
-    """While it is open, the MLP blocks of a model are shown as they run.
+    """A context in which the MLP blocks of a model are shown as they run.
 
     Args:
         model: the model.
-        numbers: decoder layers that are watched: number in the model → what `Mlp` calls it.
-        take: what blocks are handed to.
-        refuse: called with the reason if a layer's block is not understood.
+        numbers: decoder layers to watch: number in the model → `Mlp.layer`.
+        take: called with each block.
+        refuse: called with the reason if a layer's block cannot be identified.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Watched:
 
 @dataclass(eq=False)
 class _Layer:
-    """A decoder layer that is watched."""
+    """A watched decoder layer."""
 
     number: int
     take: Callable[[Mlp], object]
@@ -93,7 +94,7 @@ class _Layer:
     trace: Trace = field(default_factory=Trace)
 
     def finish(self, made: Tensor) -> None:
-        """The layer returns: show its block and forget the trace."""
+        """Show the layer's block and forget the trace; called when the layer returns."""
         trace, self.trace = self.trace, Trace()
         try:
             residual, output = find_block(trace, made)
@@ -107,7 +108,7 @@ class _Layer:
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList | None:
-    """The list that holds the decoder layers: of the right length, with the most parameters."""
+    """The list of decoder layers: of the lists with the right length, the one with the most parameters."""
     config: Any = model.config
     wanted: int = config.get_text_config(decoder=True).num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
@@ -115,10 +116,10 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList | None:
 
 
 def find_block(trace: Trace, made: Tensor) -> tuple[Tensor, Tensor]:
-    """What enters the MLP block of a layer, before its norm, and what the block adds to the residual stream.
+    """The residual stream that enters a layer's MLP block, before its norm, and the block's contribution to it.
 
     Args:
-        trace: what happened in the layer.
+        trace: the calls inside the layer.
         made: the layer's own output.
 
     Raises:
@@ -135,7 +136,7 @@ def find_block(trace: Trace, made: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ends(trace: Trace) -> tuple[Tensor, Tensor]:
-    """What the block itself is given and makes."""
+    """Input and output of the block itself."""
     for call in reversed(trace.children):
         if is_activation(call.module):
             return _around(trace, call)
@@ -145,7 +146,7 @@ def _ends(trace: Trace) -> tuple[Tensor, Tensor]:
 
 
 def _around(trace: Trace, activation: Call) -> tuple[Tensor, Tensor]:
-    """The block of a layer whose two projections are its direct children."""
+    """Input and output of a block whose two projections are direct children of the layer."""
     given = [call.given for call in trace.children if call.made is activation.given]
     made = [call.made for call in trace.children if call.given is activation.made]
     if not given or not made:
@@ -158,7 +159,7 @@ def _close(one: Tensor, other: Tensor, scale: Tensor) -> bool:
 
 
 def _units(trace: Trace, rows: int) -> Tensor | None:
-    """The activations, if one function saw every token once."""
+    """The activations, if one function saw every token exactly once."""
     if len(trace.activations) != 1:
         return None
     made = trace.activations[0].made
@@ -173,7 +174,7 @@ def is_activation(module: nn.Module) -> bool:
 
 
 def _watch(module: nn.Module, layer: _Layer) -> Iterator[Any]:
-    """Hooks on a decoder layer, its children and the activation functions below them."""
+    """Hooks on a decoder layer, its children and the activation functions in it."""
     for child in module.children():
         yield _on_call(child, lambda call: layer.trace.children.append(call))
     for below in module.modules():

@@ -1,6 +1,6 @@
-"""The page: one HTML file with its pictures in it, which a person reads from top to bottom. It needs no network.
+"""The page: one HTML file with its pictures inside, for a person to read from top to bottom. It needs no network.
 
-Every word on it comes from a measurement's reading, from stated rules or from the run itself; everything is escaped.
+Every word on it comes from a measurement's reading, from stated rules or from the run itself. Everything is escaped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PAPERS = {
 _COMMON = "All three: what a budget costs"
 
 EMBEDDED = "embedded"
-"""How results name the model of the package."""
+"""The embedded model's name in results."""
 
 
 def escape(text: str) -> str:
@@ -42,12 +42,12 @@ def escape(text: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """One measurement as the page shows it.
+    """One measurement on the page.
 
     Attributes:
         kind: the measurement.
-        reading: its sentences; ``None`` if it was skipped.
-        skipped: why it was.
+        reading: its interpretation; ``None`` if it was skipped.
+        skipped: why it was skipped.
         picture: PNG; ``None`` if it was skipped or there are no pictures.
     """
 
@@ -58,7 +58,7 @@ class Section:
 
 
 def section(kind: type[Measurement], record: Mapping[str, Any], *, pictures: bool) -> Section:
-    """A measurement from its record."""
+    """The section of a measurement, from its record."""
     if "skipped" in record:
         return Section(kind, None, record["skipped"], None)
     result = record["result"]
@@ -70,7 +70,7 @@ def html(run: Mapping[str, Any], sections: Sequence[Section], claims: Sequence[C
     """The whole page.
 
     Args:
-        run: what was run, as ``run.json`` has it.
+        run: the content of ``run.json``.
         sections: the measurements, in their order.
         claims: the table of claims.
         advice: the recommendation.
@@ -102,7 +102,7 @@ def _head(title: str, run: Mapping[str, Any]) -> str:
 
 
 def _in_short(advice: Advice, claims: Sequence[Claim]) -> str:
-    """What most readers want, before anything else."""
+    """A summary for readers in a hurry."""
     counts = {verdict: sum(claim.verdict == verdict for claim in claims) for verdict in _SIGNS}
     said = escape(advice.short)
     if advice.risks:

@@ -1,7 +1,7 @@
-"""From measurements to advice, by rules that docs/choose-a-policy.md states one by one. Nothing here is taste.
+"""Advice from measurements, by the rules in docs/choose-a-policy.md.
 
-`R1` and `R2` choose budget and policy from what smaller caches cost on this very text; the other rules say what is at
-risk. A rule whose measurement is missing says nothing, but for `R1`: without it there is no advice.
+`R1` and `R2` choose budget and policy by the cost of smaller caches on this very text. The other rules warn. A rule
+without its measurement says nothing; without that of `R1` there is no advice.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from kvkeep.research.analysis.measure import Result
 from kvkeep.results import command
 
 Results: TypeAlias = Mapping[str, Result]
-"""Measurement → what it found; without those that were skipped."""
+"""Measurement → its result; without skipped ones."""
 
 NEAR = 0.05
-"""Policies that keep this much less of a second reading than the best one count as equal to it."""
+"""Policies count as equal if they keep at most this much less of a second reading than the best one."""
 
 HALF = 0.5
 """Share of the advantage of a second reading below which the far past counts as lost."""
 
 SPARSE = 0.9
-"""A layer with a smaller share of small weights is one that looks at many tokens."""
+"""A layer with a smaller share of small weights looks at many tokens."""
 
 PERSISTENT = 0.2
-"""By how much the persistence ratio has to exceed the size of the pivotal set, which is what chance gives."""
+"""Least excess of the persistence ratio over its chance level, the size of the pivotal set."""
 
 SKEWED = 0.25
 """Distance (Kolmogorov and Smirnov's) of retained positions from an even spread that counts as a bias."""
 
 ANSWERS = 0.3
-"""Share of questions that the full cache has to answer before those of others say anything."""
+"""Share of questions that the full cache has to answer before other policies' answers say anything."""
 
 HARM = 1.1
-"""By how much perplexity has to be higher with heavy hitters hidden than with random keys hidden."""
+"""Least ratio of the perplexities with heavy hitters hidden and with random keys hidden."""
 
 WINDOWS = ("local", "streaming_llm")
-"""Policies that keep recent tokens whatever attention says."""
+"""Policies that keep recent tokens and ignore attention."""
 
 REPEATS = 0.1
-"""By how much more of what is written has to repeat earlier three-token groups than under the full cache."""
+"""Least excess of repeated three-token groups over the full cache's."""
 
 FIRST_TOKEN_SMALL = 0.5
-"""Size of the first token's value, relative to the others', below which AhaKV's value prior may drop it."""
+"""Size of the first token's value, relative to the others', below which AhaKV's value prior may evict it."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a user should do, and why.
+    """A recommendation with its reasons.
 
     Attributes:
         short: one or two sentences.
         policy: the policy's string; ``full`` if no bounded cache is safe; empty if nothing is known.
-        budget: in words.
-        command: a command that does it; empty if there is none.
-        reasons: rules that chose, with their numbers.
-        risks: rules that warn, with their numbers.
+        budget: the budget in words.
+        command: a command that follows the advice; empty if there is none.
+        reasons: the rules that chose, with their numbers.
+        risks: the rules that warn, with their numbers.
     """
 
     short: str
@@ -72,7 +72,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A policy at a budget, with what it costs and keeps."""
+    """A policy at a budget, with its cost and the share of a second reading that it keeps."""
 
     policy: str
     share: float
@@ -85,7 +85,7 @@ def advise(results: Results, model: str) -> Advice:
     """Apply every rule.
 
     Args:
-        results: what was found.
+        results: the results of the measurements.
         model: the model as a command line names it; empty for the embedded one.
     """
     risks = tuple(found for rule in WARNINGS if (found := rule(results)) is not None)
@@ -128,7 +128,7 @@ def _choices(budgets: Result) -> list[_Choice]:
 
 
 def _without_windows(able: list[_Choice], results: Results) -> tuple[list[_Choice], str]:
-    """Part of rule R1: what looks at nothing but recency, where that is not safe and there is something else."""
+    """Part of rule R1: leave out windows of recent tokens where these are not safe and there is an alternative."""
     others = [choice for choice in able if choice.policy not in WINDOWS]
     if not others or len(others) == len(able) or _heavy_hitters_matter(results) is None:
         return able, ""
@@ -136,7 +136,7 @@ def _without_windows(able: list[_Choice], results: Results) -> tuple[list[_Choic
 
 
 def _best(able: list[_Choice], tells: bool) -> tuple[_Choice, str]:
-    """Rule R2: who keeps most of the far past; among equals the cheapest; then by name."""
+    """Rule R2: the policy that keeps most of the far past; of equals the cheapest, then the first by name."""
     cheapest = min(able, key=lambda choice: (choice.cost, choice.policy))
     if not tells or any(math.isnan(choice.kept) for choice in able):
         return cheapest, f"R2: passages that come again tell nothing here, so the cheapest one: {cheapest.policy}."
@@ -151,7 +151,7 @@ def _best(able: list[_Choice], tells: bool) -> tuple[_Choice, str]:
 
 
 def _keep_all(choices: list[_Choice], risks: tuple[str, ...]) -> Advice:
-    """Rule R1 finds nothing."""
+    """The advice if rule R1 finds no policy."""
     best = min(choices, key=lambda choice: choice.cost, default=None)
     near = (
         "" if best is None else f" The nearest is {best.policy} at {best.share:.0%} with {math.expm1(best.cost):+.1%}."
@@ -230,7 +230,7 @@ def _heavy_hitters_matter(results: Results) -> str | None:
 def _importance_fades(results: Results) -> str | None:
     ratio, size = (_get(results, "persistence", key) for key in ("ratio", "size"))
     if ratio is None or size is None or ratio - size >= PERSISTENT or size > 1.0 - PERSISTENT:
-        return None  # where nearly every token was pivotal once, no ratio could stand out
+        return None  # if nearly every token was pivotal once, no ratio can stand out
     return (
         f"R6: {ratio:.0%} of the tokens that matter late mattered early, and chance alone gives {size:.0%}: what was "
         "important does not stay so. Prefer policies that look at recent rows."
@@ -281,7 +281,7 @@ def _writing_repeats(results: Results) -> str | None:
 
 
 def _get(results: Results, *path: str) -> Any:
-    """What stands at the end of a path; ``None`` where it stops."""
+    """The value at the end of a path; ``None`` if a key on it is missing."""
     place: Any = results
     for key in path:
         place = place.get(key) if isinstance(place, Mapping) else None

@@ -1,4 +1,4 @@
-"""Which measurements are made, in which order, and what is kept: one walk for all that read along, then single runs."""
+"""Runs an analysis: one walk for all measurements that read attention or MLP blocks, then the runs of single ones."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ from kvkeep.errors import InputError
 from kvkeep.evals import texts
 from kvkeep.evals.run import fingerprint, versions
 from kvkeep.evals.task import Options
-from kvkeep.models.control import with_random_weights
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
-from kvkeep.research.analysis.folder import Folder
+from kvkeep.models.text import Writer, with_random_weights
 from kvkeep.research.analysis.groups import MEASUREMENTS
 from kvkeep.research.analysis.measure import Context, Measurement, Mlp, Rows, Skipped, Subject
+from kvkeep.research.analysis.report import Folder
 from kvkeep.research.analysis.walk import Anatomy, look, walk
 from kvkeep.runs import as_text
 
 DEFAULT_TOKENS = 4096
-"""Tokens of the text that are read, unless the user says otherwise or the model was made for fewer."""
+"""Default number of tokens to read; fewer if the model was trained for fewer."""
 
 OnStage: TypeAlias = Callable[[str, float], object]
-"""Called with what is being done and the share of it that is done."""
+"""Called with the name of the current stage and its finished share."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """What is analysed.
+    """The text to analyse.
 
     Attributes:
-        name: of the file, without its folder.
-        sha256: of the whole text.
-        tokens: those that are read.
-        notes: what a reader should know about it.
+        name: name of the file, without its folder.
+        sha256: hash of the whole text.
+        tokens: the tokens to read.
+        notes: notes for the reader.
     """
 
     name: str
@@ -56,9 +55,9 @@ class Job:
     Attributes:
         model: the model's name in results.
         checkpoint: configuration and tokenizer.
-        text: what is analysed.
+        text: the text to analyse.
         kinds: the measurements.
-        seed: of whatever is drawn.
+        seed: seed of random choices.
     """
 
     model: str
@@ -68,7 +67,7 @@ class Job:
     seed: int
 
     def manifest(self) -> dict[str, Any]:
-        """What results must share to stand in one folder, as far as it is known without weights."""
+        """The properties that all results in one folder share, as far as they are known without weights."""
         return {
             "model": as_text(self.model),
             "text": f"sha256:{self.text.sha256}",
@@ -81,10 +80,10 @@ class Job:
 
 
 def find(names: Sequence[str]) -> list[type[Measurement]]:
-    """Measurements by name, in the page's order; all for none.
+    """Measurements by name, in the page's order; without names, all of them.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: there is no measurement of that name.
     """
     known = {kind.name: kind for kind in MEASUREMENTS}
     if strange := sorted(set(names) - set(known)):
@@ -93,13 +92,13 @@ def find(names: Sequence[str]) -> list[type[Measurement]]:
 
 
 def read(checkpoint: Checkpoint, name: str, text: str, max_tokens: int | None) -> Text:
-    """The first tokens of a text, and what is to be said about their number.
+    """The first tokens of a text, with notes about their number.
 
     Raises:
-        InputError: there are too few, or fewer than one were asked for.
+        InputError: the text is too short, or ``max_tokens`` is below 1.
     """
     if max_tokens is not None and max_tokens < 1:
-        raise InputError(f"--max-tokens {max_tokens} leaves nothing to read; give a number of tokens, e.g. 4096.")
+        raise InputError(f"max_tokens={max_tokens} leaves nothing to read; give a number of tokens, e.g. 4096.")
     trained, limit = checkpoint.trained_length, checkpoint.position_limit
     wanted = max_tokens or min(DEFAULT_TOKENS, trained or DEFAULT_TOKENS)
     notes = []
@@ -121,8 +120,8 @@ def run(job: Job, writer: Writer, folder: Folder, on_stage: OnStage = lambda wha
     """Make every measurement that the folder does not hold yet; each is written as soon as it is finished.
 
     Raises:
-        InputError: the folder holds another run, another run is writing there, it cannot be written, or memory does
-            not suffice.
+        InputError: the folder holds another run, another run is writing there, it cannot be written, or memory does not
+            suffice.
         UnsupportedModelError: the model's attention cannot be analysed.
     """
     about = {"weights": fingerprint(writer), "dtype": writer.dtype, "device": writer.device, **versions()}
@@ -136,12 +135,12 @@ def run(job: Job, writer: Writer, folder: Folder, on_stage: OnStage = lambda wha
 
 @dataclass(eq=False)
 class _Made:
-    """A measurement while it is made.
+    """A measurement in progress.
 
     Attributes:
-        measurement: it.
+        measurement: the measurement.
         seconds: time spent in it.
-        reason: why it was given up; ``None`` if it was not.
+        reason: why it was skipped; ``None`` if it was not.
     """
 
     measurement: Measurement
@@ -150,7 +149,7 @@ class _Made:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count time, and notice that it gives up."""
+        """Add the time spent inside, and record the reason if the measurement is skipped."""
         start = time.perf_counter()
         try:
             yield
@@ -161,18 +160,18 @@ class _Made:
 
 @dataclass(eq=False)
 class _Audience:
-    """Everybody who reads along on one walk."""
+    """All readers of one walk."""
 
     readers: list[_Made]
 
     def rows(self, rows: Rows) -> None:
-        """Hand rows to all that read attention."""
+        """Pass rows to all readers of attention."""
         for made in self._of("attention"):
             with made.working():
                 made.measurement.rows(rows)
 
     def mlp(self, mlp: Mlp) -> None:
-        """Hand tokens to all that read MLP blocks."""
+        """Pass tokens to all readers of MLP blocks."""
         for made in self._of("mlp"):
             with made.working():
                 made.measurement.mlp(mlp)
@@ -183,7 +182,7 @@ class _Audience:
 
 @dataclass(frozen=True, eq=False)
 class _Pass:
-    """Makes measurements of one job."""
+    """Makes the measurements of one job."""
 
     job: Job
     writer: Writer
@@ -202,7 +201,10 @@ class _Pass:
         object.__setattr__(self, "subject", Subject(writer, tokens, seed, drawn))
 
     def make(self, kinds: Sequence[type[Measurement]]) -> None:
-        """Skip what cannot be made, walk once for all, once more for those with a control, then run the others."""
+        """Make the measurements: one walk for all, one more for those with a control, then the runs of the others.
+
+        Those that are impossible here are saved as skipped first.
+        """
         able = []
         for kind in kinds:
             if reason := self._obstacle(kind):
@@ -221,7 +223,7 @@ class _Pass:
                 self._finish(made)
 
     def _obstacle(self, kind: type[Measurement]) -> str | None:
-        """Why a measurement cannot be made here."""
+        """Why a measurement is impossible here; ``None`` if it is possible."""
         n = self.context.n_tokens
         if n < kind.least_tokens:
             return f"The text has {n} tokens; this needs {kind.least_tokens}."
@@ -245,7 +247,7 @@ class _Pass:
         )
 
     def _control(self, trained: list[_Made]) -> None:
-        """Walk the same architecture without training for those that compare with it, and finish them."""
+        """Walk the same architecture without training for the measurements that compare with it, and finish them."""
         going = [made for made in trained if not made.reason]
         drawn = [_Made(type(made.measurement)(self.context)) for made in going]
         if going:
@@ -263,7 +265,7 @@ class _Pass:
             made.measurement.runs(self.subject, lambda share: self.on_stage(what, share))
 
     def _finish(self, made: _Made, drawn: _Made | None = None) -> None:
-        """Save the result, or why there is none."""
+        """Save the result, or the reason why there is none."""
         result: dict[str, Any] = {}
         if made.reason is None:
             with made.working():

@@ -1,7 +1,7 @@
-"""One pass over a text under the full cache, in blocks of queries, that shows every row of attention on its way.
+"""A walk: one pass over a text under the full cache, in blocks of queries, that shows every row of attention.
 
-The model runs block by block over a cache that keeps everything. Each layer's softmax rows are computed from the very
-queries and keys that the model handed over, so scaling, groups, windows, soft caps and sinks are the model's own. One
+The model runs block by block over a cache that keeps everything. Each layer's softmax rows are computed from the
+queries and keys that the model hands over, so scaling, groups, windows, soft caps and sinks are the model's own. One
 block of one layer exists at a time: memory grows with the text, not with its square.
 """
 
@@ -15,22 +15,22 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.cache import BoundedCache, BoundedLayer
+from kvkeep.backends import reference
+from kvkeep.cache import handing_cache
 from kvkeep.errors import ShapeError, UnsupportedModelError
-from kvkeep.layer import Layer
+from kvkeep.layout import windows_of
 from kvkeep.models.device import enough_memory
-from kvkeep.registry import parse
 from kvkeep.research.analysis.measure import Mlp, Rows
 from kvkeep.research.analysis.mlp_blocks import Watched
 from kvkeep.types import AttentionOptions, Phase
 
 BLOCK = 128
-"""Rows that are shown at once."""
+"""Rows that are shown at a time."""
 
 
 @runtime_checkable
 class Sees(Protocol):
-    """What a walk hands its rows to; `Measurement` is one."""
+    """Takes the rows of a walk; `Measurement` is one."""
 
     def rows(self, rows: Rows) -> None:
         """Take some rows of one layer's attention."""
@@ -39,29 +39,24 @@ class Sees(Protocol):
         """Take some tokens of one layer's MLP block."""
 
 
-class Shown(Layer):
-    """A layer that keeps everything and hands on the rows of attention of each step.
+class Shown:
+    """Takes the steps of a layer: keeps everything and hands on the rows of attention of each step.
 
     Args:
-        number: what rows call the layer.
-        index: its number in the model.
-        window: its sliding window.
+        number: the layer's number in `Rows`.
         length: tokens of the text.
-        take: what the rows are handed to; ``None`` if nobody reads them.
+        take: called with the rows; ``None`` if nobody reads them.
+
+    Attributes:
+        columns: tokens seen so far.
     """
 
-    def __init__(
-        self, number: int, index: int, window: int | None, *, length: int, take: Callable[[Rows], object] | None
-    ):
-        super().__init__(parse("full"), length, index=index, window=window)
-        self._number, self._length, self._take = number, length, take
+    _keys: Float[Tensor, "1 Hk n D"]
+    _values: Float[Tensor, "1 Hk n E"]
 
-    def open(self, keys: Float[Tensor, "1 Hk T D"], values: Float[Tensor, "1 Hk T E"]) -> None:
-        """Room for the whole text, in the model's dtype."""
-        if not self.allocated:
-            self._keys = keys.new_empty(*keys.shape[1:2], self._length, keys.shape[3])
-            self._values = values.new_empty(*values.shape[1:2], self._length, values.shape[3])
-            self.allocated = True
+    def __init__(self, number: int, *, length: int, take: Callable[[Rows], object] | None):
+        self.columns = 0
+        self._number, self._length, self._take = number, length, take
 
     def step(
         self,
@@ -78,52 +73,36 @@ class Shown(Layer):
         Raises:
             ShapeError: there are more tokens than were announced.
         """
-        first, last = self.columns, self.columns + query.shape[2]
+        first = self.columns
+        keys, values = self._append(keys, values)
+        columns = torch.arange(self.columns, device=keys.device)[None]
+        sees = reference.visible(columns[:, first:], columns[None], options.window)
+        logits = reference.logits(query.float(), keys, sees, options)
+        weights = reference.softmax(logits, options.sinks)
+        out: Tensor = (weights @ values[:, :, None]).flatten(1, 2)
+        if self._take is not None:
+            shown = (weights[0].flatten(0, 1), values[0], logits[0].flatten(0, 1))
+            self._take(Rows(self._number, first, *(tensor.cpu() for tensor in shown)))
+        return out.to(query.dtype)
+
+    def _append(
+        self, keys: Float[Tensor, "1 Hk T D"], values: Float[Tensor, "1 Hk T E"]
+    ) -> tuple[Float[Tensor, "1 Hk S D"], Float[Tensor, "1 Hk S E"]]:
+        """Keep new keys and values, in the model's dtype, and return all in float32."""
+        first, last = self.columns, self.columns + keys.shape[2]
         if last > self._length:
             raise ShapeError(f"The walk has room for {self._length} tokens and was given {last}.")
-        self._keys[:, first:last], self._values[:, first:last] = keys[0], values[0]
+        if not first:
+            self._keys = keys.new_empty(*keys.shape[:2], self._length, keys.shape[3])
+            self._values = values.new_empty(*values.shape[:2], self._length, values.shape[3])
+        self._keys[:, :, first:last], self._values[:, :, first:last] = keys, values
         self.columns = last
-        values = self._values[:, :last].float()
-        logits = scaled_logits(query[0].float(), self._keys[:, :last].float(), options)
-        logits = logits.masked_fill(~visible(first, last, options.window, logits.device), -torch.inf)
-        weights = probabilities(logits, options.sinks)
-        groups = weights.unflatten(0, (values.shape[0], -1))
-        out: Tensor = (groups @ values[:, None]).flatten(0, 1)
-        if self._take is not None:
-            self._take(Rows(self._number, first, weights.cpu(), values.cpu(), logits.cpu()))
-        return out[None].to(query.dtype)
-
-
-def scaled_logits(
-    query: Float[Tensor, "Hq R D"], keys: Float[Tensor, "Hk S D"], options: AttentionOptions
-) -> Float[Tensor, "Hq R S"]:
-    """Logits of every pair, soft-capped where the model does that."""
-    groups = query.unflatten(0, (keys.shape[0], -1))
-    logits: Tensor = (groups @ keys[:, None].mT).flatten(0, 1).mul_(options.scaling)
-    if options.softcap is not None:
-        logits = torch.tanh(logits / options.softcap) * options.softcap
-    return logits
-
-
-def visible(first: int, last: int, window: int | None, device: torch.device) -> Bool[Tensor, "R S"]:
-    """Which keys each of the rows ``first … last - 1`` sees."""
-    rows = torch.arange(first, last, device=device)[:, None]
-    columns = torch.arange(last, device=device)
-    seen: Tensor = columns <= rows
-    return seen if window is None else seen & (columns > rows - window)
-
-
-def probabilities(logits: Float[Tensor, "Hq R S"], sinks: Float[Tensor, " Hq"] | None) -> Float[Tensor, "Hq R S"]:
-    """Softmax; a learned sink takes its part and is left out."""
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.float()[:, None, None].expand(-1, logits.shape[1], 1)], dim=-1)
-    weights: Tensor = logits.softmax(dim=-1)
-    return weights if sinks is None else weights[..., :-1]
+        return self._keys[:, :, :last].float(), self._values[:, :, :last].float()
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """What one token tells about a model.
+    """The shape of a model, as one token shows it.
 
     Attributes:
         n_layers: layers with attention.
@@ -141,7 +120,7 @@ class Anatomy:
 
 
 class _FirstLook:
-    """Remembers the shapes of what it is shown."""
+    """Remembers the shapes of everything that it is shown."""
 
     def __init__(self) -> None:
         self.heads: list[tuple[int, int]] = []
@@ -156,7 +135,7 @@ class _FirstLook:
 
 
 def look(model: Any, token: int) -> Anatomy:
-    """Run one token to see what a walk will show.
+    """Run one token to find out what a walk will show.
 
     Raises:
         UnsupportedModelError: no layer has attention, or layers differ in their heads.
@@ -189,11 +168,11 @@ def walk(
     Args:
         model: the model, attached and in evaluation mode.
         tokens: the text.
-        sees: what is shown.
-        reads: what of both is shown.
+        sees: takes the rows and the MLP blocks.
+        reads: which of ``attention`` and ``mlp`` to show.
         block: rows at a time.
-        progress: called with the share of the work that is done; rows get longer, so it grows with their square.
-        refuse: called with the reason where a layer's MLP block cannot be shown.
+        progress: called with the share of the work that is done, which grows with the square of the tokens read.
+        refuse: called with the reason if a layer's MLP block cannot be shown.
 
     Raises:
         InputError: the device's memory is too small.
@@ -202,13 +181,10 @@ def walk(
     Cost:
         Keys and values of the text, and about eight tensors of ``heads · block · tokens`` float32.
     """
-    cache = BoundedCache(model.config, "local", budget=1)
+    numbers = {index: number for number, index in enumerate(windows_of(model.config))}
     take = sees.rows if "attention" in reads else None
-    for number, (index, layer) in enumerate(cache.bounded_layers().items()):
-        outer = cache.layers[index]
-        assert isinstance(outer, BoundedLayer)
-        outer.layer = Shown(number, index, layer.window, length=len(tokens), take=take)
-    numbers = {index: number for number, index in enumerate(cache.bounded_layers())}
+
+    cache = handing_cache(model.config, lambda index: Shown(numbers[index], length=len(tokens), take=take))
     with Watched(model, numbers if "mlp" in reads else {}, sees.mlp, refuse), enough_memory(model.device):
         for first in range(0, len(tokens), block):
             ids = tokens[None, first : first + block].to(model.device)

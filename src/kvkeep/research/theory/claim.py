@@ -1,4 +1,6 @@
-"""A claim of a paper beside the check that decides it here and now."""
+"""A claim of a paper, and the check that decides it."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +9,12 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found: the verdict, and by how much."""
+    """The result of a check.
+
+    Attributes:
+        verdict: whether the claim holds.
+        by: the numbers behind the verdict, in words.
+    """
 
     verdict: Literal["holds", "holds with a correction", "fails"]
     by: str
@@ -15,7 +22,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of a paper: where it stands, what it says, its test, and a check of under a second."""
+    """One statement of a paper.
+
+    Attributes:
+        name: unique name.
+        source: where the paper states it.
+        statement: what it states.
+        test: the pytest node of its test.
+        check: decides the claim in less than a second.
+    """
 
     name: str
     source: str
@@ -24,6 +39,17 @@ class Claim:
     check: Callable[[], Outcome]
 
 
+def claim(name: str, source: str, test: str) -> Callable[[Callable[[], Outcome]], Claim]:
+    """Turn a check into a `Claim`; the check's docstring is the statement."""
+    return lambda check: Claim(name, source, check.__doc__ or "", test, check)
+
+
 def judge(by: str, *, printed: bool, corrected: bool = False) -> Outcome:
-    """The verdict on a claim of which it is known whether it stands as printed, and if not, once it is corrected."""
+    """Return the outcome of a check.
+
+    Args:
+        by: the numbers behind the verdict, in words.
+        printed: whether the claim holds as printed.
+        corrected: whether it holds after a small correction.
+    """
     return Outcome("holds" if printed else "holds with a correction" if corrected else "fails", by)

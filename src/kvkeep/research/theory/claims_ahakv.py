@@ -1,4 +1,4 @@
-"""The claims of AhaKV (Gu et al.), each with a check in float64 from a fixed seed."""
+"""The claims of AhaKV (Gu et al.), in the order of the paper; checks run in float64 from a fixed seed."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ import math
 import torch
 
 from kvkeep.planning.cost import LayerShape, full_bytes
-from kvkeep.research.theory import expectation
+from kvkeep.research.theory import ahakv
 from kvkeep.research.theory.ahakv import gain, prefill_scores, sg_softmax, top_k
-from kvkeep.research.theory.claim import Claim, Outcome, judge
-from kvkeep.research.theory.rows import attend, total
+from kvkeep.research.theory.claim import Claim, Outcome, claim, judge
+from kvkeep.research.theory.loops import attend, total
+
+_TESTS = "tests/research/test_ahakv.py::test_"
 
 
 def generator() -> torch.Generator:
-    """The randomness of a check; the same every time."""
+    """A generator with the fixed seed of all checks."""
     return torch.Generator().manual_seed(0)
 
 
 def _standard_errors(drawn: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest distance of the mean over draws (the first axis) from what is expected, in standard errors."""
+    """The largest distance in standard errors between the mean over draws (the first axis) and the expectation."""
     error = drawn.std(dim=0) / math.sqrt(drawn.shape[0])
     return float(((drawn.mean(dim=0) - expected).abs() / error).amax())
 
 
+@claim("ahakv-positional-bias", "AhaKV, Equation 4", f"{_TESTS}accumulated_mass_falls")
 def _bias() -> Outcome:
+    """Under exchangeable logits E[S_j] = H_n - H_(j-1): accumulated attention falls by E[a_jj] = 1/j."""
     n = 32
-    mass = expectation.random_attention(n, 8, 1000, generator()).sum(dim=1)
-    expected = expectation.expected_mass(n)
+    mass = ahakv.random_attention(n, 8, 1000, generator()).sum(dim=1)
+    expected = ahakv.expected_mass(n)
     off = _standard_errors(mass, expected)
     return judge(
         f"from {expected[0]:.2f} for the first of {n} tokens to {expected[-1]:.2f}; 1000 draws agree to {off:.1f} "
@@ -42,10 +46,12 @@ def recent_rows(attention: torch.Tensor, r: int, *, printed: bool) -> torch.Tens
     return attention[..., n - r - int(printed) :, :]
 
 
+@claim("ahakv-recent-accumulation", "AhaKV, Equation 5", f"{_TESTS}recent_accumulation_is_flat")
 def _recent() -> Outcome:
+    """Summing rows n-r … n, the nearest r, gives every token the same expectation."""
     n, r = 32, 8
-    attention = expectation.random_attention(n, 8, 1000, generator())
-    expected = expectation.expected_mass(n, rows=r)
+    attention = ahakv.random_attention(n, 8, 1000, generator())
+    expected = ahakv.expected_mass(n, rows=r)
     off = _standard_errors(recent_rows(attention, r, printed=False).sum(dim=1), expected)
     rows = recent_rows(attention, r, printed=True).shape[1]
     older = expected[: n - r + 1]
@@ -57,7 +63,9 @@ def _recent() -> Outcome:
     )
 
 
+@claim("ahakv-entropy-identity", "AhaKV, Equation 7", f"{_TESTS}the_entropy_of_a_row")
 def _identity() -> Outcome:
+    """H_i = log Σ_{j≤i} e^w - Σ_{j≤i-1} w e^w / Σ_{j≤i-1} e^w."""
     w = torch.randn(20, generator=generator(), dtype=torch.float64)
     p = w.softmax(dim=0)
     entropy = float(-(p * p.log()).sum())
@@ -66,12 +74,14 @@ def _identity() -> Outcome:
     return judge(
         f"with sums of different length off by {abs(printed - entropy):.3f} in a row of 20; with equal ones exact",
         printed=abs(printed - entropy) < 1e-12,
-        corrected=abs(float(expectation.entropy(w)) - entropy) < 1e-12,
+        corrected=abs(float(ahakv.entropy(w)) - entropy) < 1e-12,
     )
 
 
+@claim("ahakv-moments", "AhaKV, Equations 23 and 28", f"{_TESTS}the_moments")
 def _moments() -> Outcome:
-    """The trapezoid rule over 12 standard deviations is exact to rounding here."""
+    """For normal x, E[e^x] = e^(μ+σ²/2) and E[x e^x] = (μ+σ²) e^(μ+σ²/2)."""
+    # The trapezoid rule over 12 standard deviations is exact to rounding.
     mu, sigma = 0.3, 1.2
     x = mu + sigma * torch.linspace(-12, 12, 4001, dtype=torch.float64)
     density = (-((x - mu) ** 2) / (2 * sigma**2)).exp() / (sigma * math.sqrt(2 * math.pi))
@@ -81,11 +91,13 @@ def _moments() -> Outcome:
     return judge(f"integrals agree to {off:.0e}", printed=off < 1e-9)
 
 
+@claim("ahakv-entropy-of-attention", "AhaKV, Equation 8", f"{_TESTS}equation_8_forgets_the_scale")
 def _equation_8() -> Outcome:
+    """The attention of Equation 1 has expected entropy log i - d/2."""
     i, d = 512, 64
-    logits = expectation.random_logits(i, d, 200, generator())
-    found = float(expectation.entropy(logits).mean())
-    printed, corrected = math.log(i) - d / 2, expectation.expected_entropy(i, 1.0)
+    logits = ahakv.random_logits(i, d, 200, generator())
+    found = float(ahakv.entropy(logits).mean())
+    printed, corrected = math.log(i) - d / 2, ahakv.expected_entropy(i, 1.0)
     return judge(
         f"i = 512, d = 64: entropy {found:.2f}, printed {printed:.2f}; logits divided by √d have variance 1, and "
         f"log i - 1/2 is {corrected:.2f}",
@@ -94,10 +106,12 @@ def _equation_8() -> Outcome:
     )
 
 
+@claim("ahakv-expected-entropy", "AhaKV, Equations 8 and 10", f"{_TESTS}expected_entropy_and_its_limit")
 def _entropy() -> Outcome:
+    """Rows of i normal logits of variance σ² have expected entropy log i - σ²/2."""
     g = generator()
-    near = {i: expectation.mean_entropy(i, 1.0, 400, g) - expectation.expected_entropy(i, 1.0) for i in (64, 512)}
-    far = expectation.mean_entropy(512, 8.0, 400, g) - expectation.expected_entropy(512, 8.0)
+    near = {i: ahakv.mean_entropy(i, 1.0, 400, g) - ahakv.expected_entropy(i, 1.0) for i in (64, 512)}
+    far = ahakv.mean_entropy(512, 8.0, 400, g) - ahakv.expected_entropy(512, 8.0)
     return judge(
         f"σ² = 1: above by {near[64]:.3f} at i = 64, {near[512]:.3f} at 512; while e^σ² is far below i: at σ² = 8, "
         f"i = 512 it is {far:.2f} too low",
@@ -106,7 +120,9 @@ def _entropy() -> Outcome:
     )
 
 
+@claim("ahakv-sg-softmax", "AhaKV, Equation 9", f"{_TESTS}sg_softmax_lost_its_exponential")
 def _sg_softmax() -> Outcome:
+    """SG-softmax λx / Σ e^(λx) is a distribution."""
     x = torch.randn(10, generator=generator(), dtype=torch.float64)
     lam = 1.7
     printed = float((lam * x / (lam * x).exp().sum()).sum())
@@ -119,11 +135,12 @@ def _sg_softmax() -> Outcome:
     )
 
 
+@claim("ahakv-gain", "AhaKV, Equations 11 and 12", f"{_TESTS}the_gain_aims_at_log_k")
 def _gain() -> Outcome:
+    """λ√d = √(2 log(i/k)) brings the expected entropy to log k."""
     g = generator()
     gaps = [
-        expectation.mean_entropy(i, gain(i, k) ** 2, 300, g) - math.log(k)
-        for i, k in ((4096, 720), (8192, 1000), (4096, 64))
+        ahakv.mean_entropy(i, gain(i, k) ** 2, 300, g) - math.log(k) for i, k in ((4096, 720), (8192, 1000), (4096, 64))
     ]
     return judge(
         f"entropy minus log k: {gaps[0]:+.2f} at i/k = 4096/720, {gaps[1]:+.2f} at 8192/1000 (ratios as in the paper); "
@@ -132,12 +149,14 @@ def _gain() -> Outcome:
     )
 
 
+@claim("ahakv-twice-scaled", "AhaKV, Algorithm 1, lines 6 and 8", f"{_TESTS}algorithm_1_scales_twice")
 def _twice_scaled() -> Outcome:
+    """SG-softmax with λ of Equation 12 on logits already divided by √d brings the entropy to log B."""
     i, k, d = 3600, 720, 128
     g = generator()
-    literal = expectation.printed_scale(i, k, d)
-    flat = expectation.mean_entropy(i, literal**2, 100, g)
-    meant = expectation.mean_entropy(i, gain(i, k) ** 2, 100, g)
+    literal = ahakv.printed_scale(i, k, d)
+    flat = ahakv.mean_entropy(i, literal**2, 100, g)
+    meant = ahakv.mean_entropy(i, gain(i, k) ** 2, 100, g)
     return judge(
         f"n 3600, B 720, d 128: gain {literal:.2f}, entropy {flat:.2f} (uniform: {math.log(i):.2f}); with 1/√d once "
         f"{gain(i, k):.2f} and {meant:.2f}, log B is {math.log(k):.2f}",
@@ -146,7 +165,9 @@ def _twice_scaled() -> Outcome:
     )
 
 
+@claim("ahakv-small-ratios", "AhaKV, Equation 12", f"{_TESTS}the_gain_at_small_ratios")
 def _small_ratios() -> Outcome:
+    """λ = √(2 log(i/k)/d) sharpens attention for any number i of tokens."""
     k = 100
     undefined = math.log(50 / k) < 0
     below, at = gain(160, k, clamp=False), math.exp(0.5) * k
@@ -159,7 +180,9 @@ def _small_ratios() -> Outcome:
     )
 
 
+@claim("ahakv-line-11", "AhaKV, Algorithm 1, line 11", f"{_TESTS}line_11_wastes_slots")
 def _line_11() -> Outcome:
+    """TopK(F_s, B_s) beside the B_r recent tokens fills the budget by refined scores."""
     n, B, B_r = 40, 12, 6
     g = generator()
     q, k, v = (torch.randn(n, 8, generator=g, dtype=torch.float64).tolist() for _ in range(3))
@@ -176,97 +199,24 @@ def _line_11() -> Outcome:
     )
 
 
+@claim("ahakv-cache-size", "AhaKV, Section 1", f"{_TESTS}the_size_of_a_cache")
 def _cache_size() -> Outcome:
+    """LLaMA-2-7B at batch 8 and 32K tokens has a KV cache of 128 GB."""
     gib = 8 * full_bytes([LayerShape(32, 128, 128)] * 32, 32768, 2) / 2**30
     return judge(f"{gib:.0f} GiB", printed=gib == 128)
 
 
-_TESTS = "tests/research/test_ahakv.py::test_"
-
 CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        "ahakv-positional-bias",
-        "AhaKV, Equation 4",
-        "Under exchangeable logits E[S_j] = H_n - H_(j-1): accumulated attention falls by E[a_jj] = 1/j.",
-        f"{_TESTS}accumulated_mass_falls",
-        _bias,
-    ),
-    Claim(
-        "ahakv-recent-accumulation",
-        "AhaKV, Equation 5",
-        "Summing rows n-r … n, the nearest r, gives every token the same expectation.",
-        f"{_TESTS}recent_accumulation_is_flat",
-        _recent,
-    ),
-    Claim(
-        "ahakv-entropy-identity",
-        "AhaKV, Equation 7",
-        "H_i = log Σ_{j≤i} e^w - Σ_{j≤i-1} w e^w / Σ_{j≤i-1} e^w.",
-        f"{_TESTS}the_entropy_of_a_row",
-        _identity,
-    ),
-    Claim(
-        "ahakv-moments",
-        "AhaKV, Equations 23 and 28",
-        "For normal x, E[e^x] = e^(μ+σ²/2) and E[x e^x] = (μ+σ²) e^(μ+σ²/2).",
-        f"{_TESTS}the_moments",
-        _moments,
-    ),
-    Claim(
-        "ahakv-entropy-of-attention",
-        "AhaKV, Equation 8",
-        "The attention of Equation 1 has expected entropy log i - d/2.",
-        f"{_TESTS}equation_8_forgets_the_scale",
-        _equation_8,
-    ),
-    Claim(
-        "ahakv-expected-entropy",
-        "AhaKV, Equations 8 and 10",
-        "Rows of i normal logits of variance σ² have expected entropy log i - σ²/2.",
-        f"{_TESTS}expected_entropy_and_its_limit",
-        _entropy,
-    ),
-    Claim(
-        "ahakv-sg-softmax",
-        "AhaKV, Equation 9",
-        "SG-softmax λx / Σ e^(λx) is a distribution.",
-        f"{_TESTS}sg_softmax_lost_its_exponential",
-        _sg_softmax,
-    ),
-    Claim(
-        "ahakv-gain",
-        "AhaKV, Equations 11 and 12",
-        "λ√d = √(2 log(i/k)) brings the expected entropy to log k.",
-        f"{_TESTS}the_gain_aims_at_log_k",
-        _gain,
-    ),
-    Claim(
-        "ahakv-twice-scaled",
-        "AhaKV, Algorithm 1, lines 6 and 8",
-        "SG-softmax with λ of Equation 12 on logits already divided by √d brings the entropy to log B.",
-        f"{_TESTS}algorithm_1_scales_twice",
-        _twice_scaled,
-    ),
-    Claim(
-        "ahakv-small-ratios",
-        "AhaKV, Equation 12",
-        "λ = √(2 log(i/k)/d) sharpens attention for any number i of tokens.",
-        f"{_TESTS}the_gain_at_small_ratios",
-        _small_ratios,
-    ),
-    Claim(
-        "ahakv-line-11",
-        "AhaKV, Algorithm 1, line 11",
-        "TopK(F_s, B_s) beside the B_r recent tokens fills the budget by refined scores.",
-        f"{_TESTS}line_11_wastes_slots",
-        _line_11,
-    ),
-    Claim(
-        "ahakv-cache-size",
-        "AhaKV, Section 1",
-        "LLaMA-2-7B at batch 8 and 32K tokens has a KV cache of 128 GB.",
-        f"{_TESTS}the_size_of_a_cache",
-        _cache_size,
-    ),
+    _bias,
+    _recent,
+    _identity,
+    _moments,
+    _equation_8,
+    _entropy,
+    _sg_softmax,
+    _gain,
+    _twice_scaled,
+    _small_ratios,
+    _line_11,
+    _cache_size,
 )
-"""In the order of the paper."""

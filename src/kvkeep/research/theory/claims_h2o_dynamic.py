@@ -6,8 +6,8 @@ import itertools
 import math
 from functools import cache
 
-from kvkeep.research.theory.claim import Claim, Outcome, judge
-from kvkeep.research.theory.claims_h2o_eviction import gauss
+from kvkeep.research.theory.claim import Claim, Outcome, claim, judge
+from kvkeep.research.theory.claims_h2o import gauss
 from kvkeep.research.theory.dynamic import (
     Dynamic,
     Guarantee,
@@ -20,6 +20,8 @@ from kvkeep.research.theory.dynamic import (
     tracked,
 )
 from kvkeep.research.theory.submodular import GREEDY
+
+_HERE = "tests/research/test_dynamic.py::"
 
 TOKENS, BUDGET, RUNS = 8, 2, 4
 
@@ -34,7 +36,7 @@ def _fixed(*weights: float) -> Dynamic:
 
 @cache
 def _sums(*, printed: bool = False) -> list[Guarantee]:
-    """Runs that decide by the attention received so far, all keys present."""
+    """Runs that decide by the attention received so far, with all keys present."""
     return [measure(exact(*_head(seed)), TOKENS, BUDGET, printed=printed) for seed in range(RUNS)]
 
 
@@ -49,7 +51,9 @@ def _holding(found: list[Guarantee]) -> tuple[int, int]:
     return sum(step.holds for step in steps), len(steps)
 
 
+@claim("h2o-lemma-d29", "H2O, Lemma D.29", f"{_HERE}test_lemma_d29_along_a_run")
 def _exact() -> Outcome:
+    """With θ and γ as a run has them, each set has (1-1/e)((1-θ)(1-γ))^(i+1) of the next best."""
     found = [*_sums(), *_rows()]
     held, total = _holding(found)
     worst = min(step.value / step.now for guarantee in found for step in guarantee.steps)
@@ -60,13 +64,17 @@ def _exact() -> Outcome:
     return judge(by, printed=held == total)
 
 
+@claim("h2o-definition-d28", "H2O, Definition D.28", f"{_HERE}test_definition_d28_looks_the_wrong_way")
 def _direction() -> Outcome:
+    """Condition 2, opt_i ≥ (1-γ) opt_(i-1), is what the induction needs."""
     (printed, total), (meant, _) = _holding(_sums(printed=True)), _holding(_sums())
     by = f"the bound holds in {printed} of {total} steps with the printed condition, in {meant} with opt_(i+1)"
     return judge(by, printed=printed == total, corrected=meant == total)
 
 
+@claim("h2o-lemma-d29-step-1", "H2O, proof of Lemma D.29, line 1", f"{_HERE}test_the_first_step_is_not_monotonicity")
 def _first_step() -> Outcome:
+    """f(S_(i+1)) ≥ f(S_i) because f is monotone."""
     f, S = _fixed(5.0, 4.0, 1.0), frozenset({1, 2})
     before, forced = f(S, 3)(S), f(S, 3)(expand(f, S, 3, 2, keep_newest=True))
     rises = total = 0
@@ -82,8 +90,10 @@ def _first_step() -> Outcome:
     return judge(by, printed=forced >= before, corrected=rises == total)
 
 
+@claim("h2o-lemma-d29-line-3", "H2O, proof of Lemma D.29, lines 3, 4", f"{_HERE}test_the_third_line_has_a_stray_term")
 def _stray() -> Outcome:
-    """Lines 3 and 4 of the proof at i = 5, with θ = γ = 0.01, ``opt_{i+1} = 3`` and ``opt_i = (1-γ) opt_{i+1}``."""
+    """Line 4 follows from line 3, which ends with -i ε_0."""
+    # Lines 3 and 4 of the proof at i = 5, with θ = γ = 0.01, ``opt_{i+1} = 3`` and ``opt_i = (1-γ) opt_{i+1}``.
     theta, gamma, i, best = 0.01, 0.01, 5, 3.0
 
     def third(epsilon: float) -> float:
@@ -94,7 +104,9 @@ def _stray() -> Outcome:
     return judge(by, printed=third(0.1) >= fourth - 1e-12, corrected=third(0.0) >= fourth - 1e-12)
 
 
+@claim("h2o-lemma-d30", "H2O, Lemma D.30", f"{_HERE}test_lemma_d30_needs_both_sides")
 def _approximate() -> Outcome:
+    """The guarantee survives an approximate f̃ with f ≥ f̃ - ε_0, at the price of ε_0 a step."""
     lost = _fixed(1.0, 0.0, 0.0)
     nothing: Dynamic = lambda Z, i: lambda T: 0.0  # noqa: E731
     printed = measure(lost, 3, 1, approximate=nothing, printed=True)
@@ -108,7 +120,9 @@ def _approximate() -> Outcome:
     return judge(by, printed=_holding([printed])[0] == 2, corrected=held == total)
 
 
+@claim("h2o-theorem-d32", "H2O, Theorems 4.4 and D.32", f"{_HERE}test_theorem_d32_follows_from_lemmas")
 def _theorem() -> Outcome:
+    """If θ, γ ≤ α/10n and ε_0 ≤ β/10n, each set has (1-1/e)(1-α) opt - β."""
     slack = math.inf
     for n, alpha, beta in itertools.product((1, 10, 300), (0.01, 0.5, 0.99), (0.0, 1.0)):
         theta, epsilon = alpha / (10 * n), beta / (10 * n)
@@ -118,7 +132,11 @@ def _theorem() -> Outcome:
     return judge(f"at least {slack:.4f} opt above it for n up to 300, even with 2ε_0 per step", printed=slack >= 0.0)
 
 
+@claim(
+    "h2o-mild-assumption", "H2O, assumption of Theorems 4.4 and D.32", f"{_HERE}test_the_mild_assumption_is_far_away"
+)
 def _mild() -> Outcome:
+    """θ and γ are at most α/10n, a mild assumption."""
     needed = _sums()[0].needed
     gamma = min(found.gamma for found in _sums())
     even = min(1.0 - (found.steps[0].now / found.steps[-1].best) ** (1 / (TOKENS - 1)) for found in _sums())
@@ -130,56 +148,4 @@ def _mild() -> Outcome:
     return judge(by, printed=min(gamma, theta) <= needed)
 
 
-_HERE = "tests/research/test_dynamic.py::"
-
-CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        "h2o-lemma-d29",
-        "H2O, Lemma D.29",
-        "With θ and γ as a run has them, each set has (1-1/e)((1-θ)(1-γ))^(i+1) of the next best.",
-        f"{_HERE}test_lemma_d29_along_a_run",
-        _exact,
-    ),
-    Claim(
-        "h2o-definition-d28",
-        "H2O, Definition D.28",
-        "Condition 2, opt_i ≥ (1-γ) opt_(i-1), is what the induction needs.",
-        f"{_HERE}test_definition_d28_looks_the_wrong_way",
-        _direction,
-    ),
-    Claim(
-        "h2o-lemma-d29-step-1",
-        "H2O, proof of Lemma D.29, line 1",
-        "f(S_(i+1)) ≥ f(S_i) because f is monotone.",
-        f"{_HERE}test_the_first_step_is_not_monotonicity",
-        _first_step,
-    ),
-    Claim(
-        "h2o-lemma-d29-line-3",
-        "H2O, proof of Lemma D.29, lines 3, 4",
-        "Line 4 follows from line 3, which ends with -i ε_0.",
-        f"{_HERE}test_the_third_line_has_a_stray_term",
-        _stray,
-    ),
-    Claim(
-        "h2o-lemma-d30",
-        "H2O, Lemma D.30",
-        "The guarantee survives an approximate f̃ with f ≥ f̃ - ε_0, at the price of ε_0 a step.",
-        f"{_HERE}test_lemma_d30_needs_both_sides",
-        _approximate,
-    ),
-    Claim(
-        "h2o-theorem-d32",
-        "H2O, Theorems 4.4 and D.32",
-        "If θ, γ ≤ α/10n and ε_0 ≤ β/10n, each set has (1-1/e)(1-α) opt - β.",
-        f"{_HERE}test_theorem_d32_follows_from_lemmas",
-        _theorem,
-    ),
-    Claim(
-        "h2o-mild-assumption",
-        "H2O, assumption of Theorems 4.4 and D.32",
-        "θ and γ are at most α/10n, a mild assumption.",
-        f"{_HERE}test_the_mild_assumption_is_far_away",
-        _mild,
-    ),
-)
+CLAIMS: tuple[Claim, ...] = (_exact, _direction, _first_step, _stray, _approximate, _theorem, _mild)

@@ -1,7 +1,7 @@
-"""The dynamic guarantee of H2O (App. D.10 to D.14, Theorem 4.4): its quantities measured along a run, and its bound.
+"""The dynamic guarantee of H2O (App. D.10 to D.14, Theorem 4.4): its bound, and its quantities measured along a run.
 
-As in the paper tokens count from 1, ``[i] = {1, …, i}``; when token i arrives the cache holds ``S_i ⊆ [i-1]``, and what
-it holds afterwards is ``S_{i+1} ⊆ [i]``. A function ``f`` of a history ``Z`` and a step ``i`` gives ``f_{Z,i}``.
+Tokens count from 1 as in the paper, ``[i] = {1, …, i}``. When token i arrives, the cache holds ``S_i ⊆ [i-1]``;
+afterwards it holds ``S_{i+1} ⊆ [i]``. A function ``f`` of a history ``Z`` and a step ``i`` gives ``f_{Z,i}``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from functools import cache
 from typing import TypeAlias
 
 from kvkeep.research.theory.h2o import CONCAVE, Rising, h2_eviction
-from kvkeep.research.theory.loops import Vector
-from kvkeep.research.theory.rows import attend
+from kvkeep.research.theory.loops import Vector, attend
 from kvkeep.research.theory.submodular import EMPTY, GREEDY, Set, SetFunction
 
 Dynamic: TypeAlias = Callable[[Set, int], SetFunction]
@@ -28,7 +27,7 @@ Dynamic: TypeAlias = Callable[[Set, int], SetFunction]
 def exact(Q: Sequence[Vector], K: Sequence[Vector], h: Rising = CONCAVE["sum"]) -> Dynamic:
     """``h`` of the attention that a set has received in the rows up to i, with all keys present (Definition D.9).
 
-    The history has no part in it.
+    The history has no influence on it.
     """
     sums: list[dict[int, float]] = [{}]
     for i in range(1, len(Q) + 1):
@@ -38,9 +37,9 @@ def exact(Q: Sequence[Vector], K: Sequence[Vector], h: Rising = CONCAVE["sum"]) 
 
 
 def tracked(Q: Sequence[Vector], K: Sequence[Vector], k: int, h: Rising = CONCAVE["sum"]) -> Dynamic:
-    """The same with the keys of the cache alone (Definition D.10): ``õ`` of Algorithm 2, as it is meant.
+    """The same with only the cache's keys present (Definition D.10): ``õ`` of Algorithm 2 as it is meant.
 
-    The rows before i are those of the run of Algorithm 2 with budget ``k``, row i is that of a cache ``Z``.
+    The rows before i come from the run of Algorithm 2 with budget ``k``, row i from a cache ``Z``.
     """
     past: list[dict[int, float]] = [{}, {}]
     S: list[int] = []
@@ -58,7 +57,7 @@ def tracked(Q: Sequence[Vector], K: Sequence[Vector], k: int, h: Rising = CONCAV
 
 
 def current(Q: Sequence[Vector], K: Sequence[Vector], h: Rising = CONCAVE["sum"]) -> Dynamic:
-    """Line 10 of Algorithm 1: ``h`` of the attention that a set has in row i alone, of a cache ``Z``."""
+    """Line 10 of Algorithm 1: ``h`` of the attention that a set receives in row i alone, from a cache ``Z``."""
 
     @cache
     def score(Z: Set, i: int) -> SetFunction:
@@ -68,7 +67,7 @@ def current(Q: Sequence[Vector], K: Sequence[Vector], h: Rising = CONCAVE["sum"]
 
 
 def _row(Q: Sequence[Vector], K: Sequence[Vector], visible: Sequence[int], i: int) -> dict[int, float]:
-    """Row i over the visible tokens, all counted from 1."""
+    """Row i over the visible tokens, which count from 1."""
     return {s + 1: o for s, o in attend(Q[i - 1], K, [s - 1 for s in visible], 1.0).items()}
 
 
@@ -80,14 +79,14 @@ def _score(weights: dict[int, float], h: Rising) -> SetFunction:
 
 
 def expand(f: Dynamic, S: Set, i: int, k: int, *, keep_newest: bool = False) -> Set:
-    """Definition D.20: ``S_{i+1}``, all of ``S_i ∪ {i}`` but the ``v`` without which ``f_{S_i,i}`` is largest.
+    """Definition D.20: ``S_{i+1}`` is ``S_i ∪ {i}`` without the ``v`` whose absence leaves the largest ``f_{S_i,i}``.
 
     Args:
         f: the function that decides.
         S: the cache ``S_i``.
         i: the token that arrives.
         k: the budget.
-        keep_newest: ``v`` may not be i, as in every cache with a recent window.
+        keep_newest: token i must stay, as in every cache with a recent window.
     """
     if len(S) < k:
         return S | {i}
@@ -96,7 +95,7 @@ def expand(f: Dynamic, S: Set, i: int, k: int, *, keep_newest: bool = False) -> 
 
 
 def run(f: Dynamic, n: int, k: int) -> list[Set]:
-    """``S_1, …, S_{n+1}``, at the indices 1 to n + 1; index 0 is empty as well."""
+    """``S_1, …, S_{n+1}`` at the indices 1 to n + 1; index 0 is empty as well."""
     sets = [EMPTY, EMPTY]
     for i in range(1, n + 1):
         sets.append(expand(f, sets[i], i, k))
@@ -104,7 +103,7 @@ def run(f: Dynamic, n: int, k: int) -> list[Set]:
 
 
 def opt(f: Dynamic, i: int, k: int) -> float:
-    """``opt_i`` of Definition D.27, by looking at every admissible pair of a history ``X`` and a set ``Y``."""
+    """``opt_i`` of Definition D.27, by trying every admissible pair of a history ``X`` and a set ``Y``."""
     best = -math.inf
     for X in _at_most(i - 1, k):
         score = f(X, i)
@@ -126,17 +125,21 @@ def _parts(X: Set) -> Iterator[Set]:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run, with what the induction promises for it."""
+    """One step of a run, with the bound that the induction gives for it.
+
+    Attributes:
+        i: number of the step.
+        value: ``f_{S_i,i}(S_{i+1})``.
+        now: ``opt_i``, the best value that step i allows.
+        best: ``opt_{i+1}``.
+        bound: the part of ``best`` that Lemma D.29 or D.30 promises.
+    """
 
     i: int
     value: float
-    """``f_{S_i,i}(S_{i+1})``."""
     now: float
-    """``opt_i``, the best that step i itself allows."""
     best: float
-    """``opt_{i+1}``."""
     bound: float
-    """What Lemma D.29 or D.30 leaves of ``best``."""
 
     @property
     def holds(self) -> bool:
@@ -146,35 +149,39 @@ class Step:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """The quantities of the lemmas, measured along one run: the smallest with which their conditions hold on it."""
+    """The smallest quantities with which the conditions of the lemmas hold along one run.
+
+    Attributes:
+        theta: Condition 1: ``f̃_{S_i,i}(S_i) ≥ (1 - θ) f̃_{S_{i-1},i-1}(S_i)``.
+        gamma: Condition 2 as the lemmas use it: ``opt_i ≥ (1 - γ) opt_{i+1}``.
+        gamma_printed: Condition 2 as Definition D.28 prints it: ``opt_i ≥ (1 - γ) opt_{i-1}``.
+        epsilon: ``f ≥ f̃ - ε_0`` for every set within the budget; 0 if the run decides by ``f`` itself.
+        shortfall: ``f̃_{S_{i-1},i-1}(S_i) ≥ f_{S_{i-1},i-1}(S_i) - shortfall``; Lemma D.30 assumes 0 without saying so.
+        steps: the steps of the run.
+    """
 
     theta: float
-    """Condition 1: ``f̃_{S_i,i}(S_i) ≥ (1 - θ) f̃_{S_{i-1},i-1}(S_i)``."""
     gamma: float
-    """Condition 2, as the lemmas use it: ``opt_i ≥ (1 - γ) opt_{i+1}``."""
     gamma_printed: float
-    """Condition 2 as Definition D.28 prints it: ``opt_i ≥ (1 - γ) opt_{i-1}``."""
     epsilon: float
-    """``f ≥ f̃ - ε_0`` for every set within the budget; 0 if the run decides by ``f`` itself."""
     shortfall: float
-    """``f̃_{S_{i-1},i-1}(S_i) ≥ f_{S_{i-1},i-1}(S_i) - this``; Lemma D.30 takes it for 0 and does not say so."""
     steps: tuple[Step, ...]
 
     @property
     def needed(self) -> float:
-        """θ and γ may not be larger than ``α / (10 n)`` in Theorem D.32; this is that for ``α = 1``."""
+        """The largest θ and γ that Theorem D.32 allows: ``α / (10 n)`` with ``α = 1``."""
         return 1.0 / (10.0 * (len(self.steps) + 1))
 
 
 def measure(f: Dynamic, n: int, k: int, *, approximate: Dynamic | None = None, printed: bool = False) -> Guarantee:
-    """Run Definition D.20 (D.22 with an ``approximate`` function) over n tokens and measure what the lemmas ask for.
+    """Run Definition D.20 over n tokens, or D.22 with an ``approximate`` function, and measure the lemmas' quantities.
 
     Args:
         f: the function whose value counts.
-        n: tokens, at most about 12, as every optimum is exhaustive.
+        n: number of tokens, at most about 12 because every optimum is found by exhaustive search.
         k: the budget.
-        approximate: the function ``f̃`` that decides.
-        printed: bounds with γ as D.28 prints it and without the shortfall.
+        approximate: the function ``f̃`` that decides; by default ``f``.
+        printed: compute bounds with γ as D.28 prints it and without the shortfall.
     """
     near = approximate or f
     S = run(near, n, k)

@@ -1,7 +1,10 @@
-"""Vectors as plain lists: what the papers' algorithms are written with."""
+"""Attention on plain lists and dictionaries, in which the papers' algorithms are written."""
+
+from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 Vector: TypeAlias = list[float]
@@ -13,8 +16,29 @@ def dot(a: Vector, b: Vector) -> float:
 
 
 def softmax(logits: Vector) -> Vector:
-    """Probabilities in proportion to the exponentials; the largest logit is taken out first, so nothing overflows."""
+    """Probabilities in proportion to the exponentials of the logits.
+
+    The largest logit is subtracted first, so nothing overflows.
+    """
     top = max(logits)
     weights = [math.exp(logit - top) for logit in logits]
     total = sum(weights)
     return [weight / total for weight in weights]
+
+
+Row: TypeAlias = Mapping[int, float]
+"""One row of attention: key position → probability, over the keys that the query sees, in ascending order."""
+
+
+def attend(query: Vector, keys: Sequence[Vector], visible: Sequence[int], scaling: float) -> dict[int, float]:
+    """One row of attention: the probabilities of the visible keys under a query."""
+    return dict(zip(visible, softmax([scaling * dot(query, keys[j]) for j in visible]), strict=True))
+
+
+def total(rows: Iterable[Row]) -> dict[int, float]:
+    """Column sums: key position → its probabilities, summed over the rows."""
+    sums: dict[int, float] = {}
+    for row in rows:
+        for j, p in row.items():
+            sums[j] = sums.get(j, 0.0) + p
+    return sums

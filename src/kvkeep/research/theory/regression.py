@@ -1,14 +1,16 @@
-"""The regression behind H2O's heavy hitters (App. D.17 to D.21): loss, gradient and Hessian in closed form, float64.
+"""The regression behind H2O's heavy hitters (App. D.17 to D.22): its derivatives in closed form, and Algorithm 4.
 
-In the paper's letters: ``u = exp(Ax)``, ``α = <u, 1>``, ``f = u / α``, ``c = f - b``. With ``z = Ax`` everything is
-simple in z first, and ``A`` carries it to x. Where a sign differs from the print (Lemma D.44, Part 5), both stand here.
+The letters are the paper's: ``u = exp(Ax)``, ``α = <u, 1>``, ``f = u / α``, ``c = f - b``. Derivatives are simple in
+``z = Ax``, and ``A`` carries them to x. Both signs are here where the printed one is wrong (Lemma D.44, Part 5).
+Everything is float64.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from jaxtyping import Float64
@@ -41,7 +43,7 @@ class SoftmaxRegression:
         return self.u(x) / self.alpha(x)
 
     def c(self, x: Point) -> Rows:
-        """``f - b``, with the ``f`` of Definition D.37 (the print refers D.38 to itself)."""
+        """``f - b``, with the ``f`` of Definition D.37 (as printed, D.38 refers to itself)."""
         return self.f(x) - self.b
 
     # -- Definitions D.39 to D.43 --------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ class SoftmaxRegression:
         return self.A.T @ (self.u(x)[:, None] * self.A)
 
     def inner_exp(self, x: Point) -> Float64[Tensor, "n n"]:
-        """The part of ``L_exp``: its Hessian in ``z``, with ``J = diag(f) - f f^T`` the slope of the softmax."""
+        """The Hessian of ``L_exp`` in ``z``; ``J = diag(f) - f f^T`` is the derivative of the softmax."""
         f, c = self.f(x), self.c(x)
         J = f.diag() - torch.outer(f, f)
         return c[:, None] * J + f[:, None] * J - (f @ c) * J - torch.outer(f, J @ (c + f))
@@ -116,7 +118,7 @@ class SoftmaxRegression:
         return self.inner_exp(x) + self.u(x).diag()
 
     def inner_diagonal(self, x: Point) -> Rows:
-        """The diagonal of `inner`, without the matrix."""
+        """The diagonal of `inner`, computed without the matrix."""
         f, c, u = self.f(x), self.c(x), self.u(x)
         pull = f * (c + f) - f * (f @ (c + f))
         return (c + f - f @ c) * (f - f.square()) - f * pull + u
@@ -127,14 +129,14 @@ class SoftmaxRegression:
 
 
 def draw(n: int, d: int, *, radius: float, least: float, seed: int, curvature: float = 1.0) -> SoftmaxRegression:
-    """A random problem within the conditions of Lemma D.47 and Theorem D.49.
+    """A random problem that meets the conditions of Lemma D.47 and Theorem D.49.
 
     Args:
         n: rows of ``A``.
         d: coordinates of ``x``.
         radius: ``R``, the spectral norm of ``A``.
         least: every ``w_i²`` is this plus ``l / σ_min(A)²``.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
         curvature: ``l``.
     """
     noise = torch.Generator().manual_seed(seed)
@@ -147,3 +149,86 @@ def draw(n: int, d: int, *, radius: float, least: float, seed: int, curvature: f
 
 def _sigma_min(A: Float64[Tensor, "n d"]) -> float:
     return float(torch.linalg.svdvals(A)[-1])
+
+
+# -- Algorithm 4 -------------------------------------------------------------------------------------------------------
+
+Curvature: TypeAlias = Callable[[SoftmaxRegression, Tensor], Tensor]
+"""Line 5: maps a problem and a point to ``D``, the diagonal of the inner matrix."""
+
+
+def diagonal(problem: SoftmaxRegression, x: Point) -> Rows:
+    """Line 5: ``B_diag(x) + w ∘ w``."""
+    return problem.inner_diagonal(x) + problem.w.square()
+
+
+def weights_alone(problem: SoftmaxRegression, x: Point) -> Rows:
+    """``w ∘ w``, which Lemma D.47, Part 2 compares with the whole inner matrix."""
+    return problem.w.square()
+
+
+def subsample(D: Rows, A: Float64[Tensor, "n d"], epsilon: float, delta: float, noise: torch.Generator) -> Rows:
+    """Line 6: weights, most of them 0, with ``A^T D̃ A`` within ``1 ± epsilon`` of ``A^T D A``.
+
+    The paper does not name a method. Here each row stays with a probability in proportion to its leverage and is
+    divided by that probability; the constant is that of the matrix Chernoff bound.
+
+    Args:
+        D: the diagonal, positive.
+        A: the rows.
+        epsilon: relative error.
+        delta: probability of a larger error.
+        noise: source of randomness.
+    """
+    orthonormal, _ = torch.linalg.qr(D.sqrt()[:, None] * A)
+    leverage = orthonormal.square().sum(dim=1)
+    chance = (3.0 * math.log(2.0 * A.shape[1] / delta) / epsilon**2 * leverage).clamp(max=1.0)
+    stays = torch.rand(len(D), generator=noise, dtype=torch.float64) < chance
+    return torch.where(stays, D / chance, 0.0)
+
+
+def algorithm_4(
+    problem: SoftmaxRegression,
+    x: Point,
+    *,
+    curvature: Curvature = diagonal,
+    sample: Callable[[Rows], Rows] | None = None,
+    sign: Literal[-1, 1] = -1,
+) -> Iterator[Point]:
+    """Algorithm 4 from ``x_0 = x`` on; yields ``x_1, x_2, …`` without end.
+
+    Args:
+        problem: the problem to minimise.
+        x: the first point.
+        curvature: line 5.
+        sample: line 6; by default all rows stay.
+        sign: sign of the step in line 9. The paper prints ``+``, which climbs.
+    """
+    while True:
+        D = curvature(problem, x)
+        if sample:
+            D = sample(D)
+        H = problem.A.T @ (D[:, None] * problem.A)
+        x = x + sign * torch.linalg.solve(H, problem.gradient(x))
+        yield x
+
+
+def newton(problem: SoftmaxRegression, x: Point) -> Iterator[Point]:
+    """Newton's method with the whole Hessian."""
+    while True:
+        x = x - torch.linalg.solve(problem.hessian(x), problem.gradient(x))
+        yield x
+
+
+def minimum(problem: SoftmaxRegression) -> Point:
+    """``x*``, where the gradient is 0 to rounding, reached from 0 by `newton`."""
+    x = torch.zeros(problem.A.shape[1], dtype=torch.float64)
+    for step, x in enumerate(newton(problem, x)):  # noqa: B020 (the points follow each other)
+        if step == 50 or float(problem.gradient(x).norm()) < 1e-13 * float(problem.w.square().max()):
+            break
+    return x
+
+
+def errors(points: Iterator[Point], best: Point, steps: int) -> list[float]:
+    """Distances from ``best`` after each of the first ``steps`` steps."""
+    return [float((x - best).norm()) for x, _ in zip(points, range(steps), strict=False)]

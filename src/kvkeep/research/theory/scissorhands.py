@@ -1,8 +1,8 @@
 """Algorithms 1 and 2 of Scissorhands (Liu et al., arXiv:2305.17118) as plain loops, one attention head.
 
-In the paper's letters: budget ``B``, history window of ``w`` rows, recent window of ``r`` tokens, drop amount ``m``,
-attention row ``α_i``, importance record ``I``, kept set ``S_t``. Positions count from 0, so row ``i`` has the average
-score ``1 / (i + 1)``.
+The letters are the paper's: budget ``B``, history window of ``w`` rows, recent window of ``r`` tokens, drop amount
+``m``, attention row ``α_i``, importance record ``I``, kept set ``S_t``. Positions count from 0, so the average score of
+row ``i`` is ``1 / (i + 1)``.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvkeep.research.theory.loops import Vector
-from kvkeep.research.theory.rows import Row, attend
+from kvkeep.research.theory.loops import Row, Vector, attend
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the two algorithms are read where the paper leaves it open, or prints what its text contradicts.
+    """A reading of the two algorithms where the paper is ambiguous, or prints something that its text contradicts.
 
     Attributes:
         theta: a row finds a token insignificant below ``1 / (theta * n)``.
         live: ``n`` is the number of keys that the row sees instead of the row's own number.
-        newest_first: among equal counts the newest token goes, as a stable sort has it; otherwise the one with the
+        newest_first: of equal counts the newest token is evicted, as by a stable sort; otherwise the one with the
             smallest sum in the window, then the oldest.
-        printed_slice: Algorithm 2 as printed, ``I[:-r] ← 0``: the counts of all but the recent tokens are forgotten.
+        printed_slice: Algorithm 2 as printed, ``I[:-r] ← 0``, which forgets the counts of all but the recent tokens.
     """
 
     theta: float = 1.0
@@ -37,11 +36,11 @@ class Reading:
 
 
 PROJECT = Reading()
-"""How kvkeep reads the paper."""
+"""kvkeep's reading of the paper."""
 
 
 def importance_record(window: Iterable[tuple[int, Row]], reading: Reading = PROJECT) -> dict[int, int]:
-    """``I``: in how many rows ``(i, α_i)`` of the window each token got less than the average."""
+    """``I``: for each token, the number of rows ``(i, α_i)`` of the window that gave it less than the average."""
     I: dict[int, int] = {}  # noqa: E741 (the paper's letter)
     for i, alpha in window:
         for j, p in alpha.items():
@@ -52,7 +51,7 @@ def importance_record(window: Iterable[tuple[int, Row]], reading: Reading = PROJ
 def leaving_order(
     S: Sequence[int], window: Sequence[tuple[int, Row]], *, r: int, reading: Reading = PROJECT
 ) -> list[int]:
-    """The kept tokens ``S`` (ascending) that may go, the first to go first: the ends of ``Argsort(I)`` first."""
+    """The tokens of ``S`` (ascending) that may be evicted, the first one first, as at the end of ``Argsort(I)``."""
     I = importance_record(window, reading)  # noqa: E741
     recent = set(S[len(S) - r :])
     if reading.printed_slice:
@@ -68,7 +67,7 @@ def leaving_order(
 def algorithm_2(
     S: Sequence[int], window: Sequence[tuple[int, Row]], *, r: int, m: int, reading: Reading = PROJECT
 ) -> list[int]:
-    """Compress the cache: ``m`` of the tokens ``S`` go, those with the highest counts; the ``r`` newest stay."""
+    """Compress the cache: evict the ``m`` tokens of ``S`` with the highest counts, but none of the ``r`` newest."""
     gone = set(leaving_order(S, window, r=r, reading=reading)[:m])
     return [j for j in S if j not in gone]
 

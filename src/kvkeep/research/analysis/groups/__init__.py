@@ -1,4 +1,4 @@
-"""The measurements, in the order in which the page shows them."""
+"""The measurements, in the order of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers about ranks, shares and correlations. Float64, no model, no file; ``None`` where a number has no value."""
+"""Numbers about ranks, shares, correlations and column sums, in float64; ``None`` for a number that is undefined."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.research.analysis.measure import Context, Rows
+
 _NORMAL_95 = 1.96
-"""Standard errors to either side that hold 95 % of a normal distribution."""
+"""Standard errors on either side that contain 95 % of a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Fit:
     """A straight line through log value over log rank.
 
     Attributes:
-        slope: its slope; a power law ``value ∝ rank^-s`` has slope ``-s``.
+        slope: the slope; a power law ``value ∝ rank^-s`` has slope ``-s``.
         r2: share of the variance of the log values that the line explains.
         first: first rank of the fit, counted from 1.
         last: last rank of the fit.
@@ -40,7 +42,7 @@ def ranks(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
 
 
 def pearson(x: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> float | None:
-    """Pearson's correlation; ``None`` for fewer than 3 pairs, or where one side does not vary."""
+    """Pearson's correlation; ``None`` for fewer than 3 pairs, or if one side is constant."""
     if len(x) < 3:
         return None
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
@@ -56,7 +58,7 @@ def spearman(x: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> float | None:
 
 
 def partial(x: Float[Tensor, " n"], y: Float[Tensor, " n"], given: Float[Tensor, "n c"]) -> float | None:
-    """Correlation of what is left of ``x`` and ``y`` after a linear fit on ``given`` and a constant."""
+    """Correlation of the residuals of ``x`` and ``y`` after a linear fit on ``given`` and a constant."""
     if len(x) < given.shape[1] + 3:
         return None
     controls = torch.cat([torch.ones(len(x), 1, dtype=torch.float64), given.double()], dim=1)
@@ -78,15 +80,15 @@ def interval(correlation: float | None, n: int, controls: int = 0) -> list[float
 
 
 def power_law(values: Float[Tensor, " n"], first: int = 10, last: int = 1000) -> Fit | None:
-    """Least squares of log value over log rank, largest value first; values of 0 have no place on such axes.
+    """Least squares of log value over log rank, largest value first; values of 0 are left out.
 
     Args:
-        values: in any order.
-        first: first rank that counts, from 1.
-        last: last rank that counts.
+        values: the values, in any order.
+        first: first rank of the fit, from 1.
+        last: last rank of the fit.
 
     Returns:
-        The fit; ``None`` if fewer than 3 positive values stand in that range.
+        The fit; ``None`` if fewer than 3 positive values are in that range.
     """
     found = values.double().sort(descending=True).values
     found = found[found > 0][first - 1 : last]
@@ -102,7 +104,7 @@ def power_law(values: Float[Tensor, " n"], first: int = 10, last: int = 1000) ->
 def hill(values: Float[Tensor, " n"], share: float = 0.1) -> float | None:
     """Hill's estimate of the tail exponent ``a`` in ``P(value > x) ∝ x^-a``, from the largest ``share`` of the values.
 
-    A power law over ranks with slope ``-s`` has ``a = 1 / s``. The value just below the tail is the threshold.
+    A power law over ranks with slope ``-s`` has ``a = 1 / s``. The threshold is the value just below the tail.
     """
     found = values.double().sort(descending=True).values
     found = found[found > 0]
@@ -114,26 +116,29 @@ def hill(values: Float[Tensor, " n"], share: float = 0.1) -> float | None:
 
 
 def top_share(values: Float[Tensor, "*rows n"], share: float) -> Float[Tensor, "*rows"]:
-    """What the largest ``floor(share · n)`` values, but at least one, have of the sum of each row."""
+    """The part of each row's sum in its largest ``floor(share · n)`` values, at least one."""
     k = max(1, int(share * values.shape[-1] + 1e-9))
     values = values.double()
     return values.topk(k, dim=-1).values.sum(dim=-1) / values.sum(dim=-1).clamp(min=1e-300)
 
 
 def uniform_mass(n: int) -> Float[Tensor, " n"]:
-    """Column sums of causal attention that is the same for all keys of a row: ``H_n - H_j`` for ``j = 0 … n - 1``."""
+    """Column sums of uniform causal attention: ``H_n - H_j`` for ``j = 0 … n - 1``.
+
+    They are also the expected column sums under exchangeable logits.
+    """
     per_row = 1.0 / torch.arange(1, n + 1, dtype=torch.float64)
     return per_row.flip(0).cumsum(0).flip(0)
 
 
 def jaccard(one: Tensor, other: Tensor) -> Float[Tensor, "..."]:
-    """Common members over all members of two sets given as masks; of two empty sets 1."""
+    """Common members over all members of two sets given as masks; 1 for two empty sets."""
     common, either = (one & other).sum(dim=-1).double(), (one | other).sum(dim=-1).double()
     return torch.where(either > 0, common / either.clamp(min=1), torch.ones_like(common))
 
 
 def chance_jaccard(n: int, k: int) -> float:
-    """The Jaccard index of two random sets of ``k`` out of ``n`` that have as much in common as expected."""
+    """The Jaccard index of two random sets of ``k`` out of ``n`` with as many common members as expected."""
     common = k * k / n
     return common / (2 * k - common)
 
@@ -153,6 +158,41 @@ def histogram(positions: Int[Tensor, " n"], length: int, bins: int) -> list[floa
 
 
 def rounded(values: Sequence[float] | Tensor, digits: int = 6) -> list[float]:
-    """Numbers for JSON, with so many significant digits."""
+    """Numbers for JSON, with ``digits`` significant digits."""
     plain = values.tolist() if isinstance(values, Tensor) else values
     return [float(f"{value:.{digits}g}") for value in plain]
+
+
+# -- sums over columns -------------------------------------------------------------------------------------------------
+
+
+class ColumnSums:
+    """The attention that every key receives from all rows, per layer and query head.
+
+    Attributes:
+        sums: the accumulated mass, in float64.
+    """
+
+    sums: Float[Tensor, "L Hq T"]
+
+    def __init__(self, context: Context) -> None:
+        self.sums = torch.zeros(context.n_layers, context.n_heads, context.n_tokens, dtype=torch.float64)
+
+    def add(self, rows: Rows) -> None:
+        """Add some rows of one layer."""
+        part = rows.weights.sum(dim=1)
+        self.sums[rows.layer, :, : part.shape[-1]] += part
+
+
+def by_kind(
+    values: Float[Tensor, "*rows T"], tokens: Int[Tensor, " T"]
+) -> tuple[Float[Tensor, "*rows V"], Int[Tensor, " V"], Int[Tensor, " V"]]:
+    """Sums over the places of each kind of token.
+
+    Returns:
+        The sums, the kinds as token ids in rising order, and the number of places of each kind.
+    """
+    kinds, which, counts = tokens.unique(sorted=True, return_inverse=True, return_counts=True)
+    sums = torch.zeros(*values.shape[:-1], len(kinds), dtype=torch.float64)
+    sums.index_add_(-1, which, values.double())
+    return sums, kinds, counts

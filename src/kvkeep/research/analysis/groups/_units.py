@@ -1,4 +1,4 @@
-"""Hidden units of MLP blocks: how often they are active, and what the model does without some of them."""
+"""Hidden units of MLP blocks: how often they are active, and the model with some of them silenced."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvkeep.research.analysis.measure import Mlp, Rows, Skipped
 from kvkeep.research.analysis.mlp_blocks import decoder_layers, is_activation
 
 RELATIVE = 0.01
-"""Share of a layer's largest activation that a unit must exceed to be active where activations are never 0."""
+"""Share of a layer's largest activation that an active unit exceeds, where activations are never exactly 0."""
 
 CALIBRATION = 128
-"""First tokens of a text, which give each layer's largest activation."""
+"""Number of first tokens of a text that give each layer's largest activation."""
 
 
 class Frequencies:
-    """Counts in how many tokens each unit of each layer is active.
+    """Counts, for each unit of each layer, the tokens in which it is active.
 
     Args:
-        n_layers: layers.
-        halves_at: tokens before this one are the first half of the text.
+        n_layers: number of layers.
+        halves_at: number of tokens in the first half of the text.
     """
 
     def __init__(self, n_layers: int, *, halves_at: int) -> None:
@@ -38,7 +38,7 @@ class Frequencies:
         self._zeros = self._seen = 0
 
     def rows(self, rows: Rows) -> None:
-        """Attention is not looked at."""
+        """Ignore attention."""
 
     def mlp(self, mlp: Mlp) -> None:
         """Count some tokens of a layer; the first ones wait until its largest activation is known.
@@ -57,7 +57,7 @@ class Frequencies:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether a good part of the activations is exactly 0, as ReLU makes them."""
+        """Whether more than 1 % of the activations are exactly 0, as with ReLU."""
         self._finish()
         return self._zeros > 0.01 * self._seen
 
@@ -67,7 +67,7 @@ class Frequencies:
         return [counts.sum(dim=0) / n.sum() for counts, n in zip(_all(self._positive), self._tokens, strict=True)]
 
     def large(self) -> list[Float[Tensor, " u"]]:
-        """The same for a size above 1 % of the layer's largest in the first tokens."""
+        """Per layer and unit: the share of tokens with a size above 1 % of the layer's largest in the first tokens."""
         self._finish()
         return [counts.sum(dim=0) / n.sum() for counts, n in zip(_all(self._large), self._tokens, strict=True)]
 
@@ -104,11 +104,11 @@ class Frequencies:
 
 
 class Hushed:
-    """While it is open, some hidden units of a model are silent: their activation is 0.
+    """A context in which some hidden units of a model are silent: their activation is 0.
 
     Args:
         model: the model.
-        units: which, per layer with attention.
+        units: the silent units of each layer with attention.
 
     Raises:
         Skipped: a layer has no activation function of its own, or several.

@@ -1,4 +1,4 @@
-"""What the papers say about small caches, and by which rules a text agrees with them."""
+"""The papers' claims about small caches, and the rules by which a text agrees with them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ TOLERANCE = math.log(1.02)
 """Nats per token that count as next to nothing: 2 % of perplexity."""
 
 GAIN = 0.3
-"""Nats per token by which a second reading must be easier under the full cache before anything is said about it: what
-is left of less drowns in the noise of so few tokens."""
+"""Least advantage of a second reading under the full cache, in nats per token; the rest of a smaller one is noise."""
 
 
 def reading(result: Result) -> Reading:
@@ -38,7 +37,7 @@ def reading(result: Result) -> Reading:
 
 
 def claims(result: Result) -> tuple[Claim, ...]:
-    """One line for each."""
+    """One claim of each paper, and one against a window of recent tokens."""
     h2o, local = _excess(result, "h2o", 0.2), _excess(result, "local", 0.2)
     half, aha, four = (_excess(result, *cell) for cell in (("scissorhands", 0.5), ("ahakv", 0.04), ("h2o", 0.04)))
     return (
@@ -74,7 +73,7 @@ def claims(result: Result) -> tuple[Claim, ...]:
 
 
 def smallest(result: Result) -> tuple[str, float | None]:
-    """The smallest budget at which costs, and their standard errors, stay within `TOLERANCE`, and whose do."""
+    """The smallest budget with a policy whose cost and standard error stay within `TOLERANCE`, and these policies."""
     for column, budget in enumerate(result["budgets"]):
         names = [
             name

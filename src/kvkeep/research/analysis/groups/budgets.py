@@ -1,8 +1,8 @@
-"""What a smaller cache costs on this very text: perplexity, and what is left of passages that come a second time.
+"""The cost of a smaller cache on this very text: perplexity, and the advantage of a second reading of some passages.
 
-The text is read in pieces through bounded caches, and after every piece the cache is cut to its budget. Then some of
-its passages come again. A model that still holds their first occurrence predicts them much better than the first time;
-what is left of that advantage says how much of the far past a policy kept, which perplexity alone hardly shows.
+The text is read in pieces through bounded caches, and after every piece the cache is cut to its budget. Then some
+passages come again. A model that still holds their first occurrence predicts them much better than the first time. The
+remaining part of that advantage measures how much of the far past a policy kept, which perplexity alone hardly shows.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from kvkeep.research.analysis.measure import (
 )
 
 POLICIES = ("local", "streaming_llm", "h2o", "scissorhands", "ahakv", "tova", "keydiff")
-"""The three papers', their baselines, and two that look at the newest row or at no attention at all."""
+"""The three papers' policies, their baselines, and two that use the newest row alone or no attention at all."""
 
 BUDGETS = (0.04, 0.1, 0.2, 0.5)
-"""Shares of everything that is read."""
+"""Shares of all tokens that are read."""
 
 STRIDE = 64
 """Tokens of a piece."""
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7)
-"""Where the passages stand that come again, as shares of the text."""
+"""Where the repeated passages start, as shares of the text."""
 
 PASSAGE = 64
 """Tokens of a passage."""
 
 LEAD = 8
-"""First tokens of a passage that are not counted: they say which passage it is."""
+"""First tokens of a passage that do not count: they identify the passage."""
 
 LONGEST = 2048
-"""Tokens that are read at most; more would only take longer."""
+"""Most tokens to read; more would only take longer."""
 
 _MARKS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", "--", "-.", ":")
@@ -60,12 +60,12 @@ _DASHES = ("-", "--", "-.", ":")
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What is read.
+    """The tokens to read.
 
     Attributes:
-        tokens: the text, and the passages again.
-        n_text: tokens of the text.
-        starts: where each passage stands in it.
+        tokens: the text, then the passages again.
+        n_text: number of tokens of the text.
+        starts: start of each passage in the text.
     """
 
     tokens: Int[Tensor, " n"]
@@ -74,18 +74,18 @@ class Plan:
 
     @classmethod
     def of(cls, tokens: Int[Tensor, " n"], room: int) -> Plan:
-        """As much of a text as ``room`` tokens allow, and passages of it again."""
+        """As much of a text as ``room`` tokens allow, followed by passages of it."""
         n = min(len(tokens), room - PASSAGE * len(DEPTHS))
         starts = tuple(int(depth * n) for depth in DEPTHS)
         again = [tokens[start : start + PASSAGE] for start in starts]
         return cls(torch.cat([tokens[:n], *again]), n, starts)
 
     def first(self, losses: Float[Tensor, " m"]) -> Float[Tensor, "passages k"]:
-        """Losses of the passages' counted tokens when they come first; ``losses[i]`` is that of token ``i + 1``."""
+        """Losses of the passages' counted tokens in the first reading; ``losses[i]`` is that of token ``i + 1``."""
         return torch.stack([losses[start + LEAD - 1 : start + PASSAGE - 1] for start in self.starts])
 
     def again(self, losses: Float[Tensor, " m"]) -> Float[Tensor, "passages k"]:
-        """The same when they come again."""
+        """The same in the second reading."""
         places = [self.n_text + number * PASSAGE for number in range(len(self.starts))]
         return torch.stack([losses[start + LEAD - 1 : start + PASSAGE - 1] for start in places])
 
@@ -96,7 +96,7 @@ class Plan:
 
 @final
 class Budgets(Measurement):
-    """Perplexity and what is left of passages, per policy and budget."""
+    """Perplexity and the kept advantage of a second reading, per policy and budget."""
 
     name: ClassVar[str] = "budgets"
     source: ClassVar[str] = "H2O, Figure 4; Scissorhands, Figure 3; AhaKV, Figure 4"
@@ -132,7 +132,7 @@ class Budgets(Measurement):
         self._found = {**summary(plan, full), "budgets": list(BUDGETS), "policies": policies}
 
     def result(self) -> Result:
-        """Losses of the full cache, and what each policy adds at each budget; ``None`` where it cannot run."""
+        """Losses of the full cache, and each policy's additional loss at each budget; ``None`` where it cannot run."""
         return self._found
 
     @classmethod
@@ -142,12 +142,12 @@ class Budgets(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[Claim, ...]:
-        """One for each paper, and one for the far past."""
+        """One for each paper, and one against a window of recent tokens."""
         return budget_claims.claims(result)
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Above, perplexity; below, the advantage of a second reading beside the full cache's."""
+        """Above, perplexity; below, the advantage of a second reading, with the full cache's."""
         above, below = axes
         shares = [100 * share for share in result["budgets"]]
         for number, (name, found) in enumerate(result["policies"].items()):
@@ -167,7 +167,7 @@ class Budgets(Measurement):
 
 
 def axes_of_budgets(axis: Axes, shares: Sequence[float]) -> None:
-    """A logarithmic axis with the budgets as its ticks."""
+    """Make an axis logarithmic, with the budgets as its ticks."""
     axis.set_xscale("log")
     axis.set_xticks(list(shares), [f"{share:g} %" for share in shares])
     axis.set_xticks([], minor=True)
@@ -180,7 +180,7 @@ def _line(axis: Axes, x: Sequence[float], y: Sequence[float | None], style: Mapp
 
 
 def _losses(subject: Subject, name: str, share: float, tokens: Int[Tensor, " n"]) -> Float[Tensor, " m"] | None:
-    """Loss of every token but the first; ``None`` where the policy cannot run with so little, or on this model."""
+    """Loss of every token but the first; ``None`` if the policy cannot run on this model or with so small a budget."""
     try:
         drive = Drive(subject.writer, parse(name), [max(1, round(share * len(tokens)))], first=0)
     except (BudgetError, UnsupportedOperationError, UnsupportedModelError):
@@ -204,7 +204,7 @@ def summary(plan: Plan, full: Float[Tensor, " m"]) -> Result:
 
 
 def compare(plan: Plan, full: Float[Tensor, " m"], losses: Float[Tensor, " m"] | None) -> dict[str, Any]:
-    """What a bounded cache adds to the loss, its standard error over tokens, and what is left of the advantage."""
+    """A bounded cache's additional loss, its standard error over tokens, and the kept share of the advantage."""
     if losses is None:
         return {"excess": None, "error": None, "kept": None, "kept_by_depth": None}
     more = (plan.text(losses) - plan.text(full)).double()

@@ -1,8 +1,9 @@
-"""A3: whether heavy hitters are words that occur together with many others (H2O, Figure 2b), beyond being frequent.
+"""A3: are heavy hitters words that occur together with many others (H2O, Figure 2b), beyond being frequent?
 
-The paper gives no formula. Here ``C(v)`` counts, over consecutive windows of the text that hold ``v``, the other kinds
-of tokens in the window. Both it and the accumulated attention grow with how often ``v`` occurs and fall with how late,
-so their plain correlation is partly trivial; what the count and the places do not explain is reported beside it.
+The paper gives no formula. Here ``C(v)`` counts the other kinds of tokens in each consecutive window of the text that
+contains ``v``, summed over these windows. ``C(v)`` and the accumulated attention both grow with the frequency of ``v``,
+and both fall with its position, so their plain correlation is partly trivial. The correlation beyond count and position
+is reported beside it.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.research.analysis.groups import _ranks as stats
-from kvkeep.research.analysis.groups._columns import by_kind
+from kvkeep.research.analysis.groups._ranks import by_kind
 from kvkeep.research.analysis.measure import Axes, Context, Measurement, Reading, Result, Rows, Verdict
 
 WINDOW = 128
 """Tokens of a window: about a paragraph."""
 
 FEWEST = 5
-"""Kinds of tokens that occur less often are left out: their averages are chance."""
+"""Kinds of tokens with fewer occurrences are left out: their averages are chance."""
 
 FEWEST_KINDS = 30
 """With fewer kinds the 95 % interval of a correlation is wider than 0.7."""
 
 STRONG = 0.5
-"""Rank correlation from which the paper's claim, that both go together, counts as seen."""
+"""Least rank correlation that counts as the paper's claim."""
 
 
 @final
 class Cooccurrence(Measurement):
-    """Rank correlation of accumulated attention with co-occurrence, and what is left of it beyond frequency."""
+    """Rank correlation of accumulated attention with co-occurrence, plain and beyond frequency."""
 
     name: ClassVar[str] = "cooccurrence"
     source: ClassVar[str] = "H2O, Figure 2b"
@@ -45,12 +46,12 @@ class Cooccurrence(Measurement):
         self._mass = torch.zeros(context.n_layers, context.n_tokens, dtype=torch.float64)
 
     def rows(self, rows: Rows) -> None:
-        """Add what each key receives, over all heads."""
+        """Add the attention that each key receives, over all heads."""
         part = rows.weights.sum(dim=(0, 1))
         self._mass[rows.layer, : len(part)] += part
 
     def result(self) -> Result:
-        """Correlations over the kinds of tokens that occur often enough; layers together, and each alone."""
+        """Correlations over the kinds of tokens with enough occurrences, for all layers together and for each."""
         tokens = self.context.tokens
         mass, _, counts = by_kind(self._mass, tokens)
         level, _, _ = by_kind(stats.uniform_mass(len(tokens)), tokens)
@@ -71,7 +72,7 @@ class Cooccurrence(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if the correlation is strong and something of it is left beyond count and place."""
+        """Agrees if the correlation is strong and part of it remains beyond count and position."""
         raw, left = result["spearman"], result["given_count_and_place"]
         span = result["interval"]
         rest = "that has no value here" if left is None else f"it is {left:+.2f}"
@@ -88,7 +89,7 @@ class Cooccurrence(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Attention per occurrence over co-occurrence per occurrence: the trivial part, frequency, is divided out."""
+        """Attention over co-occurrence, both per occurrence so that frequency is divided out."""
         points = result["points"]
         axes.plot(points["others"], points["mass"], marker="o", markersize=4, linestyle="none", color="black")
         axes.set_yscale("log")
@@ -97,7 +98,7 @@ class Cooccurrence(Measurement):
 
 
 def cooccurrences(tokens: Int[Tensor, " T"], window: int) -> Float[Tensor, " V"]:
-    """``C(v)`` of every kind, in rising order of token ids: other kinds, summed over the windows that hold ``v``."""
+    """``C(v)`` of every kind of token, in rising order of token ids."""
     kinds, which = tokens.unique(sorted=True, return_inverse=True)
     found = torch.zeros(len(kinds), dtype=torch.float64)
     for part in which.split(window):
@@ -109,7 +110,7 @@ def cooccurrences(tokens: Int[Tensor, " T"], window: int) -> Float[Tensor, " V"]
 def _correlations(
     mass: Float[Tensor, " V"], others: Float[Tensor, " V"], counts: Float[Tensor, " V"], level: Float[Tensor, " V"]
 ) -> dict[str, Any]:
-    """The plain correlation, per occurrence, and what is left beyond the count and beyond count and place."""
+    """The plain correlation, per occurrence, beyond the count, and beyond count and position."""
     x, y, n, place = (values.clamp(min=1e-12).log() for values in (mass, others, counts, level))
     left = stats.partial(x, y, torch.stack([n, place], dim=1))
     return {
@@ -124,7 +125,7 @@ def _correlations(
 
 
 def _verdict(result: Result) -> Verdict:
-    """A strong correlation of which nothing is left beyond frequency is no support, and no counter-evidence either."""
+    """A strong correlation with nothing beyond frequency is neither support nor counter-evidence."""
     raw, span = result["spearman"], result["interval"]
     if result["n_kinds"] < FEWEST_KINDS or raw is None:
         return "cannot tell"

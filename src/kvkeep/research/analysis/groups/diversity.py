@@ -1,14 +1,18 @@
-"""A8: whether text written under eviction is as diverse as under the full cache (H2O, Appendix C.1).
+"""A8: is text that is written under eviction as diverse as under the full cache (H2O, Appendix C.1)?
 
 Every policy continues the same prompts with the same random numbers, to the same length: tokens that would end a text
-are never drawn. Self-BLEU compares the texts with each other, distinct n-grams count over all of them, repetition
-looks inside each. The paper gives neither order nor smoothing of its Self-BLEU; orders 2 to 5 are reported, with
-counts of 0 smoothed and without.
+are never drawn. Self-BLEU compares the texts with each other, distinct n-grams count over all texts, and repetition
+counts inside each text. The paper gives neither order nor smoothing of its Self-BLEU. Orders 2 to 5 are reported, with
+counts of 0 smoothed and without smoothing.
+
+BLEU is that of Papineni et al. (2002): the geometric mean of the clipped precisions of orders 1 to N with equal
+weights, times the brevity penalty against the reference of the closest length.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar, final
 
@@ -18,32 +22,32 @@ from torch import Tensor
 
 from kvkeep.engine.sampler import choose
 from kvkeep.engine.sampling import Sampling
-from kvkeep.evals.drive import Drive, ends_of
+from kvkeep.evals.drive import Drive
+from kvkeep.models.generation import ends_of
 from kvkeep.models.text import Writer
 from kvkeep.registry import parse
-from kvkeep.research.analysis.groups import _ngrams as ngrams
-from kvkeep.research.analysis.groups import _texts
+from kvkeep.research.analysis.groups import _shared
 from kvkeep.research.analysis.measure import Axes, Measurement, Progress, Reading, Result, Subject, Verdict
 
 POLICIES = ("full", "h2o", "scissorhands", "ahakv", "streaming_llm", "local")
-"""The papers' methods, and the two that do not look at attention."""
+"""The papers' methods, and the two that ignore attention."""
 
 BUDGET = 0.2
-"""Share of prompt and continuation together that is kept."""
+"""Kept share of prompt and continuation together."""
 
 PROMPTS, PROMPT, NEW = 16, 128, 96
-"""Prompts, their tokens, and the tokens that each is continued by."""
+"""Number of prompts, tokens of each, and new tokens of each."""
 
 TEMPERATURE = 0.7
 """Hot enough that prompts and seeds differ, cool enough that a model's own repetitions show."""
 
 ORDERS, MAIN = (2, 3, 4, 5), 4
-"""Orders of Self-BLEU, and the one that is judged: BLEU's usual one."""
+"""Orders of Self-BLEU, and the order for the verdict, which is BLEU's usual one."""
 
 REPEATED = (2, 3, 4)
 
 SURE = 2.0
-"""Standard errors of a difference from which it counts as one."""
+"""Least difference in standard errors that counts as a difference."""
 
 
 @final
@@ -58,7 +62,7 @@ class Diversity(Measurement):
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """Continue the prompts under every policy."""
-        prompts = _texts.windows(subject, rows=PROMPTS, length=PROMPT, room=NEW)
+        prompts = _shared.windows(subject, rows=PROMPTS, length=PROMPT, room=NEW)
         budget = int(BUDGET * (prompts.shape[1] + NEW))
         found = {}
         for number, name in enumerate(POLICIES):
@@ -70,12 +74,12 @@ class Diversity(Measurement):
         self._found: Result = {**facts, "temperature": TEMPERATURE, "policies": found}
 
     def result(self) -> Result:
-        """Numbers per policy, and the beginning of its first text."""
+        """Numbers per policy, and its first text."""
         return self._found
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if H2O is no more repetitive across texts than the full cache, and local clearly is."""
+        """Agrees if H2O repeats no more across texts than the full cache, and local clearly does."""
         found = {name: one["self_bleu_smooth"][str(MAIN)] for name, one in result["policies"].items()}
         inside = {name: one["repeated"]["3"] for name, one in result["policies"].items()}
         verdict = _verdict(result)
@@ -117,10 +121,10 @@ _MEANING: dict[Verdict, str] = {
 def continuations(
     writer: Writer, policy: str, budget: int, prompts: Int[Tensor, "N T"], *, seed: int
 ) -> list[list[int]]:
-    """Continue all prompts at once by `NEW` tokens; the same seed draws with the same numbers under every policy."""
+    """Continue all prompts at once by `NEW` tokens; the same seed draws the same random numbers under every policy."""
     drive = Drive(writer, parse(policy), [budget] * len(prompts))
     rows = [Sampling(temperature=TEMPERATURE, seed=seed * PROMPTS + row) for row in range(len(prompts))]
-    ends = sorted(ends_of(writer))
+    ends = sorted(ends_of(writer.model))
     tokens, given = [], prompts
     for step in range(NEW):
         logits = drive.feed(given, last_only=True)[:, -1].float().cpu()
@@ -133,13 +137,13 @@ def continuations(
 
 def described(texts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """The numbers of one policy."""
-    smooth = {str(n): ngrams.self_bleu(texts, n, smooth=True) for n in ORDERS}
+    smooth = {str(n): self_bleu(texts, n, smooth=True) for n in ORDERS}
     return {
-        "self_bleu": {str(n): _mean(ngrams.self_bleu(texts, n, smooth=False)) for n in ORDERS},
+        "self_bleu": {str(n): _mean(self_bleu(texts, n, smooth=False)) for n in ORDERS},
         "self_bleu_smooth": {n: _mean(values) for n, values in smooth.items()},
         "bleus": smooth[str(MAIN)],
-        "distinct": {str(n): ngrams.distinct(texts, n) for n in (1, 2, 3)},
-        "repeated": {str(n): _mean([ngrams.repeated(text, n) for text in texts]) for n in REPEATED},
+        "distinct": {str(n): distinct(texts, n) for n in (1, 2, 3)},
+        "repeated": {str(n): _mean([repeated(text, n) for text in texts]) for n in REPEATED},
     }
 
 
@@ -163,3 +167,66 @@ def _verdict(result: Result) -> Verdict:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+# -- counts of n-grams -------------------------------------------------------------------------------------------------
+
+Text = Sequence[int]
+Counts = Counter[tuple[int, ...]]
+
+EPSILON = 0.1
+"""The replacement for a count of 0 in smoothing (method 1 of Chen and Cherry, 2014)."""
+
+
+def ngrams(text: Text, n: int) -> Counts:
+    """The count of each run of ``n`` tokens."""
+    return Counter(tuple(text[start : start + n]) for start in range(len(text) - n + 1))
+
+
+def bleu(text: Text, references: Sequence[Text], order: int, *, smooth: bool) -> float:
+    """BLEU of a text against references, in [0, 1].
+
+    Args:
+        text: the text to judge.
+        references: the texts to compare it with.
+        order: length of the longest n-grams that count.
+        smooth: replace a count of 0 by `EPSILON`; otherwise one such order makes the result 0.
+    """
+    total = 0.0
+    for n in range(1, order + 1):
+        own = ngrams(text, n)
+        most: Counts = Counter()
+        for reference in references:
+            most |= ngrams(reference, n)  # the largest count in any one reference
+        found = float(sum((own & most).values()))
+        if not own or (found == 0 and not smooth):
+            return 0.0
+        total += math.log((found or EPSILON) / sum(own.values()))
+    return _brevity(len(text), [len(reference) for reference in references]) * math.exp(total / order)
+
+
+def _brevity(length: int, others: Sequence[int]) -> float:
+    """The brevity penalty: 1 for a text as long as the reference of the closest length (of two, the shorter) or
+    longer.
+    """
+    closest = min(others, key=lambda other: (abs(other - length), other))
+    return 1.0 if length >= closest else math.exp(1 - closest / length)
+
+
+def self_bleu(texts: Sequence[Text], order: int, *, smooth: bool) -> list[float]:
+    """BLEU of each text against all others. Their mean is Self-BLEU, which is low for diverse texts."""
+    return [bleu(text, [*texts[:i], *texts[i + 1 :]], order, smooth=smooth) for i, text in enumerate(texts)]
+
+
+def distinct(texts: Sequence[Text], n: int) -> float:
+    """Different n-grams per n-gram, over all texts together; 1 if no n-gram occurs twice."""
+    total: Counts = Counter()
+    for text in texts:
+        total += ngrams(text, n)
+    return len(total) / max(1, sum(total.values()))
+
+
+def repeated(text: Text, n: int) -> float:
+    """Share of a text's n-grams that occurred earlier in it."""
+    counts = ngrams(text, n)
+    return 1 - len(counts) / sum(counts.values()) if counts else 0.0

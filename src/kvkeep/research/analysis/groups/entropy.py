@@ -1,8 +1,8 @@
-"""Entropy of attention rows by their number, with and without AhaKV's gain, beside what Gaussian logits would give.
+"""Entropy of attention rows by row number, with and without AhaKV's gain, compared with that of Gaussian logits.
 
 For Gaussian logits of variance σ² a row of ``i`` keys has an entropy of about ln i - σ²/2, and under a gain g of about
-ln i - g²σ²/2. The paper's Equation 8 has d/2 there, for unscaled logits; ordinary attention divides by √d before. σ² is
-measured here, in each row, as the variance of the scaled logits.
+ln i - g²σ²/2. The paper's Equation 8 has d/2 in place of σ²/2, for unscaled logits; ordinary attention divides by √d
+first. Here σ² is measured in each row, as the variance of the scaled logits.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.research.analysis.groups._lines import lines
-from kvkeep.research.analysis.groups._numbers import show
+from kvkeep.research.analysis.groups._shared import lines, show
 from kvkeep.research.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows
 
 SAMPLES = 512
-"""Rows that are measured, evenly spaced; neighbours hardly differ."""
+"""Number of measured rows, evenly spaced; neighbours hardly differ."""
 
 FIRST_ROW = 16
-"""Earlier rows see too few keys for a variance."""
+"""First measured row; earlier rows see too few keys for a variance."""
 
 KEEP_RATIO = 0.2
-"""The budget whose logarithm is the target of the gain, as a share of the text: 720 of 3600 tokens in Figure 2."""
+"""The budget as a share of the text, 720 of 3600 tokens in Figure 2; its logarithm is the target of the gain."""
 
 POINTS = 24
 """Points of the curves, evenly spaced in ln i; each is a mean over the sampled rows around it."""
@@ -35,11 +34,11 @@ GROWS = 0.5
 """Slope of the entropy over ln i, 1 in Equation 8, from which attention counts as flattening as Equation 8 says."""
 
 NEAR = 0.5
-"""Nats within which the formula counts as right: an effective number of keys within a factor of 1.65."""
+"""Largest error of the formula, in nats, that counts as right: an effective number of keys within a factor of 1.65."""
 
 
 def gains(rows: Float[Tensor, " m"], k: int) -> Float[Tensor, " m"]:
-    """AhaKV's gain on the scaled logits of rows with so many keys, at least 1: √(2 ln(i/k))."""
+    """AhaKV's gain on the scaled logits, for rows with ``rows`` keys: √(2 ln(i/k)), at least 1."""
     return (2.0 * (rows / k).clamp(min=1.0).log()).sqrt().clamp(min=1.0)
 
 
@@ -59,7 +58,7 @@ def entropies(weights: Float[Tensor, "heads m S"]) -> Float[Tensor, "heads m"]:
 
 
 def slope(x: Float[Tensor, " m"], y: Float[Tensor, " m"]) -> float:
-    """Of the least-squares line."""
+    """The slope of the least-squares line."""
     centred = x - x.mean()
     return ((centred * (y - y.mean())).sum() / centred.square().sum()).item()
 
@@ -104,7 +103,7 @@ class Entropy(Measurement):
         return (self._rows >= rows.first) & (self._rows < rows.first + rows.weights.shape[1])
 
     def result(self) -> Result:
-        """Curves over ln i, slopes, and how far formula and target are off in the second half of the text."""
+        """Curves over ln i, slopes, and the errors of formula and target in the second half of the text."""
         i = self._rows.double() + 1
         entropy, formula, gained, gained_formula = self._found.unbind(dim=-1)
         late = i > i[-1] / 2
@@ -124,7 +123,7 @@ class Entropy(Measurement):
         }
 
     def _curves(self, i: Float[Tensor, " m"], calmest: int) -> dict[str, list[float]]:
-        """Means over rows of similar ln i: over layers, and of the layer with the smallest σ²."""
+        """Means over rows of similar ln i: over all layers, and of the layer with the smallest σ²."""
         place = (i / i[0]).log() / (i[-1] / i[0]).log() * POINTS
         near = place.long().clamp(max=POINTS - 1) == torch.arange(POINTS)[:, None]
         near = near[near.any(dim=1)].double()
@@ -141,7 +140,7 @@ class Entropy(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """The slope says whether attention flattens as the paper derives."""
+        """The slope decides whether attention flattens as the paper derives."""
         return Reading(
             paper="A row's expected entropy grows with ln i, so attention flattens as the text grows (Equation 8).",
             here=f"Entropy grows by {show(result['slope'])} nats per unit of ln i, to that of "
@@ -152,7 +151,7 @@ class Entropy(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[Claim, ...]:
-        """Growth, the formula for it, and what the gain does."""
+        """Growth of the entropy, the formula for it, and the effect of the gain."""
         found = cls.reading(result)
         near = sum(abs(off) <= NEAR for off in result["off_by_layer"])
         layers, missed = len(result["off_by_layer"]), result["gained_minus_target"]

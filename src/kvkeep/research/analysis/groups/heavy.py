@@ -10,23 +10,23 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.research.analysis.groups import _ranks as stats
-from kvkeep.research.analysis.groups._columns import ColumnSums, by_kind
+from kvkeep.research.analysis.groups._ranks import ColumnSums, by_kind
 from kvkeep.research.analysis.measure import Axes, Context, Measurement, Reading, Result, Rows, Verdict
 
 SHARES = {"1%": 0.01, "5%": 0.05, "20%": 0.2}
 """Shares of the tokens whose part of the mass is reported."""
 
 HELD = (0.8, 0.9, 0.95)
-"""Parts of the mass for which the smallest share of the tokens that holds them is reported."""
+"""Parts of the mass; the smallest share of the tokens that holds each part is reported."""
 
 STRAIGHT = 0.9
-"""R² from which points on two logarithmic axes count as a line. An exponential over 300 ranks stays below it."""
+"""Least R² at which points on two logarithmic axes count as a line. An exponential over 300 ranks stays below it."""
 
 CLEAR = 0.1
-"""By how much the heaviest fifth must hold more than under uniform attention, which by itself favours early tokens."""
+"""Least excess of the heaviest fifth's mass over that under uniform attention, which by itself favours early tokens."""
 
 FEWEST_KINDS = 100
-"""Fewer kinds of tokens span less than one decade of ranks from the tenth on: too few to tell a power law."""
+"""Fewer kinds of tokens span less than one decade of ranks from the tenth on, too few for a power law."""
 
 _NAMED = 10
 
@@ -46,11 +46,13 @@ class HeavyHitters(Measurement):
         self._columns = ColumnSums(context)
 
     def rows(self, rows: Rows) -> None:
-        """Add what each key receives."""
+        """Add the attention that each key receives."""
         self._columns.add(rows)
 
     def result(self) -> Result:
-        """Shares of the heaviest tokens per layer, and the law over kinds of tokens, with and without the first."""
+        """Shares of the heaviest tokens per layer, and the law over kinds of tokens, with and without the first
+        token.
+        """
         tokens, sums = self.context.tokens, self._columns.sums
         kinds, _, counts = by_kind(sums.sum(dim=1), tokens)
         later, _, _ = by_kind(sums[..., 1:].sum(dim=1), tokens[1:])
@@ -76,7 +78,7 @@ class HeavyHitters(Measurement):
         }
 
     def _named(self, mass: Float[Tensor, " V"]) -> list[dict[str, Any]]:
-        """The heaviest kinds of tokens, as a person reads them."""
+        """The heaviest kinds of tokens, in words."""
         _, where = self.context.tokens.unique(sorted=True, return_inverse=True)
         found = []
         for index in mass.argsort(descending=True)[:_NAMED].tolist():
@@ -87,7 +89,7 @@ class HeavyHitters(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if the line is straight and the heaviest fifth holds clearly more than uniform attention gives it."""
+        """Agrees if the line is straight and the heaviest fifth holds clearly more than under uniform attention."""
         law, held, level = result["kinds"], result["tokens"]["20%"], result["uniform"]["20%"][0]
         mean, need = sum(held) / len(held), result["tokens"]["for"]["90%"]
         slope = (
@@ -129,7 +131,7 @@ def _verdict(result: Result) -> Verdict:
 
 
 def _shares(sums: Float[Tensor, "L Hq T"]) -> dict[str, Any]:
-    """Per layer, averaged over heads: what the heaviest tokens hold, and how many it takes to hold a given part."""
+    """Per layer, averaged over heads: the heaviest tokens' mass, and the share of tokens that holds a given part."""
     found: dict[str, Any] = {name: stats.top_share(sums, share).mean(dim=-1).tolist() for name, share in SHARES.items()}
     part = sums.sort(dim=-1, descending=True).values.cumsum(dim=-1)
     part = part / part[..., -1:].clamp(min=1e-300)
@@ -141,7 +143,7 @@ def _shares(sums: Float[Tensor, "L Hq T"]) -> dict[str, Any]:
 
 
 def _law(values: Float[Tensor, " V"]) -> dict[str, Any]:
-    """The power law over ranks, and what the heaviest kinds hold."""
+    """The power law over ranks, and the mass of the heaviest kinds."""
     fit = stats.power_law(values)
     return {
         "fit": None if fit is None else asdict(fit),
@@ -151,6 +153,6 @@ def _law(values: Float[Tensor, " V"]) -> dict[str, Any]:
 
 
 def _at(values: Float[Tensor, " V"], places: list[int]) -> list[float]:
-    """Shares of the whole at some ranks."""
+    """Shares of the total at some ranks."""
     ordered = values.sort(descending=True).values / values.sum()
     return stats.rounded(ordered[torch.tensor(places) - 1])

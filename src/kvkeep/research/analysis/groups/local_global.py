@@ -1,9 +1,9 @@
-"""A5: whether sums over past rows choose as well as sums over all rows, later ones included (H2O, Figure 2d).
+"""A5: do sums over past rows choose as well as sums over all rows, later ones included (H2O, Figure 2d)?
 
-Three ways to keep a fifth of the text: H2O with what it has seen so far, H2O with the sums of a first pass over the
-whole text, and the newest tokens alone. All are replayed, token by token, on the same queries, keys and values of the
-full cache: which tokens they keep, and how much of the full cache's attention falls on them. Then each runs freely, for
-its loss.
+Three policies keep a fifth of the text: H2O with its sums so far, H2O with the sums of a first pass over the whole
+text, and the newest tokens alone. All are replayed, token by token, on the same queries, keys and values of the full
+cache. This shows which tokens they keep, and which part of the full cache's attention falls on them. Then each runs
+freely, for its loss.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.cache import BoundedLayer
 from kvkeep.evals import metrics
 from kvkeep.evals.drive import Drive
-from kvkeep.evals.tasks.mass import Recorder, Tape
+from kvkeep.evals.recording import Tape, members, tapes
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
 from kvkeep.layer import Layer
 from kvkeep.models.text import Writer
@@ -28,33 +27,32 @@ from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 from kvkeep.research import hindsight
 from kvkeep.research.analysis.groups import _ranks as stats
-from kvkeep.research.analysis.groups import _texts
-from kvkeep.research.analysis.groups._lines import by_layer
+from kvkeep.research.analysis.groups import _shared
+from kvkeep.research.analysis.groups._shared import by_layer
 from kvkeep.research.analysis.measure import Axes, Measurement, Progress, Reading, Result, Subject, Verdict
-from kvkeep.types import Phase
 
 BUDGET = 0.2
-"""Share of the text that is kept, the paper's."""
+"""Kept share of the text, the paper's."""
 
 WINDOW, TEXTS, STRIDE = 512, 2, 8
-"""Tokens of a text, texts, and tokens that are fed at once in the free run (the loss then sees up to so many more)."""
+"""Tokens of a text, number of texts, and tokens fed at once in the free run, which may see up to so many more."""
 
 EVERY = 16
-"""Rows from one look at the kept sets to the next."""
+"""Rows between two comparisons of the kept sets."""
 
 MATTERS = 0.02
-"""Loss in nats by which the newest tokens alone must be worse than the global sums to tell anything."""
+"""Least excess loss, in nats, of the newest tokens alone over the global sums; below it nothing can be told."""
 
 NEAR = 0.25
-"""The past is as good as the whole if it leaves at most this part of the gap between newest tokens and whole."""
+"""Sums over the past are as good as global ones if they leave at most this part of the gap to the newest tokens."""
 
 SURE = 2.0
-"""Standard errors over the tokens from which a difference of losses counts as one."""
+"""Least difference of losses, in standard errors over the tokens, that counts as a difference."""
 
 
 @final
 class LocalGlobal(Measurement):
-    """Kept sets, attention held and loss of sums over the past, sums over all rows, and the newest tokens."""
+    """Kept sets, held attention and loss of sums over the past, sums over all rows, and the newest tokens."""
 
     name: ClassVar[str] = "local_global"
     source: ClassVar[str] = "H2O, Figure 2d"
@@ -65,7 +63,7 @@ class LocalGlobal(Measurement):
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """Record the full cache, replay each policy on the record, and let each run freely."""
-        ids, writer = _texts.windows(subject, rows=TEXTS, length=WINDOW), subject.writer
+        ids, writer = _shared.windows(subject, rows=TEXTS, length=WINDOW), subject.writer
         length = ids.shape[1]
         budget = max(4, int(BUDGET * length))
         totals = hindsight.measure(subject.model, ids.to(subject.model.device))
@@ -77,12 +75,12 @@ class LocalGlobal(Measurement):
         looks = rows_of_looks(budget, length)
         kept: dict[str, list[Kept]] = {name: [] for name in policies}
         layers = {name: _layers(writer, policy, budget, len(ids)) for name, policy in policies.items()}
-        recorders = record(writer, ids)
-        for done, (index, recorder) in enumerate(recorders.items()):
-            tape = recorder.tape(length)
+        recorded = tapes(writer.model, ids)
+        for done, (index, tape) in enumerate(recorded.items()):
+            full = tape.weights(0).mean(dim=2).float()
             for name, own in layers.items():
-                kept[name].append(replay(own[index], tape, budget, looks))
-            progress((done + 1) / (2 * len(recorders)))
+                kept[name].append(replay(own[index], tape, full, budget, looks))
+            progress((done + 1) / (2 * len(recorded)))
         losses = {}
         for number, (name, policy) in enumerate({**policies, "full": parse("full")}.items()):
             losses[name] = _run_freely(writer, policy, length if name == "full" else budget, ids)
@@ -91,12 +89,12 @@ class LocalGlobal(Measurement):
         self._found: Result = {**facts, **judged(losses), **compared(kept, budget, looks)}
 
     def result(self) -> Result:
-        """Overlap with the global set beyond the recent window, attention held, and loss."""
+        """Overlap with the global set beyond the recent window, held attention, and loss."""
         return self._found
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if the past closes three quarters of the gap in loss between newest tokens and global sums."""
+        """Agrees if the past closes three quarters of the gap in loss between the newest tokens and global sums."""
         loss, held = result["loss"], {name: _mean(layers) for name, layers in result["held_by_layer"].items()}
         shared = _mean(result["jaccard_by_layer"]["past"])
         perplexity = {name: math.exp(min(value, 50.0)) for name, value in loss.items()}
@@ -114,7 +112,7 @@ class LocalGlobal(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Attention held per layer."""
+        """Held attention per layer."""
         names = {"past": "sums over the past", "global": "sums over all rows", "newest": "newest tokens"}
         held = {names[name]: [100 * share for share in layers] for name, layers in result["held_by_layer"].items()}
         by_layer(axes, held, y="attention held, %")
@@ -129,62 +127,55 @@ _MEANING: Mapping[Verdict, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What a layer kept of a record.
+    """The tokens that a layer kept of a record.
 
     Attributes:
-        sets: which tokens it held before some of the rows.
-        share: part of the full cache's attention that fell on what was held and on the row's own token, over all rows
-            from the budget on.
+        sets: the tokens that it held before some of the rows.
+        share: part of the full cache's attention on the held tokens and the row's own, over all rows from the budget
+            on.
     """
 
     sets: Bool[Tensor, "N Hk K T"]
     share: float
 
 
-def record(writer: Writer, ids: Int[Tensor, "N T"]) -> dict[int, Recorder]:
-    """Run the full cache and remember what each layer was given."""
-    rows, length = ids.shape
-    drive = Drive(writer, parse("full"), [length] * rows)
-    recorders = {}
-    for index, layer in drive.cache.bounded_layers().items():
-        recorders[index] = Recorder(parse("full"), length, index=index, window=layer.window)
-        outer = drive.cache.layers[index]
-        assert isinstance(outer, BoundedLayer)
-        outer.layer = recorders[index]
-    drive.feed(ids, last_only=True)
-    return recorders
-
-
 def rows_of_looks(budget: int, length: int) -> list[int]:
-    """Rows before which the kept sets are compared; the first comes after something was dropped."""
+    """Rows before which the kept sets are compared; something was evicted before the first."""
     return list(range(min(budget + EVERY, length - 1), length, EVERY))
 
 
 @torch.inference_mode()
-def replay(layer: Layer, tape: Tape, budget: int, looks: Sequence[int]) -> Kept:
-    """Replay a record in one layer, token by token from where its budget is full."""
-    length = tape.query.shape[2]
+def replay(layer: Layer, tape: Tape, full: Float[Tensor, "N Hk T T"], budget: int, looks: Sequence[int]) -> Kept:
+    """Replay a record in one layer, token by token from where its budget is full.
+
+    Args:
+        layer: an unused one.
+        tape: the record.
+        full: the full cache's attention, averaged over the query heads of a group.
+        budget: tokens that the layer keeps.
+        looks: rows before which the kept set is remembered.
+    """
     sets, shares = [], []
-    _step(layer, tape, 0, budget)  # nothing is dropped before
-    for row in range(budget, length):
-        positions, p = layer.store.positions, tape.probabilities[:, :, row]
+    tape.feed(layer, 0, budget)  # nothing is dropped before
+    for row in range(budget, tape.length):
+        positions, p = layer.store.positions, full[:, :, row]
         shares.append(metrics.held(p, positions) + p[..., row])
         if row in looks:
-            sets.append(_members(positions, length))
-        _step(layer, tape, row, row + 1)
+            sets.append(members(positions, tape.length).cpu())
+        tape.feed(layer, row, row + 1)
     return Kept(torch.stack(sets, dim=2), float(torch.stack(shares).double().mean()))
 
 
 def overlap(
     one: Bool[Tensor, "N Hk K T"], other: Bool[Tensor, "N Hk K T"], looks: Sequence[int], *, recent: int
 ) -> float:
-    """Mean Jaccard index of what two policies hold beyond the ``recent`` newest tokens, which both hold anyway."""
+    """Mean Jaccard index of two policies' tokens beyond the ``recent`` newest, which both hold."""
     older = torch.arange(one.shape[-1]) < torch.tensor(looks)[:, None] - recent
     return float(stats.jaccard(one & older, other & older).mean())
 
 
 def compared(kept: Mapping[str, Sequence[Kept]], budget: int, looks: Sequence[int]) -> Result:
-    """What the policies hold, and what they have in common with the global sums, per layer."""
+    """The attention that the policies hold, and their overlap with the global sums, per layer."""
     shared = {
         name: [
             overlap(one.sets, other.sets, looks, recent=budget // 2)
@@ -198,7 +189,7 @@ def compared(kept: Mapping[str, Sequence[Kept]], budget: int, looks: Sequence[in
 
 
 def chance(budget: int, looks: Sequence[int]) -> float:
-    """What random choices beyond the recent window would have in common."""
+    """The expected overlap of random choices beyond the recent window."""
     recent = budget // 2
     return sum(stats.chance_jaccard(row - recent, budget - recent) for row in looks) / len(looks)
 
@@ -207,25 +198,13 @@ def _layers(writer: Writer, policy: Policy, budget: int, texts: int) -> dict[int
     return Drive(writer, policy, [budget] * texts).cache.bounded_layers()
 
 
-def _members(positions: Int[Tensor, "N Hk S"], length: int) -> Bool[Tensor, "N Hk T"]:
-    """Which tokens stand in the slots."""
-    marks = torch.zeros(*positions.shape[:2], length + 1, dtype=torch.bool)
-    return marks.scatter(-1, positions.long().cpu() % (length + 1), True)[..., :length]  # -1 goes to the spare place
-
-
-def _step(layer: Layer, tape: Tape, start: int, stop: int) -> None:
-    at = slice(start, stop)
-    phase = Phase.PREFILL if start == 0 else Phase.DECODE
-    layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options, phase=phase)
-
-
 def _run_freely(writer: Writer, policy: Policy, budget: int, ids: Int[Tensor, "N T"]) -> Float[Tensor, " n"]:
     drive = Drive(writer, policy, [budget] * len(ids))
     return feed_in_pieces(drive, ids, STRIDE).double().flatten()
 
 
 def judged(losses: Mapping[str, Float[Tensor, " n"]]) -> Result:
-    """Mean losses; the gap from the global sums to the newest tokens; and what the past leaves of it beyond `NEAR`."""
+    """Mean losses, the gap between newest tokens and global sums, and the past's part of it beyond `NEAR`."""
     gap = losses["newest"] - losses["global"]
     left = losses["past"] - losses["global"] - NEAR * gap
     means = {name: float(values.mean()) for name, values in losses.items()}

@@ -1,8 +1,8 @@
 """A12: heavy hitters among the hidden units of MLP blocks (H2O, Appendix C.10, Figures 11 and 12, Table 12).
 
-A unit is active where its activation is above 0, as the paper has it for ReLU. Gated blocks with smooth activations
-(SiLU, GELU) are hardly ever 0: there the share of units that exceed 1 % of their layer's largest activation is reported
-beside it, and the order of the units still follows from what is above 0.
+A unit is active where its activation is above 0, as in the paper, which has ReLU. Smooth activations (SiLU, GELU) are
+hardly ever 0. For them the share of units above 1 % of their layer's largest activation is reported as well; the order
+of the units still counts activations above 0.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from kvkeep.evals import texts
 from kvkeep.evals.task import Options
 from kvkeep.research.analysis.groups import _ranks as stats
-from kvkeep.research.analysis.groups import _texts
-from kvkeep.research.analysis.groups._lines import Line, lines
+from kvkeep.research.analysis.groups import _shared
+from kvkeep.research.analysis.groups._shared import Line, lines
 from kvkeep.research.analysis.groups._units import Frequencies, Hushed
 from kvkeep.research.analysis.measure import (
     Axes,
@@ -35,29 +35,29 @@ from kvkeep.research.analysis.measure import (
 from kvkeep.research.analysis.walk import walk
 
 OFTEN = 0.2
-"""Units active for more of the tokens are the paper's heavy hitters."""
+"""Units active for a larger share of the tokens are the paper's heavy hitters."""
 
 ALWAYS = 0.99
-"""Units active for more of the tokens count as always active."""
+"""Units active for a larger share of the tokens count as always active."""
 
 PART = 0.1
-"""Share of each layer's units that is silenced to compare frequent, random and rare ones in equal numbers."""
+"""Share of each layer's units that is silenced, in equal numbers for frequent, random and rare units."""
 
 WINDOW, TEXTS, OTHER = 512, 2, 512
-"""Windows for the loss, and tokens of the package's own sentences, the other text."""
+"""Tokens and number of windows for the loss, and tokens of the other text, the package's own sentences."""
 
 HARM, TIMES = 0.1, 2.0
-"""Silencing frequent units hurts if it costs so many nats, and so many times what random ones cost."""
+"""Silencing frequent units hurts if it costs so many nats, and so many times the cost of random ones."""
 
 SAME = 0.5
-"""Rank correlation of frequencies over two texts from which the units count as the same."""
+"""Least rank correlation of frequencies over two texts at which the units count as the same."""
 
 SETS = ("frequent", "random", "rare")
 
 
 @final
 class MlpUnits(Measurement):
-    """How often hidden units are active, what silencing them costs, and whether another text activates the same."""
+    """Frequencies of hidden units, the cost of silencing them, and their overlap between two texts."""
 
     name: ClassVar[str] = "mlp_units"
     source: ClassVar[str] = "H2O, Figures 11 and 12, Table 12"
@@ -76,12 +76,12 @@ class MlpUnits(Measurement):
     def runs(self, subject: Subject, progress: Progress) -> None:
         """Losses with units silenced, and frequencies on the package's own sentences."""
         frequency = self._units.positive()
-        ids, model = _texts.windows(subject, rows=TEXTS, length=WINDOW), subject.model
-        self._losses = {"full": _texts.loss(model, ids)}
+        ids, model = _shared.windows(subject, rows=TEXTS, length=WINDOW), subject.model
+        self._losses = {"full": _shared.loss(model, ids)}
         sets = {**chosen(frequency, PART, subject.seed), "above": [layer > OFTEN for layer in frequency]}
         for number, (name, units) in enumerate(sets.items()):
             with Hushed(model, units):
-                self._losses[name] = _texts.loss(model, ids)
+                self._losses[name] = _shared.loss(model, ids)
             progress((number + 1) / (len(sets) + 1))
         checkpoint = subject.writer.checkpoint
         length = min(OTHER, checkpoint.position_limit or OTHER)
@@ -89,7 +89,7 @@ class MlpUnits(Measurement):
         heard = Frequencies(self.context.n_layers, halves_at=len(other))
         walk(model, other, heard, reads=frozenset({"mlp"}))
         self._other = heard.positive()
-        self._guessing = _texts.guesses(model)
+        self._guessing = _shared.guesses(model)
 
     def result(self) -> Result:
         """Frequencies per layer, losses, and the overlap of two halves and of two texts."""
@@ -137,7 +137,7 @@ class MlpUnits(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Sorted frequencies of the first, a middle and the last layer, and the paper's line."""
+        """Sorted frequencies of the first, a middle and the last layer, with the paper's limit."""
         layers, ranks = result["curve"]["by_layer"], [float(rank) for rank in result["curve"]["rank"]]
         shown = sorted({0, len(layers) // 2, len(layers) - 1})
         drawn: dict[str, Line] = {f"layer {number}": (ranks, layers[number]) for number in shown}

@@ -1,8 +1,8 @@
-"""Whether tokens that matter later mattered before: Scissorhands' persistence ratio, beside its chance level.
+"""Did the tokens that matter later matter before? Scissorhands' persistence ratio, with its chance level.
 
-For a prefix of ``l`` tokens a token of its first half is pivotal early if some row of that half gives it more than its
-share, 1 / row, and late if some row of the second half does. The persistence ratio is the part of the late ones that
-were early ones. A random set as large as the early one would reach its size over the half's, so that is the chance.
+Take a prefix of ``l`` tokens. A token of its first half is pivotal early if some row of that half gives it more than
+the average, 1 / row, and pivotal late if some row of the second half does. The persistence ratio is the share of the
+late ones that are early ones. A random set has a chance level: its size, as a share of the half.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvkeep.research.analysis.groups._lines import by_layer
-from kvkeep.research.analysis.groups._numbers import mean, percent
+from kvkeep.research.analysis.groups._shared import by_layer, mean, percent
 from kvkeep.research.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows, Verdict
 
 SHORTEST = 256
-"""The shortest prefix that is measured; half of it is enough for shares of a few percent."""
+"""The shortest prefix; half of it is enough for shares of a few percent."""
 
 LONGEST_READ = 2048
-"""The reading takes the longest prefix up to this: the context of the OPT models, in which the paper measured."""
+"""The reading takes the longest prefix up to this length, the context of the paper's OPT models."""
 
 HIGH = 0.95
-"""The persistence ratio that the paper reports for most layers."""
+"""The paper's persistence ratio in most layers."""
 
 TRIVIAL = 0.8
-"""From this size of the early set on the hypothesis says little: even a random set persists in four of five cases."""
+"""Size of the early set from which the ratio says little: even a random set persists in four of five cases."""
 
 SMALL = 0.5
-"""Up to this size most tokens never mattered, so that there is something to drop."""
+"""Largest size of the early set with which most tokens never mattered, so that something can be evicted."""
 
 BEYOND_CHANCE = 0.1
-"""How far a persistence ratio has to be above its chance level to say something about the model."""
+"""Least excess of a persistence ratio over its chance level that says something about the model."""
 
 
 def prefixes(n_tokens: int) -> list[int]:
-    """The text, its first half, the first half of that and so on: their second halves do not overlap."""
+    """The text, its first half, the first half of that and so on; their second halves do not overlap."""
     lengths = [n_tokens]
     while lengths[-1] // 2 >= SHORTEST:
         lengths.append(lengths[-1] // 2)
@@ -49,7 +48,7 @@ def prefixes(n_tokens: int) -> list[int]:
 
 
 def pivotal(weights: Float[Tensor, "heads R S"], first: int) -> Bool[Tensor, "heads R S"]:
-    """The keys that each row gives more than its share.
+    """The keys that each row gives more than the average.
 
     Args:
         weights: rows of attention.
@@ -61,13 +60,13 @@ def pivotal(weights: Float[Tensor, "heads R S"], first: int) -> Bool[Tensor, "he
 
 @dataclass(frozen=True)
 class Found:
-    """What one layer shows in one prefix, averaged over heads.
+    """The numbers of one layer in one prefix, averaged over heads.
 
     Attributes:
-        ratio: of the late pivotal tokens, those that were pivotal early.
-        size: of the tokens of the first half, those that were pivotal early: the chance level.
-        ratio_without_own: the same if a token's attention to itself does not make it pivotal.
-        size_without_own: likewise.
+        ratio: share of the late pivotal tokens that were pivotal early.
+        size: share of the tokens of the first half that were pivotal early: the chance level.
+        ratio_without_own: the ratio if a token's attention to itself does not count.
+        size_without_own: the size if a token's attention to itself does not count.
     """
 
     ratio: float | None
@@ -80,7 +79,7 @@ class Sets:
     """The pivotal sets of one layer, in memory that grows with the text and not with its rows.
 
     Args:
-        lengths: the prefixes, each half as long as the next.
+        lengths: the prefixes; each is half as long as the next.
     """
 
     def __init__(self, lengths: Sequence[int]):
@@ -166,7 +165,7 @@ class Persistence(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Compare the ratio with the paper's and with chance, at the longest prefix that fits the paper's models."""
+        """Compares the ratio with the paper's and with chance, at the longest prefix that fits the paper's models."""
         found = result["by_prefix"][str(result["read"])]
         ratio, size = result["ratio"], result["size"]
         high = sum(value is not None and value > HIGH for value in found["ratio"])
@@ -181,7 +180,7 @@ class Persistence(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[Claim, ...]:
-        """Persistence, and that it is not trivial."""
+        """Persistence, and a small pivotal set."""
         found, size = cls.reading(result), result["size"]
         return (
             Claim("What will matter mattered before", cls.source, found.paper, found.here, found.verdict),

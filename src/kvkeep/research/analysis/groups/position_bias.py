@@ -1,9 +1,9 @@
-"""A11: whether accumulated attention favours early tokens, and what averaging does about it (H2O, Appendix B.2).
+"""A11: does accumulated attention favour early tokens, and does averaging help (H2O, Appendix B.2)?
 
-A key at position j is seen by all rows from j on, so even under uniform attention its sum falls with j. An average over
-these rows falls less, but does fall: early rows share their attention among fewer keys. No recent window is protected
-where positions are counted, so that the scores alone choose; for the loss each policy keeps the usual half of its
-budget for recent tokens.
+A key at position j is seen by all rows from j on, so its sum falls with j even under uniform attention. An average over
+these rows falls less, but still falls: early rows share their attention among fewer keys. Positions are counted without
+a recent window, so that the scores alone choose. For the loss each policy keeps the usual half of its budget for recent
+tokens.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from kvkeep.models.text import Writer
 from kvkeep.registry import parse
 from kvkeep.research import hindsight
 from kvkeep.research.analysis.groups import _ranks as stats
-from kvkeep.research.analysis.groups import _texts
-from kvkeep.research.analysis.groups._lines import lines
+from kvkeep.research.analysis.groups import _shared
+from kvkeep.research.analysis.groups._shared import lines
 from kvkeep.research.analysis.measure import Axes, Measurement, Progress, Reading, Result, Subject, Verdict
 
 BUDGET = 0.2
-"""Share of the text that is kept."""
+"""Kept share of the text."""
 
 WINDOW, TEXTS = 1024, 2
-"""Prompts whose kept positions are counted."""
+"""Tokens and number of the prompts whose kept positions are counted."""
 
 SHORT, STRIDE = 512, 8
-"""Tokens of a text whose loss is measured, and tokens that are fed at once."""
+"""Tokens of a text for the loss, and tokens fed at once."""
 
 BINS = 20
 
 POLICIES = ("h2o", "h2o_avg", "random")
 
 BIASED = 0.1
-"""H2O is biased if the first half of the text has so much more than half of its kept tokens."""
+"""H2O is biased if the first half of the text has by this much more than half of its kept tokens."""
 
 WORSE = 0.02
-"""Loss in nats by which averaging must be worse for the paper's remark to count as seen."""
+"""Least excess loss of averaging, in nats, that counts as the paper's remark."""
 
 
 @final
 class PositionBias(Measurement):
-    """Where kept tokens stand under sums, averages and chance, and the loss of each."""
+    """Positions of kept tokens under sums, averages and chance, and the loss of each."""
 
     name: ClassVar[str] = "position_bias"
     source: ClassVar[str] = "H2O, Appendix B.2"
@@ -57,15 +57,15 @@ class PositionBias(Measurement):
     least_tokens: ClassVar[int] = 128
 
     def runs(self, subject: Subject, progress: Progress) -> None:
-        """One prompt per policy for the positions, one run in pieces for the loss."""
-        writer, ids = subject.writer, _texts.windows(subject, rows=TEXTS, length=WINDOW)
+        """Run one prompt per policy for the positions, and one text in pieces for the loss."""
+        writer, ids = subject.writer, _shared.windows(subject, rows=TEXTS, length=WINDOW)
         length = ids.shape[1]
         totals = hindsight.measure(subject.model, ids.to(subject.model.device))
         kept = {}
         for number, name in enumerate(POLICIES):
             kept[name] = described(kept_positions(writer, name, ids, subject.seed), length)
             progress((number + 1) / (2 * len(POLICIES) + 2))
-        short = _texts.windows(subject, rows=TEXTS, length=SHORT)
+        short = _shared.windows(subject, rows=TEXTS, length=SHORT)
         losses = {}
         for number, name in enumerate((*POLICIES, "full")):
             losses[name] = _loss(writer, name, short, subject.seed)
@@ -104,7 +104,7 @@ class PositionBias(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """Kept share by place in the prompt."""
+        """Kept share by position in the prompt."""
         middles = [100 * (place + 0.5) / BINS for place in range(BINS)]
         names = {"h2o": "sums (h2o)", "h2o_avg": "averages (h2o_avg)", "random": "random"}
         drawn = {
@@ -114,7 +114,7 @@ class PositionBias(Measurement):
 
 
 def kept_positions(writer: Writer, name: str, ids: Int[Tensor, "N T"], seed: int) -> list[Int[Tensor, "N Hk S"]]:
-    """What each layer holds after the whole prompt, with no recent window."""
+    """The positions in each layer's slots after the whole prompt, with no recent window."""
     budget = max(1, int(BUDGET * ids.shape[1]))
     drive = Drive(writer, parse(_spec(name, 0, seed)), [budget] * len(ids))
     drive.feed(ids, last_only=True)
@@ -122,7 +122,7 @@ def kept_positions(writer: Writer, name: str, ids: Int[Tensor, "N T"], seed: int
 
 
 def described(layers: list[Int[Tensor, "N Hk S"]], length: int) -> Result:
-    """Where kept tokens stand: over all layers, and the share of the first half per layer."""
+    """Positions of kept tokens over all layers, and the share of the first half per layer."""
     kept = [positions[positions >= 0] for positions in layers]
     every = torch.cat(kept)
     shares = stats.histogram(every, length, BINS)
@@ -137,7 +137,7 @@ def described(layers: list[Int[Tensor, "N Hk S"]], length: int) -> Result:
 
 
 def mass_by_place(mass: Mapping[int, Float[Tensor, "N Hk T"]], bins: int) -> list[float]:
-    """Share of the accumulated attention by place in the prompt, over all layers and heads."""
+    """Share of the accumulated attention by position in the prompt, over all layers and heads."""
     return _in_bins(torch.stack([layer.double().mean(dim=(0, 1)).cpu() for layer in mass.values()]).mean(dim=0), bins)
 
 

@@ -1,7 +1,8 @@
-"""Where in a text the facts stand that a model names after eviction: AhaKV's passage retrieval, in kind.
+"""The depth of the facts that a model names after eviction: an equivalent of AhaKV's passage retrieval.
 
-Questions over planted facts (`kvkeep.models.tiny.recall`), the prompt cut to a fifth. A reply that is a value of the
-text points to where that fact stands; a policy that forgets the end of a text makes replies point to its beginning.
+The questions are about planted facts (`kvkeep.models.tiny.recall`), and the prompt is cut to a fifth. A reply that is a
+value in the text points to the place of its fact. A policy that forgets the end of a text makes replies point to its
+beginning.
 """
 
 from __future__ import annotations
@@ -11,18 +12,17 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep.errors import InputError
-from kvkeep.evals.drive import Drive, ends_of, left_padded
-from kvkeep.evals.questions import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
+from kvkeep.evals.drive import Drive, left_padded
 from kvkeep.evals.task import Options
+from kvkeep.evals.tasks.recall import NEW_TOKENS, Prompted, Wording, ask, decode_greedily, right, wording_of
+from kvkeep.models.generation import ends_of
 from kvkeep.models.text import Writer
 from kvkeep.models.tiny.recall import Question
 from kvkeep.registry import parse
-from kvkeep.research.analysis.groups._lines import lines
-from kvkeep.research.analysis.groups._numbers import mean, percent
+from kvkeep.research.analysis.groups._shared import lines, mean, percent
 from kvkeep.research.analysis.measure import (
     Axes,
     Context,
@@ -36,7 +36,7 @@ from kvkeep.research.analysis.measure import (
 )
 
 POLICIES = ("full", "h2o", "ahakv")
-"""Those of Figure 7; ``full`` says whether the model can do the task at all."""
+"""The policies of Figure 7, and ``full``, which shows whether the model can do the task at all."""
 
 CONTEXT = 512
 QUESTIONS = 40
@@ -47,17 +47,17 @@ ABLE = 0.5
 
 FIFTHS = 5
 SURE = 2.0
-"""Standard errors that a shift of the replies, or a difference of two policies, has to be away from 0."""
+"""Least distance of a shift or a difference from 0, in standard errors."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What became of one question.
+    """The result of one question.
 
     Attributes:
         right: whether the reply is right.
-        asked: where the asked fact stands, from 0 to 1.
-        named: where the fact stands whose value the reply is; ``None`` if it is no value of the text.
+        asked: depth of the asked fact, from 0 to 1.
+        named: depth of the fact whose value the reply is; ``None`` if the reply is no value in the text.
     """
 
     right: bool
@@ -66,7 +66,7 @@ class Reply:
 
 
 def named_depth(question: Question, reply: str) -> float | None:
-    """Where the fact stands whose value is the reply; the asked one if several have that value."""
+    """The depth of the fact whose value is the reply; of several such facts, that of the asked one."""
     said = reply.strip().rstrip(".").lower()
     asked = question.facts[-1]
     if said == asked.value.lower():
@@ -79,7 +79,7 @@ def named_depth(question: Question, reply: str) -> float | None:
 
 
 def shift(replies: Sequence[Reply]) -> tuple[float | None, float | None]:
-    """How much more often replies point to the second half than questions do, and the standard error of that."""
+    """The excess of replies that point to the second half over questions that do, and its standard error."""
     moves = torch.tensor(
         [float(reply.named >= 0.5) - float(reply.asked >= 0.5) for reply in replies if reply.named is not None]
     )
@@ -89,7 +89,7 @@ def shift(replies: Sequence[Reply]) -> tuple[float | None, float | None]:
 
 
 def summary(replies: Sequence[Reply]) -> Result:
-    """Accuracy by fifth of the text, and where replies point, beside where the questions' facts stand."""
+    """Accuracy by fifth of the text, and the depths of replies and of the questions' facts."""
     fifths = [[reply.right for reply in replies if _fifth(reply.asked) == number] for number in range(FIFTHS)]
     asked = _histogram([reply.asked for reply in replies])
     named = _histogram([reply.named for reply in replies if reply.named is not None])
@@ -121,7 +121,7 @@ def _histogram(depths: Sequence[float]) -> list[float]:
 
 @final
 class RecallDepth(Measurement):
-    """Accuracy and the depth of what is named, under the full cache, H2O and AhaKV."""
+    """Accuracy and the depth of named facts, under the full cache, H2O and AhaKV."""
 
     name: ClassVar[str] = "recall_depth"
     source: ClassVar[str] = "AhaKV, Figure 7"
@@ -156,12 +156,12 @@ class RecallDepth(Measurement):
             progress((number + 1) / len(POLICIES))
 
     def result(self) -> Result:
-        """By policy: accuracy by fifth of the text and where replies point."""
+        """Per policy: accuracy by fifth of the text, and the depths of named facts."""
         return {"questions": QUESTIONS, "context": CONTEXT, "keep_ratio": KEEP_RATIO, "policies": self._found}
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Whether H2O's replies point to the first half more often than the questions do, and AhaKV's less so."""
+        """Agrees if H2O's replies point to the first half more often than the questions do, and AhaKV's less so."""
         full, h2o, ahakv = (result["policies"][name] for name in POLICIES)
         return Reading(
             paper="Asked for one of 30 paragraphs, LLaMA-3-8B under H2O names mostly those of the first half; under "
@@ -185,33 +185,18 @@ class RecallDepth(Measurement):
 
 
 def _replies(writer: Writer, policy: str, questions: Sequence[Prompted], wording: Wording) -> list[Reply]:
-    """Read all prompts but for their last tokens as one chunk, cut, and decode greedily."""
+    """Read all prompts but for their last tokens as one chunk, cut them, and decode greedily."""
     ratio = 1.0 if policy == "full" else KEEP_RATIO
     numbers = [budgets.from_ratio(ratio, len(asked.ids)) for asked in questions]
     room = NEW_TOKENS[wording] + 1 if policy == "full" else 0
     drive = Drive(writer, parse(policy), [number + room for number in numbers])
     drive.feed(*left_padded([asked.ids[:-1] for asked in questions]), last_only=True)
     logits = drive.feed(*left_padded([asked.ids[-1:] for asked in questions]), last_only=True)
-    texts = [writer.text_of(row) for row in _greedy(drive, logits, NEW_TOKENS[wording], ends_of(writer))]
+    texts = [writer.text_of(row) for row in decode_greedily(drive, logits, NEW_TOKENS[wording], ends_of(writer.model))]
     return [
         Reply(right(wording, one.question, text), one.question.depth, named_depth(one.question, text))
         for one, text in zip(questions, texts, strict=True)
     ]
-
-
-def _greedy(drive: Drive, logits: Tensor, most: int, ends: set[int]) -> list[list[int]]:
-    """The most probable tokens of every row, up to an end."""
-    rows: list[list[int]] = [[] for _ in logits]
-    running = torch.ones(len(rows), dtype=torch.bool)
-    for step in range(most):
-        best = logits[:, -1].argmax(dim=-1).cpu()
-        for row in running.nonzero().flatten().tolist():
-            rows[row].append(int(best[row]))
-        running &= torch.tensor([int(token) not in ends for token in best])
-        if step == most - 1 or not running.any():
-            break
-        logits = drive.feed(best[:, None], running[:, None], last_only=True)
-    return rows
 
 
 def _halves(found: Result) -> str:
@@ -234,7 +219,7 @@ def _verdict(h2o: Result, ahakv: Result) -> Verdict:
 
 
 def _difference(one: str, other: str) -> tuple[float, float]:
-    """How much more often the first got the same questions right, and the standard error of that."""
+    """The mean difference of right answers to the same questions, and its standard error."""
     gaps = torch.tensor([float(a) - float(b) for a, b in zip(one, other, strict=True)])
     return gaps.mean().item(), (gaps.std() / len(gaps) ** 0.5).item()
 

@@ -1,7 +1,7 @@
-"""A4: what becomes of the model when heavy hitters are hidden from it (H2O, Figure 2c).
+"""A4: the model's loss with heavy hitters hidden from it (H2O, Figure 2c).
 
-The keys with the largest column sums, per layer and head, are hidden from all rows but their own; as many random ones
-and as many with the smallest sums are the controls. A fourth set is the heavy ones without the first token, since one
+The keys with the largest column sums, per layer and head, are hidden from all rows but their own. The controls are as
+many random keys, and as many with the smallest sums. A fourth set is the heavy keys without the first token, since one
 attention sink can account for much of the harm.
 """
 
@@ -11,8 +11,8 @@ import math
 from typing import ClassVar, final
 
 from kvkeep.research import hindsight
-from kvkeep.research.analysis.groups import _texts
-from kvkeep.research.analysis.groups._lines import lines
+from kvkeep.research.analysis.groups import _shared
+from kvkeep.research.analysis.groups._shared import lines
 from kvkeep.research.analysis.measure import Axes, Measurement, Progress, Reading, Result, Skipped, Subject, Verdict
 from kvkeep.research.hindsight import Keys, Totals
 
@@ -22,21 +22,21 @@ SHARES = (0.01, 0.05, 0.1, 0.2)
 WINDOW, TEXTS = 512, 2
 
 HARM = 0.1
-"""Loss in nats that counts as harm: a tenth of perplexity."""
+"""Excess loss in nats that counts as harm: a tenth of perplexity."""
 
 TIMES = 2.0
-"""Heavy hitters matter if hiding them does so many times the harm of hiding random keys."""
+"""Heavy hitters matter if hiding them does this many times the harm of hiding random keys."""
 
 WIDE = 10.0
-"""From this factor between lines on, the picture's axis is logarithmic."""
+"""Ratio between lines from which the picture's axis is logarithmic."""
 
 KNOWS = 0.5
-"""Nats below guessing from which a model's loss says something about the text."""
+"""Distance from guessing, in nats, from which a model's loss says something about the text."""
 
 
 @final
 class Removal(Measurement):
-    """Loss without the heaviest keys, beside random and light ones."""
+    """Loss without the heaviest keys, compared with random and light ones."""
 
     name: ClassVar[str] = "removal"
     source: ClassVar[str] = "H2O, Figure 2c"
@@ -45,18 +45,18 @@ class Removal(Measurement):
     least_tokens: ClassVar[int] = 128
 
     def runs(self, subject: Subject, progress: Progress) -> None:
-        """A first pass for the sums, then one for each set of keys."""
-        ids, model = _texts.windows(subject, rows=TEXTS, length=WINDOW), subject.model
+        """One pass for the sums, then one for each set of keys."""
+        ids, model = _shared.windows(subject, rows=TEXTS, length=WINDOW), subject.model
         steps = len(ids) * (1 + len(SHARES) * len(NAMES))
         losses: dict[str, list[float]] = {name: [0.0] * len(SHARES) for name in NAMES}
         full, done = 0.0, 0
         for text in ids.split(1):
-            full += _texts.loss(model, text) / len(ids)
+            full += _shared.loss(model, text) / len(ids)
             totals = hindsight.measure(model, text.to(model.device))
             done += 1
             for place, share in enumerate(SHARES):
                 for name, keys in chosen(totals, share, subject.seed).items():
-                    harmed = _texts.loss(model, text, hindsight.without(model, keys))
+                    harmed = _shared.loss(model, text, hindsight.without(model, keys))
                     losses[name][place] += harmed / len(ids)
                     done += 1
                     progress(done / steps)
@@ -67,7 +67,7 @@ class Removal(Measurement):
             "window": ids.shape[1],
             "texts": len(ids),
             "full": full,
-            "guessing": _texts.guesses(model),
+            "guessing": _shared.guesses(model),
             **losses,
             "perplexity": {name: math.exp(min(found[-1], 50.0)) for name, found in {**losses, "full": [full]}.items()},
         }
@@ -111,11 +111,11 @@ NAMES = {
     "random": "random",
     "light": "lightest",
 }
-"""The sets that are hidden, and what the page calls them."""
+"""The hidden sets, and their names on the page."""
 
 
 def chosen(totals: Totals, share: float, seed: int) -> dict[str, Keys]:
-    """The sets of keys to hide, of equal size but for the one that spares the first token."""
+    """The sets of keys to hide; all are of equal size, except the one that spares the first token."""
     heavy = totals.heaviest(share)
     later = {layer: keys.clone() for layer, keys in heavy.chosen.items()}
     for keys in later.values():

@@ -1,4 +1,4 @@
-"""Whether distant rows attend to the same positions: Scissorhands' repetitive attention pattern."""
+"""Do distant rows attend to the same positions? Scissorhands' repetitive attention pattern."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.research.analysis.groups._lines import by_layer
-from kvkeep.research.analysis.groups._numbers import mean, percent, show
+from kvkeep.research.analysis.groups._shared import by_layer, mean, percent, show
 from kvkeep.research.analysis.measure import Axes, Claim, Context, Measurement, Reading, Result, Rows, Verdict
 
 PLACES = (178, 228, 278)
 """The rows, numbered from 1, that Figure 1 compares."""
 
 TRIPLES = 8
-"""Triples of rows with the same distances that are spread over a longer text."""
+"""Number of triples of rows with the same distances that are spread over a longer text."""
 
 CLEAR = 0.2
-"""Share of the way from chance to equality from which a pattern is called repetitive: a fifth cannot be missed in a
-picture such as Figure 1."""
+"""Share of the way from chance to equality from which a pattern is repetitive; a fifth is visible in Figure 1."""
 
 ABOVE_RANDOM = 0.1
-"""How much further than random weights the trained ones have to be, on the same scale, to say training made it."""
+"""Least lead of the trained weights over random ones, on the same scale, that shows an effect of training."""
 
 
 def places(n_tokens: int) -> list[tuple[int, int, int]]:
-    """The paper's three rows, and as many more triples with the same distances as the text has room for."""
+    """The paper's three rows, and more triples with the same distances, as many as fit into the text."""
     first, middle, last = PLACES
     room = n_tokens - last
     if room < 0:
@@ -38,19 +36,19 @@ def places(n_tokens: int) -> list[tuple[int, int, int]]:
 
 
 def significant(weights: Float[Tensor, "... S"], row: int) -> Bool[Tensor, "... S"]:
-    """The keys that get more than the average of row number ``row`` (from 1): the discretised attention map."""
+    """The keys with more than the average of row number ``row`` (from 1): the discretised attention map."""
     return weights * row > 1.0
 
 
 def jaccard(one: Bool[Tensor, "... N"], other: Bool[Tensor, "... N"]) -> Float[Tensor, "..."]:
-    """Common over all positions of two sets; NaN where both are empty."""
+    """Common members over all members of two sets; NaN for two empty sets."""
     return (one & other).sum(dim=-1).double() / (one | other).sum(dim=-1)
 
 
 def chance_jaccard(one: Int[Tensor, " m"], other: Int[Tensor, " m"], n: int) -> Float[Tensor, " m"]:
-    """The expected Jaccard index of two sets of these sizes drawn at random from ``n`` positions, without replacement.
+    """The expected Jaccard index of two random sets of these sizes, drawn from ``n`` positions without replacement.
 
-    The size of what they have in common is hypergeometric; the expectation is the exact sum over it.
+    The number of common members is hypergeometric; the expectation is the exact sum over it.
     """
     a, b = one.double()[:, None], other.double()[:, None]
     common = torch.arange(int(torch.minimum(one, other).max()) + 1).double()
@@ -65,12 +63,13 @@ def _log_choose(n: Tensor, k: Tensor) -> Tensor:
 
 
 def compare(sets: Bool[Tensor, "heads 3 N"]) -> dict[str, Float[Tensor, " heads"]]:
-    """What three rows of each head have in common, beside what sets of the same sizes have by chance.
+    """The overlap of three rows of each head, with that of random sets of the same sizes.
 
     Returns:
         ``jaccard`` and ``chance``: means over the three pairs. ``repeated``: positions that are significant in all
-        three over those that are in any; ``repeated_chance``: the same of expected sizes. ``share``: of positions
-        that are significant in a row. ``empty``: of rows without any. NaN where there is nothing to compare.
+            three rows, over those that are in any; ``repeated_chance``: the same of expected sizes. ``share``: share of
+            positions that are significant in a row. ``empty``: share of rows without any. NaN where there is nothing to
+            compare.
     """
     N = sets.shape[-1]
     sizes = sets.sum(dim=-1)
@@ -88,7 +87,7 @@ def compare(sets: Bool[Tensor, "heads 3 N"]) -> dict[str, Float[Tensor, " heads"
 
 @final
 class RepetitivePatterns(Measurement):
-    """Which positions are significant for three rows of the text, and how much that repeats."""
+    """Significant positions of three rows of the text, and their overlap."""
 
     name: ClassVar[str] = "repetition"
     source: ClassVar[str] = "Scissorhands, Figures 1 and 5-9"
@@ -103,13 +102,13 @@ class RepetitivePatterns(Measurement):
         self._sets: dict[tuple[int, int], Bool[Tensor, "heads _"]] = {}
 
     def rows(self, rows: Rows) -> None:
-        """Keep the significant positions of the rows that are compared."""
+        """Keep the significant positions of the rows to compare."""
         last = rows.first + rows.weights.shape[1]
         for row in {row for triple in self._places for row in triple if rows.first < row <= last}:
             self._sets[rows.layer, row] = significant(rows.weights[:, row - 1 - rows.first, :row], row)
 
     def result(self) -> Result:
-        """Means over heads and triples, for each layer and over all; and the positions of the paper's triple."""
+        """Means over heads and triples, for each layer and over all, and the positions of the paper's triple."""
         layers = [self._layer(layer) for layer in range(self.context.n_layers)]
         return {
             "places": [list(triple) for triple in self._places],
@@ -123,7 +122,7 @@ class RepetitivePatterns(Measurement):
         return {key: mean(torch.cat([one[key] for one in found]).tolist()) for key in found[0]}
 
     def _common(self, layer: int, triple: tuple[int, int, int]) -> Bool[Tensor, "heads 3 N"]:
-        """The significant positions of three rows among those that all of them can see."""
+        """The significant positions of three rows among those that all three see."""
         return torch.stack([self._sets[layer, row][:, : triple[0]] for row in triple], dim=1)
 
     def _example(self, layer: int) -> dict[str, Any]:
@@ -140,7 +139,7 @@ class RepetitivePatterns(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Compare the distance from chance with `CLEAR`, and with that of random weights."""
+        """Compares the distance from chance with `CLEAR`, and with that of random weights."""
         here, random = result["mean"], result.get("random", {}).get("mean")
         above, control = _above(here), None if random is None else _above(random)
         text = (
@@ -159,7 +158,7 @@ class RepetitivePatterns(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[Claim, ...]:
-        """The pattern, and that training makes it."""
+        """The pattern, and its absence under random weights."""
         found = cls.reading(result)
         pattern = Claim("Distant rows attend to the same positions", cls.source, found.paper, found.here, found.verdict)
         if "random" not in result:
@@ -189,7 +188,7 @@ class RepetitivePatterns(Measurement):
 
 
 def _above(mean: dict[str, float | None]) -> float:
-    """How far a Jaccard index is on the way from chance to equality; 0 where no row has a significant position."""
+    """A Jaccard index on the scale from chance (0) to equality (1); 0 if no row has a significant position."""
     jaccard, chance = mean["jaccard"], mean["chance"]
     return 0.0 if jaccard is None or chance is None or chance == 1.0 else (jaccard - chance) / (1.0 - chance)
 

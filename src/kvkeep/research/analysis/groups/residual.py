@@ -1,4 +1,4 @@
-"""How little an MLP block turns the residual stream: the assumption of Scissorhands' Theorem 3.1."""
+"""How little an MLP block turns the residual stream, which Scissorhands' Theorem 3.1 assumes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.research.analysis.groups._lines import by_layer
-from kvkeep.research.analysis.groups._numbers import mean, show
+from kvkeep.research.analysis.groups._shared import by_layer, mean, show
 from kvkeep.research.analysis.measure import Axes, Claim, Context, Measurement, Mlp, Reading, Result, Verdict
 
 HIGH = 0.9
-"""A cosine that counts as close to 1: its δ of 0.1 already lets Lemma B.1 be off by √(2δ), nearly a half."""
+"""Least cosine that counts as close to 1; its δ of 0.1 already allows an error of √(2δ) = 0.45 in Lemma B.1."""
 
 MOST = 0.75
-"""Share of the layers in which it has to be that high."""
+"""Share of the layers in which the cosine has to be that high."""
 
 DOMINATED = 1 / 3
-"""A part of the stream's norm up to which it dominates: at a right angle it still leaves a cosine of 0.95."""
+"""Largest part of the stream's norm that the stream dominates: at a right angle it still leaves a cosine of 0.95."""
 
 FEW = 0.5
-"""Below this share the assumption does not describe the model."""
+"""Share of layers below which the assumption does not describe the model."""
 
 
 def turned(residual: Float[Tensor, "R hidden"], output: Float[Tensor, "R hidden"]) -> Float[Tensor, "R 3"]:
-    """Cosine between a token's stream before and after the block, and the norms of the stream and of what is added."""
+    """Cosine of a token's stream before and after the block, and the norms of stream and block output."""
     before, added = residual.double(), output.double()
     cosine = torch.cosine_similarity(before, before + added, dim=-1)
     return torch.stack([cosine, before.norm(dim=-1), added.norm(dim=-1)], dim=-1).float()
@@ -51,7 +50,7 @@ class Residual(Measurement):
         self._found[mlp.layer, mlp.first : mlp.first + len(mlp.residual)] = turned(mlp.residual, mlp.output)
 
     def result(self) -> Result:
-        """Per layer: mean, lowest twentieth and lowest of the cosine, and medians of the norms and of their ratio."""
+        """Per layer: mean, lowest twentieth and minimum of the cosine, and medians of the norms and of their ratio."""
         cosine, stream, added = self._found.double().unbind(dim=-1)
         return {
             "cosine": cosine.mean(dim=1).tolist(),
@@ -64,7 +63,7 @@ class Residual(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Count the layers whose mean cosine is at least `HIGH`."""
+        """Counts the layers whose mean cosine is at least `HIGH`."""
         cosine, ratio = result["cosine"], result["norm_ratio"]
         high = sum(value >= HIGH for value in cosine)
         return Reading(
@@ -78,7 +77,7 @@ class Residual(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[Claim, ...]:
-        """The cosine, and the reason that the paper gives for it."""
+        """The cosine, and the paper's reason for it."""
         found, ratio = cls.reading(result), result["norm_ratio"]
         small = sum(value <= DOMINATED for value in ratio) / len(ratio)
         return (

@@ -1,7 +1,8 @@
-"""How attention scores change when Scissorhands drops two of three tokens: (bounded - full) / full for every key.
+"""The change of attention scores when Scissorhands evicts two of three tokens: (bounded - full) / full for every key.
 
-Two ways. *forced*: each layer's bounded cache is given what the full cache's layer was given, so a kept key can only
-gain from the others' absence. *free*: the model runs on its bounded cache, so from the second layer on inputs differ.
+There are two versions. *forced*: each layer's bounded cache gets the inputs of the full cache's layer, so a kept key
+can only gain from the absence of others. *free*: the model runs on its bounded cache, so inputs differ from the second
+layer on.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.cache import BoundedCache
+from kvkeep.evals.recording import Recorder, Tape, record, tapes
+from kvkeep.layer import Layer
 from kvkeep.registry import parse
-from kvkeep.research.analysis.groups._lines import lines
-from kvkeep.research.analysis.groups._numbers import mean, percent, show
-from kvkeep.research.analysis.groups._watched import Tape, Watched, cache_of, tapes
+from kvkeep.research.analysis.groups._shared import lines, mean, percent, show
 from kvkeep.research.analysis.measure import (
     Axes,
     Claim,
@@ -28,29 +30,28 @@ from kvkeep.research.analysis.measure import (
     Subject,
     Verdict,
 )
-from kvkeep.types import Phase
 
 POLICY = "scissorhands"
 COMPRESSION = 3
 """As in Figure 4: the budget, which bounds the peak, is a third of the tokens; on average 3/4 of it is used."""
 
 LENGTH = 768
-"""Tokens of the text that are used, at most."""
+"""Most tokens of the text to use."""
 
 ROWS = 128
-"""Rows whose scores are compared, at most a quarter of the text."""
+"""Number of rows whose scores are compared, at most a quarter of the text."""
 
 NEGLIGIBLE = 1e-8
 """Smaller scores of the full cache are left out: their ratio is noise."""
 
 EDGES = [-1.0 + 0.1 * step for step in range(31)]
-"""Of the histogram of kept keys, from -1 to 2."""
+"""Edges of the histogram of kept keys, from -1 to 2."""
 
 CENTRED = 0.1
-"""Median change of kept keys up to which scores count as almost the same; Figure 4's axis does not show less."""
+"""Largest median change of kept keys that counts as almost no change; Figure 4's axis does not show less."""
 
 LOST = 0.1
-"""Dropped attention up to which the dropped part counts as small."""
+"""Largest lost attention that counts as small."""
 
 
 def change(full: Float[Tensor, "heads R n"], bounded: Float[Tensor, "heads R n"]) -> Result:
@@ -61,10 +62,10 @@ def change(full: Float[Tensor, "heads R n"], bounded: Float[Tensor, "heads R n"]
         bounded: probabilities under a bounded one; exactly 0 for keys that are not held.
 
     Returns:
-        ``lost_mass``: the full cache's attention that falls on dropped keys, per row. ``dropped``: share of the keys.
-        ``median`` and quantiles of the change of kept keys. ``l1``: sum of the absolute differences per row, which is
-        twice the lost mass if the inputs are the same. ``histogram``: kept keys between `EDGES`, as shares; those
-        above the last edge are counted in the last bin.
+        ``lost_mass``: the full cache's attention on dropped keys, per row. ``dropped``: share of the keys. ``median``
+            and quantiles of the change of kept keys. ``l1``: sum of the absolute differences per row, which is twice
+            the lost mass if the inputs are the same. ``histogram``: kept keys between `EDGES`, as shares; the last bin
+            includes those above the last edge.
     """
     counts = full >= NEGLIGIBLE
     gone = counts & (bounded == 0.0)
@@ -112,8 +113,8 @@ class ScoreChange(Measurement):
         prompt, budget = n - min(ROWS, n // 4), n // COMPRESSION
         recorded = tapes(subject.model, ids)
         progress(0.2)
-        full = [tape.weights(prompt).cpu() for tape in recorded]
-        forced = [_replay(tape, prompt, budget, index) for index, tape in enumerate(recorded)]
+        full = [_by_head(tape.weights(prompt)) for tape in recorded.values()]
+        forced = [_replay(tape, prompt, budget, index) for index, tape in recorded.items()]
         progress(0.4)
         free = _run(subject.model, ids, prompt, budget)
         progress(1.0)
@@ -127,12 +128,12 @@ class ScoreChange(Measurement):
         }
 
     def result(self) -> Result:
-        """Both ways: over all layers, and per layer."""
+        """Both versions: over all layers, and per layer."""
         return self._found
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Compare the median change of kept keys with `CENTRED` and the lost attention with `LOST`."""
+        """Compares the median change of kept keys with `CENTRED` and the lost attention with `LOST`."""
         free, forced = result["free"], result["forced"]
         return Reading(
             paper="For OPT-13B on C4 the change of scores is centred at 0, with a small part at -1 for dropped keys "
@@ -147,7 +148,7 @@ class ScoreChange(Measurement):
 
     @classmethod
     def claims(cls, result: Result) -> tuple[Claim, ...]:
-        """What is kept hardly changes, and what is dropped was small."""
+        """Kept keys hardly change, and dropped keys were small."""
         free = result["free"]
         return (
             Claim(
@@ -168,7 +169,7 @@ class ScoreChange(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """The histogram of the change of kept keys, both ways."""
+        """The histogram of the change of kept keys, in both versions."""
         middles = [(low + high) / 2 for low, high in pairwise(result["edges"])]
         series = {
             f"{text}: {percent(result[way]['lost_mass'])} of attention lost": (middles, result[way]["histogram"])
@@ -179,28 +180,26 @@ class ScoreChange(Measurement):
 
 
 def _replay(tape: Tape, prompt: int, budget: int, index: int) -> Float[Tensor, "Hq R n"]:
-    """The attention of a bounded layer that is given the full cache's inputs: the prompt, then row by row."""
-    layer = Watched(parse(POLICY), budget, index=index, window=tape.options.window, length=tape.length)
-    edges = [0, *range(prompt, tape.length + 1)]
-    for start, stop in pairwise(edges):
-        at = slice(start, stop)
-        phase = Phase.PREFILL if start == 0 else Phase.DECODE
-        layer.step(tape.query[:, :, at], tape.keys[:, :, at], tape.values[:, :, at], options=tape.options, phase=phase)
-    return layer.weights.cpu()
+    """The attention of a bounded layer that gets the full cache's inputs: the prompt, then row by row."""
+    recorder = Recorder(Layer(parse(POLICY), budget, index=index, window=tape.options.window))
+    for start, stop in pairwise([0, *range(prompt, tape.length + 1)]):
+        tape.feed(recorder, start, stop)
+    return _by_head(recorder.tape().bounded())
 
 
 @torch.inference_mode()
 def _run(model: Any, ids: Tensor, prompt: int, budget: int) -> list[Float[Tensor, "Hq R n"]]:
     """The attention of all layers when the model itself runs on a bounded cache."""
-    n = ids.shape[1]
-
-    def watched(index: int, window: int | None) -> Watched:
-        return Watched(parse(POLICY), budget, index=index, window=window, length=n)
-
-    cache = cache_of(model.config, watched)
+    cache = BoundedCache(model.config, POLICY, budget)
+    recorders = record(cache)
     for piece in [ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)]:
         model(input_ids=piece.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return [layer.weights.cpu() for layer in cache.bounded_layers().values() if isinstance(layer, Watched)]
+    return [_by_head(recorder.tape().bounded()) for recorder in recorders.values()]
+
+
+def _by_head(weights: Float[Tensor, "1 Hk G R n"]) -> Float[Tensor, "Hq R n"]:
+    """The attention of the one text."""
+    return weights[0].flatten(0, 1).cpu()
 
 
 def _summary(full: list[Float[Tensor, "Hq R n"]], bounded: list[Float[Tensor, "Hq R n"]]) -> Result:

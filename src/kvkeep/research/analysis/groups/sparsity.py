@@ -1,4 +1,4 @@
-"""A1: how much of each layer's attention matrix is nearly nothing (H2O, Figure 2a)."""
+"""A1: the share of each layer's attention matrix that is nearly nothing (H2O, Figure 2a)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ RELATIVE = 0.01
 """Weights below this share of their row's largest are nearly nothing."""
 
 FIRST_ROW = 16
-"""Earlier rows see so little that the share says nothing."""
+"""First measured row; earlier rows see so few keys that the share says nothing."""
 
 REPORTED = 0.95
-"""What the paper shows for nearly every layer of OPT models."""
+"""The paper's share for nearly every layer of OPT models."""
 
 NEARLY_EVERY = 0.9
-"""The share of layers that counts as nearly every one; our reading, as the paper gives no number."""
+"""Share of layers that counts as nearly every one; our reading, as the paper gives no number."""
 
 
 @final
@@ -37,7 +37,7 @@ class Sparsity(Measurement):
         self._large = torch.zeros(context.n_layers, dtype=torch.float64)
 
     def rows(self, rows: Rows) -> None:
-        """Count what is not small."""
+        """Count the weights that are not small."""
         skipped = max(0, FIRST_ROW - rows.first)
         weights = rows.weights[:, skipped:]
         seen = (rows.logits[:, skipped:] > -torch.inf).sum(dim=-1)
@@ -58,7 +58,7 @@ class Sparsity(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Agrees if nearly every layer is as sparse as the paper's."""
+        """Agrees if nearly every layer is as sparse as in the paper."""
         layers = result["sparsity_by_layer"]
         sparse = sum(share > REPORTED for share in layers)
         return Reading(
@@ -70,7 +70,7 @@ class Sparsity(Measurement):
 
     @classmethod
     def draw(cls, result: Result, axes: Axes) -> None:
-        """One point per layer, and the paper's line."""
+        """One point per layer, and the paper's share."""
         layers = result["sparsity_by_layer"]
         axes.plot(range(len(layers)), layers, marker="o", color="black")
         axes.axhline(REPORTED, linestyle="--", color="0.4")

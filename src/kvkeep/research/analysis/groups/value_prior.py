@@ -1,4 +1,4 @@
-"""How many tokens stay above a threshold with and without AhaKV's value prior, and how large the values are."""
+"""The number of tokens above a threshold with and without AhaKV's value prior, and the sizes of the values."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
-from kvkeep.research.analysis.groups._lines import lines
-from kvkeep.research.analysis.groups._numbers import in_bins, percent, show
+from kvkeep.research.analysis.groups._shared import in_bins, lines, percent, show
 from kvkeep.research.analysis.measure import Axes, Context, Measurement, Reading, Result, Rows, Verdict
 
 KERNEL = 5
 """Width of the average over the values' sizes: the policy's default; the paper gives none."""
 
 THRESHOLDS = [10 ** (-4 + step / 5) for step in range(21)]
-"""From 1e-4 to 1, on a logarithmic grid: scores are that uneven."""
+"""From 1e-4 to 1 on a logarithmic grid, since scores are very uneven."""
 
 CLEAR = 0.05
-"""By how much the mean retention over the grid has to change, of its value, to count."""
+"""Least relative change of the mean retention over the grid that counts."""
 
 NORM_BINS = 20
 
 
 def retention(score: Float[Tensor, "heads n"]) -> Float[Tensor, " thresholds"]:
-    """Share of the tokens whose score is at least a part of their head's largest, for each of `THRESHOLDS`."""
+    """Share of the tokens whose score is at least this part of their head's largest, for each of `THRESHOLDS`."""
     relative = score.double() / score.double().amax(dim=-1, keepdim=True).clamp(min=1e-300)
     thresholds = torch.tensor(THRESHOLDS, dtype=torch.float64)
     return (relative[..., None] >= thresholds * (1 - 1e-6)).double().mean(dim=(0, 1))
@@ -49,7 +48,7 @@ class ValuePrior(Measurement):
         self._prior = torch.zeros_like(self._mass)
 
     def rows(self, rows: Rows) -> None:
-        """Add up the attention of each key; at the end, look at the values."""
+        """Add up the attention of each key; at the last block, take the values."""
         S = rows.weights.shape[2]
         grouped = rows.weights.sum(dim=1).unflatten(0, (self.context.n_kv_heads, -1)).mean(dim=1)
         self._mass[rows.layer, :, :S] += grouped
@@ -78,7 +77,7 @@ class ValuePrior(Measurement):
 
     @classmethod
     def reading(cls, result: Result) -> Reading:
-        """Compare the means of both curves over the logarithmic grid."""
+        """Compares the means of both curves over the logarithmic grid."""
         middle = THRESHOLDS.index(min(THRESHOLDS, key=lambda value: abs(value - 0.01)))
         return Reading(
             paper="At equal thresholds fewer tokens are retained with the value prior (Figure 2d).",
@@ -102,7 +101,7 @@ class ValuePrior(Measurement):
 
 
 def _change(without: Float[Tensor, " thresholds"], weighed: Float[Tensor, " thresholds"]) -> float:
-    """Relative change of the mean over the grid; both are 1 token per head at least at the end, so never 0."""
+    """Relative change of the mean over the grid. No mean is 0, since a token per head reaches any threshold."""
     return ((weighed.mean() - without.mean()) / without.mean()).item()
 
 

@@ -1,8 +1,10 @@
-// Attention of one token per row over unordered slots, and what a policy wants to know of it.
+// Attention of one token per row over unordered slots, and the policy's statistic.
 //
-// Keys are read once and values once, for all query heads that share them. A plain C interface: one struct of 8-byte
-// fields, which ops.py packs in the same order; -1 says that there was no memory. Strides count elements, the last axis of
-// every tensor is dense. Axis letters of the comments are those of types.py.
+// Keys are read once and values once, for all query heads that share them. The interface is plain C: one struct of
+// 8-byte fields, which ops.py packs in the same order; a result of -1 means that there was no memory. Strides count
+// elements, and the last axis of every tensor is dense. Axis letters in comments are those of types.py.
+
+#pragma once
 
 #include "heads.h"
 #include "vectors.h"
@@ -26,12 +28,12 @@ extern "C" struct Attend {
     const float *sinks;  // per query head, or null
     int64_t window;      // 0 for none
     int64_t kind;
-    float *mass, *extra;     // dense; extra: the last row's mass, or low
-    const int64_t *counted;  // per row: it counts if above 0; null: all count if `counts`
+    float *mass, *extra;     // dense; extra: the newest row's mass, or low
+    const int64_t *counted;  // per row, above 0 if it counts; null: all rows count if `counts`
     int64_t counts;
     const float *gains;  // per row; null: `gain` for all
     int64_t has_gain;
-    const int64_t *newest;  // per row, what decay counts from; null: `last` for all
+    const int64_t *newest;  // per row, the position from which decay counts; null: `last` for all
     int64_t last, live;
     double scaling, softcap, gain, decay, theta;  // softcap 0 for none
 };
@@ -40,9 +42,9 @@ namespace {
 
 constexpr int GROUP = 4;         // query heads that are worked on at a time
 constexpr int SPAN = 128;        // slots whose values stay in the nearest cache while all query heads and dims use them
-constexpr int64_t AHEAD = 4096;  // bytes of keys or values that are on their way from memory before they are used
+constexpr int64_t AHEAD = 4096;  // bytes of keys or values that are fetched ahead of their use
 
-// What one head needs beside the tensors: offsets into scratch memory, in floats.
+// The scratch memory of one head: offsets in floats.
 struct Layout {
     Pairs dim, value_dim;
     int64_t slots, query, logits, tempered, out, shown, scale, size;
@@ -58,7 +60,7 @@ struct Layout {
     }
 };
 
-// Fetch n elements into the second-level cache; into the first it does not pay. Any address will do.
+// Fetch n elements into the second-level cache; fetching into the first does not pay. The address may be invalid.
 template <class T>
 inline void fetch(const T *from, int64_t n) {
     for (int64_t i = 0; i < n * (int64_t)sizeof(T); i += 64) __builtin_prefetch((const char *)from + i, 0, 2);
@@ -79,8 +81,8 @@ inline int64_t rows_ahead(int64_t dim) {
     return AHEAD / (dim * (int64_t)sizeof(typename X::T));
 }
 
-// Dot products of N queries with the W keys of a block, of which n exist; the last one stands in for the others.
-// `later` are as many rows that will be wanted soon.
+// Dot products of N queries with the W keys of a block, of which n exist; the last one is repeated for the others.
+// `later` are the rows to fetch ahead.
 template <class X, int N, bool IN_PLACE>
 inline void dots(const float *query, Pairs pairs, Rows<typename X::T> keys, int64_t n, Rows<typename X::T> later,
                  Floats *logits) {
@@ -109,8 +111,8 @@ inline void dots(const float *query, Pairs pairs, Rows<typename X::T> keys, int6
     for (int g = 0; g < N; g++) logits[g] = gather<W / TILE, W / TILE>(parts[g]);
 }
 
-// Add the values of n slots, weighed for N query heads, to their outputs: M pairs of the head dim. A hidden
-// slot is not read: what it holds, NaN perhaps, is none of this step's business.
+// Add the values of n slots, weighted for N query heads, to the outputs: M pairs of the head dim. A hidden slot is not
+// read, as it may hold NaN.
 template <class X, int N, int M, bool IN_PLACE>
 inline void mix(const float *p, int64_t slots, const int32_t *shown, Rows<typename X::T> values, int64_t n, Pairs pairs,
                 int64_t first, float *out) {
@@ -157,19 +159,20 @@ class Head {
     const Layout at;
     const int64_t row, head, now;
     const int32_t *positions;
-    float *query, *logits, *tempered, *out, *scale;
+    float *query, *logits, *tempered, *out, *scale, *const mass, *const extra;
     int32_t *shown;
     float gain;
-    bool tempers;         // whether what is reported differs from what attention uses
-    int64_t visible = 0;  // slots that hold no later token than the query's, a sliding window aside
+    bool tempers;         // whether the reported probabilities differ from those that attention uses
+    int64_t visible = 0;  // slots whose token is not after the query, sliding windows aside
 
    public:
-    Head(const Attend &a, int64_t index, float *scratch)
+    // `mass` and `extra`: where the report of this head goes; null if there is none.
+    Head(const Attend &a, int64_t index, float *scratch, float *mass, float *extra)
         : a(a), at(a), row(index / a.kv_heads), head(index % a.kv_heads), now(a.now[row * a.now_row]),
           positions(a.positions + row * a.position_row + head * a.position_head), query(scratch + at.query),
           logits(scratch + at.logits), tempered(scratch + at.tempered), out(scratch + at.out),
-          scale(scratch + at.scale), shown((int32_t *)(scratch + at.shown)), gain(a.gains ? a.gains[row] : (float)a.gain),
-          tempers(a.has_gain && (gain != 1.0f || a.sinks)) {}
+          scale(scratch + at.scale), mass(mass), extra(extra), shown((int32_t *)(scratch + at.shown)),
+          gain(a.gains ? a.gains[row] : (float)a.gain), tempers(a.has_gain && (gain != 1.0f || a.sinks)) {}
 
     void run() {
         std::memset(out, 0, a.group * at.value_dim.floats() * sizeof *out);
@@ -205,7 +208,7 @@ class Head {
 
     Ints positions_at(int64_t s) const { return load<Ints>(positions + s, a.slots - s, -1); }
 
-    // Logits of all blocks of slots of which the query sees any.
+    // Logits of every block in which the query sees a slot.
     void score() {
         const Rows<T> keys = this->keys(), values = this->values();
         const int64_t before = a.window && now >= a.window ? now - a.window : -1;
@@ -232,7 +235,7 @@ class Head {
         visible = sum(count);
     }
 
-    // Logits of a query head become e^(logit - largest), 0 where hidden; their scale makes them probabilities.
+    // Turn logits of a query head into e^(logit - largest), 0 where hidden; times `scale` they are probabilities.
     void soften(int64_t g) {
         float *x = logits + g * at.slots, *t = tempered + g * at.slots;
         Floats most = all(-INFINITY), total = {}, total_tempered = {};
@@ -300,7 +303,7 @@ class Head {
         }
     }
 
-    // What this row counts; 0 if not at all.
+    // The weight of this row in the report; 0 if it does not count.
     float weight() const {
         const bool counts = a.counted ? a.counted[row] > 0 : a.counts != 0;
         const int64_t ago = newest() - now;
@@ -310,8 +313,6 @@ class Head {
     int64_t newest() const { return a.newest ? a.newest[row] : a.last; }
 
     void report(float weight) {
-        float *mass = a.mass + (row * a.kv_heads + head) * a.slots;
-        float *extra = a.extra + (row * a.kv_heads + head) * a.slots;
         if (weight == 0.0f) {
             std::memset(mass, 0, a.slots * sizeof *mass);
             if (a.kind != MASS) std::memset(extra, 0, a.slots * sizeof *extra);
@@ -331,7 +332,7 @@ class Head {
             for (int64_t s = 0; s < a.slots; s++) mass[s] *= weight;
     }
 
-    // The mean of the query heads' probabilities, tempered if there is a gain.
+    // The mean of the query heads' probabilities, under the gain if there is one.
     void average(float *mass) const {
         const float *p = tempers ? tempered : logits, *factor = scale + (tempers ? a.group : 0);
         for (int64_t s = 0; s < a.slots; s += W) {
@@ -342,19 +343,4 @@ class Head {
     }
 };
 
-template <class X>
-int64_t attend_as(const Attend &a) {
-    const int64_t bytes = a.rows * a.kv_heads * a.slots * (a.dim + a.value_dim) * (int64_t)sizeof(typename X::T);
-    const auto work = [&](int64_t i, float *scratch) { Head<X>(a, i, scratch).run(); };
-    return for_each(a.rows * a.kv_heads, bytes, a.threads, Layout(a).size, work) ? 0 : -1;
-}
-
 }  // namespace
-
-extern "C" int64_t kvkeep_attend(const Attend *a) {
-    switch (a->type) {
-        case 0: return attend_as<Float32>(*a);
-        case 1: return attend_as<BFloat16>(*a);
-        default: return attend_as<Float16>(*a);
-    }
-}

@@ -1,0 +1,113 @@
+// Functions on the slots of one head: write a token, expire, count, evict. What is empty: see EMPTY in types.py; what is
+// protected, expires and goes first: see scores.py.
+
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "heads.h"
+#include "vectors.h"
+
+extern "C" struct Write {
+    int64_t rows, kv_heads, slots, dim, value_dim;
+    int64_t key_bytes, value_bytes, threads;  // bytes of an element
+    char *keys;
+    int64_t key_row, key_head, key_slot;
+    char *values;
+    int64_t value_row, value_head, value_slot;
+    int32_t *positions;
+    int64_t position_row, position_head;
+    const char *new_keys;
+    int64_t new_key_row, new_key_head;
+    const char *new_values;
+    int64_t new_value_row, new_value_head;
+    const int64_t *now;
+    int64_t now_row;
+    int64_t *slot;  // dense
+};
+
+extern "C" struct Slots {
+    int64_t rows, kv_heads, slots, threads;
+    int32_t *positions;
+    int64_t position_row, position_head;
+    const int64_t *seen;  // tokens that each row has seen
+    int64_t seen_row, window;
+    const float *scores;
+    int64_t score_row, score_head, sinks;
+    const int64_t *recents;  // per row; null: `recent` for all
+    int64_t recents_row, recent;
+    const int64_t *limits;  // per row and head; null: `limit` for all
+    int64_t limits_row, limits_head, limit;
+};
+
+namespace {
+
+// Put a row's token into the first free slot of a head. Returns the slot.
+inline int64_t write_head(const Write &w, int64_t row, int64_t head) {
+    int32_t *positions = w.positions + row * w.position_row + head * w.position_head;
+    int32_t least = positions[0];
+    for (int64_t s = 0; s < w.slots; s++) least = positions[s] < least ? positions[s] : least;
+    int64_t slot = 0;
+    while (positions[slot] != least) slot++;
+    positions[slot] = (int32_t)w.now[row * w.now_row];
+    const int64_t key = row * w.key_row + head * w.key_head + slot * w.key_slot;
+    const int64_t new_key = row * w.new_key_row + head * w.new_key_head;
+    std::memcpy(w.keys + key * w.key_bytes, w.new_keys + new_key * w.key_bytes, w.dim * w.key_bytes);
+    const int64_t value = row * w.value_row + head * w.value_head + slot * w.value_slot;
+    const int64_t new_value = row * w.new_value_row + head * w.new_value_head;
+    std::memcpy(w.values + value * w.value_bytes, w.new_values + new_value * w.value_bytes, w.value_dim * w.value_bytes);
+    return slot;
+}
+
+inline int32_t *positions_of(const Slots &s, int64_t row, int64_t head) {
+    return s.positions + row * s.position_row + head * s.position_head;
+}
+
+// Empty expired slots.
+inline void expire_head(const Slots &s, int64_t row, int64_t head) {
+    int32_t *positions = positions_of(s, row, head);
+    const int32_t last = (int32_t)(s.seen[row * s.seen_row] - s.window);
+    for (int64_t i = 0; i < s.slots; i++) positions[i] = positions[i] <= last ? -1 : positions[i];
+}
+
+inline bool is_over(const Slots &s, int64_t row, int64_t head) {
+    const int32_t *positions = positions_of(s, row, head);
+    int32_t held = 0;
+    for (int64_t i = 0; i < s.slots; i++) held += positions[i] >= 0;
+    return held > (s.limits ? s.limits[row * s.limits_row + head * s.limits_head] : s.limit);
+}
+
+// Empty the slot that goes first, if the head holds more than its limit. Without scores the position is the score.
+// `scratch`: floats for the slots, rounded up to W.
+inline void evict_head(const Slots &s, int64_t row, int64_t head, float *scratch) {
+    if (!is_over(s, row, head)) return;
+    int32_t *positions = positions_of(s, row, head);
+    const float *scores = s.scores ? s.scores + row * s.score_row + head * s.score_head : nullptr;
+    const int64_t newest = s.recents ? s.recents[row * s.recents_row] : s.recent;
+    const int32_t recent = (int32_t)(s.seen[row * s.seen_row] - newest), sinks = (int32_t)s.sinks;
+    Floats low = all(INFINITY);
+    for (int64_t i = 0; i < s.slots; i += W) {
+        const Ints position = load<Ints>(positions + i, s.slots - i, -1);
+        Floats score = scores ? load<Floats>(scores + i, s.slots - i, 0.0f) : __builtin_convertvector(position, Floats);
+        score = select(score != score, all(-INFINITY), score);
+        score = select((position >= recent) | (position < sinks), all(INFINITY), score);
+        low = select((position >= 0) & (score < low), score, low);
+        store(scratch + i, score);
+    }
+    const float lowest = smallest(low);
+    Ints old = all(INT32_MAX);
+    for (int64_t i = 0; i < s.slots; i += W) {
+        const Ints position = load<Ints>(positions + i, s.slots - i, -1);
+        const Ints tied = (position >= 0) & (load<Floats>(scratch + i) == lowest);
+        old = select(tied & (position < old), position, old);
+    }
+    const int32_t oldest = smallest(old);
+    for (int64_t i = 0; i < s.slots; i++)
+        if (positions[i] == oldest && scratch[i] == lowest) {
+            positions[i] = -1;
+            return;
+        }
+}
+
+}  // namespace

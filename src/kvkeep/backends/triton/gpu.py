@@ -1,0 +1,240 @@
+"""Where Triton's kernels run, which tensors they take, and how large their tiles are on a device.
+
+None of the sizes is measured yet. They affect speed and the order in which sums are added up, nothing else. How many
+slots one decode program reads depends on the shapes alone, never on the batch: a row gets the same bits alone and
+among others.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+INTERPRET = "TRITON_INTERPRET"
+"""Triton's own environment variable. ``1``, set before Triton is first imported, runs kernels in numpy, slowly."""
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Element types that the kernels take."""
+
+MAX_DIM = 256
+"""Largest head dim of keys and of values."""
+
+MAX_GROUP = 64
+"""Most query heads that may share a KV head in decode."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Where the kernels run.
+
+    Attributes:
+        devices: types of device, ``cuda`` or ``cpu``.
+        detail: the same in words, with the reason where there are none.
+    """
+
+    devices: frozenset[str]
+    detail: str
+
+
+@functools.cache
+def kernels() -> Kernels:
+    """Where the kernels run: on CUDA if Triton is installed, on a CPU only in its interpreter, which is for tests."""
+    if importlib.util.find_spec("triton") is None:
+        return Kernels(frozenset(), "Triton is not installed; pip install kvkeep[gpu]")
+    if interprets():
+        return Kernels(frozenset({"cuda", "cpu"}), "interpreted, slow: for tests")
+    return Kernels(frozenset({"cuda"}), f"on CUDA, compiled when first used; on a CPU only with {INTERPRET}=1")
+
+
+def interprets() -> bool:
+    """Whether Triton runs kernels in its interpreter."""
+    return os.environ.get(INTERPRET, "0") == "1"
+
+
+def runs(*tensors: Tensor) -> bool:
+    """Whether the tensors are ordinary ones on a device with kernels, dense in the last axis, without gradients."""
+    if tensors[0].device.type not in kernels().devices or torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        if type(tensor) is not Tensor or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
+            return False
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return False
+    return True
+
+
+def misfit(*tensors: Tensor) -> str | None:
+    """The reason why no kernel takes the dtypes or head dims of these tensors; ``None`` if kernels take them."""
+    dtypes, dim = {tensor.dtype for tensor in tensors}, max(tensor.shape[-1] for tensor in tensors)
+    if len(dtypes) > 1 or tensors[0].dtype not in TYPES:
+        return f"dtypes {', '.join(sorted(map(str, dtypes)))}"
+    return f"a head dim of {dim}, more than {MAX_DIM}" if dim > MAX_DIM else None
+
+
+@functools.cache
+def notice(reason: str) -> None:
+    """Log, once for each reason, that torch does the work on a device that has kernels."""
+    _log.warning("No kernel for this attention, torch does it, more slowly: %s.", reason)
+
+
+# ---- sizes of decode and of slots -----------------------------------------------------------------------------------
+
+
+class Decode(NamedTuple):
+    """Sizes for the attention of one token per row.
+
+    Attributes:
+        slots: slots in a tile.
+        split: slots that one program reads.
+        warps: warps of a program.
+        stages: tiles that are loaded ahead.
+    """
+
+    slots: int
+    split: int
+    warps: int
+    stages: int
+
+
+DECODE: dict[str, dict[int, Decode]] = {
+    # by major compute capability, then by the most bytes that a key may have
+    "9": {256: Decode(64, 256, 4, 5), 1024: Decode(16, 256, 4, 5)},
+    "8": {128: Decode(64, 256, 4, 5), 256: Decode(32, 256, 4, 5), 1024: Decode(16, 256, 4, 5)},
+    "": {1024: Decode(32, 256, 4, 2)},
+}
+"""Keys and values wait for positions, which takes stages of its own: 5 keep two tiles of each on their way. More slots
+in a tile of long keys would not fit into the registers."""
+
+SCAN = 1024
+"""Slots that a kernel looks at together when it picks one."""
+
+SCAN_WARPS = 4
+
+
+def decode_sizes(device: torch.device, key_bytes: int, S: int) -> Decode:
+    """Sizes on a device, for keys of so many bytes and ``S`` slots."""
+    rows = DECODE.get(_capability(device), DECODE[""])
+    sizes = next((sizes for limit, sizes in rows.items() if key_bytes <= limit), rows[max(rows)])
+    tile = min(sizes.slots, power(S))
+    return sizes._replace(slots=tile, split=max(tile, min(sizes.split, power(S))))
+
+
+def scan_tile(S: int, group: int = 1) -> int:
+    """Slots that a program looks at together if it holds numbers of ``group`` query heads for each in registers."""
+    return min(power(S), max(16, min(SCAN, 4096 // group)))
+
+
+def power(n: int, least: int = 16) -> int:
+    """The smallest power of two that is at least ``n`` and ``least``; a product of matrices needs 16."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+@functools.cache
+def _capability(device: torch.device) -> str:
+    """The major compute capability; empty for a device that has none."""
+    return str(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else ""
+
+
+# ---- sizes of prefill -----------------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """Sizes of a prefill program.
+
+    Attributes:
+        rows: query rows in a tile.
+        slots: keys in a tile.
+        warps: warps of a program.
+        stages: tiles that are loaded ahead.
+    """
+
+    rows: int
+    slots: int
+    warps: int
+    stages: int
+
+
+CPU = Tile(32, 128, 4, 1)
+"""For the interpreter, whose time goes by the number of tiles."""
+
+Table = dict[tuple[bool, int, int], Tile]
+"""By whether there are 160 KiB of shared memory or more, bytes per element, and padded head dim."""
+
+FORWARD: Table = {
+    (True, 2, 64): Tile(128, 64, 8, 3),
+    (True, 2, 128): Tile(128, 64, 8, 3),
+    (True, 2, 256): Tile(64, 64, 8, 2),
+    (True, 4, 64): Tile(64, 32, 4, 2),
+    (True, 4, 128): Tile(64, 32, 4, 2),
+    (True, 4, 256): Tile(32, 32, 4, 2),
+    (False, 2, 64): Tile(64, 64, 4, 2),
+    (False, 2, 128): Tile(64, 32, 4, 2),
+    (False, 2, 256): Tile(32, 32, 4, 2),
+    (False, 4, 64): Tile(32, 32, 4, 2),
+    (False, 4, 128): Tile(32, 32, 4, 1),
+    (False, 4, 256): Tile(16, 16, 4, 1),
+}
+
+COLUMNS: Table = {
+    (True, 2, 64): Tile(64, 128, 8, 3),
+    (True, 2, 128): Tile(64, 128, 8, 3),
+    (True, 2, 256): Tile(32, 64, 4, 3),
+    (True, 4, 64): Tile(32, 64, 4, 2),
+    (True, 4, 128): Tile(32, 64, 4, 2),
+    (True, 4, 256): Tile(32, 32, 4, 2),
+    (False, 2, 64): Tile(32, 128, 4, 2),
+    (False, 2, 128): Tile(32, 64, 4, 2),
+    (False, 2, 256): Tile(32, 32, 4, 2),
+    (False, 4, 64): Tile(32, 32, 4, 2),
+    (False, 4, 128): Tile(32, 32, 4, 1),
+    (False, 4, 256): Tile(16, 16, 4, 1),
+}
+
+
+def forward_tile(dim: int, like: Tensor) -> Tile:
+    """Sizes of `prefill.forward`, by the larger head dim."""
+    return _tile(FORWARD, dim, like)
+
+
+def columns_tile(dim: int, like: Tensor) -> Tile:
+    """Sizes of `prefill.columns`."""
+    return _tile(COLUMNS, dim, like)
+
+
+def splits(programs: int, like: Tensor) -> int:
+    """How many programs share the work of one, so that every multiprocessor has two.
+
+    Args:
+        programs: number of programs for one row of the batch, as a row's bits must not depend on the other rows.
+        like: a tensor on the device.
+    """
+    if not like.is_cuda:
+        return 1
+    return max(1, 2 * _multiprocessors(like.device) // programs)
+
+
+def _tile(table: Table, dim: int, like: Tensor) -> Tile:
+    if not like.is_cuda:
+        return CPU
+    return table[_is_roomy(like.device), like.element_size(), power(dim, least=64)]
+
+
+@functools.cache
+def _is_roomy(device: torch.device) -> bool:
+    """Whether it has 160 KiB of shared memory, by compute capability: data centre GPUs from A100 on, and Orin."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return (major, minor) in ((8, 0), (8, 7)) or 9 <= major < 12
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,185 @@
+"""The way of new keys and values from transformers to a layer: `HandingLayer` hands them on to attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.types import Phase, Stepper
+
+
+class HandedKeys(Tensor):
+    """New keys on their way from the cache to kvkeep's attention.
+
+    Any other attention would see only the tokens of this step and compute nonsense, so every other use of these keys
+    is an error. Reading their shape, dtype and device is allowed.
+    """
+
+    layer: HandingLayer
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let attributes be read and compilers trace, and refuse everything else.
+
+        Raises:
+            UnsupportedModelError: the model computes attention itself.
+        """
+        if func.__name__ != "__get__" and not torch.compiler.is_compiling():
+            raise UnsupportedModelError(
+                "The model computes attention itself instead of handing keys and values to kvkeep. If it was not "
+                "attached, call model = kvkeep.attach(model) first; otherwise kvkeep does not support it."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def unwrap(keys: Tensor) -> tuple[Tensor, HandingLayer | None]:
+    """Ordinary keys, and the layer that handed them on; ``None`` if they come from another cache or from none."""
+    if not isinstance(keys, HandedKeys):
+        return keys, None
+    with torch._C.DisableTorchFunctionSubclass():
+        return keys.as_subclass(Tensor), keys.layer
+
+
+class HandingLayer(CacheLayerMixin):
+    """What transformers sees of one layer: it hands new keys and values on to a `Stepper`, and stores nothing itself.
+
+    Args:
+        stepper: takes every step of the layer.
+        window: sliding window of the layer in tokens.
+
+    Attributes:
+        stepper: takes the steps; may be replaced by a wrapper around it.
+        phase: phase of the next step's tokens; ``None``: see `phase_of`.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, stepper: Stepper, window: int | None):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stepper = stepper
+        self.window = window
+        self.handed = False
+        self.phase: Phase | None = None
+        self.is_sliding = window is not None
+
+    @property
+    def columns(self) -> int:
+        """Columns seen so far, padding included. Here none: whoever runs the model gives positions."""
+        return 0
+
+    def lazy_initialization(
+        self, key_states: Float[Tensor, "B Hk T D"], value_states: Float[Tensor, "B Hk T E"]
+    ) -> None:
+        """Nothing to do: `Layer` allocates on its first step."""
+
+    def update(
+        self,
+        key_states: Float[Tensor, "B Hk T D"],
+        value_states: Float[Tensor, "B Hk T E"],
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
+        """Hand the new keys and values on; the keys lead attention back to this layer."""
+        handed = key_states.as_subclass(HandedKeys)
+        handed.layer = self
+        self.handed = True
+        return handed, value_states
+
+    def phase_of(self, T: int) -> Phase:
+        """The phase of ``T`` new tokens. Unless the cache says it, a single token after the first call is generated.
+
+        All other tokens are a prompt: the first call, and a longer piece later on, such as the next turn of
+        a conversation.
+        """
+        return self.phase or (Phase.DECODE if T == 1 and self.columns else Phase.PREFILL)
+
+    def take(self) -> Stepper:
+        """The stepper, for one call of attention after each `update`.
+
+        Raises:
+            UnsupportedModelError: attention was called twice for the same keys.
+        """
+        if not self.handed:
+            raise UnsupportedModelError(
+                "The model calls attention several times with the same keys and values (differential attention, for "
+                "example), which kvkeep does not support."
+            )
+        self.handed = False
+        return self.stepper
+
+    def get_seq_length(self) -> int:
+        """The logical length of the sequence, from which models derive positions."""
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the logical key axis."""
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit on the length of a sequence."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """`get_max_length` under its name before transformers 5.16."""
+        return -1
+
+
+@runtime_checkable
+class CountingStepper(Stepper, Protocol):
+    """A stepper that counts the columns it has seen, padding included."""
+
+    columns: int
+
+
+class CountingLayer(HandingLayer):
+    """A layer that is as long as its stepper says.
+
+    Attributes:
+        layer: counts the columns, even if a wrapper takes the steps.
+    """
+
+    layer: CountingStepper
+
+    def __init__(self, layer: CountingStepper, window: int | None):
+        super().__init__(layer, window)
+        self.layer = layer
+
+    @property
+    def columns(self) -> int:
+        """Columns seen so far, padding included."""
+        return self.layer.columns
+
+
+class PhasedCache(Cache):
+    """A cache whose owner can set the phase of the next call's tokens.
+
+    Attributes:
+        phase: the phase; ``None``: see `HandingLayer.phase_of`.
+    """
+
+    phase: Phase | None = None
+
+    def update(
+        self,
+        key_states: Float[Tensor, "B Hk T D"],
+        value_states: Float[Tensor, "B Hk T E"],
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
+        """Hand new keys and values to a layer, and set its phase."""
+        layer = self.layers[layer_idx]
+        if isinstance(layer, HandingLayer):
+            layer.phase = self.phase
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)

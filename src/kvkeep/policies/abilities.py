@@ -1,0 +1,130 @@
+"""Optional abilities of a policy, each a small object that the policy names. Most policies name none.
+
+Some objects hold a function. It is a method of the policy, and is called with the policy as its first argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep.store import Cascade
+from kvkeep.types import Budget, Phase, State, Top, View
+
+
+@dataclass(frozen=True)
+class Bursts:
+    """Drops several tokens in one step, so that fewer slots than the budget stay occupied.
+
+    Attributes:
+        stays: method that returns how many slots stay occupied after a step, at most the budget.
+    """
+
+    stays: Callable[[Any, View, State], Budget]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Evicts at the end of a prompt only. Generated tokens fill the budget, and further ones are refused.
+
+    Attributes:
+        room: slots that a prompt leaves free for generated tokens.
+    """
+
+    room: int = 0
+
+    def stays(self, view: View) -> Budget:
+        """The number of slots that stay occupied after a step: the budget, less the room in rows that read a prompt."""
+        if not self.room or view.phase is not Phase.PREFILL:
+            return view.budget
+        return torch.as_tensor(view.budget, device=view.new.device) - self.room * view.reads[:, None]
+
+
+@dataclass(frozen=True)
+class HeadBudgets:
+    """Gives each KV head a budget of its own at the end of a prompt.
+
+    Attributes:
+        heads: method that returns these budgets. The sum over a row's heads must stay the same.
+        most: method that returns the largest budget of a head, from the budget of a layer and its number of heads.
+    """
+
+    heads: Callable[[Any, View, State], Int[Tensor, "B Hk"]]
+    most: Callable[[Any, int, int], int]
+
+
+@dataclass(frozen=True)
+class Focus:
+    """Lets a generated token attend to the largest probabilities only.
+
+    Attributes:
+        top: method that returns how many probabilities are used.
+    """
+
+    top: Callable[[Any, View], Top]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The rule of a policy that adds up attention mass, simple enough for the kernel that attends to apply it.
+
+    For a generated token, `observe` must return ``decay * state + mass`` for each state, where the decay is that of the
+    statistic, and `score` one of these sums or the position. Every state must start at 0, and `wants` must not depend
+    on the view's slots. A kernel then does the work of `observe` and `score`, and neither is called.
+
+    Attributes:
+        score: name of the state that is the score; ``None`` if the position is.
+        only: values of options under which this holds.
+    """
+
+    score: str | None = None
+    only: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Arguments of a cache that the policy chooses where the user does not.
+
+    Attributes:
+        positions: positions that attention sees, ``true`` or ``slot``.
+        layer_budget: how a budget is spread over the layers, see `kvkeep.budget.per_layer`.
+    """
+
+    positions: str = "true"
+    layer_budget: str = "uniform"
+
+
+class Abilities:
+    """The optional abilities of a policy, all of them absent.
+
+    Attributes:
+        evicts: whether it ever evicts. If not, tokens over budget are refused.
+        bursts: set if it may drop several tokens in one decode step. Other policies drop at most one.
+        grows: set if it evicts in prefill only.
+        spreads: set if KV heads get budgets of their own.
+        focuses: set if generated tokens attend to a part of the slots.
+        cascades: set if it prunes through the layers: the class of the table that the layers share.
+        sums: set if the rule for generated tokens can run within an attention kernel.
+        stochastic: whether scores depend on random numbers that are keyed by the head.
+        defaults: arguments of a cache that depend on the policy.
+    """
+
+    evicts: ClassVar[bool] = True
+    bursts: ClassVar[Bursts | None] = None
+    grows: ClassVar[Growth | None] = None
+    spreads: ClassVar[HeadBudgets | None] = None
+    focuses: ClassVar[Focus | None] = None
+    cascades: ClassVar[type[Cascade] | None] = None
+    sums: ClassVar[Sums | None] = None
+    stochastic: ClassVar[bool] = False
+    defaults: ClassVar[Defaults] = Defaults()
+
+    @property
+    def shares_heads(self) -> bool:
+        """Whether the KV heads of a layer decide together and keep the same tokens."""
+        return self.cascades is not None
