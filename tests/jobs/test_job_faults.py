@@ -9,7 +9,7 @@ import model_folders
 import processes
 import pytest
 import torch
-from engine.commands import completions, result_of, run, write
+from commands import completions, result_of, run, write
 from safetensors.torch import load_file, save_file
 
 from kvkeep.cli.generate import job
