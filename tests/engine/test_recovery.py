@@ -283,6 +283,16 @@ def test_a_request_is_checked_when_it_is_made(wrong, no_checked_annotations):
     assert len(str(found.value)) < 200
 
 
+@pytest.mark.parametrize("name", ["snapkv:window=2", "adakv:window=2", "topk_dynamic:share=0.5"])
+def test_a_policy_is_taken_again_after_its_first_use(name):
+    policy = kvkeep.parse(name)
+    engine = Engine(model("llama"), policy=policy, budget=8, rows=1, prefill_chunk=None)
+    for _ in range(2):
+        engine.add(Request(prompt=(1, 2, 3), sampling=new(2), policy=policy))
+        drain(engine)
+    Engine(model("llama"), policy=policy, budget=8, rows=1, prefill_chunk=None)
+
+
 @pytest.mark.parametrize("prompt", [[3, 4], torch.tensor([3, 4]), np.array([3, 4]), range(3, 5), iter((3, 4))])
 def test_token_ids_come_in_many_kinds(prompt, no_checked_annotations):
     request = Request(prompt=prompt, logprobs=np.int64(2), stop="end")

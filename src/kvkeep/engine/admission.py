@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +208,18 @@ def usable(policy: object) -> Policy:
     except Exception:  # a class may raise anything there
         tells = False
     fields = {field.name for field in dataclasses.fields(found)}
-    if not tells or vars(found).keys() - fields:
+    others = {name for name in vars(found).keys() - fields if not _is_remembered(type(found), name)}
+    if not tells or others:
         raise PolicyError(
             f"Policies of {type(found).__name__} cannot be told apart by their options. Make the class a frozen "
             "dataclass whose fields are numbers, texts or tuples: @dataclass(frozen=True, kw_only=True)."
         )
     return found
+
+
+def _is_remembered(kind: type, name: str) -> bool:
+    """Whether an attribute is a property that is computed once; it follows from the fields."""
+    return isinstance(inspect.getattr_static(kind, name, None), cached_property)
 
 
 def _largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
