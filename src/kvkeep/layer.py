@@ -10,6 +10,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -70,7 +71,7 @@ class Layer:
         numbers = budgets.check(budget)
         for number in numbers:
             policy.check(number)
-        if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
+        if prefill_chunk is not None and (not isinstance(prefill_chunk, SupportsIndex) or prefill_chunk < 1):
             raise BudgetError(f"The prefill chunk {prefill_chunk} is no whole number of 1 or more tokens.")
         self.policy = policy
         self.window = window
@@ -79,7 +80,7 @@ class Layer:
         self._broken, self.moves = False, 0
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index = index
-        self._prefill_chunk = prefill_chunk
+        self._prefill_chunk = None if prefill_chunk is None else int(prefill_chunk)
         self._sequences = sequences
         self._rotation = rotation or AsItIs()
         self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()

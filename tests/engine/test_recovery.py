@@ -241,7 +241,7 @@ def test_an_interrupt_leaves_the_engine_usable():
 
 WRONG = [
     {"prompt": (1.5, 2.0)},
-    {"prompt": "a text"},
+    {"prompt": "  "},
     {"prompt": b"bytes"},
     {"prompt": ("a", "b")},
     {"prompt": (True, False)},
@@ -418,7 +418,7 @@ def test_requests_are_added_by_those_who_run_them(no_checked_annotations):
         with pytest.raises(InputError, match="add and step"):
             call()
     assert len(list(results)) == 3
-    for wrong in ([Request(prompt=(1,)), None], "text", Request(prompt=(1,)), [1]):
+    for wrong in ([Request(prompt=(1,)), None], 7, [1]):
         with pytest.raises(InputError, match=r"no kvkeep\.Request|no list of requests"):
             engine.generate(wrong)
     assert len(engine.generate([])) == 0

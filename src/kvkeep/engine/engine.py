@@ -17,9 +17,10 @@ from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission, usable
 from kvkeep.engine.interrupts import Guard, Uninterrupted
 from kvkeep.engine.own import keeps_states
-from kvkeep.engine.request import Event, Generation, Request, Result
+from kvkeep.engine.request import Asked, Event, Generation, Result, listed, request_of
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
+from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.scheduler import Batch, Scheduler
 from kvkeep.errors import InputError, NoNumbersError
 from kvkeep.memory import Memory
@@ -38,7 +39,7 @@ class Engine:
 
     Args:
         model: any model that `kvkeep.attach` takes, in evaluation mode.
-        tokenizer: turns tokens into text; needed for texts and stop texts only.
+        tokenizer: turns texts into tokens and back; without one, prompts are token ids.
         policy: the eviction policy of requests that do not name one.
         budget: tokens kept per layer and head; the most that a request may ask for.
         rows: number of sequences that run at once; by default 16, or as many as fit into ``kv_memory``.
@@ -68,8 +69,9 @@ class Engine:
         positions: str | None = None,
         graphs: bool | None = None,
     ) -> None:
-        for number in (budget, rows, kv_memory, prefill_chunk):
-            budgets.check_one(1 if number is None else number)
+        numbers = {"budget": budget, "rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk}
+        for name, number in numbers.items():
+            budgets.check_one(1 if number is None and name != "budget" else number, name)
         self.model, self.tokenizer = attach(model), tokenizer
         self.policy, self.budget, self._chunk = usable(policy), budget, prefill_chunk
         options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
@@ -109,16 +111,20 @@ class Engine:
         """Return the bytes of all rows, summed over real tensors."""
         return self._rows.memory()
 
-    def generate(self, requests: Iterable[Request]) -> list[Result]:
-        """Run requests to their ends and return their results in order.
+    def generate(self, requests: Asked | Iterable[Asked], sampling: Sampling | None = None) -> list[Result]:
+        """Run requests to their ends and return their results in order; a single one gives a list of one.
+
+        Args:
+            requests: a `Request` or a text, or any number of both. A text is the user's message in the chat template.
+            sampling: how tokens are chosen for texts; requests have their own.
 
         Raises:
             InputError: other requests are still running.
         """
-        found = dict(self.run(requests))
+        found = dict(self.run(requests, sampling))
         return [found[place] for place in sorted(found)]
 
-    def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
+    def run(self, requests: Asked | Iterable[Asked], sampling: Sampling | None = None) -> Iterator[tuple[int, Result]]:
         """Run requests to their ends, and yield each result as soon as it is there, with its place in the input.
 
         Requests are taken from the iterable as rows become free, so it may be longer than memory could hold.
@@ -127,28 +133,28 @@ class Engine:
             InputError: other requests are still running.
         """
         places: dict[int, int] = {}
-        for event in self._drain(requests, places):
+        for event in self._drain(requests, places, sampling):
             if event.result:
                 yield places.pop(event.id), event.result
 
-    def stream(self, request: Request) -> Iterator[Event]:
-        """Run one request and yield its tokens as they come.
+    def stream(self, request: Asked, sampling: Sampling | None = None) -> Iterator[Event]:
+        """Run one request or text and yield its tokens as they come.
 
         Raises:
             InputError: other requests are still running.
         """
-        return self._drain([request], {})
+        return self._drain([request], {}, sampling)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Asked) -> None:
         """Refuse a request that `add` would refuse, without adding it.
 
         Raises:
             KVKeepError: see `add`.
         """
-        self._admission.check(request, self._count)
+        self._admission.check(request_of(request), self._count)
 
-    def add(self, request: Request) -> int:
-        """Queue a request and return its number.
+    def add(self, request: Asked, sampling: Sampling | None = None) -> int:
+        """Queue a request or a text and return its number.
 
         Raises:
             InputError: it is no request, is longer than the model's positions, or wants stop texts without a tokenizer;
@@ -159,7 +165,7 @@ class Engine:
             PolicyError: its policy does not exist, or cannot be compared with others.
         """
         self._check_alone()
-        return self._add(request)
+        return self._add(request, sampling)
 
     def step(self) -> list[Event]:
         """Bring every running sequence one token further, and prompts one chunk.
@@ -190,19 +196,19 @@ class Engine:
                 "end, or use add and step for all requests."
             )
 
-    def _drain(self, requests: Iterable[Request], places: dict[int, int]) -> Iterator[Event]:
+    def _drain(
+        self, requests: Asked | Iterable[Asked], places: dict[int, int], sampling: Sampling | None
+    ) -> Iterator[Event]:
         """Add requests and step until all have ended; ``places`` gets the place of each request's number."""
         self._check_alone()
         if self.busy:
             raise InputError("The engine is still busy with other requests; let them end, or cancel them, first.")
-        if not isinstance(requests, Iterable):
-            raise InputError(f"{type(requests).__name__} is no list of requests; put a single one into a list.")
-        source, more, self._draining = enumerate(requests), True, True
+        source, more, self._draining = enumerate(listed(requests)), True, True
         try:
             while more or self.busy:
                 while more and self.has_room:
                     if more := (item := next(source, None)) is not None:
-                        places[self._add(item[1])] = item[0]
+                        places[self._add(item[1], sampling)] = item[0]
                 yield from self._step()
         finally:  # a caller that stops listening wants no more tokens
             for number in list(self._all):
@@ -210,8 +216,8 @@ class Engine:
             self._unreported.clear()
             self._draining = False
 
-    def _add(self, request: Request) -> int:
-        one = self._admission.check(request, self._count)
+    def _add(self, asked: Asked, sampling: Sampling | None) -> int:
+        one = self._admission.check(request_of(asked, sampling), self._count)
         with Uninterrupted():
             self._count += 1
             self._all[one.id] = one

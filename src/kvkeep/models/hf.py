@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvkeep.backends import choose
-from kvkeep.errors import ShapeError, UnsupportedModelError
+from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
 from kvkeep.handing import HandingLayer, unwrap
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, AttentionOptions, Slots
@@ -93,9 +93,14 @@ def attach(model: _Model) -> _Model:
         model: any decoder of transformers whose attention goes through its attention interface.
 
     Raises:
+        InputError: ``model`` is no model of transformers.
         UnsupportedModelError: the interface does not reach this model's attention.
     """
     name = type(model).__name__
+    if not hasattr(model, "_can_set_attn_implementation"):
+        raise InputError(
+            f"A {name} is no model of transformers. Load one first: model, tokenizer = kvkeep.load(name_or_path)."
+        )
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{name} computes attention itself instead of through transformers' attention interface, so kvkeep "

@@ -26,7 +26,7 @@ from kvkeep.errors import InputError
 TIMEOUT_S = 10.0
 MEMORY_BYTES = 2**30
 _START_S = 60.0
-_REMEDY = "Use --raw to leave it out and write the whole prompt."
+_REMEDY = "Use --raw (raw=True in Python) to leave it out and write the whole prompt."
 
 
 def fill(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> str:
