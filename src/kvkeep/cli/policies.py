@@ -55,11 +55,11 @@ def show_policy(
     debug: Debug = False,
 ) -> None:
     """Show what a policy keeps, its source, its options and its BibTeX entry."""
-    from kvkeep.registry import available, parse
+    from kvkeep.registry import class_of, parse, split
 
     parse(name)  # an unknown name gets a suggestion, a wrong option its reason
-    name = name.partition(":")[0].strip()
-    entry = _describe(name, available()[name])
+    name, _ = split(name)
+    entry = _describe(name, class_of(name))
     if json:
         console.write_json(entry)
     else:
