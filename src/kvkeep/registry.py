@@ -120,7 +120,7 @@ def class_of(name: str) -> type[Policy]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except AttributeError:
-        known = [key for key, value in vars(sys.modules[module]).items() if _is_policy(value)]
+        known = [key for key, value in vars(sys.modules[module]).items() if _is_policy(value) and value is not Policy]
         raise PolicyError(f"Module {module!r} has no {attribute!r}.{_did_you_mean(attribute, known)}") from None
     if not _is_policy(found):
         raise PolicyError(f"{name!r} is not a subclass of kvkeep.Policy.")

@@ -239,7 +239,7 @@ def test_module_and_class_name_a_policy(here, text, sinks):
         ("nothing_for_kvkeep:Policy", "There is no policy and no module 'nothing_for_kvkeep'."),
         ("nothing.for_kvkeep:Policy", "There is no policy and no module 'nothing.for_kvkeep'."),
         ("mine_for_kvkeep.py:EveryOther", "no module 'mine_for_kvkeep.py'. Leave out .py: mine_for_kvkeep."),
-        ("mine_for_kvkeep:EveryOthr", "has no 'EveryOthr'. Did you mean 'EveryOther'?"),
+        ("mine_for_kvkeep:EveryOthr", "has no 'EveryOthr'. Did you mean 'EveryOther'? Known: EveryOther."),
         ("mine_for_kvkeep:EveryOther.inner", "Module 'mine_for_kvkeep' has no 'EveryOther.inner'."),
         ("mine_for_kvkeep:thing", "'mine_for_kvkeep:thing' is not a subclass of kvkeep.Policy."),
         ("mine_for_kvkeep:Plain", "is not a subclass of kvkeep.Policy."),
@@ -286,6 +286,7 @@ def test_a_list_of_policies_has_modules_and_classes_in_it(here):
 def test_the_command_line_takes_module_and_class(here):
     shown = CliRunner().invoke(app, ["policies", "show", "mine_for_kvkeep:EveryOther:sinks=2"])
     assert shown.exit_code == 0, shown.output
+    assert "Prefers even positions." in shown.output
     assert "first tokens that are never evicted" in shown.output
     done = CliRunner().invoke(
         app,

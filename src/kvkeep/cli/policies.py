@@ -68,7 +68,7 @@ def show_policy(
 
 def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
     """All about a policy, as plain data."""
-    summary, sections = _split(inspect.getdoc(importlib.import_module(cls.__module__)) or "")
+    summary, sections = _split(inspect.getdoc(importlib.import_module(cls.__module__)) or inspect.getdoc(cls) or "")
     kinds = typing.get_type_hints(cls)
     options = [
         {
