@@ -10,6 +10,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -67,16 +68,15 @@ class Layer:
         rotation: Rotation | None = None,
         cascade: Cascade | None = None,
     ):
-        numbers = budgets.check(budget)
-        for number in numbers:
+        for number in (numbers := budgets.check(budget)):
             policy.check(number)
-        if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
+        if prefill_chunk is not None and (not isinstance(prefill_chunk, SupportsIndex) or prefill_chunk < 1):
             raise BudgetError(f"The prefill chunk {prefill_chunk} is no whole number of 1 or more tokens.")
         self.policy, self.window = policy, window
-        self.columns, self.moves = 0, 0
-        self.allocated, self._broken = False, False
+        self.columns, self.moves, self.allocated, self._broken = 0, 0, False, False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
-        self._index, self._prefill_chunk, self._sequences = index, prefill_chunk, sequences
+        self._index, self._sequences = index, sequences
+        self._prefill_chunk = None if prefill_chunk is None else int(prefill_chunk)
         self._rotation = rotation or AsItIs()
         self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
 
