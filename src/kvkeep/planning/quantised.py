@@ -60,7 +60,7 @@ class Scheme:
         blocks = {(1, _WHOLE): "row", (_WHOLE, _WHOLE): "matrix"}.get(self.group)
         if blocks is None:
             blocks = f"{self.group[1]} weights of a row" if self.group[0] == 1 else f"block of {self.group}"
-        scales = f" and {self.group_bits:g} for each {blocks}" if self.group_bits else ""
+        scales = f" and {self.group_bits:g} more for every {blocks}" if self.group_bits else ""
         return f"{self.method}, {self.bits:g} bits{scales}"
 
 
