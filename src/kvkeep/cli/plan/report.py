@@ -156,8 +156,8 @@ def _quantised(setting: Setting) -> str:
         )
     return (
         f"quantised weights are counted from {name}'s quantization_config: linear layers in {setting.scheme}; "
-        f"embeddings, norms and what it leaves out in {rest}. The files may differ by some percent; --weights-memory takes their "
-        "size."
+        f"embeddings, norms and what it leaves out in {rest}. The files may differ by some percent; "
+        "--weights-memory takes their size."
     )
 
 
