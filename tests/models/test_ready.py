@@ -5,11 +5,11 @@ import inspect
 import model_folders
 import pytest
 import torch
-from kvkeep.models.quiet import quiet
 
 import kvkeep
 from kvkeep.errors import InputError, ModelFileError
 from kvkeep.models import load as files
+from kvkeep.models.load import quiet
 
 
 @pytest.fixture(autouse=True)

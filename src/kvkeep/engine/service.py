@@ -6,8 +6,11 @@ a thread of its own steps the engine until all of them have ended, and the liste
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -72,6 +75,7 @@ class Service:
 
     def __init__(self) -> None:
         self.turn = Turn()
+        _services.add(self)
         self._boxes: dict[int, Box] = {}
         self._left: deque[Box] = deque()
         self._thread: threading.Thread | None = None
@@ -136,9 +140,7 @@ class Service:
                 yield from self.events(box, step)
         finally:  # a caller that stops listening wants no more tokens
             self.leave(box)
-            if (
-                not self.turn.mine
-            ):  # a generator may be collected in the middle of a step, which then does it at its end
+            if not self.turn.mine:  # otherwise it was collected in the middle of a step, which sweeps at its end
                 with Uninterrupted(), self.turn:
                     self.sweep(end)
 
@@ -175,3 +177,14 @@ class Service:
                     for box in boxes:
                         self.leave(box)
                         box.put(error)
+
+
+_services: weakref.WeakSet[Service] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_services.clear)  # the threads of the parent do not exist there
+
+
+@atexit.register
+def _stop() -> None:
+    """Take the turn of every engine, for good: torch ends the process with an error if Python ends during a step."""
+    for service in list(_services):
+        service.turn.__enter__()
