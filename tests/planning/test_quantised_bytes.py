@@ -1,4 +1,4 @@
-"""Bytes of quantised weights against quoted sizes of checkpoints, by hand, and against weights that are quantised here."""
+"""Bytes of quantised weights against quoted sizes, by hand, and against weights that are quantised here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def planned(folder: Path, config: dict[str, object], **options: object) -> Plan:
     ids=["Llama-2-7B-AWQ", "Llama-2-7B-GPTQ", "Llama-3.1-8B-AWQ-INT4", "llama-3-8b-bnb-4bit"],
 )
 def test_published_files(tmp_path: Path, config: dict[str, object], fields: dict[str, object], published: float):
-    """Sizes quoted from memory of the models' pages, not checked against the files; docs/plan.md names them."""
+    """Sizes quoted from memory of the models' pages, not checked against files; docs/plan.md names them."""
     found = planned(tmp_path, {**config, "quantization_config": fields})
     assert found.bounded.weight_bytes == pytest.approx(published, rel=0.005)
     assert found.full.weight_bytes == found.bounded.weight_bytes
