@@ -1,4 +1,4 @@
-"""Bytes of quantised weights against quoted sizes, by hand, and against weights that are quantised here."""
+"""Bytes of quantised weights, worked out by hand and measured on weights that are quantised here."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ from kvkeep.models.quantised import weight_bytes
 from kvkeep.planning.plan import Plan, plan
 
 SMALL = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-LLAMA_2_7B = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
-LLAMA_2_7B |= {"num_hidden_layers": 32, "num_attention_heads": 32, "dtype": "float16"}
-LLAMA_3_8B = {**LLAMA_2_7B, "vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
-NF4 = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_type": "nf4"}
 
 
 @pytest.fixture(autouse=True)
@@ -33,23 +29,6 @@ def planned(folder: Path, config: dict[str, object], **options: object) -> Plan:
     file = folder / "config.json"
     file.write_text(json.dumps(config))
     return plan(file, **{"context": 2048, **options})
-
-
-@pytest.mark.parametrize(
-    ("config", "fields", "published"),
-    [
-        (LLAMA_2_7B, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 3.89e9),
-        (LLAMA_2_7B, {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, 3.90e9),
-        (LLAMA_3_8B, {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, 5.73e9),
-        (LLAMA_3_8B, {"quant_method": "bitsandbytes", **NF4}, 5.70e9),
-    ],
-    ids=["Llama-2-7B-AWQ", "Llama-2-7B-GPTQ", "Llama-3.1-8B-AWQ-INT4", "llama-3-8b-bnb-4bit"],
-)
-def test_published_files(tmp_path: Path, config: dict[str, object], fields: dict[str, object], published: float):
-    """Sizes quoted from memory of the models' pages, not checked against files; docs/plan.md names them."""
-    found = planned(tmp_path, {**config, "quantization_config": fields})
-    assert found.bounded.weight_bytes == pytest.approx(published, rel=0.005)
-    assert found.full.weight_bytes == found.bounded.weight_bytes
 
 
 def by_hand(bits: float, scale: float, group: int, extra: float = 0.0) -> int:
