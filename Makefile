@@ -12,7 +12,7 @@ BIN := .venv/bin
 OLD := .venv-oldest/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest check fix bench peers docs clean
+.PHONY: help demo test test-all test-oldest check fix bench peers docs clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,14 +36,14 @@ demo: .venv/.installed  ## the main job on the embedded model: a story in 128 to
 docs: .venv/.installed  ## write the generated pages
 	$(BIN)/python tools/policies_page.py
 
-test: .venv/.installed  ## the tests, with the newest transformers (under 10 minutes on 2 cores, no network)
+test: .venv/.installed  ## the tests, with the newest transformers (under 5 minutes on 2 cores, no network)
 	$(BIN)/python -m pytest $(SPREAD)
 
-test-slow: .venv/.installed  ## long measurements that are asserted, e.g. peak memory at 32 768 tokens
-	$(BIN)/python -m pytest tests/slow -m slow
+test-all: .venv/.installed  ## what `make test` leaves out: long sweeps, 1 000 schedules of faults, peak memory
+	$(BIN)/python -m pytest $(SPREAD) -m slow
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers, with the oldest version that is supported
-	$(OLD)/python -m pytest $(SPREAD) tests/parity tests/models tests/engine tests/core tests/cli tests/evals
+	$(OLD)/python -m pytest $(SPREAD) $(addprefix tests/,parity models rotary planning engine evals cli research/analysis)
 
 check: .venv/.installed  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .

@@ -18,6 +18,8 @@ import jaxtyping
 import torch
 
 _in_full = jaxtyping.jaxtyped
+_plain: set[type] = set()
+"""Types of which annotations ask nothing more."""
 
 
 class _UnknownError(Exception):
@@ -33,6 +35,8 @@ def install(package: str) -> None:
 def kind(value: object) -> Hashable:
     """Returns all that annotations ask about a value: its type, a tensor's shape and dtype, the kinds of its items."""
     made = type(value)
+    if made in _plain:
+        return made
     if made is torch.Tensor:
         return made, value.shape, value.dtype
     if isinstance(value, torch.Tensor):
@@ -48,6 +52,7 @@ def kind(value: object) -> Hashable:
         return made, _shared(value)
     if isinstance(value, Collection) and made not in (str, bytes):
         raise _UnknownError
+    _plain.add(made)
     return made
 
 

@@ -170,6 +170,10 @@ class PhasedCache(Cache):
 
     phase: Phase | None = None
 
+    def phase_at(self, columns: int) -> Phase | None:
+        """Return the phase of tokens after so many columns, where the cache knows it and its owner does not say it."""
+        return None
+
     def update(
         self,
         key_states: Float[Tensor, "B Hk T D"],
@@ -181,5 +185,5 @@ class PhasedCache(Cache):
         """Hand new keys and values to a layer, and set its phase."""
         layer = self.layers[layer_idx]
         if isinstance(layer, HandingLayer):
-            layer.phase = self.phase
+            layer.phase = self.phase or self.phase_at(layer.columns)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

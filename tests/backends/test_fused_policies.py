@@ -1,5 +1,8 @@
 """Policies that say what their sums are, so that a backend can fuse their decode step."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from conformance.dummy_backend import DummyBackend
@@ -7,6 +10,10 @@ from conformance.dummy_backend import DummyBackend
 import kvkeep
 from kvkeep import registry
 from kvkeep.eviction import fuses
+from kvkeep.policies._mass import HeavyHitters
+from kvkeep.policies.abilities import Sums
+from kvkeep.statistic import Mass
+from kvkeep.store import Cascade
 from kvkeep.types import Phase, Report, View
 
 
@@ -59,3 +66,35 @@ def test_a_policy_that_changes_a_method_is_asked_again():
 
     assert fuses(kvkeep.parse("local"), DummyBackend())
     assert not fuses(Contrary(), DummyBackend())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(HeavyHitters):
+    sums: ClassVar[Sums | None] = Sums("mass")
+
+    def score(self, view, state):
+        return state["mass"]
+
+
+def test_a_report_that_follows_from_the_slots_is_asked_for_with_the_new_token_among_them():
+    class Sparing(Plain):
+        def wants(self, view):
+            return Mass(rows=(view.positions[:, 0] >= 0).sum(dim=-1) % 2)
+
+    assert fuses(Plain(), DummyBackend())
+    assert not fuses(Sparing(), DummyBackend())
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"cascades": Cascade},
+        {"slots": {"mass": 1.0}},
+        {"slots": {"mass": 0.0, "bonus": 0.5}},
+        {"sums": Sums("attention")},
+        {"sums": Sums("mass"), "slots": {}},
+    ],
+    ids=["a table of layers", "a start above 0", "another start above 0", "another name", "no state"],
+)
+def test_a_policy_with_more_than_the_kernel_does_is_asked_itself(attributes):
+    assert not fuses(type("More", (Plain,), attributes)(), DummyBackend())

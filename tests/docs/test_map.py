@@ -51,11 +51,12 @@ def calls_between_rooms(work):
         if caller is not None and inside(caller) != inside(frame):
             found.append((inside(caller), inside(frame), frame.f_code.co_name))
 
+    before = sys.getprofile()
     sys.setprofile(watch)
     try:
         work()
     finally:
-        sys.setprofile(None)
+        sys.setprofile(before)
     return found
 
 

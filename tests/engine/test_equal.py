@@ -139,7 +139,7 @@ def test_policies_run_side_by_side(name, policies):
     for number, request in zip(numbers, requests, strict=True):
         new = request.sampling.max_new_tokens
         whole = alone(name, request.prompt, new, request.policy, request.budget, None)
-        assert results[number].token_ids == whole, request.policy
+        assert results[number].token_ids == whole, (request.policy, results[number])
 
 
 @pytest.mark.parametrize("other", ["spatten", "adakv:window=4", "pyramidkv:window=4", "h2o:recent=3"])

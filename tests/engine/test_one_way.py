@@ -5,6 +5,7 @@ import json
 import model_folders
 import pytest
 import torch
+from commands import completions, run, write
 from transformers import LlamaConfig
 
 from kvkeep.engine import Engine, Request
@@ -12,7 +13,6 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.jobs.lines import COMPLETION, parse
 from kvkeep.noise import spread, uniform
 
-from .commands import completions, run, write
 from .models import CONFIGS, alone, model
 from .test_equal import prompt_of
 

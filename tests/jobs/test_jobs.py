@@ -12,7 +12,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from engine.commands import completions, result_of, run, write
+from commands import completions, result_of, run, write
 from sweeps import sweep
 from typer.testing import CliRunner
 

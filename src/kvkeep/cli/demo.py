@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -26,7 +25,8 @@ from rich.text import Text
 import kvkeep
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.options import Debug
+from kvkeep.cli.options import Debug, Threads, parse_threads
+from kvkeep.models.threads import restored, use
 from kvkeep.policies import DEFAULT
 
 if TYPE_CHECKING:
@@ -73,20 +73,23 @@ NEXT = (
 @one_line_errors
 def demo(
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another story and another question.")] = SEED,
+    threads: Threads = None,
     debug: Debug = False,
 ) -> None:
     """Show a story in 128 tokens of memory, and what each policy still knows of a long text.
 
     Runs the embedded model on the CPU; nothing is downloaded.
     """
+    number = parse_threads(threads)
     from kvkeep.models.load import embedded, find, quiet, read_weights
     from kvkeep.models.text import Writer
 
     screen = console.out()
     started = time.perf_counter()
-    with quiet(), one_thread():
+    with quiet(), restored():
         checkpoint = find(embedded())
         writer = Writer(checkpoint, read_weights(checkpoint, device="cpu"))
+        use(writer.model, number)
         parameters = sum(p.numel() for p in writer.model.parameters()) / 1e6
         screen.print(
             f"The embedded model: {parameters:.1f} million parameters, trained on texts of "
@@ -96,19 +99,6 @@ def demo(
         ask_everyone(screen, writer, seed)
     show_next(screen)
     screen.print(Text(f"\n{console.show_seconds(time.perf_counter() - started)} in all", "dim"))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread: the model is so small that several would mostly wait for each other."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def tell_story(screen: Console, writer: Writer, seed: int) -> None:

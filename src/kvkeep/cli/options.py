@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from kvkeep.errors import BudgetError, InputError
+from kvkeep.models import threads
 from kvkeep.runs import in_full, parse
 
 MODEL, MEMORY, OUTPUT = "Model", "KV memory", "Output"
@@ -51,6 +52,23 @@ Device = Annotated[
     str,
     typer.Option(
         metavar="NAME", help="cpu, cuda, cuda:1, or auto: CUDA if there is one, else cpu.", rich_help_panel=MODEL
+    ),
+]
+LoadIn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="Quantise the weights while they are read: int8 or fp8 (torchao), 4bit or 8bit (bitsandbytes, on CUDA).",
+        rich_help_panel=MODEL,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Threads on a CPU. Default: KVKEEP_THREADS, OMP_NUM_THREADS, or a choice by the model's size and the "
+        "machine's load.",
+        rich_help_panel=MODEL,
     ),
 ]
 AllowPickle = Annotated[
@@ -214,6 +232,15 @@ def parse_positions(text: str | None) -> Literal["true", "slot"] | None:
     if text not in (None, "true", "slot"):
         raise InputError(f"--positions {text!r} is not a mode; use true or slot.")
     return cast(Literal["true", "slot"] | None, text)
+
+
+def parse_threads(number: int | None) -> int | None:
+    """Check ``--threads``, or the variable KVKEEP_THREADS where it is not given.
+
+    Raises:
+        InputError: the number is below 1 or above the number of cores.
+    """
+    return threads.check(number)
 
 
 def parse_prefill_chunk(text: str | None) -> int | None:

@@ -103,11 +103,11 @@ def show_policy(
     debug: Debug = False,
 ) -> None:
     """Show what a policy keeps, its source, its options and its BibTeX entry."""
-    from kvkeep.registry import available, parse
+    from kvkeep.registry import class_of, parse, split
 
     parse(name)  # an unknown name gets a suggestion, a wrong option its reason
-    name = name.partition(":")[0].strip()
-    entry = _describe(name, available()[name])
+    name, _ = split(name)
+    entry = _describe(name, class_of(name))
     if json:
         console.write_json(entry)
     else:
@@ -116,7 +116,7 @@ def show_policy(
 
 def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
     """A policy's docstring, options and BibTeX entry, as plain data."""
-    summary, sections = _split(inspect.getdoc(importlib.import_module(cls.__module__)) or "")
+    summary, sections = _split(inspect.getdoc(importlib.import_module(cls.__module__)) or inspect.getdoc(cls) or "")
     kinds = typing.get_type_hints(cls)
     options = [
         {

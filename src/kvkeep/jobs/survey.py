@@ -51,7 +51,7 @@ class Survey:
             return
         asked = line.request
         policy = asked.policy if isinstance(asked.policy, str) else None
-        shape = Shape(len(asked.prompt), asked.sampling.max_new_tokens, policy, asked.budget)
+        shape = Shape(len(asked.prompt or ()), asked.sampling.max_new_tokens, policy, asked.budget)
         self.digests[line.number] = line.digest
         self._shapes[line.number] = self._known.setdefault(shape, shape)
 

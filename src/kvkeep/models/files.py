@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import errors as hub
+from huggingface_hub.utils._validators import validate_repo_id
 from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models.device import is_out_of_memory
+from kvkeep.models.hub import UNREACHABLE, is_forbidden
 from kvkeep.runs import in_full
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -40,7 +42,7 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
     """The full path of a file or folder that exists; another name is returned unchanged, as a hub name.
 
     Raises:
-        ModelFileError: the name can only be a folder's, and there is no such folder.
+        ModelFileError: there is no such folder, and the hub has no such names.
     """
     name = os.fspath(name_or_path)
     path = in_full(name)
@@ -50,6 +52,9 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
         raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
     if not exists and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelFileError(f"The model folder {name} does not exist.")
+    if not exists:
+        with explained(name, "Its name cannot be used"):
+            validate_repo_id(name)
     return str(path) if exists else name
 
 
@@ -257,7 +262,7 @@ def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
     causes = list(_causes(error))
     for kind, text in _HUB_ERRORS.items():
         if any(isinstance(cause, kind) for cause in causes):
-            return ModelFileError(text.format(name=name))
+            return ModelFileError((_FORBIDDEN if text is _UNREACHABLE and is_forbidden() else text).format(name=name))
     if "cannot be loaded with `safetensors`" in str(error):  # how transformers reports a hub model without them
         return ModelFileError(refusal(f"The weights of {name}"))
     line = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
@@ -273,11 +278,19 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+_UNREACHABLE = (
+    f"{UNREACHABLE}, and {{name}} is neither a local folder nor in the local cache. Check the network, or "
+    "give a local folder."
+)
+_FORBIDDEN = (
+    f"{UNREACHABLE} since HF_HUB_OFFLINE is set, and {{name}} is neither a local folder nor in the local "
+    "cache. Unset the variable where there is a network, or give a local folder."
+)
 _HUB_ERRORS: dict[type[Exception], str] = {  # special cases before the general ones
     hub.HFValidationError: "{name!r} is neither a local folder nor a hub name (NAMESPACE/NAME).",
     hub.GatedRepoError: "{name} is gated: accept its terms on its page, then log in with `hf auth login`.",
     hub.RepositoryNotFoundError: "{name} is neither a local folder nor a public model on the hub. Check the spelling; "
     "for a private one log in with `hf auth login`.",
-    hub.LocalEntryNotFoundError: "The hub cannot be reached, and {name} is not in the local cache. Check the network, "
-    "or give a local folder.",
+    hub.LocalEntryNotFoundError: _UNREACHABLE,
+    hub.OfflineModeIsEnabled: _UNREACHABLE,
 }

@@ -17,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvkeep.backends import choose
-from kvkeep.errors import ShapeError, UnsupportedModelError
+from kvkeep.cache import BoundedCache
+from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
 from kvkeep.handing import HandingLayer, unwrap
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, AttentionOptions, Slots
@@ -93,9 +94,14 @@ def attach(model: _Model) -> _Model:
         model: any decoder of transformers whose attention goes through its attention interface.
 
     Raises:
+        InputError: ``model`` is no model of transformers.
         UnsupportedModelError: the interface does not reach this model's attention.
     """
     name = type(model).__name__
+    if not hasattr(model, "_can_set_attn_implementation"):
+        raise InputError(
+            f"A {name} is no model of transformers. Load one first: model, tokenizer = kvkeep.load(name_or_path)."
+        )
     if not model._can_set_attn_implementation():
         raise UnsupportedModelError(
             f"{name} computes attention itself instead of through transformers' attention interface, so kvkeep "
@@ -104,7 +110,17 @@ def attach(model: _Model) -> _Model:
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; kvkeep bounds the cache of decoders only.")
     model.set_attn_implementation(ATTENTION)
+    if _tell_ids not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_tell_ids, with_kwargs=True)
     return model
+
+
+def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell a bounded cache which tokens the model is about to feed, see `BoundedCache.continue_with`."""
+    cache = kwargs.get("past_key_values")
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if isinstance(cache, BoundedCache) and isinstance(ids, Tensor) and not torch.compiler.is_compiling():
+        cache.note(ids, kwargs.get("attention_mask"))
 
 
 def attention_forward(

@@ -43,6 +43,8 @@ from kvkeep.models.files import (
 )
 from kvkeep.models.generation import check_generation_config
 from kvkeep.models.hf import attach
+from kvkeep.models.hub import cached_if_unreachable, no_conversion_service
+from kvkeep.models.quantised import check_format, check_readable, options, parts
 
 Model: TypeAlias = PreTrainedModel
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
@@ -76,7 +78,12 @@ class Checkpoint:
 
 
 def load(
-    name_or_path: str | os.PathLike[str], dtype: str = "auto", device: str = "auto", *, allow_pickle: bool = False
+    name_or_path: str | os.PathLike[str],
+    dtype: str = "auto",
+    device: str = "auto",
+    *,
+    allow_pickle: bool = False,
+    load_in: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
@@ -85,16 +92,19 @@ def load(
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` (CUDA where there is one, otherwise the CPU) or a name of torch, e.g. ``cuda:1``.
         allow_pickle: accept weights that are not safetensors; torch unpickles nothing but tensors.
+        load_in: quantise the linear layers while they are read: ``int8`` or ``fp8`` (torchao), ``4bit`` or ``8bit``
+            (bitsandbytes, on CUDA).
 
     Raises:
         ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub fails.
         UnsupportedModelError: kvkeep cannot run this architecture; raised before any weight is read.
-        InputError: unknown dtype, or a device that this machine does not have.
+        InputError: unknown dtype or format, or a device that this machine does not have.
     """
     parse_dtype(dtype)
+    check_format(load_in)
     parse_device(device)
     checkpoint = find(name_or_path, allow_pickle=allow_pickle)
-    return read_weights(checkpoint, dtype, device), checkpoint.tokenizer
+    return read_weights(checkpoint, dtype, device, load_in=load_in), checkpoint.tokenizer
 
 
 def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Checkpoint:
@@ -110,15 +120,18 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) ->
     if Path(name).is_dir():
         with explained(name, "Its files cannot be looked up"):
             check_folder(Path(name), allow_pickle)
-    config = read_config(name)
-    skeleton = build_empty(name, config)
-    check_generation_config(name)
+    with cached_if_unreachable(name):
+        config = read_config(name)
+        skeleton = build_empty(name, config)
+        check_generation_config(name)
+        tokenizer = _read_tokenizer(name, config)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    tokenizer = _read_tokenizer(name, config)
     return Checkpoint(name, config, tokenizer, position_limit(skeleton), allow_pickle, parameters)
 
 
-def read_weights(checkpoint: Checkpoint, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
+def read_weights(
+    checkpoint: Checkpoint, dtype: str = "auto", device: str = "auto", *, load_in: str | None = None
+) -> PreTrainedModel:
     """The model of a checkpoint with its weights, see `load`.
 
     Raises:
@@ -126,6 +139,18 @@ def read_weights(checkpoint: Checkpoint, dtype: str = "auto", device: str = "aut
         InputError: unknown dtype, or a device that this machine does not have or whose memory is too small.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
+    with cached_if_unreachable(checkpoint.name):
+        model = _read(checkpoint, kind, place, options(load_in, checkpoint.config, place))
+    with enough_memory(place):
+        torch.nn.Module.to(model, place)
+    model.eval()
+    return attach(model)
+
+
+def _read(
+    checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.device, quantisation: dict[str, Any]
+) -> PreTrainedModel:
+    check_readable(checkpoint.name, checkpoint.config)
     check_index(checkpoint.name, checkpoint.config, checkpoint.allow_pickle)
     check_size(checkpoint.name, checkpoint.parameters)
     with enough_memory(place), explained(checkpoint.name, "Its weights cannot be read"), no_conversion_service():
@@ -138,12 +163,10 @@ def read_weights(checkpoint: Checkpoint, dtype: str = "auto", device: str = "aut
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # reported below, with the names of the tensors
             output_loading_info=True,
+            **quantisation,
         )
     _check_complete(checkpoint.name, report)
-    with enough_memory(place):
-        torch.nn.Module.to(model, place)
-    model.eval()
-    return attach(model)
+    return model
 
 
 def embedded() -> str:
@@ -258,7 +281,8 @@ def fingerprint(model: Model) -> str:
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().flatten()[:64].to("cpu", torch.float32).numpy().tobytes())
+        for part in parts(parameter.detach()):
+            digest.update(part.flatten()[:64].to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -274,18 +298,3 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-@contextmanager
-def no_conversion_service() -> Iterator[None]:
-    """Keep transformers from asking a public service to convert weights that are not safetensors."""
-    key = "DISABLE_SAFETENSORS_CONVERSION"
-    before = os.environ.get(key)
-    os.environ[key] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[key]
-        else:
-            os.environ[key] = before

@@ -103,6 +103,8 @@ def _faster(layers: list[nn.Linear], rows: int) -> bool:
 def _is_plain(layer: nn.Linear, formats: set[torch.dtype]) -> bool:
     hooks = (layer._forward_hooks, layer._forward_pre_hooks)
     weight = layer.weight
+    if type(weight) is not nn.Parameter:  # e.g. quantised: it says that it has the dtype of its products
+        return False
     return weight.device.type == "cpu" and weight.dtype in formats and weight.layout is torch.strided and not any(hooks)
 
 

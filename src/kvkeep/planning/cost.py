@@ -65,6 +65,23 @@ class Experts:
         return self.parameters * (1.0 - (1.0 - self.used / self.count) ** rows)
 
 
+@dataclass(frozen=True)
+class Packed:
+    """Weights that are stored in fewer bits than their dtype has.
+
+    Attributes:
+        parameters: number of these weights.
+        size: their bytes, with scales and zero points.
+        expert_parameters: number of these weights in `Experts`.
+        expert_size: the bytes of these.
+    """
+
+    parameters: int = 0
+    size: int = 0
+    expert_parameters: int = 0
+    expert_size: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A model as numbers.
@@ -215,6 +232,8 @@ class Cost:
         row_bytes: bytes that a row holds all the time.
         prompt_bytes: working memory of a step that feeds prompts, for all rows together.
         step_bytes: working memory of one row in a decode step.
+        packed: the quantised weights; the others have ``weight_itemsize`` bytes each.
+        known_bytes: bytes of all weights, if they are known better than by this count.
     """
 
     model: ModelShape
@@ -222,11 +241,17 @@ class Cost:
     row_bytes: int
     prompt_bytes: int
     step_bytes: int
+    packed: Packed = Packed()
+    known_bytes: int | None = None
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return self.model.parameters * self.weight_itemsize
+        return self._counted_bytes if self.known_bytes is None else self.known_bytes
+
+    @property
+    def _counted_bytes(self) -> int:
+        return (self.model.parameters - self.packed.parameters) * self.weight_itemsize + self.packed.size
 
     def peak_bytes(self, rows: int) -> int:
         """The most bytes that exist at once with this number of rows."""
@@ -253,4 +278,11 @@ class Cost:
         )
 
     def _read_weights(self, rows: int) -> float:
-        return self.model.read(rows) * self.weight_itemsize
+        """Bytes of the weights that a step of these rows uses; known bytes are spread as the counted ones are."""
+        experts, packed = self.model.experts, self.packed
+        size = self.weight_itemsize
+        expert_bytes = (experts.parameters - packed.expert_parameters) * size + packed.expert_size
+        unread: float = self.model.looked_up * size
+        if experts.parameters:
+            unread += expert_bytes * (1.0 - experts.touched(rows) / experts.parameters)
+        return (self._counted_bytes - unread) * self.weight_bytes / self._counted_bytes

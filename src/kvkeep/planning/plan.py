@@ -17,13 +17,11 @@ from typing import Literal
 import torch
 
 from kvkeep import budget as budgets
-from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
-from kvkeep.cache import BoundedCache
 from kvkeep.errors import BudgetError, InputError, show_bytes
 from kvkeep.models.device import DTYPES, parse_dtype
 from kvkeep.models.load import embedded
-from kvkeep.planning import cost
 from kvkeep.planning.cost import Cost
+from kvkeep.planning.setting import Setting
 from kvkeep.planning.shapes import Outline, outline
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
@@ -31,93 +29,6 @@ from kvkeep.registry import parse, spec
 
 DEFAULT_BUDGET = 1024
 DEFAULT_CHUNK = 512
-
-_BLOCKS = 3
-_BLOCKS_WITH_NOISE = 9
-"""Blocks of logits that attention holds at once, without and with a random number for each (keyformer)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A model, an eviction policy and the lengths of its rows; all values are checked.
-
-    Attributes:
-        outline: the model.
-        policy: the eviction policy.
-        budget: tokens per layer and head on average.
-        layer_budget: how the budget is spread over the layers; ``None``: the policy's own rule.
-        positions: ``true`` or ``slot``; ``None``: the policy's own mode.
-        context: tokens of a row, prompt and new ones.
-        chunk: prompt tokens that are fed in one step, of all rows together.
-        dtype: of the cache.
-        weights_dtype: of the weights.
-    """
-
-    outline: Outline
-    policy: Policy
-    budget: int
-    layer_budget: str | list[float] | None
-    positions: Literal["true", "slot"] | None
-    context: int
-    chunk: int
-    dtype: torch.dtype
-    weights_dtype: torch.dtype
-
-    @property
-    def token_bytes(self) -> int:
-        """Keys and values of one token in all layers."""
-        return cost.full_bytes(self.outline.shape.layers, 1, self.dtype.itemsize)
-
-    def cache(self) -> BoundedCache:
-        """The cache, which allocates nothing before it is used; a `KVKeepError` if it cannot be made."""
-        return BoundedCache(
-            self.outline.config, self.policy, self.budget, layer_budget=self.layer_budget, positions=self.positions
-        )
-
-    def layer_budgets(self) -> list[int]:
-        """Each layer's budget."""
-        layers = self.cache().bounded_layers()
-        return [max(layers[index].budgets) for index in self.outline.indices]
-
-    def bounded(self) -> Cost:
-        """Cost with kvkeep's cache."""
-        model, size, per_layer = self.outline.shape, self.dtype.itemsize, self.layer_budgets()
-        blocks = [
-            cost.block_bytes(
-                layer,
-                budget,
-                size,
-                states=len(self.policy.slots),
-                own_budgets=layer.kv_heads if self.policy.spreads else 0,
-            )
-            for layer, budget in zip(model.layers, per_layer, strict=True)
-        ]
-        shared = cost.shared_bytes(per_layer[0], per_layer[-1]) if self.policy.cascades else 0
-        fresh = self.chunk == self.context
-        workspace = cost.Workspace(
-            block_bytes=BLOCK_BYTES,
-            blocks=_BLOCKS_WITH_NOISE if self.policy.stochastic else _BLOCKS,
-            widened_slots=WIDEN_SLOTS,
-            turned=self.cache().position_mode == "slot",
-        )
-        return Cost(
-            model=model,
-            weight_itemsize=self.weights_dtype.itemsize,
-            row_bytes=sum(blocks) + shared,
-            prompt_bytes=cost.prompt_bytes(model, per_layer, self.chunk, size, fresh=fresh, workspace=workspace),
-            step_bytes=cost.step_bytes(model, per_layer, size, workspace=workspace),
-        )
-
-    def full(self) -> Cost:
-        """Cost with a full cache."""
-        model, size = self.outline.shape, self.dtype.itemsize
-        return Cost(
-            model=model,
-            weight_itemsize=self.weights_dtype.itemsize,
-            row_bytes=cost.full_bytes(model.layers, self.context, size),
-            prompt_bytes=cost.full_prompt_bytes(model, self.chunk, size),
-            step_bytes=cost.full_step_bytes(model, size),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +64,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
     positions: Literal["true", "slot"] | None = None,
     dtype: str = "auto",
     weights_dtype: str | None = None,
+    weights_memory: int | None = None,
     memory: int | None = None,
     rows: int | None = None,
     bandwidth: float | None = None,
@@ -169,7 +81,8 @@ def plan(  # noqa: PLR0913  each decides about bytes
         layer_budget: how the budget is spread over layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
-        weights_dtype: dtype of the weights if it differs from the cache's.
+        weights_dtype: dtype of the weights if it differs from the cache's; quantised ones are counted in it, too.
+        weights_memory: bytes of all weights, if you know them better than the configuration says.
         memory: bytes for weights, rows and working memory together.
         rows: a number of rows to plan for.
         bandwidth: bytes per second, e.g. from `measure_bandwidth`.
@@ -186,6 +99,8 @@ def plan(  # noqa: PLR0913  each decides about bytes
     for name, tokens in {"context": context, "prefill_chunk": prefill_chunk}.items():
         if tokens is not None and tokens < 1:
             raise InputError(f"{name}={tokens} is not above 0; give 1 token or more.")
+    if weights_memory is not None and weights_memory < 1:
+        raise InputError(f"weights_memory={weights_memory} is not above 0; give the bytes of all weights.")
     found = outline(embedded() if model is None else model)
     length = _context(found, context)
     own = found.dtype or torch.float32
@@ -199,6 +114,8 @@ def plan(  # noqa: PLR0913  each decides about bytes
         chunk=min(prefill_chunk, length),
         dtype=kinds[0] if isinstance(kinds[0], torch.dtype) else own,
         weights_dtype=kinds[1] if isinstance(kinds[1], torch.dtype) else own,
+        scheme=found.scheme if weights_dtype in (None, "auto") else None,
+        weights_memory=weights_memory,
     )
     full, bounded = setting.full(), setting.bounded()
     made = Plan(setting=setting, full=full, bounded=bounded, memory=memory, rows=rows, bandwidth=bandwidth)
@@ -263,7 +180,7 @@ def _too_large(made: Plan, memory: int) -> str:
     """The message about a memory into which not one row fits, with values that would fit."""
     setting, weights, need = made.setting, made.bounded.weight_bytes, made.bounded.peak_bytes(1)
     row = f"{spec(setting.policy)} with a budget of {setting.budget}"
-    in_dtype = f"the weights take {show_bytes(weights)} in {name_of(setting.weights_dtype)}"
+    in_dtype = f"the weights take {show_bytes(weights)} {setting.weights_format}"
     if weights > memory:
         smaller = min(kind.itemsize for kind in DTYPES.values()) * setting.outline.shape.parameters
         half = f" ({show_bytes(smaller)} in bfloat16)" if smaller < weights else ""
@@ -286,8 +203,3 @@ def _largest(numbers: range, memory: int, change: Callable[[int], Setting]) -> l
     except BudgetError:  # the policy, or how the budget is spread, has no use for so small a budget
         return []
     return [numbers[fitting - 1]] if fitting else []
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """A dtype's name without ``torch.``."""
-    return str(dtype).removeprefix("torch.")

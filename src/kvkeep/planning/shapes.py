@@ -14,8 +14,10 @@ from kvkeep.cache import BoundedCache
 from kvkeep.errors import KVKeepError, UnsupportedModelError
 from kvkeep.layer import Layer
 from kvkeep.models.files import locate
+from kvkeep.models.hub import cached_if_unreachable
 from kvkeep.models.load import build_empty, position_limit, read_config, trained_length
-from kvkeep.planning.cost import Experts, LayerShape, ModelShape
+from kvkeep.planning.cost import Experts, LayerShape, ModelShape, Packed
+from kvkeep.planning.quantised import Scheme, is_quantised, pack, scheme_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Outline:
         dtype: of the checkpoint; ``None`` if the configuration does not say.
         trained_length: positions that the model was trained for; ``None`` if the configuration does not say.
         position_limit: positions in a table of learned ones; ``None`` if there is no such table.
+        scheme: how quantised weights are stored; ``None`` if there are none, or if their bytes are not known.
+        packed: the quantised weights.
     """
 
     name: str
@@ -41,11 +45,13 @@ class Outline:
     dtype: torch.dtype | None
     trained_length: int | None
     position_limit: int | None
+    scheme: Scheme | None
+    packed: Packed
 
     @property
     def quantised(self) -> bool:
         """Whether the checkpoint's weights are stored in fewer bits than their dtype has."""
-        return getattr(self.config, "quantization_config", None) is not None
+        return is_quantised(self.config)
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Outline:
@@ -59,12 +65,14 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
     name = locate(name_or_path)
-    config = read_config(name)
+    with cached_if_unreachable(name):
+        config = read_config(name)
     model = build_empty(name, config)
     cache = _run(name, config, model)
     used = {index: layer for index, layer in cache.bounded_layers().items() if layer.allocated}
     if not used:
         raise UnsupportedModelError(f"{name} has no layer with keys and values, so there is nothing to bound.")
+    scheme = scheme_of(config)
     return Outline(
         name=name,
         config=config,
@@ -74,6 +82,8 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
         dtype=getattr(config.get_text_config(decoder=True), "dtype", None),
         trained_length=trained_length(config),
         position_limit=position_limit(model),
+        scheme=scheme,
+        packed=Packed() if scheme is None else pack(model, scheme),
     )
 
 

@@ -172,7 +172,7 @@ def _nudged(axes: Axes, panel: Panel, place: int) -> Transform:
         return axes.transData
     count = len(panel.series)
     step = min(NUDGE, NUDGES / count)
-    return axes.transData + ScaledTranslation(step * (place - (count - 1) / 2), 0, axes.get_figure().dpi_scale_trans)
+    return axes.transData + ScaledTranslation(step * (place - (count - 1) / 2), 0, axes.figure.dpi_scale_trans)
 
 
 def _bar(axes: Axes, series: Series, colour: str) -> list[Artist]:

@@ -8,7 +8,19 @@ import typer
 
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import place
-from kvkeep.cli.options import OUTPUT, AllowPickle, Debug, Device, Dtype, Json, Model, parse_tokens
+from kvkeep.cli.options import (
+    OUTPUT,
+    AllowPickle,
+    Debug,
+    Device,
+    Dtype,
+    Json,
+    LoadIn,
+    Model,
+    Threads,
+    parse_threads,
+    parse_tokens,
+)
 
 _ANALYSIS = "Analysis"
 
@@ -52,6 +64,8 @@ def analyze(
     ] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    load_in: LoadIn = None,
+    threads: Threads = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,
     debug: Debug = False,
@@ -75,6 +89,8 @@ def analyze(
             seed=seed,
             dtype=dtype,
             device=device,
+            load_in=load_in,
+            threads=parse_threads(threads),
             allow_pickle=allow_pickle,
             json=json,
         )

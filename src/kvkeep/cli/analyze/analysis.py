@@ -16,9 +16,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from kvkeep import plots
 from kvkeep.cli import console
 from kvkeep.cli.files import STANDARD_INPUT, read_text
-from kvkeep.models import load
+from kvkeep.models import load, threads
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import quiet
+from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
 from kvkeep.research.analysis import page, report
 from kvkeep.research.analysis.report import Folder
@@ -44,6 +45,8 @@ class Request:
     seed: int
     dtype: str
     device: str
+    load_in: str | None
+    threads: int | None
     allow_pickle: bool
     json: bool
 
@@ -54,7 +57,7 @@ def serve(request: Request) -> None:
     Raises:
         KVKeepError: the request, the model or the folder cannot be used.
     """
-    with quiet():
+    with quiet(), threads.restored():
         folder = Folder(request.output)
         job = prepare(request)
         folder.check_free()
@@ -62,7 +65,10 @@ def serve(request: Request) -> None:
         report.read(folder)
         for note in job.text.notes:
             console.note(note)
-        writer = Writer(job.checkpoint, load.read_weights(job.checkpoint, request.dtype, request.device))
+        writer = Writer(
+            job.checkpoint, load.read_weights(job.checkpoint, request.dtype, request.device, load_in=request.load_in)
+        )
+        threads.use(writer.model, request.threads)
         with folder.locked():
             with _progress() as on_stage:
                 run(job, writer, folder, on_stage)
@@ -79,6 +85,7 @@ def prepare(request: Request) -> Job:
     kinds = find(request.only)
     text = read_text(request.text, kind="text file", purpose=_PURPOSE)
     parse_dtype(request.dtype)
+    check_format(request.load_in)
     parse_device(request.device)
     name = request.model or load.embedded()
     console.progress(f"loading {name} …")

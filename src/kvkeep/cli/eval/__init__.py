@@ -17,14 +17,17 @@ from kvkeep.cli.options import (
     Dtype,
     Json,
     LayerBudget,
+    LoadIn,
     Model,
     Positions,
     PrefillChunk,
+    Threads,
     parse_budget,
     parse_layer_budget,
     parse_number,
     parse_positions,
     parse_prefill_chunk,
+    parse_threads,
     parse_tokens,
 )
 from kvkeep.errors import InputError
@@ -124,6 +127,8 @@ def evaluate(
     positions: Positions = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    load_in: LoadIn = None,
+    threads: Threads = None,
     allow_pickle: AllowPickle = False,
     output: Annotated[
         str | None,
@@ -176,6 +181,8 @@ def evaluate(
         "plots": plots,
         "dtype": dtype,
         "device": device,
+        "load_in": load_in,
+        "threads": parse_threads(threads),
         "allow_pickle": allow_pickle,
         "json": json,
     }

@@ -25,8 +25,10 @@ from kvkeep.evals.plan import Asked, Cell, Planned, Wanted, split_policies
 from kvkeep.evals.records import Records
 from kvkeep.evals.run import Grid, lay_out, manifest, run
 from kvkeep.evals.task import Options
+from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import embedded, find, quiet, read_weights
+from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
 from kvkeep.results import command
 from kvkeep.runs import as_text
@@ -68,6 +70,8 @@ class Request:
     plots: bool
     dtype: str
     device: str
+    load_in: str | None
+    threads: int | None
     allow_pickle: bool
     json: bool
 
@@ -78,14 +82,17 @@ def serve(request: Request) -> None:
     Raises:
         KVKeepError: the request, the model or the folder cannot be used.
     """
-    with quiet():
+    with quiet(), threads.restored():
         records = Records(request.output)
         grid = prepare(request)
         records.check_free()
         records.check(manifest(grid))
         for note in grid.notes:
             console.note(note)
-        writer = Writer(grid.checkpoint, read_weights(grid.checkpoint, request.dtype, request.device))
+        writer = Writer(
+            grid.checkpoint, read_weights(grid.checkpoint, request.dtype, request.device, load_in=request.load_in)
+        )
+        threads.use(writer.model, request.threads)
         todo = sum(planned.cell not in records.done for planned in grid.planned)
         if todo < len(grid.planned):
             console.progress(f"{console.count(len(grid.planned) - todo, 'cell')} of {len(grid.planned)} already done")
@@ -120,6 +127,7 @@ def prepare(request: Request) -> Grid:
     setup = Setup(positions=request.positions, layer_budget=request.layer_budget, prefill_chunk=request.prefill_chunk)
     options = _options(request)
     parse_dtype(request.dtype)
+    check_format(request.load_in)
     parse_device(request.device)
     name = request.model or embedded()
     console.progress(f"loading {name} …")

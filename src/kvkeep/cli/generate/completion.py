@@ -21,10 +21,11 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import KVKeepError
 from kvkeep.layout import Layout
 from kvkeep.memory import Memory
-from kvkeep.models import text
+from kvkeep.models import text, threads
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.generation import remark
 from kvkeep.models.load import Checkpoint, embedded, find, quiet, read_weights
+from kvkeep.models.quantised import check_format
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
@@ -68,7 +69,7 @@ def serve(request: Request) -> None:
         Exit: the user pressed Ctrl-C; the text that was printed stays.
     """
     try:
-        with quiet(), enough_memory(parse_device(request.device)):
+        with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
             job = prepare(request)
             if request.compare:
                 _serve_comparison(job)
@@ -91,6 +92,7 @@ def prepare(request: Request) -> Job:
     if request.keep_ratio is not None:
         budgets.from_ratio(request.keep_ratio, tokens=1)
     parse_dtype(request.dtype)
+    check_format(request.load_in)
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
@@ -99,7 +101,8 @@ def prepare(request: Request) -> Job:
     budget = _choose_budget(request, policy, len(prompt))
     layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
     layout.slots(budget)  # checks the numbers
-    writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device))
+    writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device, load_in=request.load_in))
+    threads.use(writer.model, request.threads)
     if left_out := remark(writer.model):
         console.note(left_out)
     mode = "true" if layout.rotation is None else "slot"

@@ -23,12 +23,13 @@ from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs.lines import BadLine, Line, digest, parse, read
 from kvkeep.jobs.output import Output
 from kvkeep.jobs.survey import Survey, bad_entries, write_bad
-from kvkeep.models import text
+from kvkeep.models import text, threads
 from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.generation import remark
 from kvkeep.models.load import Checkpoint, embedded, find, fingerprint, quiet, read_weights
 from kvkeep.models.packed import pack_weights
+from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
@@ -45,8 +46,9 @@ def serve(request: Request, batch: Batch) -> None:
         KVKeepError: the request, the input, the output or the model cannot be used.
     """
     parse_dtype(request.dtype)
+    check_format(request.load_in)
     device = parse_device(request.device)
-    with quiet(), enough_memory(device), read_again(batch.input, kind="input") as source:
+    with quiet(), threads.restored(), enough_memory(device), read_again(batch.input, kind="input") as source:
         policy = parse_policy(request.policy)
         budgets.check(1 if request.budget is None else request.budget)
         defaults = sampling_of(request)
@@ -126,6 +128,7 @@ def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling)
     options: dict[str, object] = {
         "raw": request.raw,
         "dtype": None if request.dtype == "auto" else request.dtype,
+        "load_in": request.load_in,
         "layer_budget": request.layer_budget,
         "positions": request.positions,
         "prefill_chunk": request.prefill_chunk,
@@ -138,7 +141,8 @@ def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling)
 def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: dict[str, object]) -> Writer:
     """The model, after a check that the output was written with the same weights."""
     console.progress(f"loading {checkpoint.name} …")
-    model = read_weights(checkpoint, request.dtype, request.device)
+    model = read_weights(checkpoint, request.dtype, request.device, load_in=request.load_in)
+    threads.use(model, request.threads)
     if left_out := remark(model):
         console.note(left_out)
     output.agree({**settings, "weights": fingerprint(model)})

@@ -29,6 +29,8 @@ class Request:
     seed: int
     dtype: str
     device: str
+    load_in: str | None
+    threads: int | None
     allow_pickle: bool
     json: bool
 

@@ -86,6 +86,15 @@ def plan(
         str | None,
         typer.Option(metavar="NAME", help="Of the weights, if it differs from the cache's.", rich_help_panel=MODEL),
     ] = None,
+    weights_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Of all weights, if you know it, e.g. 18GB. Default: counted from the configuration, quantised "
+            "weights with their scales.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -124,6 +133,7 @@ def plan(
         "rows": rows,
         "dtype": dtype,
         "weights_dtype": weights_dtype,
+        "weights_memory": None if weights_memory is None else parse_bytes(weights_memory, "--weights-memory"),
         "memory": None if memory is None else parse_bytes(memory, "--memory"),
         "bandwidth": None if bandwidth is None else parse_speed(bandwidth),
     }

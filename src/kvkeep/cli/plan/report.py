@@ -17,7 +17,8 @@ from kvkeep.models.device import parse_device
 from kvkeep.models.load import quiet
 from kvkeep.planning.bandwidth import Bandwidth, measure_bandwidth
 from kvkeep.planning.cost import Cost
-from kvkeep.planning.plan import Plan, name_of, plan
+from kvkeep.planning.plan import Plan, plan
+from kvkeep.planning.setting import Setting, name_of
 from kvkeep.registry import spec
 
 COUNTED = (
@@ -97,6 +98,7 @@ def describe(made: Plan, measured: Measured | None) -> dict[str, object]:
         "parameters": shape.parameters,
         "weights_dtype": name_of(setting.weights_dtype),
         "weights_bytes": made.bounded.weight_bytes,
+        "weights_format": setting.weights_format,
         "dtype": name_of(setting.dtype),
         "token_bytes": setting.token_bytes,
         "context_tokens": setting.context,
@@ -123,10 +125,8 @@ def notes(made: Plan) -> list[str]:
     said = []
     if found.dtype is None:
         said.append(f"{found.name} names no dtype; without --dtype it is counted as float32.")
-    if found.quantised:
-        said.append(
-            f"{found.name} has quantised weights; they are counted as {name_of(setting.weights_dtype)} and take less."
-        )
+    if found.quantised and setting.weights_memory is None:
+        said.append(_quantised(setting))
     if setting.policy.evicts and setting.budget >= setting.context:
         said.append(
             f"nothing is evicted: the budget of {setting.budget} is not smaller than the context of {setting.context}."
@@ -146,13 +146,28 @@ def notes(made: Plan) -> list[str]:
     return said
 
 
+def _quantised(setting: Setting) -> str:
+    """How the bytes of quantised weights were counted."""
+    name, rest = setting.outline.name, name_of(setting.weights_dtype)
+    if setting.scheme is None:
+        return (
+            f"{name} has quantised weights; they are counted as {rest} and take less. If you know their size, give "
+            "--weights-memory."
+        )
+    return (
+        f"quantised weights are counted from {name}'s quantization_config: linear layers in {setting.scheme}; "
+        f"embeddings, norms and what it leaves out in {rest}. The files may differ by some percent; "
+        "--weights-memory takes their size."
+    )
+
+
 def _head(made: Plan, measured: Measured | None) -> dict[str, str]:
     setting = made.setting
     shape = setting.outline.shape
     cells = {
         "model": setting.outline.name,
-        "weights": f"{_show_count(shape.parameters)} parameters, {show_bytes(made.bounded.weight_bytes)} in "
-        f"{name_of(setting.weights_dtype)}",
+        "weights": f"{_show_count(shape.parameters)} parameters, {show_bytes(made.bounded.weight_bytes)} "
+        f"{setting.weights_format}",
         "cache": f"{console.count(len(shape.layers), 'layer')}, {show_bytes(setting.token_bytes)} "
         f"per token in {name_of(setting.dtype)}",
         "policy": f"{spec(setting.policy)}, budget {setting.budget}{_spread(made)}",
