@@ -21,6 +21,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import COMPLETION, parse
 from kvkeep.jobs.output import Output
+from kvkeep.policies import DEFAULT
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_a_second_run_does_nothing_and_other_settings_are_refused(ten, tmp_path)
         (("--budget", 23), "written with budget=24, and this job has budget=23"),
         (("--temperature", 0.5), "written with the default temperature, and this job has temperature=0.5"),
         (("--max-new-tokens", 7), "max_new_tokens=7"),
-        (("--policy", "tova"), 'policy="h2o", and this job has policy="tova"'),
+        (("--policy", "tova"), f'policy="{DEFAULT}", and this job has policy="tova"'),
         (("--prefill-chunk", 4), "prefill_chunk=4"),
         (("--positions", "slot"), 'positions="slot"'),
         (("--layer-budget", "ramp:0.1"), 'layer_budget="ramp:0.1"'),
@@ -79,7 +80,7 @@ def test_a_second_run_does_nothing_and_other_settings_are_refused(ten, tmp_path)
 )
 def test_a_job_does_not_go_on_with_other_settings(ten, tmp_path, options, words):
     target = tmp_path / "out.jsonl"
-    made_by = {"format": 3, "model": "embedded", "policy": "h2o", "budget": 24}
+    made_by = {"format": 3, "model": "embedded", "policy": DEFAULT, "budget": 24}
     write(target, {"id": 0, COMPLETION: {"line": 1, "digest": "x", "made_by": made_by}})
     before = target.read_bytes()
     given = {"--budget": 24, **dict([options if len(options) == 2 else (options[0], "")])}
@@ -94,7 +95,7 @@ def test_a_completion_says_what_it_was_made_with(tmp_path):
     target = tmp_path / "out.jsonl"
     assert run("-i", source, "-o", target, "--budget", 20, "--seed", 3, "-n", 4).exit_code == 0
     one, two = (completions(target)[line][COMPLETION] for line in (1, 2))
-    settings = {"format": 3, "model": "embedded", "policy": "h2o", "budget": 20, "seed": 3, "max_new_tokens": 4}
+    settings = {"format": 3, "model": "embedded", "policy": DEFAULT, "budget": 20, "seed": 3, "max_new_tokens": 4}
     weights = one["made_by"].pop("weights")
     assert (len(weights), two["made_by"].pop("weights")) == (16, weights)
     assert one["made_by"] == two["made_by"] == settings
