@@ -137,6 +137,15 @@ def test_default_budgets():
     assert as_json("--context", "32k")["context_tokens"] == 32_000
     assert as_json()["context_tokens"] == CONTEXT
     assert as_json("--prefill-chunk", "4K")["prefill_chunk"] == CONTEXT  # not more than there is
+    assert as_json("--context", "4K")["prefill_chunk"] == 4096
+
+
+def test_it_says_how_prompts_are_read():
+    whole, chunks = plan("--context", "4K").stdout, plan("--context", "4K", "--prefill-chunk", 512).stdout
+    assert "4096 tokens each, prompts read whole" in whole
+    assert "working memory of a prompt " in whole
+    assert "4096 tokens each, prompts in chunks of 512" in chunks
+    assert "working memory of a prompt's chunk " in chunks
 
 
 def test_the_embedded_model_is_the_default(monkeypatch: pytest.MonkeyPatch):
@@ -172,7 +181,7 @@ def test_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int):
     assert list(table) == [
         "cache of a row",
         "compression",
-        "working memory of a prompt's chunk",
+        "working memory of a prompt",
         "rows that fit",
         "memory for 64 rows",
         "a step reads more cache than weights from",
@@ -255,7 +264,7 @@ def test_help_has_its_groups_and_options(monkeypatch: pytest.MonkeyPatch):
         (["--positions", "3"], ["--positions '3'"]),
         (["--context", "0"], ["--context 0 is not above 0"]),
         (["--context", "long"], ["--context 'long'"]),
-        (["--prefill-chunk", "-1"], ["--prefill-chunk -1 is not above 0"]),
+        (["--prefill-chunk", "-1"], ["--prefill-chunk -1 takes no token"]),
         (["--rows", "0"], ["--rows 0 asks for nothing"]),
         (["--rows", "-2", "--memory", "1GB"], ["--rows -2 asks for nothing", "would fit"]),
         (["--dtype", "int8"], ["Unknown dtype 'int8'"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import allocation
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import kvkeep
 from kvkeep.budget import per_layer
+from kvkeep.engine import Engine
 from kvkeep.errors import BudgetError, InputError, KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, quiet, read_weights
@@ -119,6 +121,14 @@ def test_chunks_of_prompts_are_part_of_the_peak():
     for one, other in zip(both(small), both(large), strict=True):
         assert one.prompt_bytes < other.prompt_bytes
     assert made(prefill_chunk=4096).setting.chunk == CONTEXT  # not more than there is
+
+
+def test_prompts_are_planned_as_the_engine_reads_them():
+    """Whole, unless a chunk is given."""
+    assert inspect.signature(Engine).parameters["prefill_chunk"].default is None
+    long = made(context=4096).setting
+    assert (long.chunk, long.reads_whole) == (4096, True)
+    assert not made(context=4096, prefill_chunk=512).setting.reads_whole
 
 
 @pytest.mark.parametrize("policy", ["ahakv", "keyformer", "scissorhands_release", "spatten", "streaming_llm"])

@@ -28,7 +28,6 @@ from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
 
 DEFAULT_BUDGET = 1024
-DEFAULT_CHUNK = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
     *,
     keep_ratio: float | None = None,
     context: int | None = None,
-    prefill_chunk: int = DEFAULT_CHUNK,
+    prefill_chunk: int | None = None,
     layer_budget: str | list[float] | None = None,
     positions: Literal["true", "slot"] | None = None,
     dtype: str = "auto",
@@ -77,7 +76,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
         budget: tokens kept per layer and head; see `default_budget`.
         keep_ratio: instead of ``budget``: the share of the context that is kept, in (0, 1].
         context: tokens of a row, prompt and new ones; by default the model's trained length.
-        prefill_chunk: prompt tokens that are fed in one step, of all rows together.
+        prefill_chunk: prompt tokens that are fed in one step, of all rows together; ``None`` for a whole prompt.
         layer_budget: how the budget is spread over layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
@@ -111,7 +110,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
         layer_budget=layer_budget,
         positions=positions,
         context=length,
-        chunk=min(prefill_chunk, length),
+        chunk=min(prefill_chunk or length, length),
         dtype=kinds[0] if isinstance(kinds[0], torch.dtype) else own,
         weights_dtype=kinds[1] if isinstance(kinds[1], torch.dtype) else own,
         scheme=found.scheme if weights_dtype in (None, "auto") else None,

@@ -55,6 +55,11 @@ class Setting:
         """Keys and values of one token in all layers."""
         return cost.full_bytes(self.outline.shape.layers, 1, self.dtype.itemsize)
 
+    @property
+    def reads_whole(self) -> bool:
+        """Whether a prompt is fed in one step."""
+        return self.chunk == self.context
+
     def cache(self) -> BoundedCache:
         """The cache, which allocates nothing before it is used; a `KVKeepError` if it cannot be made."""
         return BoundedCache(
@@ -80,7 +85,6 @@ class Setting:
             for layer, budget in zip(model.layers, per_layer, strict=True)
         ]
         shared = cost.shared_bytes(per_layer[0], per_layer[-1]) if self.policy.cascades else 0
-        fresh = self.chunk == self.context
         workspace = cost.Workspace(
             block_bytes=BLOCK_BYTES,
             blocks=_BLOCKS_WITH_NOISE if self.policy.stochastic else _BLOCKS,
@@ -90,7 +94,9 @@ class Setting:
         return Cost(
             **self._weights(),
             row_bytes=sum(blocks) + shared,
-            prompt_bytes=cost.prompt_bytes(model, per_layer, self.chunk, size, fresh=fresh, workspace=workspace),
+            prompt_bytes=cost.prompt_bytes(
+                model, per_layer, self.chunk, size, fresh=self.reads_whole, workspace=workspace
+            ),
             step_bytes=cost.step_bytes(model, per_layer, size, workspace=workspace),
         )
 

@@ -21,6 +21,7 @@ from kvkeep.cli.options import (
     parse_bytes,
     parse_layer_budget,
     parse_positions,
+    parse_prefill_chunk,
     parse_tokens,
 )
 from kvkeep.errors import InputError
@@ -63,13 +64,13 @@ def plan(
         ),
     ] = None,
     prefill_chunk: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="TOKENS",
-            help="Prompt tokens that are fed in one step, of all rows together.",
+            help="Prompt tokens that are fed in one step, of all rows together. Default: one whole prompt.",
             rich_help_panel=MEMORY,
         ),
-    ] = "512",
+    ] = None,
     rows: Annotated[
         int | None,
         typer.Option(metavar="N", help="Show whether N rows fit, and how fast they can be.", rich_help_panel=MEMORY),
@@ -129,7 +130,7 @@ def plan(
         "layer_budget": parse_layer_budget(layer_budget),
         "positions": parse_positions(positions),
         "context": None if context is None else parse_tokens(context, "--context"),
-        "prefill_chunk": parse_tokens(prefill_chunk, "--prefill-chunk"),
+        "prefill_chunk": parse_prefill_chunk(prefill_chunk),
         "rows": rows,
         "dtype": dtype,
         "weights_dtype": weights_dtype,

@@ -171,7 +171,7 @@ def _head(made: Plan, measured: Measured | None) -> dict[str, str]:
         "cache": f"{console.count(len(shape.layers), 'layer')}, {show_bytes(setting.token_bytes)} "
         f"per token in {name_of(setting.dtype)}",
         "policy": f"{spec(setting.policy)}, budget {setting.budget}{_spread(made)}",
-        "rows": f"{setting.context} tokens each, prompts in chunks of {setting.chunk}",
+        "rows": f"{setting.context} tokens each, {_reading(setting)}",
     }
     if made.memory is not None:
         cells["memory"] = f"{show_bytes(made.memory)} ({made.memory / 2**30:.4g} GiB)"
@@ -196,6 +196,11 @@ def _show_count(number: int) -> str:
     return f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million"
 
 
+def _reading(setting: Setting) -> str:
+    """How prompts are read."""
+    return "prompts read whole" if setting.reads_whole else f"prompts in chunks of {setting.chunk}"
+
+
 def _spread(made: Plan) -> str:
     per_layer = made.setting.layer_budgets()
     return f" ({min(per_layer)} to {max(per_layer)} by layer)" if len(set(per_layer)) > 1 else ""
@@ -203,10 +208,11 @@ def _spread(made: Plan) -> str:
 
 def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
     """The lines of the table: the name of each, and its cell for one kind of cache."""
+    fed = "prompt" if made.setting.reads_whole else "prompt's chunk"
     lines: dict[str, Callable[[Cost], str]] = {
         "cache of a row": lambda one: show_bytes(one.row_bytes),
         "compression": lambda one: console.show_factor(made.full.row_bytes / one.row_bytes),
-        "working memory of a prompt's chunk": lambda one: show_bytes(one.prompt_bytes),
+        f"working memory of a {fed}": lambda one: show_bytes(one.prompt_bytes),
     }
     if made.memory is not None:
         lines["rows that fit"] = lambda one: f"{_most(made, one)}"
