@@ -100,6 +100,12 @@ def test_odd_numbers_make_a_picture_or_an_error(values, tmp_path):
     assert Image.open(io.BytesIO(path.read_bytes())).size[0] > 300
 
 
+def test_long_names_are_broken_after_commas():
+    assert lines.Legend.of([LONG.partition(" ")[0]], 4.2).labels == [
+        "snapkv:decode=score,window=8,kernel=13,\nrecent=64"
+    ]
+
+
 @pytest.mark.parametrize("name", ["", "   ", "$x^", "a\nb", "é" * 120, "\x1b[31m"])
 def test_odd_names_are_drawn(name, tmp_path):
     assert plots.draw(tmp_path / "odd.png", [panel(series(name, 1, 2), series("b", 1, 2))]).stat().st_size > 1000

@@ -108,7 +108,7 @@ class Legend:
     def of(names: Sequence[str], width: float) -> Legend:
         """The legend of a picture ``width`` inches wide."""
         letters = int((width - HANDLE_INCHES - 0.3) / LETTER_INCHES)
-        labels = ["\n".join(wrap(plain(name), letters) or [""]) for name in names]
+        labels = ["\n".join(_broken(plain(name), letters)) for name in names]
         widest = max(len(line) for label in labels for line in label.split("\n"))
         fit = int((width - 0.3) / (HANDLE_INCHES + LETTER_INCHES * widest))
         columns = max(1, min(LEGEND_COLUMNS, len(names), fit))
@@ -123,6 +123,11 @@ def plain(text: str) -> str:
     """The text as it is drawn: cut to a length that fits, and with dollar signs that start no formula."""
     short = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in short).replace("$", r"\$")
+
+
+def _broken(name: str, letters: int) -> list[str]:
+    """The lines of a long name, broken at spaces and after commas where that is possible."""
+    return [line.replace(", ", ",") for line in wrap(name.replace(",", ", "), letters)] or [""]
 
 
 def _note(panel: Panel) -> str:
