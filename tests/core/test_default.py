@@ -52,6 +52,51 @@ def test_a_budget_of_any_size_works(budget):
         assert all(int((cache.positions(layer) >= 0).sum(-1).max()) <= budget for layer in cache.bounded_layers())
 
 
+@pytest.mark.parametrize("positions", ["true", "slot"])
+@pytest.mark.parametrize("layer_budget", [None, "ramp:0.2", "pyramid:4"])
+@pytest.mark.parametrize("chunk", [None, 3, 50])
+def test_it_works_with_every_option_of_a_cache(positions, layer_budget, chunk):
+    model, options = small(), {"positions": positions, "layer_budget": layer_budget, "prefill_chunk": chunk}
+    ids = torch.arange(3, 73).repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[0, :65] = 0  # the prompt of the first row is shorter than the observation window
+    for budget in (1, 17, 130):
+        cache = kvkeep.BoundedCache(model.config, budget=budget, **options)
+        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        for number, layer in cache.bounded_layers().items():
+            assert int((cache.positions(number) >= 0).sum(-1).max()) <= max(layer.budgets)
+
+
+def test_requests_of_the_engine_may_mix_it_with_other_policies_and_budgets():
+    asked = [(1, None, None), (300, 7, None), (5, 32, "h2o"), (40, 1, None), (40, 31, "adakv:window=3")]
+    requests = [
+        kvkeep.Request(
+            prompt=list(range(3, 53)) * (n // 50) + list(range(3, 3 + n % 50)),
+            budget=budget,
+            policy=policy,
+            sampling=kvkeep.Sampling(max_new_tokens=4),
+        )
+        for n, budget, policy in asked
+    ]
+    model = small()
+    together = kvkeep.Engine(model, budget=32, rows=3).generate(requests)
+    alone = [kvkeep.Engine(model, budget=32, rows=1).generate(request)[0] for request in requests]
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+
+
+@pytest.mark.parametrize("positions", ["true", "slot"])
+def test_turns_of_a_chat_stay_in_the_budget(positions):
+    """Also a turn of a single token, which is a prompt shorter than the observation window."""
+    model = small()
+    cache = kvkeep.BoundedCache(model.config, budget=20, positions=positions)
+    ids = list(range(3, 60))
+    for turn in ([*range(10, 40)], [7]):
+        new = cache.continue_with(ids := [*ids, *turn])
+        out = model.generate(**new, max_new_tokens=5, do_sample=False)[0].tolist()
+        ids = ids + out[new["input_ids"].shape[1] :]
+        assert all(int((cache.positions(n) >= 0).sum(-1).max()) <= 20 for n in cache.bounded_layers())
+
+
 def test_it_answers_the_question_at_the_end_of_a_prompt(tmp_path):
     """Few questions, so the limits are wide; docs/choose-a-policy.md has the figures of many."""
     options = "--tasks recall --context 512 --limit 12 --budgets 20% --no-plots --json"

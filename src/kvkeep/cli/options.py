@@ -109,7 +109,8 @@ PrefillChunk = Annotated[
     str | None,
     typer.Option(
         metavar="TOKENS",
-        help="Read prompts in chunks of this size, which bounds the memory of prefill. Default: whole prompts.",
+        help="Read prompts in chunks of this size, which bounds the memory of prefill; the policy evicts before it has read "
+        "a question at the end. Default: whole prompts.",
         rich_help_panel=MEMORY,
     ),
 ]
