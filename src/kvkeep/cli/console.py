@@ -129,9 +129,10 @@ def progress(message: str) -> None:
 
 
 def error(message: str) -> None:
-    """Print an error in one line."""
+    """Print an error in one line; a terminal wraps it between words."""
     line = " ".join(map(_cut, with_flags(message).split()))
-    err().print(Text.assemble(("error: ", "bold red"), visible(line)), soft_wrap=True)
+    screen = err()
+    screen.print(Text.assemble(("error: ", "bold red"), visible(line)), soft_wrap=not screen.is_terminal)
 
 
 def note(message: str) -> None:

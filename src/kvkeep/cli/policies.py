@@ -11,16 +11,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.text import Text
-from typer.core import TyperGroup
 
-from kvkeep.cli import console
+from kvkeep.cli import complete, console
+from kvkeep.cli.commands import Command, Group
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug, Json
 
 _SECTIONS = ("Source", "Differs", "Fails when")
 
 
-class _ListByDefault(TyperGroup):
+class _ListByDefault(Group):
     """A group whose default subcommand is ``list``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -32,7 +32,7 @@ class _ListByDefault(TyperGroup):
 app = typer.Typer(cls=_ListByDefault, help="List the eviction policies (also without a subcommand), or show one.")
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 @one_line_errors
 def list_policies(json: Json = False, debug: Debug = False) -> None:
     """List the eviction policies, each with a line on what it keeps."""
@@ -48,10 +48,12 @@ def list_policies(json: Json = False, debug: Debug = False) -> None:
     screen.print(Text("kvkeep policies show NAME: options, source, known bad cases", "dim"))
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 @one_line_errors
 def show_policy(
-    name: Annotated[str, typer.Argument(help="Name of the policy, e.g. h2o.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the policy, e.g. h2o.", metavar="NAME", autocompletion=complete.policies)
+    ],
     json: Json = False,
     debug: Debug = False,
 ) -> None:
