@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import typer
 
 from kvkeep.cli import complete
-from kvkeep.cli.usage import CommandLineError, quoted
+from kvkeep.cli.usage import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models import threads
 from kvkeep.runs import in_full, parse
@@ -36,7 +35,7 @@ def given(model: str | None) -> str | None:
     """
     if model == "":
         raise typer.BadParameter("it is empty; leave it out for the embedded model")
-    if model is None or not any(letter.isspace() for letter in model) or Path(model).exists() or _is_path(model):
+    if model is None or not any(letter.isspace() for letter in model) or exists(model) or _is_path(model):
         return model
     raise CommandLineError(f"A text of several words is no model. Did you mean kvkeep generate -p {quoted(model)}?")
 

@@ -19,6 +19,8 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _BREAKS = ("–", "—", "−")
 """Dashes that word processors write for two hyphens."""
 _MOST_SHOWN = 40
+_ALIKE = 0.7
+"""How alike two options must be for one to be a misspelling of the other."""
 
 _OTHER_NAMES = {
     "--batch-size": "--max-rows",
@@ -35,6 +37,7 @@ _OTHER_NAMES = {
     "--load-in-8bit": "--load-in 8bit",
     "--max-length": "--max-new-tokens",
     "--max-tokens": "--max-new-tokens",
+    "--memory": "--kv-memory",
     "--output-dir": "--output",
     "--system-prompt": "--system",
     "--text": "--prompt",
@@ -139,9 +142,9 @@ def unknown_command(group: Any, ctx: Any, words: Sequence[str]) -> str:
         return f"{said} Did you mean {path} show {quoted(name)}?"
     if remedy := _OTHER_COMMANDS.get(name.lower()):
         return f"{said} Did you mean {remedy}?"
-    if Path(name).is_file():
+    if exists(name, folder=False):
         return f"{said} To continue the text of that file: kvkeep generate --prompt-file {quoted(name)}"
-    if Path(name).is_dir() or ("/" in name and " " not in name):
+    if exists(name) or ("/" in name and " " not in name):
         return f"{said} To run that model: kvkeep generate {quoted(name)} -p TEXT"
     if " " in name or len(words) > 1:
         return f"{said} To continue a text: kvkeep generate -p {quoted(' '.join(words) if ' ' not in name else name)}"
@@ -160,6 +163,14 @@ def text_of(words: Sequence[str]) -> str | None:
 def quotes_missing(text: str) -> str:
     """The remedy for a prompt that shells have split."""
     return f"Text of several words needs quotes: -p {quoted(text)}"
+
+
+def exists(name: str, *, folder: bool = True) -> bool:
+    """Whether there is a file of this name, or a folder if that counts."""
+    try:
+        return Path(name).is_file() or (folder and Path(name).is_dir())
+    except (OSError, ValueError):  # too long for a name, or no text
+        return False
 
 
 def shown(word: str) -> str:
@@ -181,11 +192,11 @@ def _unknown_option(name: str, ctx: Any) -> str:
         return f"{said} Here it is called {other}."
     if name in ("--model", "-m") and any(param.name == "model" for param in ctx.command.params):
         return f"{said} The model is the first word: {path} MODEL"
-    if close := difflib.get_close_matches(name.replace("_", "-").lower(), own, n=1):
-        return f"{said} Did you mean {close[0]}?"
     having = [f"kvkeep {word}" for word, command in _commands(ctx) if name in _names(command)]
     if having and ctx.parent is None:
         return f"{said} Options follow the command: {having[0]} {name}"
+    if close := difflib.get_close_matches(name.replace("_", "-").lower(), own, n=1, cutoff=_ALIKE):
+        return f"{said} Did you mean {close[0]}?"
     if having:
         return f"{said} It belongs to {' and '.join(having[:2])}."
     return f"{said} {_see(ctx)}"

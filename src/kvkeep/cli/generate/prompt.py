@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from kvkeep.cli.files import STANDARD_INPUT, not_empty, read_text
-from kvkeep.cli.usage import quoted, quotes_missing, shown
+from kvkeep.cli.usage import exists, quoted, quotes_missing, shown
 from kvkeep.errors import InputError
 
 _PURPOSE = "Give the model some text to continue."
@@ -59,29 +57,21 @@ def read_prompt(prompt: str | None, file: str | None, *, model: str | None = Non
 
 def word_of_prompt(model: str | None, prompt: str | None) -> str | None:
     """The remedy where a model that cannot be found may be the second word of a prompt without quotes."""
-    if not model or not prompt or "/" in model or " " in prompt or _exists(model):
+    if not model or not prompt or "/" in model or " " in prompt or exists(model):
         return None
     return quotes_missing(f"{prompt} {model}")
 
 
 def _advice(model: str | None) -> str:
     """How to give a prompt; a word in the model's place may have been meant as one."""
-    if model is not None and _exists(model, folder=False):
+    if model is not None and exists(model, folder=False):
         return f"{model} is a file, not a model; to continue its text: --prompt-file {quoted(model)}"
-    if model is not None and "/" not in model and not _exists(model):
+    if model is not None and "/" not in model and not exists(model):
         return f"If {quoted(model)} is the prompt: -p {quoted(model)}"
     return "Give --prompt TEXT, --prompt-file FILE, or - for standard input."
 
 
 def _check_no_file(prompt: str) -> None:
     """Refuse the name of a file in place of its text."""
-    if not any(letter.isspace() for letter in prompt) and _exists(prompt, folder=False):
+    if not any(letter.isspace() for letter in prompt) and exists(prompt, folder=False):
         raise InputError(f"The prompt is the name of a file. To read the file: --prompt-file {quoted(prompt)}")
-
-
-def _exists(name: str, *, folder: bool = True) -> bool:
-    """Whether there is a file of this name, or a folder if that counts."""
-    try:
-        return Path(name).is_file() or (folder and Path(name).is_dir())
-    except (OSError, ValueError):  # too long for a name, or no text
-        return False
