@@ -57,7 +57,7 @@ MISTAKES = {
     "generate -budget=16 -p Once": "-budget needs two hyphens: --budget=16",
     "generate —policy h2o -p Once": "Write options with hyphens: --policy",
     "generate –p Once": "Write options with hyphens",
-    "generate --version": "Did you mean",
+    "generate --version": "kvkeep --version",
     # values that are missing or too many
     "generate -p": "-p needs a value: -p TEXT",
     "generate -p --budget 16": "-p has no value, since --budget follows it",

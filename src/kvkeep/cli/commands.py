@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from kvkeep.cli import console, pages, usage
 from kvkeep.cli.complete import joined_words
 
+_INSTALL = "--install-completion"
 NAME = "kvkeep"
 """The command, also where it runs as ``python -m kvkeep``."""
 
@@ -78,5 +79,10 @@ class Group(TyperGroup):
         except usage.UsageError as error:  # help was shown for want of words
             sys.exit(getattr(error, "exit_code", console.BAD_INPUT))
         except typer.Abort:
+            sys.exit(1)
+        except OSError as error:
+            if _INSTALL not in (sys.argv if args is None else args) or error.filename is None:
+                raise
+            console.error(f"{error.filename} cannot be used: {error.strerror}. kvkeep --show-completion prints it all.")
             sys.exit(1)
         sys.exit(code if isinstance(code, int) else 0)

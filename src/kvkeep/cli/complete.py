@@ -19,6 +19,7 @@ Completion = tuple[str, str]
 """A word and a remark on it."""
 
 _WORDS, _NUMBER = "COMP_WORDS", "COMP_CWORD"
+_REMARK = 60
 _BREAKS = (":", "=")
 """Characters at which bash ends a word, though they belong to it."""
 
@@ -71,12 +72,11 @@ def joined_words() -> Iterator[None]:
 
     Bash replaces only what follows the last of these characters.
     """
-    if os.environ.get("_KVKEEP_COMPLETE") != "complete_bash" or _WORDS not in os.environ:
+    number = os.environ.get(_NUMBER, "")
+    if os.environ.get("_KVKEEP_COMPLETE") != "complete_bash" or _WORDS not in os.environ or not number.isdecimal():
         yield
         return
-    given = os.environ[_WORDS].split("\n")
-    number = int(os.environ.get(_NUMBER, "0"))
-    joined = _join(given[: number + 1])
+    joined = _join(os.environ[_WORDS].split("\n")[: int(number) + 1])
     os.environ[_WORDS], os.environ[_NUMBER] = "\n".join(joined), str(len(joined) - 1)
     current = joined[-1]
     cut = max(current.rfind(character) for character in _BREAKS) + 1
@@ -129,7 +129,7 @@ def _options(name: str, tail: str) -> list[Completion]:
         if field.name in given or not field.name.startswith(part.partition("=")[0]):
             continue
         for value in _values(str(field.type), field.default):
-            found.append((f"{name}:{done}{comma}{field.name}={value}", str(field.metadata.get("help", ""))))
+            found.append((f"{name}:{done}{comma}{field.name}={value}", _short(str(field.metadata.get("help", "")))))
     return [one for one in found if one[0].startswith(f"{name}:{tail}")]
 
 
@@ -140,6 +140,11 @@ def _values(kind: str, default: object) -> list[str]:
     if isinstance(default, bool):
         return ["true", "false"]
     return ["" if default is None else str(default)]
+
+
+def _short(remark: str) -> str:
+    """A remark that fits beside its word; shells take no line breaks."""
+    return remark if len(remark) <= _REMARK else f"{remark[: _REMARK - 1].rstrip()}…"
 
 
 def _folders(path: Path) -> list[Path]:

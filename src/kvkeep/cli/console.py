@@ -194,8 +194,11 @@ def facts(rows: dict[str, str]) -> Table:
 
 
 def table(*columns: str) -> Table:
-    """An empty table with a line under its head, in the width of the terminal."""
-    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    """An empty table in the width of the terminal. Words that are longer than their column are folded, never cut."""
+    made = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in made.columns:
+        column.overflow = "fold"
+    return made
 
 
 def facts_table(name: str, value: str, rows: dict[str, str]) -> Table:

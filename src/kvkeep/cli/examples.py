@@ -31,7 +31,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "plan": {
         "kvkeep plan MODEL --memory 24GiB --budget 1024": "How many rows fit",
-        "kvkeep plan MODEL -b 20% --context 32k --bandwidth 100GB/s": "How fast they can be at most",
+        "kvkeep plan MODEL -b 20% --bandwidth 100GB/s": "How fast they can be at most",
     },
     "policies": {
         "kvkeep policies": "List all policies",

@@ -13,9 +13,12 @@ from rich.text import Text
 
 from kvkeep.cli import console
 from kvkeep.cli.examples import EXAMPLES
+from kvkeep.cli.options import OUTPUT
 
 _WIDEST = 120
 _OPTIONS, _ARGUMENTS, _COMMANDS = "Options", "Arguments", "Commands"
+_ORDER = {_ARGUMENTS: -1, OUTPUT: 1, _OPTIONS: 2}
+"""Places of groups among the others, which stand in the order of the parameters."""
 
 
 def show(command: Any, ctx: Any) -> None:
@@ -31,7 +34,7 @@ def show(command: Any, ctx: Any) -> None:
     for title, name, text in (*_commands(command), *_parameters(command, ctx)):
         rows.setdefault(title, []).append((name, text))
     width = max((name.cell_len for found in rows.values() for name, _ in found), default=0)
-    for title in sorted(rows, key=lambda title: title == _OPTIONS):  # options without a group are the last
+    for title in sorted(rows, key=lambda title: _ORDER.get(title, 0)):
         _show_section(screen, title, rows[title], width)
 
 
@@ -59,7 +62,7 @@ def _show_examples(screen: Console, path: str) -> None:
 def _show_section(screen: Console, title: str, rows: Iterable[tuple[Text, Text]], width: int) -> None:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True, width=width)
-    grid.add_column()
+    grid.add_column(overflow="fold")
     for name, text in rows:
         grid.add_row(name, text)
     screen.print()

@@ -25,8 +25,9 @@ class _ListByDefault(Group):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Add ``list`` if the first word is not a subcommand."""
+        asked = ctx.resilient_parsing  # a shell asks for completions
         written = bool(args) and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
-        return super().parse_args(ctx, args if written else ["list", *args])
+        return super().parse_args(ctx, args if asked or written else ["list", *args])
 
 
 app = typer.Typer(cls=_ListByDefault, help="List the eviction policies (also without a subcommand), or show one.")

@@ -30,7 +30,7 @@ _VERDICT_WIDTH = 12
 def theory(
     only: Annotated[
         str | None,
-        typer.Option(metavar="NAME,…", help="Check only these claims, e.g. ahakv-gain.", show_default=False),
+        typer.Option(metavar="LIST", help="Check only these claims, e.g. ahakv-gain.", show_default=False),
     ] = None,
     json: Json = False,
     debug: Debug = False,

@@ -192,6 +192,8 @@ def _unknown_option(name: str, ctx: Any) -> str:
         return f"{said} Here it is called {other}."
     if name in ("--model", "-m") and any(param.name == "model" for param in ctx.command.params):
         return f"{said} The model is the first word: {path} MODEL"
+    if ctx.parent is not None and name in _names(ctx.find_root().command):
+        return f"{said} It belongs to kvkeep alone: kvkeep {name}"
     having = [f"kvkeep {word}" for word, command in _commands(ctx) if name in _names(command)]
     if having and ctx.parent is None:
         return f"{said} Options follow the command: {having[0]} {name}"
