@@ -40,7 +40,7 @@ def test_help_of_generate_has_its_groups_and_options(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("COLUMNS", "80")
     text = invoke("generate", "--help").stdout
     for group in ("Prompt", "KV memory", "Sampling", "Model", "Output"):
-        assert f"─ {group} ─" in text
+        assert f"\n{group}\n" in text
     for option in ("--prompt-file", "--keep-ratio", "--prefill-chunk", "--max-new-tokens", "--compare", "--debug"):
         assert option in text
     assert max(map(len, text.splitlines())) <= 80

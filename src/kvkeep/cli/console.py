@@ -129,9 +129,10 @@ def progress(message: str) -> None:
 
 
 def error(message: str) -> None:
-    """Print an error in one line."""
+    """Print an error in one line; a terminal wraps it between words."""
     line = " ".join(map(_cut, with_flags(message).split()))
-    err().print(Text.assemble(("error: ", "bold red"), visible(line)), soft_wrap=True)
+    screen = err()
+    screen.print(Text.assemble(("error: ", "bold red"), visible(line)), soft_wrap=not screen.is_terminal)
 
 
 def note(message: str) -> None:
@@ -193,8 +194,11 @@ def facts(rows: dict[str, str]) -> Table:
 
 
 def table(*columns: str) -> Table:
-    """An empty table with a line under its head, in the width of the terminal."""
-    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    """An empty table in the width of the terminal. Words that are longer than their column are folded, never cut."""
+    made = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in made.columns:
+        column.overflow = "fold"
+    return made
 
 
 def facts_table(name: str, value: str, rows: dict[str, str]) -> Table:

@@ -14,26 +14,31 @@ import typer
 
 from kvkeep.cli import analyze, console, demo, env, generate, plan, policies, theory
 from kvkeep.cli import eval as evaluation
+from kvkeep.cli.commands import Command, Group
 from kvkeep.version import __version__
 
 _WIDTHS = ("COLUMNS", "LINES", "JUPYTER_COLUMNS", "JUPYTER_LINES", "TERMINAL_WIDTH")
 _ENDINGS = ("SIGTERM", "SIGHUP")
 
 
+_RUN, _MEASURE, _LOOK = "Run", "Measure", "Look up"
+"""Groups of commands on the page of ``kvkeep --help``."""
+
 app = typer.Typer(
     name="kvkeep",
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo.demo)
-app.command("generate")(generate.generate)
-app.command("eval")(evaluation.evaluate)
-app.command("analyze")(analyze.analyze)
-app.command("plan")(plan.plan)
-app.add_typer(policies.app, name="policies")
-app.command("theory")(theory.theory)
-app.command("env")(env.env)
+app.command("demo", cls=Command, rich_help_panel=_RUN)(demo.demo)
+app.command("generate", cls=Command, rich_help_panel=_RUN)(generate.generate)
+app.command("eval", cls=Command, rich_help_panel=_MEASURE)(evaluation.evaluate)
+app.command("analyze", cls=Command, rich_help_panel=_MEASURE)(analyze.analyze)
+app.command("theory", cls=Command, rich_help_panel=_MEASURE)(theory.theory)
+app.command("plan", cls=Command, rich_help_panel=_LOOK)(plan.plan)
+app.add_typer(policies.app, name="policies", rich_help_panel=_LOOK)
+app.command("env", cls=Command, rich_help_panel=_LOOK)(env.env)
 
 
 def _print_version(value: bool) -> bool:
@@ -49,7 +54,11 @@ def kvkeep(
         bool, typer.Option("--version", help="Show the version and stop.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Run any Hugging Face decoder model in a fixed amount of KV memory."""
+    """Run any Hugging Face decoder model in a fixed amount of KV memory.
+
+    Say how many tokens each layer and head may keep (--budget). A policy decides which tokens stay, and memory stays
+    the same however long the text gets. Every command has its own page: kvkeep generate --help.
+    """
 
 
 def run() -> None:

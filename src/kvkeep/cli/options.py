@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
+from kvkeep.cli import complete
+from kvkeep.cli.usage import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models import threads
 from kvkeep.runs import in_full, parse
@@ -27,10 +29,19 @@ _BYTES: dict[str, int] = {
 
 
 def given(model: str | None) -> str | None:
-    """The name of a model; an empty one is refused, since it comes from a variable that a script has not set."""
+    """The name of a model.
+
+    An empty one is refused, since it comes from a variable that a script has not set, and so is a text.
+    """
     if model == "":
         raise typer.BadParameter("it is empty; leave it out for the embedded model")
-    return model
+    if model is None or not any(letter.isspace() for letter in model) or exists(model) or _is_path(model):
+        return model
+    raise CommandLineError(f"A text of several words is no model. Did you mean kvkeep generate -p {quoted(model)}?")
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or ("/" in name and not name.endswith((".", "?", "!")))
 
 
 Model = Annotated[
@@ -40,18 +51,25 @@ Model = Annotated[
         show_default=False,
         metavar="MODEL",
         callback=given,
+        autocompletion=complete.models,
     ),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="float32, bfloat16, float16, or auto: the checkpoint's dtype.", rich_help_panel=MODEL
+        metavar="NAME",
+        help="float32, bfloat16, float16, or auto: the checkpoint's dtype.",
+        autocompletion=complete.words("auto", "float32", "bfloat16", "float16"),
+        rich_help_panel=MODEL,
     ),
 ]
 Device = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="cpu, cuda, cuda:1, or auto: CUDA if there is one, else cpu.", rich_help_panel=MODEL
+        metavar="NAME",
+        help="cpu, cuda, cuda:1, or auto: CUDA if there is one, else cpu.",
+        autocompletion=complete.words("auto", "cpu", "cuda"),
+        rich_help_panel=MODEL,
     ),
 ]
 LoadIn = Annotated[
@@ -59,6 +77,7 @@ LoadIn = Annotated[
     typer.Option(
         metavar="FORMAT",
         help="Quantise the weights while they are read: int8 or fp8 (torchao), 4bit or 8bit (bitsandbytes, on CUDA).",
+        autocompletion=complete.words("int8", "fp8", "4bit", "8bit"),
         rich_help_panel=MODEL,
     ),
 ]
@@ -84,6 +103,7 @@ Policy = Annotated[
     typer.Option(
         metavar="POLICY",
         help="Eviction policy, with its options if need be: h2o:recent=32. See [b]kvkeep policies[/b].",
+        autocompletion=complete.policies,
         rich_help_panel=MEMORY,
     ),
 ]
@@ -93,6 +113,7 @@ LayerBudget = Annotated[
         metavar="RULE",
         help="How the budget is spread over layers: uniform, ramp:0.2, pyramid:20, taper:0.5, or calibrated:FILE "
         "with the persistence.json of [b]kvkeep analyze[/b]. Default: the policy's own rule.",
+        autocompletion=complete.words("uniform", "ramp:0.2", "pyramid:20", "taper:0.5", "calibrated:"),
         rich_help_panel=MEMORY,
     ),
 ]
@@ -102,6 +123,7 @@ Positions = Annotated[
         metavar="MODE",
         help="true: tokens keep their positions in the text. slot: tokens get their rank in the cache, for streams "
         "longer than the trained length. Default: the policy's own mode.",
+        autocompletion=complete.words("true", "slot"),
         rich_help_panel=MEMORY,
     ),
 ]

@@ -14,9 +14,9 @@ import typer
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
 
-from kvkeep.cli import console
+from kvkeep.cli import complete, console
+from kvkeep.cli.commands import Command, Group
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug, Json
 from kvkeep.policies import DEFAULT
@@ -41,19 +41,20 @@ KINDS = {
 """What policies decide by → their names. Policies of other packages are listed last."""
 
 
-class _ListByDefault(TyperGroup):
+class _ListByDefault(Group):
     """A group whose default subcommand is ``list``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Add ``list`` if the first word is not a subcommand."""
+        asked = ctx.resilient_parsing  # a shell asks for completions
         written = bool(args) and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
-        return super().parse_args(ctx, args if written else ["list", *args])
+        return super().parse_args(ctx, args if asked or written else ["list", *args])
 
 
 app = typer.Typer(cls=_ListByDefault, help="List the eviction policies (also without a subcommand), or show one.")
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 @one_line_errors
 def list_policies(json: Json = False, debug: Debug = False) -> None:
     """List the eviction policies: three to start from, then each with a line on what it keeps."""
@@ -95,10 +96,12 @@ def _lines(lines: dict[str, str], width: int) -> Table:
     return grid
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 @one_line_errors
 def show_policy(
-    name: Annotated[str, typer.Argument(help="Name of the policy, e.g. snapkv.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the policy, e.g. snapkv.", metavar="NAME", autocompletion=complete.policies)
+    ],
     json: Json = False,
     debug: Debug = False,
 ) -> None:

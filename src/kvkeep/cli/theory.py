@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from kvkeep.research.theory.claim import Claim, Outcome
 
 _STYLES = {"holds": "green", "holds with a correction": "yellow", "fails": "red"}
+_MOST_LISTED = 10
+"""Claims that a message names; there are many more."""
 _VERDICT_WIDTH = 12
 """Width of "holds with a", so that a verdict takes two lines at most."""
 
@@ -27,7 +30,7 @@ _VERDICT_WIDTH = 12
 def theory(
     only: Annotated[
         str | None,
-        typer.Option(metavar="NAME,…", help="Check only these claims, e.g. ahakv-gain.", show_default=False),
+        typer.Option(metavar="LIST", help="Check only these claims, e.g. ahakv-gain.", show_default=False),
     ] = None,
     json: Json = False,
     debug: Debug = False,
@@ -65,8 +68,16 @@ def choose(claims: Sequence[Claim], only: str) -> list[Claim]:
     unknown = sorted(names.difference(known))
     if unknown or not names:
         what = f"no claim is called {', '.join(map(repr, unknown))}" if unknown else "no claim is named"
-        raise InputError(f"--only: {what}. Known: {', '.join(known)}.")
+        raise InputError(f"--only: {what}. {_hint(unknown, known)}")
     return [claim for claim in claims if claim.name in names]
+
+
+def _hint(unknown: Sequence[str], known: Sequence[str]) -> str:
+    """The names that were meant, or all of them if they are few."""
+    if len(known) <= _MOST_LISTED:
+        return f"Known: {', '.join(known)}."
+    close = [name for one in unknown for name in difflib.get_close_matches(one, known, n=1)]
+    return f"Did you mean {', '.join(close)}?" if close else "kvkeep theory without --only names all of them."
 
 
 def command(claim: Claim) -> str:

@@ -87,7 +87,7 @@ class Admission:
         request = self._encoded(request)
         prompt = cast(Sequence[int], request.prompt)
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
-        self._check_room(len(prompt), total, policy, budget)
+        check_room(self._layout(policy), budget, len(prompt), request.sampling.max_new_tokens)
         if self._limit is not None and total > self._limit:
             raise InputError(
                 f"The model has learned positions for {self._limit} tokens; the request needs {total}. Shorten the "
@@ -172,29 +172,6 @@ class Admission:
             ids = text.encode_chat(checkpoint, request.messages or ())
         return dataclasses.replace(request, prompt=tuple(ids[0].tolist()), messages=None)
 
-    def _check_room(self, prompt_tokens: int, total: int, policy: Policy, budget: int) -> None:
-        """Refuse a request whose policy would run out of slots, or whose rows cannot be made.
-
-        Args:
-            prompt_tokens: length of the prompt.
-            total: number of tokens that are fed: the prompt and all new ones but the last.
-            policy: the request's policy.
-            budget: the request's budget.
-
-        Raises:
-            KVKeepError: see `Engine.add`.
-        """
-        room = self._layout(policy).room(budget)
-        if room is None or (policy.evicts and not policy.grows):
-            return
-        needed = total - max(0, prompt_tokens - (room - policy.grows.room)) if policy.grows else total
-        if needed > room:
-            where = f"the budget is {room}" if room == budget else f"a budget of {budget} gives some layer only {room}"
-            raise CapacityError(
-                f"{policy} does not evict generated tokens: {prompt_tokens} tokens of the prompt and "
-                f"{total - prompt_tokens + 1} new ones need {needed} slots, and {where}."
-            )
-
     def _layout(self, policy: Policy) -> Layout:
         """Return the layout of rows for a policy.
 
@@ -214,6 +191,37 @@ class Admission:
     def _decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int) -> None:
+    """Refuse a prompt and new tokens for which a policy that does not evict them has too few slots.
+
+    Args:
+        layout: the policy, and how the budget is spread over the model's layers.
+        budget: tokens per head.
+        prompt_tokens: length of the prompt.
+        new_tokens: the most tokens that are generated; the last one takes no slot.
+
+    Raises:
+        CapacityError: there are too few slots.
+        BudgetError: the policy protects more than a layer's budget.
+    """
+    policy, room = layout.policy, layout.room(budget)
+    if room is None or (policy.evicts and not policy.grows):
+        return
+    kept = min(prompt_tokens, room - policy.grows.room) if policy.grows else prompt_tokens
+    needed = kept + new_tokens - 1
+    if needed <= room:
+        return
+    uneven = room != budget
+    where = f"a budget of {budget} gives some layer only {room}" if uneven else f"the budget is {room}"
+    remedies = ["raise the `budget`" if uneven or policy.grows else f"give `budget={needed}`"]
+    if kept <= room:
+        remedies.append(f"ask for at most {room - kept + 1} new tokens")
+    raise CapacityError(
+        f"{policy} does not evict generated tokens: {prompt_tokens} tokens of the prompt and {new_tokens} new ones "
+        f"need {needed} slots, and {where}. {' or '.join(remedies).capitalize()}."
+    )
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -74,6 +74,7 @@ class Rows:
         probe = BoundedCache(model.config, "full", 1)
         with torch.inference_mode():  # one token shows the shapes of every layer
             model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
+        self._first = min(probe.bounded_layers(), default=0)
         layers = probe.bounded_layers().values()
         self._like = [layer.store.slots() for layer in layers]
         self._windows = [layer.window for layer in layers]
@@ -267,7 +268,7 @@ class Rows:
         if not policy.cascades and not self._has_states:
             return None
         states = states_of(self._cache(policy, self._budget)) if self._has_states else {}
-        return Own(policy.cascades(0) if policy.cascades else None, states)
+        return Own(policy.cascades(self._first) if policy.cascades else None, states)
 
     def _cache(self, policy: Policy, budget: int) -> BoundedCache:
         return BoundedCache(self._config, policy, budget, **self._options)

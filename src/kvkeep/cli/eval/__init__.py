@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvkeep.cli import complete
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import place
 from kvkeep.cli.options import (
@@ -45,6 +46,7 @@ def evaluate(
             metavar="LIST",
             help="Policies with their options, e.g. full,local,h2o:recent=32,sinks=4,tova. "
             "full is run once, with room for the whole text.",
+            autocompletion=complete.policy_list,
             rich_help_panel=_GRID,
         ),
     ] = f"full,local,h2o,{DEFAULT}",
@@ -103,6 +105,7 @@ def evaluate(
             metavar="WHEN",
             help="prompt: the recall question is read before the text is cut to the budget. "
             "later: the text is cut first, and the question follows.",
+            autocompletion=complete.words("prompt", "later"),
             rich_help_panel=_TASKS,
         ),
     ] = "prompt",

@@ -16,6 +16,7 @@ from rich.table import Column
 
 from kvkeep import plots
 from kvkeep.cli import console
+from kvkeep.cli.eval.tables import parts
 from kvkeep.cli.files import read_text
 from kvkeep.errors import InputError
 from kvkeep.evals import curves, tasks
@@ -192,13 +193,9 @@ def _show(request: Request, records: Records) -> None:
         return
     screen = console.out()
     for found in reports.tables(records.rows):
-        filled = console.table("policy", *map(console.visible, found.columns))
-        for column in filled.columns[1:]:
-            column.justify = "right"
-        for policy, cells in found.rows.items():
-            filled.add_row(console.visible(policy), *cells)
         screen.print(console.visible(found.title), style="bold")
-        screen.print(filled)
+        for part in parts(found, screen.width):
+            screen.print(part)
         screen.print()
     console.err().print(console.facts(_places(request, pictures)))
 

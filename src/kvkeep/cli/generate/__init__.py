@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.files import STANDARD_OUTPUT, not_empty, place, read_text
+from kvkeep.cli.files import STANDARD_OUTPUT, not_empty, place
+from kvkeep.cli.generate.prompt import read_prompt, standard_input, word_of_prompt
 from kvkeep.cli.generate.request import Batch, Request
 from kvkeep.cli.options import (
     MEMORY,
@@ -33,11 +34,10 @@ from kvkeep.cli.options import (
     parse_threads,
     parse_tokens,
 )
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, ModelFileError
 from kvkeep.policies import DEFAULT
 
 _PROMPT, _JOB, _SAMPLING = "Prompt", "Batch job", "Sampling"
-_PURPOSE = "Give the model some text to continue."
 
 
 @one_line_errors
@@ -57,6 +57,14 @@ def generate(
             "-f",
             metavar="FILE",
             help="Read the prompt from a UTF-8 file; - is standard input. A final line break is dropped.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="A system message before the prompt, for models with a chat template.",
             rich_help_panel=_PROMPT,
         ),
     ] = None,
@@ -197,13 +205,18 @@ def generate(
 
     The text goes to standard output while it is generated, and a short summary to standard error.
     """
-    model, prompt_file = _standard_input(model, source, prompt_file)
+    model, prompt_file = standard_input(model, source, prompt, prompt_file)
     batch = _batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
-    if batch and (prompt is not None or prompt_file is not None or compare or keep_ratio is not None):
-        raise InputError("--input runs a file of prompts; --prompt, --compare and --keep-ratio are for a single one.")
+    if batch and (compare or any(one is not None for one in (prompt, prompt_file, system, keep_ratio))):
+        raise InputError(
+            "--input runs a file of prompts; --prompt, --system, --compare and --keep-ratio are for a single one."
+        )
+    if system is not None and raw:
+        raise InputError("--system and --raw were both given; --raw leaves out the chat template, its only place.")
     request = Request(
         model=model,
-        prompt="" if batch else read_prompt(prompt, prompt_file),
+        prompt="" if batch else read_prompt(prompt, prompt_file, model=model),
+        system=None if system is None else not_empty(system, "--system", "Leave it out, or give some text."),
         raw=raw,
         policy=policy,
         budget=None if budget is None else _parse_budget(budget),
@@ -235,7 +248,12 @@ def generate(
     else:
         from kvkeep.cli.generate import completion
 
-        completion.serve(request)
+        try:
+            completion.serve(request)
+        except ModelFileError as error:
+            if remedy := word_of_prompt(model, prompt):
+                raise ModelFileError(f"{remedy}. Otherwise: {error}") from error
+            raise
 
 
 def _parse_budget(text: str) -> int:
@@ -266,31 +284,3 @@ def _batch(
         raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
     size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
     return Batch(input=source, output=output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=size, compile=layers)
-
-
-def _standard_input(model: str | None, source: str | None, file: str | None) -> tuple[str | None, str | None]:
-    """The model and the prompt file; an argument ``-``, alone or after the model, is the prompt file ``-``."""
-    if source is None and model == "-":
-        model, source = None, "-"
-    if source is None:
-        return model, file
-    if source != "-":
-        raise InputError(f"Unexpected argument {source!r}. After the model only - may follow; give text with --prompt.")
-    if file is not None:
-        raise InputError("- and --prompt-file were both given; one prompt is enough.")
-    return model, "-"
-
-
-def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt, from ``--prompt`` or a file.
-
-    Raises:
-        InputError: there is no prompt, there are two, or the file cannot be read.
-    """
-    if prompt is not None and file is not None:
-        raise InputError("--prompt and --prompt-file were both given; one prompt is enough.")
-    if prompt is not None:
-        return not_empty(prompt, "The prompt", _PURPOSE)
-    if file is None:
-        raise InputError("There is no prompt. Give --prompt TEXT, --prompt-file FILE, or - for standard input.")
-    return read_text(file, kind="prompt file", purpose=_PURPOSE)

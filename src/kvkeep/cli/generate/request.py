@@ -12,6 +12,7 @@ class Request:
 
     model: str | None
     prompt: str
+    system: str | None = None
     raw: bool
     policy: str
     budget: int | None

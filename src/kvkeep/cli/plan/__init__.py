@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli import complete
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import (
     MEMORY,
@@ -39,6 +40,7 @@ def plan(
             show_default=False,
             metavar="MODEL",
             callback=given,
+            autocompletion=complete.models,
         ),
     ] = None,
     policy: Policy = DEFAULT,

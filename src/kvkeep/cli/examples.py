@@ -1,0 +1,48 @@
+"""An example or more for every command: a line to type, and what it does."""
+
+from __future__ import annotations
+
+EXAMPLES: dict[str, dict[str, str]] = {
+    "": {
+        "kvkeep demo": "See it work; nothing is downloaded",
+        'kvkeep generate -p "Once upon a time" --budget 64': "Continue a text with the embedded model in 64 tokens",
+        "kvkeep generate MODEL -f report.txt --budget 1024": "The same with your model: a folder, or a hub name",
+        "kvkeep plan MODEL --memory 24GiB --budget 1024": "How many rows of it fit into a memory",
+    },
+    "demo": {
+        "kvkeep demo": "Show both scenes",
+        "kvkeep demo --seed 5": "Another story and another question",
+    },
+    "generate": {
+        'kvkeep generate -p "Once upon a time" --budget 64': "Continue a text with the embedded model in 64 tokens",
+        "kvkeep generate MODEL -f report.txt --policy snapkv": "Your model, a prompt from a file, another policy",
+        'kvkeep generate MODEL -p "Hello" --system "Be brief."': "A chat model with a system message",
+        "kvkeep generate MODEL -f report.txt -b 1024 --compare": "Beside the full cache",
+        "cat report.txt | kvkeep generate MODEL -": "A prompt from standard input",
+        "kvkeep generate MODEL -i prompts.jsonl -o answers.jsonl": "A batch job that resumes after a stop",
+    },
+    "eval": {
+        "kvkeep eval MODEL -o results": "Measure four policies at four budgets",
+        "kvkeep eval --tasks recall --limit 5 -o results": "A first look at the embedded model, in under a minute",
+        "kvkeep eval --report results": "Show the table and draw the plots again",
+    },
+    "analyze": {
+        "kvkeep analyze MODEL --text report.txt -o page": "Write a page with figures and a recommendation",
+    },
+    "plan": {
+        "kvkeep plan MODEL --memory 24GiB --budget 1024": "How many rows fit",
+        "kvkeep plan MODEL -b 20% --bandwidth 100GB/s": "How fast they can be at most",
+    },
+    "policies": {
+        "kvkeep policies": "List all policies",
+        "kvkeep policies show h2o": "Options, source and known bad cases of one",
+    },
+    "policies list": {"kvkeep policies --json": "All policies, for programs"},
+    "policies show": {"kvkeep policies show h2o": "Options, source and known bad cases"},
+    "theory": {
+        "kvkeep theory": "Check all claims",
+        "kvkeep theory --only ahakv-gain": "Check one",
+    },
+    "env": {"kvkeep env": "Print it for a bug report", "kvkeep env --json": "For programs"},
+}
+"""Command without ``kvkeep`` → line → remark. MODEL stands for a folder or a hub name."""

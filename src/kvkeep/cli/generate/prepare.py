@@ -1,0 +1,156 @@
+"""A request for one prompt, checked before weights are read, and its model.
+
+Importing this module imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvkeep import budget as budgets
+from kvkeep.cli import console
+from kvkeep.cli.generate.request import Request
+from kvkeep.engine import Engine
+from kvkeep.engine.admission import check_room
+from kvkeep.engine.sampling import Sampling
+from kvkeep.errors import InputError
+from kvkeep.layout import Layout
+from kvkeep.models import text, threads
+from kvkeep.models.device import parse_dtype
+from kvkeep.models.generation import remark
+from kvkeep.models.load import Checkpoint, embedded, find, read_weights
+from kvkeep.models.quantised import check_format
+from kvkeep.planning.plan import default_budget
+from kvkeep.policies.base import Policy
+from kvkeep.registry import parse, spec
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that has passed all checks, with its model.
+
+    Attributes:
+        request: the options of the command.
+        checkpoint: the model's configuration and tokenizer.
+        writer: the model.
+        prompt: token ids.
+        policy: the eviction policy.
+        budget: tokens per layer and head.
+        layout: how the budget is spread over the model's layers.
+        sampling: how tokens are chosen.
+    """
+
+    request: Request
+    checkpoint: Checkpoint
+    writer: text.Writer
+    prompt: Sequence[int]
+    policy: Policy
+    budget: int
+    layout: Layout
+    sampling: Sampling
+
+    @property
+    def name(self) -> str:
+        """The policy as the user would write it."""
+        return spec(self.policy)
+
+    @property
+    def position_mode(self) -> str:
+        """``true`` or ``slot``."""
+        return "true" if self.layout.rotation is None else "slot"
+
+
+def prepare(request: Request) -> Job:
+    """Check a request, cheap tests first, and load its model.
+
+    Raises:
+        KVKeepError: the request or the model cannot be used.
+    """
+    sampling = sampling_of(request)
+    policy = parse(request.policy)
+    budgets.check(1 if request.budget is None else request.budget)
+    if request.keep_ratio is not None:
+        budgets.from_ratio(request.keep_ratio, tokens=1)
+    parse_dtype(request.dtype)
+    check_format(request.load_in)
+    name = request.model or embedded()
+    console.progress(f"loading {name} …")
+    checkpoint = find(name, allow_pickle=request.allow_pickle)
+    prompt = _encode(checkpoint, request)
+    text.check_length(checkpoint, len(prompt), sampling.max_new_tokens)
+    budget = _choose_budget(request, policy, len(prompt))
+    layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
+    check_room(layout, budget, len(prompt), sampling.max_new_tokens)  # checks the numbers, too
+    writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device, load_in=request.load_in))
+    threads.use(writer.model, request.threads)
+    if left_out := remark(writer.model):
+        console.note(left_out)
+    return Job(request, checkpoint, writer, prompt, policy, budget, layout, sampling)
+
+
+def sampling_of(request: Request) -> Sampling:
+    """The sampling options of a request.
+
+    Raises:
+        InputError: a number is out of range.
+    """
+    return Sampling(
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        seed=request.seed,
+    )
+
+
+def engine_for(writer: text.Writer, request: Request, **options: Any) -> Engine:
+    """An engine for a request, for one prompt or many.
+
+    Args:
+        writer: the model.
+        request: the options of the command.
+        options: options of `Engine` that replace the request's.
+    """
+    asked = {
+        "policy": request.policy,
+        "prefill_chunk": request.prefill_chunk,
+        "layer_budget": request.layer_budget,
+        "positions": request.positions,
+    }
+    return Engine(writer.model, writer.checkpoint.tokenizer, **{**asked, **options})
+
+
+def _choose_budget(request: Request, policy: Policy, prompt_tokens: int) -> int:
+    if request.keep_ratio is not None:
+        return budgets.from_ratio(request.keep_ratio, prompt_tokens)
+    if request.budget is not None:
+        return request.budget
+    return default_budget(policy, prompt_tokens + request.max_new_tokens)
+
+
+def _encode(checkpoint: Checkpoint, request: Request) -> list[int]:
+    """The token ids of the prompt, after the system message if there is one.
+
+    Raises:
+        InputError: there is no chat template, or it leaves the system message out.
+    """
+    plain: list[int] = text.encode(checkpoint, request.prompt, raw=request.raw)[0].tolist()
+    if request.system is None:
+        return plain
+    if checkpoint.tokenizer.chat_template is None:
+        raise InputError(
+            f"The tokenizer of {checkpoint.name} has no chat template, so --system has no place. Put its text at the "
+            "beginning of the prompt."
+        )
+    messages = [{"role": "system", "content": request.system}, {"role": "user", "content": request.prompt}]
+    found: list[int] = text.encode_chat(checkpoint, messages)[0].tolist()
+    if found == plain:
+        raise InputError(
+            f"The chat template of {checkpoint.name} leaves out system messages, so --system has no effect. Put its "
+            "text at the beginning of the prompt."
+        )
+    return found

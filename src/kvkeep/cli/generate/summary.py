@@ -1,0 +1,54 @@
+"""The summary of a finished prompt, and notes on it."""
+
+from __future__ import annotations
+
+from kvkeep.cli import console
+from kvkeep.cli.generate.prepare import Job
+from kvkeep.engine import Result
+
+
+def summarise(job: Job, result: Result) -> dict[str, str]:
+    """The lines of the summary: name → text."""
+    new = len(result.token_ids)
+    speed = f"{console.show_speed(result.tpot_s)}, " if result.tpot_s else ""
+    end = "the model ended its text" if result.finish_reason == "stop" else "stopped at --max-new-tokens"
+    room = f"budget {job.budget}" if job.policy.evicts else f"room for {console.count(job.budget, 'token')}"
+    return {
+        "policy": f"{job.name}, {room}; {job.writer.dtype} on {job.writer.device}",
+        "prompt": f"{console.count(result.prompt_tokens, 'token')} in {console.show_seconds(result.ttft_s or 0.0)}",
+        "new": f"{console.count(new, 'token')}, {speed}{end}",
+        "KV memory": _memory(job, result),
+    }
+
+
+def remark(job: Job, result: Result) -> None:
+    """Print notes on results that the user may not expect."""
+    total = result.prompt_tokens + len(result.token_ids)
+    trained = job.checkpoint.trained_length
+    if trained and total > trained:
+        console.note(f"{total} tokens are more than the {trained} that the model was trained for.")
+
+
+def nothing_evicted(job: Job, result: Result) -> str | None:
+    """Why the policy evicted nothing; ``None`` if it did, or may have."""
+    fed = result.prompt_tokens + len(result.token_ids) - 1  # the last token is never fed
+    if not job.policy.evicts:
+        return f"{job.name} keeps every token"
+    if job.policy.spreads:
+        return None  # a head may have less than the budget
+    room = job.layout.room(job.budget)
+    if room is None:
+        return "nothing was evicted: every layer's sliding window fits the budget"
+    if fed > room - (job.policy.grows.room if job.policy.grows else 0):
+        return None
+    return f"nothing was evicted: the text of {console.count(fed + 1, 'token')} is not longer than the budget"
+
+
+def _memory(job: Job, result: Result) -> str:
+    memory = result.memory
+    held, full = console.show_bytes(memory.allocated_bytes), console.show_bytes(memory.full_bytes)
+    if reason := nothing_evicted(job, result):
+        return f"{held} held; {reason}"
+    if memory.compression < 1:
+        return f"{held} held, {full} in a full cache: so short a text needs no budget"
+    return f"{held} held, {full} in a full cache, compression {console.show_factor(memory.compression)}"

@@ -1,0 +1,205 @@
+"""``kvkeep generate``: where the prompt comes from, system messages, and a summary that is true."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import model_folders
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kvkeep
+from kvkeep.cli.main import app
+from kvkeep.engine.admission import check_room
+from kvkeep.layout import Layout
+from kvkeep.models.load import find, load, quiet
+from kvkeep.models.text import encode_chat
+
+PROMPT = "the quick brown fox jumps over the lazy dog and the cat"
+PROMPT_TOKENS = 12
+NEW = 5
+FED = PROMPT_TOKENS + NEW - 1
+"""Tokens that the model reads; the last new one is not among them."""
+
+
+def generate(*words: object, model: Path | None = None, stdin: bytes | None = None, exit_code: int = 0):
+    folder = model_folders.folder() if model is None else model
+    with model_folders.one_thread():
+        result = CliRunner().invoke(app, ["generate", str(folder), *map(str, words)], input=stdin)
+    assert result.exit_code == exit_code, (result.output, result.exception)
+    return result
+
+
+def chat_model(folder: Path, template: str = model_folders.TEMPLATE) -> Path:
+    model_folders.copy(folder)
+    model_folders.edit_json(folder / "tokenizer_config.json", chat_template=template)
+    return folder
+
+
+# system messages
+
+
+def test_a_system_message_stands_before_the_prompt(tmp_path: Path):
+    folder = chat_model(tmp_path / "chat")
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    found = json.loads(generate("-p", "hello", "--system", "be brief", "-n", 3, "--json", model=folder).stdout)
+    assert found["prompt_tokens"] == encode_chat(find(folder), messages).shape[1]
+    plain = json.loads(generate("-p", "hello", "-n", 3, "--json", model=folder).stdout)
+    assert found["prompt_tokens"] > plain["prompt_tokens"]
+
+
+def test_a_system_message_from_beside_a_prompt_file(tmp_path: Path):
+    folder = chat_model(tmp_path / "chat")
+    generate("-", "--system", "be brief", "-n", 1, model=folder, stdin=b"hello")
+
+
+DEAF = "{% for m in messages %}{% if m.role == 'user' %}<s>{{ m.content }}</s>{% endif %}{% endfor %}"
+STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + DEAF
+
+
+@pytest.mark.parametrize(
+    ("template", "words"), [(DEAF, "leaves out system messages"), (STRICT, "no system role")], ids=["deaf", "strict"]
+)
+def test_a_template_without_system_messages(template: str, words: str, tmp_path: Path):
+    folder = chat_model(tmp_path / "chat", template)
+    result = generate("-p", "hello", "--system", "be brief", "-n", 1, model=folder, exit_code=2)
+    assert words in result.stderr
+    assert "beginning of the prompt" in result.stderr or "--raw" in result.stderr
+    assert result.stdout == ""
+
+
+# the prompt
+
+
+def test_a_dash_is_standard_input_for_every_option():
+    texts = {generate(*words, "-n", 3, stdin=PROMPT.encode()).stdout for words in (["-p", "-"], ["-f", "-"], ["-"])}
+    assert texts == {generate("-p", PROMPT, "-n", 3).stdout}
+
+
+def test_a_prompt_may_look_like_an_option_if_it_is_joined():
+    generate("--prompt=--budget", "-n", 1)
+    generate("-p--budget", "-n", 1)
+    generate("--prompt=-", "-n", 1, stdin=b"a text")
+
+
+def test_a_prompt_of_several_words_may_begin_with_a_files_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.txt").write_text("x")
+    generate("-p", "report.txt is a file", "-n", 1)
+    generate("-", "-n", 1, stdin=b"report.txt")
+    assert "--prompt-file report.txt" in generate("-p", "report.txt", exit_code=2).stderr
+
+
+def test_a_model_that_may_be_a_word_of_the_prompt(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for model, remedy in (("world", True), ("openai/gpt2", False), ("./world", False)):
+        result = CliRunner().invoke(app, ["generate", "-p", "Hello", model])
+        assert result.exit_code == 2
+        assert ("needs quotes: -p 'Hello world'" in result.stderr) == remedy
+
+
+# policies that keep every token
+
+
+@pytest.mark.parametrize("policy", ["full", "topk_dynamic"])
+def test_too_few_slots_are_refused_before_weights_are_read(policy: str, tmp_path: Path):
+    folder = model_folders.copy(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(b"")
+    line = generate("-p", PROMPT, "--policy", policy, "-b", FED - 1, "-n", NEW, model=folder, exit_code=2).stderr
+    assert f"need {FED} slots, and the budget is {FED - 1}" in line
+    assert f"Give --budget {FED} or ask for at most {NEW - 1} new tokens." in line
+
+
+@pytest.mark.parametrize("policy", ["full", "topk_dynamic"])
+@pytest.mark.parametrize("budget", [FED - 1, FED])
+def test_the_remedies_are_enough(policy: str, budget: int):
+    config = find(model_folders.folder()).config
+    layout = Layout.of(config, kvkeep.parse(policy))
+    check_room(layout, FED, PROMPT_TOKENS, NEW)
+    check_room(layout, FED - 1, PROMPT_TOKENS, NEW - 1)
+    for room, new in ((FED - 1, NEW), (PROMPT_TOKENS - 1, 1)):
+        with pytest.raises(kvkeep.CapacityError):
+            check_room(layout, room, PROMPT_TOKENS, new)
+    result = generate("-p", PROMPT, "--policy", policy, "-b", budget, "-n", NEW - (budget < FED))
+    assert f"{policy} keeps every token" in result.stderr
+
+
+def test_the_engine_names_the_same_remedies():
+    with quiet():
+        model, tokenizer = load(model_folders.folder())
+    engine = kvkeep.Engine(model, tokenizer, policy="full", budget=FED - 1, rows=1)
+    with pytest.raises(kvkeep.CapacityError, match=rf"Give `budget={FED}` or ask for at most {NEW - 1} new tokens\."):
+        engine.add(kvkeep.Request(prompt=PROMPT, sampling=kvkeep.Sampling(max_new_tokens=NEW)))
+
+
+@pytest.mark.parametrize(("room", "words"), [(4, "ask for at most 5 new tokens"), (0, "ask for at most 1 new tokens")])
+def test_the_remedy_for_a_policy_that_grows(room: int, words: str):
+    layout = Layout.of(find(model_folders.folder()).config, kvkeep.parse(f"snapkv:decode=grow,room={room},window=2"))
+    with pytest.raises(kvkeep.CapacityError, match=words):
+        check_room(layout, 10, 100, 50)
+
+
+# the summary
+
+
+def evicted(policy: str, budget: int, family: str) -> bool:
+    """Whether a head of a cache lost a token in such a run."""
+    with quiet(), torch.inference_mode():
+        model, tokenizer = load(model_folders.folder(family))
+        cache = kvkeep.BoundedCache(model.config, policy, budget=budget)
+        inputs = tokenizer(PROMPT, return_tensors="pt")
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    held = [head for layer in range(len(cache.layers)) for head in positions(cache, layer)]
+    return any(set(range(FED)) - set(head) for head in held)
+
+
+def positions(cache: kvkeep.BoundedCache, layer: int) -> list[list[int]]:
+    try:
+        return [head.tolist() for head in cache.positions(layer)[0]]
+    except (kvkeep.KVKeepError, AttributeError, IndexError, TypeError):  # a layer without slots
+        return []
+
+
+SMALL = {"ahakv": "ahakv:recent=4"} | {name: f"{name}:window=4" for name in ("adakv", "pyramidkv", "snapkv")}
+"""Policies that protect more tokens than this text has, with less of them."""
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+@pytest.mark.parametrize("policy", [SMALL.get(name, name) for name in kvkeep.available_policies()])
+def test_the_summary_is_true(policy: str, family: str):
+    for budget in (FED + 2, FED, FED - 1):
+        words = ("-p", PROMPT, "--policy", policy, "-b", budget, "-n", NEW)
+        folder = model_folders.folder(family)
+        if budget < FED and not kvkeep.parse(policy).evicts:
+            assert "does not evict" in generate(*words, model=folder, exit_code=2).stderr
+            continue
+        said = " ".join(generate(*words, model=folder).stderr.split())
+        if "nothing was evicted" in said or "keeps every token" in said:
+            assert not evicted(policy, budget, family)
+            assert "compression" not in said
+        factor = re.search(r"compression ([\d.]+)×", said)
+        assert factor is None or float(factor[1]) >= 0.9
+        if budget < FED:
+            assert "nothing was evicted" not in said
+
+
+def test_a_short_text():
+    said = " ".join(generate("-p", PROMPT, "-n", NEW).stderr.split())
+    total = PROMPT_TOKENS + NEW
+    assert f"held; nothing was evicted: the text of {total} tokens is not longer than the budget" in said
+    assert "compression" not in said
+
+
+def test_a_text_that_just_exceeds_its_budget():
+    said = " ".join(generate("-p", PROMPT, "-n", NEW, "-b", FED - 1).stderr.split())
+    assert "so short a text needs no budget" in said
+
+
+def test_a_comparison_says_so_too():
+    result = generate("-p", PROMPT, "-n", NEW, "--compare")
+    assert "nothing was evicted" in " ".join(result.stderr.split())
+    result = generate("-p", PROMPT, "-n", NEW, "-b", 6, "--compare")
+    assert "nothing was evicted" not in result.stderr
