@@ -7,7 +7,6 @@ of its input line. A line with a completion in the output is not run again, so a
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -19,6 +18,7 @@ from typing import Any, TypeAlias, cast
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
+from kvkeep.jobs.options import OPTIONS, request_of
 
 Encode: TypeAlias = Callable[[str | Sequence[Mapping[str, str]]], Sequence[int]]
 """Turns a prompt or a list of messages into token ids."""
@@ -30,15 +30,6 @@ MAX_DEPTH = 200
 """Levels of nested lists and objects in a line; Python's own parser can always handle this many."""
 
 _MAX_REASON = 300
-_SAMPLING = {field.name for field in dataclasses.fields(Sampling)}
-_REQUEST = {"policy", "budget", "stop", "ignore_end", "logprobs"}
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("max_new_tokens", "top_k", "seed", "budget", "logprobs"), (int,)),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
-    "policy": (str,),
-    "stop": (str, list),
-    "ignore_end": (bool,),
-}
 
 
 @dataclass(frozen=True)
@@ -98,11 +89,11 @@ def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line |
             raise InputError('it is no JSON object like {"prompt": "…"}')
         if _depth(fields) > MAX_DEPTH:
             raise RecursionError
-        prompt, options = _prompt(fields), fields.pop("options", None)
+        prompt, options = _prompt(fields), fields.pop(OPTIONS, None)
         if COMPLETION in fields:
             raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
         options = {} if options is None else options
-        return Line(number, digest(raw), fields, _request(number, encode(prompt), options, defaults), options)
+        return Line(number, digest(raw), fields, request_of(number, encode(prompt), options, defaults), options)
     except json.JSONDecodeError as error:
         return BadLine(number, f"it is no JSON ({error})")
     except RecursionError:
@@ -165,25 +156,3 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
     for message in messages:
         message["content"].encode()
     return cast(list[dict[str, str]], messages)
-
-
-def _request(number: int, prompt: Sequence[int], options: object, defaults: Sampling) -> Request:
-    """The request of a line. It is drawn with the job's seed and the line's number, or with the line's own seed."""
-    if not isinstance(options, dict):
-        raise InputError('its "options" are no JSON object')
-    for name, value in options.items():
-        if name not in _TYPES:
-            raise InputError(f'there is no option "{name}"; there are {", ".join(sorted(_TYPES))}')
-        if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] != (bool,)):
-            raise InputError(f"its option {name}={json.dumps(value)} is no {_TYPES[name][-1].__name__}")
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise InputError(f"its option {name} is too large a number")
-    rest = {name: value for name, value in options.items() if name in _REQUEST}
-    if "stop" in rest:
-        rest["stop"] = (rest["stop"],) if isinstance(rest["stop"], str) else tuple(rest["stop"])
-        if not all(isinstance(text, str) for text in rest["stop"]):
-            raise InputError('its option "stop" is no text or list of texts')
-    chosen = {name: value for name, value in options.items() if name in _SAMPLING}
-    chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
-    sampling = dataclasses.replace(defaults, **chosen)
-    return Request(prompt=prompt, sampling=sampling, sequence=0 if "seed" in options else number - 1, **rest)
