@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, cast
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.jobs.options import OPTIONS, request_of
+from kvkeep.jobs.options import OPTIONS, check_place, request_of
 
 Encode: TypeAlias = Callable[[str | Sequence[Mapping[str, str]]], Sequence[int]]
 """Turns a prompt or a list of messages into token ids."""
@@ -92,6 +92,7 @@ def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line |
         prompt, options = _prompt(fields), fields.pop(OPTIONS, None)
         if COMPLETION in fields:
             raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
+        check_place(fields)
         options = {} if options is None else options
         return Line(number, digest(raw), fields, request_of(number, encode(prompt), options, defaults), options)
     except json.JSONDecodeError as error:

@@ -22,6 +22,10 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "stop": (str, list),
     "ignore_end": (bool,),
 }
+_ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
+"""Names that other tools have for options."""
+_SHOWN = 60
+"""Most characters of a value in a message."""
 _SHOWN = 60
 
 
@@ -50,6 +54,32 @@ def request_of(number: int, prompt: Sequence[int], options: object, defaults: Sa
     chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
     sampling = dataclasses.replace(defaults, **chosen)
     return Request(prompt=prompt, sampling=sampling, sequence=0 if "seed" in options else number - 1, **rest)
+
+
+def check_place(fields: Mapping[str, Any]) -> None:
+    """Refuse names of options among the other fields of a line, where they would have no effect.
+
+    Args:
+        fields: the fields of a line but its prompt and its options.
+
+    Raises:
+        InputError: a field has the name of an option.
+    """
+    found = {name: value for name, value in fields.items() if name in _TYPES or name in _ALIASES}
+    if not found:
+        return
+    names = " and ".join([", ".join([*found][:-1]), [*found][-1]] if len(found) > 1 else found)
+    belongs, them = ("belongs", "it is") if len(found) == 1 else ("belong", "they are")
+    options = {_ALIASES.get(name, name): _short(value) for name, value in found.items()}
+    raise InputError(
+        f'{names} {belongs} into "{OPTIONS}": {json.dumps({OPTIONS: options}, ensure_ascii=False)}. If {them} data of '
+        'your own, rename or nest: {"metadata": {…}}'
+    )
+
+
+def _short(value: object) -> object:
+    """A value as a message shows it."""
+    return value if len(json.dumps(value)) <= _SHOWN else "…"
 
 
 def _check(name: str, value: object) -> None:
