@@ -56,7 +56,7 @@ def request_of(number: int, prompt: Sequence[int], options: object, defaults: Sa
     return Request(prompt=prompt, sampling=sampling, sequence=0 if "seed" in options else number - 1, **rest)
 
 
-def check_place(fields: Mapping[str, Any]) -> None:
+def check_place(fields: Mapping[str, object]) -> None:
     """Refuse names of options among the other fields of a line, where they would have no effect.
 
     Args:

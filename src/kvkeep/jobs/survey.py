@@ -17,6 +17,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.jobs.lines import BadLine, Line, reason_of
 from kvkeep.jobs.output import as_line
+from kvkeep.jobs.pace import Work
 
 _BAD_FIELDS = {"line", "reason", "text"}
 
@@ -66,6 +67,11 @@ class Survey:
         return next(
             n for n, shape in self._shapes.items() if shape.prompt_tokens + shape.max_new_tokens == self.longest
         )
+
+    def work(self, numbers: Iterable[int]) -> Work:
+        """The tokens of these lines."""
+        shapes = [self._shapes[number] for number in numbers]
+        return Work(sum(shape.prompt_tokens for shape in shapes), sum(shape.max_new_tokens for shape in shapes))
 
     @property
     def policies(self) -> set[str]:

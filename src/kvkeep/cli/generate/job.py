@@ -77,7 +77,8 @@ def serve(request: Request, batch: Batch) -> None:
                 f"{console.show_bytes(engine.row_bytes)}"
             )
             lines = _lines(source, read_line, todo)
-            run(engine, lines, output, todo=todo, total=len(survey.digests), as_json=request.json)
+            work = survey.work(todo)
+            run(engine, lines, output, todo=todo, work=work, total=len(survey.digests), as_json=request.json)
 
 
 def _encode(checkpoint: Checkpoint, prompt: str | Sequence[Mapping[str, str]], *, raw: bool) -> list[int]:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvkeep.cli import console
-from kvkeep.engine import Engine
+from kvkeep.cli.generate.bar import Bar, progress
+from kvkeep.engine import Engine, Result
 from kvkeep.errors import KVKeepError
 from kvkeep.jobs.lines import Line, reason_of
 from kvkeep.jobs.output import Output
+from kvkeep.jobs.pace import Work
 
 STANDARD_OUTPUT = "standard output"
 INCOMPLETE = 1
@@ -24,7 +25,14 @@ INCOMPLETE = 1
 
 
 def run(
-    engine: Engine, lines: Iterator[Line], output: Output, *, todo: Mapping[int, str], total: int, as_json: bool
+    engine: Engine,
+    lines: Iterator[Line],
+    output: Output,
+    *,
+    todo: Mapping[int, str],
+    work: Work,
+    total: int,
+    as_json: bool,
 ) -> None:
     """Run lines, write their completions, and print a summary.
 
@@ -33,6 +41,7 @@ def run(
         lines: the lines that are not done yet, while they are read.
         output: takes the completions.
         todo: the numbers of these lines.
+        work: the tokens of these lines.
         total: number of all lines, with the lines that were done before.
         as_json: whether the summary is a JSON object.
 
@@ -44,8 +53,8 @@ def run(
         console.note(f"{before} of {console.count(total, 'line')} were done before")
     failed: dict[int, str] = {}
     start = time.perf_counter()
-    with interruptible() as stopped, progress(total, before) as on_tokens:
-        new = _work(engine, lines, output, failed, on_tokens, stopped)
+    with interruptible() as stopped, progress(engine, work, total, before) as bar:
+        new = _work(engine, lines, output, failed, bar, stopped)
     seconds = time.perf_counter() - start
     kept = output.finish()
     if as_json:
@@ -91,7 +100,7 @@ def _work(
     lines: Iterator[Line],
     output: Output,
     failed: dict[int, str],
-    on_tokens: Callable[[int, int], None],
+    bar: Bar,
     stopped: Callable[[], bool],
 ) -> int:
     """Feed the engine until all lines are written or the user stops the job; return the number of new tokens.
@@ -105,21 +114,31 @@ def _work(
             line = next(lines, None)
             if more := line is not None:
                 try:
-                    running[engine.add(line.request)] = line
+                    number = engine.add(line.request)
                 except KVKeepError as error:
                     failed[line.number] = reason_of(error)
+                    bar.refuse(line.request)
+                else:
+                    running[number] = line
+                    bar.begin(number, line.request)
         events = engine.step()
-        finished = [event for event in events if event.result]
-        for event in finished:
-            assert event.result is not None
-            line = running.pop(event.id)
-            if event.result.finish_reason == "error":
-                failed[line.number] = str(event.result.error)
-            else:
-                output.write(line, event.result)
-        new += sum(event.token_id is not None for event in events)
-        on_tokens(len(events), len(finished))
+        written = [event.id for event in events if event.token_id is not None]
+        bar.step(written)
+        new += len(written)
+        for event in events:
+            if event.result is not None:
+                bar.end(event.id, event.result)
+                _finish(running.pop(event.id), event.result, output, failed, bar)
     return new
+
+
+def _finish(line: Line, result: Result, output: Output, failed: dict[int, str], bar: Bar) -> None:
+    """Write the completion of a line, or note why it has none."""
+    if result.finish_reason == "error":
+        failed[line.number] = str(result.error)
+    else:
+        output.write(line, result)
+        bar.line()
 
 
 @contextmanager
@@ -137,29 +156,3 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def progress(total: int, done: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar with tokens per second and the time left; nothing is drawn where standard error is no terminal."""
-    screen = console.err()
-    columns = (
-        TextColumn("lines"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TextColumn("time left", style="dim"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True)
-    task = bar.add_task("lines", total=total, completed=done, rate="")
-    start, tokens = time.perf_counter(), 0
-
-    def on_tokens(new: int, finished: int) -> None:
-        nonlocal tokens
-        tokens += new
-        rate = tokens / max(1e-9, time.perf_counter() - start)
-        bar.update(task, advance=finished, rate=f"{console.show_rate(rate)} tokens/s")
-
-    with bar:
-        yield on_tokens
