@@ -16,8 +16,8 @@ from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.jobs.lines import BadLine, Line, reason_of
-from kvkeep.jobs.output import as_line
 from kvkeep.jobs.pace import Work
+from kvkeep.jobs.records import as_line
 
 _BAD_FIELDS = {"line", "reason", "text"}
 
