@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +13,7 @@ from kvkeep import runs
 from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import Line
+from kvkeep.jobs.openai.answers import Show
 from kvkeep.jobs.records import as_line, is_ours, origin_of, record
 
 FORMAT = 3
@@ -34,12 +35,14 @@ class Output:
         name: name of the file in messages.
         done: line number → fingerprint, of all lines with a completion.
         made_by: the settings of these completions; empty if there are none.
+        show: returns the text of a token, for log-probabilities in OpenAI's format.
     """
 
     def __init__(self, file: IO[bytes], name: str, path: Path | None = None):
         self._file, self.name, self._path = file, name, path
         self.done: dict[int, str] = {}
         self.made_by: dict[str, Any] = {}
+        self.show: Show = lambda before, token: str(token)
         self._own: dict[str, Any] = {}
         self._torn: bytes = b""
         self._torn_at = 0
@@ -103,11 +106,12 @@ class Output:
                 "output file, or the same settings and weights."
             )
 
-    def check(self, digests: Mapping[int, str]) -> None:
+    def check(self, digests: Mapping[int, str], batch_lines: Collection[int] = ()) -> None:
         """Check that the completions in the file belong to an input; nothing is changed.
 
         Args:
             digests: line number → fingerprint, of the input's lines that can be run.
+            batch_lines: the numbers of lines in OpenAI's format.
 
         Raises:
             InputError: a line with a completion has changed or is gone, or the file ends with bytes that no run of
@@ -125,19 +129,19 @@ class Output:
                 "run any more. Give another output file, or the input that it was written for."
             )
         written = self._torn.rstrip(b"\0")  # a power cut leaves zeros at the end
-        if self._torn and not (is_ours(written, digests) if written else self.done):
+        if self._torn and not (is_ours(written, digests, batch_lines) if written else self.done):
             raise InputError(
                 f"{self.name} ends without a line break, and what stands there is no completion that was cut short. "
                 "Give another output file, or remove that line."
             )
 
-    def write(self, line: Line, result: Result) -> None:
-        """Write one completion.
+    def write(self, line: Line, *results: Result) -> None:
+        """Write the completion of a line, or its answer with the results of all its requests.
 
         Raises:
             InputError: the disk is full or fails; earlier lines stay.
         """
-        whole = as_line(record(line, result, self._own))
+        whole = as_line(record(line, results, self._own, self.show))
         with self._explained():
             self._cut()
             self._file.write(whole)
