@@ -1,5 +1,6 @@
 """What the docs show runs: the README's code, the page's own policy, the examples, the commands."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -41,6 +42,20 @@ def test_the_engines_page_runs(capsys):
     said = capsys.readouterr().out
     assert said.count(" length ") + said.count(" stop ") == 5
     assert len(said.splitlines()[-1]) > 100  # the texts of the coroutines
+
+
+def test_the_batch_file_of_the_engines_page_is_answered_as_shown(tmp_path):
+    page = (ROOT / "docs/engine.md").read_text()
+    (lines,), (shown,) = blocks(page, "jsonl"), blocks(page, "json")
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(lines)
+    done = CliRunner().invoke(app, ["generate", "-i", str(source), "-o", str(target)])
+    assert done.exit_code == 0, done.output
+    one, two = sorted(map(json.loads, target.read_text().splitlines()), key=lambda entry: entry["custom_id"])
+    assert re.findall(r'"(\w+)":', shown.split('"object"')[0]) == [*list(one)[:3], *one["response"]]
+    assert re.findall(r'"(\w+)":', shown.split("}}")[1]) == [*one][3:]
+    assert one["response"]["body"]["object"] in shown
+    assert len(two["response"]["body"]["choices"]) == 2
 
 
 def test_the_pages_own_policy_is_lawful():

@@ -30,6 +30,9 @@ def nested(depth, kind="[]"):
     return '{"prompt": "x", "deep": ' + opening * (depth - 1) + "1" + closing * (depth - 1) + "}"
 
 
+OPTIONS = ["max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "policy"]
+OPTIONS += ["budget", "logprobs", "ignore_end", "raw", ""]
+
 NOT_JSON = {
     "constant NaN": ('{"prompt": "x", "id": NaN}', "NaN, which JSON does not have"),
     "constant Infinity": ('{"prompt": "x", "id": [Infinity]}', "Infinity, which JSON does not have"),
@@ -78,6 +81,13 @@ NOT_JSON = {
     "empty stop": ('{"prompt": "x", "options": {"stop": ""}}', "empty stop"),
     "null in stop": ('{"prompt": "x", "options": {"stop": ["a", null]}}', '"stop" is no text'),
     "line break": ("{\r", "no JSON"),
+    "option outside": ('{"prompt": "x", "budget": "large", "id": 1}', 'budget belongs into "options"'),
+    "name of another tool": ('{"prompt": "x", "max_tokens": 5}', '{"options": {"max_new_tokens": 5}}'),
+    "option outside and empty options": ('{"prompt": "x", "options": {}, "stop": null}', '{"stop": null}'),
+    "long option outside": (json.dumps({"prompt": "x", "stop": ["y" * 10**6]}), '{"stop": "…"}'),
+    "deep option outside": ('{"prompt": "x", "stop": ' + "[" * 100 + "]" * 100 + "}", '{"stop": "…"}'),
+    "half a character outside": (r'{"prompt": "x", "stop": "\ud83d"}', 'stop belongs into "options"'),
+    "every option outside": (json.dumps({"prompt": "x"} | dict.fromkeys(OPTIONS[:12], 1)), "belong into"),
 }
 
 RUN = {
@@ -96,6 +106,7 @@ RUN = {
     "small number": '{"prompt": "x", "id": 1e-999}',
     "names like ours": '{"prompt": "x", "line": 7, "digest": "d", "made_by": {}, "text": "t", "reason": "r"}',
     "empty name": '{"prompt": "x", "": {"": ""}}',
+    "nested names of options": '{"prompt": "x", "metadata": {"seed": 1, "stop": "y", "max_tokens": 5}}',
     "line separators": '{"prompt": "a\u2028b\u2029c\x85d", "id": "\u2028"}',
     "escapes": r'{"prompt": "\u001b[31m", "id": "\u009b31m"}',
     "not a character": '{"prompt": "\ufffe\U0010ffff"}',
@@ -109,11 +120,10 @@ RUN = {
 VALUES = ["null", "true", "0", "-1", "1.5", '""', '"x"', "[]", "[1]", '["x"]', "{}", '{"role": 1}', "[[]]", "[null]"]
 VALUES += ["9" * 400, "1e308", '[{"role": "user", "content": 1}]', '[{"role": [], "content": "x"}]', '"\\ud83d"']
 PLACES = ["prompt", "messages", "options", "completion", "id"]
-OPTIONS = ["max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop", "policy"]
-OPTIONS += ["budget", "logprobs", "ignore_end", "raw", ""]
 WRONG_TYPES = [f'{{"{place}": {value}}}' for place in PLACES for value in VALUES]
 WRONG_TYPES += [f'{{"prompt": "x", "{place}": {value}}}' for place in PLACES[1:] for value in VALUES]
 WRONG_TYPES += [f'{{"prompt": "x", "options": {{"{name}": {value}}}}}' for name in OPTIONS for value in VALUES]
+WRONG_TYPES += [f'{{"prompt": "x", "{name}": {value}}}' for name in OPTIONS for value in VALUES]
 
 
 def raw_of(line):

@@ -148,6 +148,8 @@ def test_a_file_for_bad_lines_that_cannot_be_written(tmp_path):
         ({"messages": [{"role": "user"}]}, '"messages" are no list'),
         ({"prompt": "x", "completion": 1}, "rename it"),
         ({"prompt": "x", "options": {"max_token": 3}}, 'no option "max_token"'),
+        ({"prompt": "x", "max_new_tokens": 5}, '{"options": {"max_new_tokens": 5}}'),
+        ({"prompt": "x", "stop": ["a"], "seed": 7}, 'stop and seed belong into "options"'),
         ({"prompt": "x", "options": {"max_new_tokens": True}}, "max_new_tokens=true"),
         ({"prompt": "x", "options": {"temperature": "hot"}}, "temperature"),
         ({"prompt": "x", "options": {"temperature": -1}}, "temperature=-1"),

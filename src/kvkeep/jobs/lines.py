@@ -1,8 +1,9 @@
 """The input lines of a batch job, each of which is one request.
 
 An input line is ``{"prompt": "…"}`` or ``{"messages": […]}``, with ``"options": {…}`` of its own if need be. All other
-fields are copied to the output line, beside the completion. Output lines come in any order, and each names the number
-of its input line. A line with a completion in the output is not run again, so a job that was stopped can be resumed.
+fields are copied to the output line, beside the completion. Or it is a line of OpenAI's batch files, see
+`kvkeep.jobs.openai.batch`, and is answered as one. Output lines come in any order, and each names the number of its
+input line. A line with a completion in the output is not run again, so a job that was stopped can be resumed.
 """
 
 from __future__ import annotations
@@ -11,17 +12,31 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
+from kvkeep.jobs.openai import batch
+from kvkeep.jobs.openai.batch import custom_id_of, is_batch_line
+from kvkeep.jobs.openai.requests import COMPLETIONS, Asked, Prompt, in_words_of
+from kvkeep.jobs.options import OPTIONS, check_place, request_of
 
-Encode: TypeAlias = Callable[[str | Sequence[Mapping[str, str]]], Sequence[int]]
-"""Turns a prompt or a list of messages into token ids."""
+
+@runtime_checkable
+class Encode(Protocol):
+    """Turns a prompt, a list of messages or token ids into token ids that the model has."""
+
+    def __call__(self, prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
+        """Encode; with ``raw`` a text is taken without the chat template.
+
+        Raises:
+            KVKeepError: the text cannot be encoded, or the model has no such token.
+        """
+
 
 COMPLETION = "completion"
 """The field of an output line that holds the completion."""
@@ -30,15 +45,7 @@ MAX_DEPTH = 200
 """Levels of nested lists and objects in a line; Python's own parser can always handle this many."""
 
 _MAX_REASON = 300
-_SAMPLING = {field.name for field in dataclasses.fields(Sampling)}
-_REQUEST = {"policy", "budget", "stop", "ignore_end", "logprobs"}
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("max_new_tokens", "top_k", "seed", "budget", "logprobs"), (int,)),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
-    "policy": (str,),
-    "stop": (str, list),
-    "ignore_end": (bool,),
-}
+_APART = 2**40  # more than a file has lines: what the choices of a line are drawn by is no other line's number
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,8 @@ class Line:
         fields: the fields that are copied to the output.
         request: the request for the engine.
         options: the line's own options, which are written beside its completion.
+        others: more requests of the line, for more choices in its answer.
+        asked: the body of a line in OpenAI's format.
     """
 
     number: int
@@ -58,14 +67,35 @@ class Line:
     fields: Mapping[str, Any]
     request: Request
     options: Mapping[str, Any] = field(default_factory=dict)
+    others: tuple[Request, ...] = ()
+    asked: Asked | None = None
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """All requests of the line."""
+        return (self.request, *self.others)
+
+    @property
+    def custom_id(self) -> str | None:
+        """The name that the user has given a line in OpenAI's format."""
+        return None if self.asked is None else custom_id_of(self.fields)
 
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that cannot be run, and why."""
+    """A line that cannot be run, and why.
+
+    Attributes:
+        number: its number in the file, from 1.
+        reason: part of a sentence.
+        custom_id: the name that the user has given a line in OpenAI's format.
+        param: the parameter that is wrong in a line in OpenAI's format.
+    """
 
     number: int
     reason: str
+    custom_id: str | None = None
+    param: str | None = None
 
 
 def read(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -92,25 +122,67 @@ def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line |
         encode: turns a prompt or a list of messages into token ids.
         defaults: sampling options, where the line has none of its own.
     """
+    custom_id: str | None = None
     try:
-        fields = _DECODER.decode(raw.decode("utf-8-sig"))
-        if not isinstance(fields, dict):
-            raise InputError('it is no JSON object like {"prompt": "…"}')
-        if _depth(fields) > MAX_DEPTH:
-            raise RecursionError
-        prompt, options = _prompt(fields), fields.pop("options", None)
-        if COMPLETION in fields:
-            raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
-        options = {} if options is None else options
-        return Line(number, digest(raw), fields, _request(number, encode(prompt), options, defaults), options)
+        fields = decoded(raw)
+        if is_batch_line(fields):
+            custom_id = custom_id_of(fields)
+            return _batch_line(number, digest(raw), fields, encode, defaults)
+        return _own_line(number, digest(raw), fields, encode, defaults)
     except json.JSONDecodeError as error:
-        return BadLine(number, f"it is no JSON ({error})")
+        reason, param = f"it is no JSON ({error})", None
     except RecursionError:
-        return BadLine(number, f"its lists or objects are nested too deeply, more than {MAX_DEPTH} levels")
+        reason, param = f"its lists or objects are nested too deeply, more than {MAX_DEPTH} levels", None
     except UnicodeEncodeError:  # JSON can hold half of a UTF-16 pair, such as "\\ud83d"
-        return BadLine(number, "its text has half of a character")
+        reason, param = "its text has half of a character", None
     except (ValueError, KVKeepError) as error:  # also for bytes that are not UTF-8
-        return BadLine(number, reason_of(error))
+        reason, param = reason_of(error), getattr(error, "param", None)
+    return BadLine(number, reason, custom_id, param)
+
+
+def decoded(raw: bytes) -> dict[str, Any]:
+    """The fields of a line.
+
+    Raises:
+        ValueError: it is no strict JSON, or no object.
+        RecursionError: it is nested too deeply.
+    """
+    fields = _DECODER.decode(raw.decode("utf-8-sig"))
+    if not isinstance(fields, dict):
+        raise InputError('it is no JSON object like {"prompt": "…"}')
+    if _depth(fields) > MAX_DEPTH:
+        raise RecursionError
+    return fields
+
+
+def _own_line(number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: Sampling) -> Line:
+    """A line in kvkeep's format."""
+    prompt, options = _prompt(fields), fields.pop(OPTIONS, None)
+    if COMPLETION in fields:
+        raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
+    check_place(fields)
+    options = {} if options is None else options
+    return Line(number, found, fields, request_of(number, encode(prompt), options, defaults), options)
+
+
+def _batch_line(number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: Sampling) -> Line:
+    """A line in OpenAI's format. Only its name is kept of its fields.
+
+    The first choice is drawn as the completion of a line in kvkeep's format is, and each other one in its own way.
+    """
+    asked = batch.read(fields)
+    off: dict[str, Any] = dict.fromkeys(asked.unset)
+    defaults = dataclasses.replace(defaults, **off)
+    made = []
+    for prompt in asked.prompts:
+        ids = encode(prompt, raw=True) if asked.url == COMPLETIONS else encode(prompt)
+        try:
+            first = request_of(number, ids, asked.options, defaults)
+        except KVKeepError as error:
+            raise in_words_of(asked, error) from error
+        made += [first] * asked.n
+    made = [dataclasses.replace(one, sequence=one.sequence + _APART * place) for place, one in enumerate(made)]
+    return Line(number, found, {"custom_id": fields["custom_id"]}, made[0], others=tuple(made[1:]), asked=asked)
 
 
 def digest(raw: bytes) -> str:
@@ -165,25 +237,3 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
     for message in messages:
         message["content"].encode()
     return cast(list[dict[str, str]], messages)
-
-
-def _request(number: int, prompt: Sequence[int], options: object, defaults: Sampling) -> Request:
-    """The request of a line. It is drawn with the job's seed and the line's number, or with the line's own seed."""
-    if not isinstance(options, dict):
-        raise InputError('its "options" are no JSON object')
-    for name, value in options.items():
-        if name not in _TYPES:
-            raise InputError(f'there is no option "{name}"; there are {", ".join(sorted(_TYPES))}')
-        if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] != (bool,)):
-            raise InputError(f"its option {name}={json.dumps(value)} is no {_TYPES[name][-1].__name__}")
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise InputError(f"its option {name} is too large a number")
-    rest = {name: value for name, value in options.items() if name in _REQUEST}
-    if "stop" in rest:
-        rest["stop"] = (rest["stop"],) if isinstance(rest["stop"], str) else tuple(rest["stop"])
-        if not all(isinstance(text, str) for text in rest["stop"]):
-            raise InputError('its option "stop" is no text or list of texts')
-    chosen = {name: value for name, value in options.items() if name in _SAMPLING}
-    chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
-    sampling = dataclasses.replace(defaults, **chosen)
-    return Request(prompt=prompt, sampling=sampling, sequence=0 if "seed" in options else number - 1, **rest)

@@ -1,33 +1,26 @@
-"""The output of a batch job: whole lines, so that a job that was stopped can be resumed.
-
-An output line begins with the completion, and the completion with the number and the fingerprint of its input line. So
-the first bytes show that a job wrote the line, even if the machine stopped before the rest was written.
-"""
+"""The output of a batch job: whole lines, so that a job that was stopped can be resumed."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from kvkeep import runs
 from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
-from kvkeep.jobs.lines import COMPLETION, Line
+from kvkeep.jobs.lines import Line
+from kvkeep.jobs.openai.answers import Show
+from kvkeep.jobs.records import as_line, is_ours, origin_of, record
 
 FORMAT = 3
 """Version of the lines. Older versions chunked prompts and drew tokens differently, so their jobs are not resumed."""
 
 SYNC_S = 2.0
 """Seconds after which the next line is followed by a sync to the disk."""
-
-_BEGINNING = f'{{"{COMPLETION}": {{"line": %d, "digest": "%s", '
-_WRITTEN_HERE = re.compile(rb'\{"completion": \{"line": \d+, "digest": "[0-9a-f]{32}", ')
 
 
 class Output:
@@ -42,12 +35,14 @@ class Output:
         name: name of the file in messages.
         done: line number → fingerprint, of all lines with a completion.
         made_by: the settings of these completions; empty if there are none.
+        show: returns the text of a token, for log-probabilities in OpenAI's format.
     """
 
     def __init__(self, file: IO[bytes], name: str, path: Path | None = None):
         self._file, self.name, self._path = file, name, path
         self.done: dict[int, str] = {}
         self.made_by: dict[str, Any] = {}
+        self.show: Show = lambda before, token: str(token)
         self._own: dict[str, Any] = {}
         self._torn: bytes = b""
         self._torn_at = 0
@@ -87,7 +82,7 @@ class Output:
                 self._torn, self._torn_at = raw, end
                 return
             end += len(raw)
-            number, digest, made_by = _was_done(raw, self.name)
+            number, digest, made_by = origin_of(raw, self.name)
             if self.made_by and (differences := _differences(self.made_by, made_by)):
                 raise InputError(
                     f"{self.name} holds completions of different jobs, with {differences[0]} and with "
@@ -111,11 +106,12 @@ class Output:
                 "output file, or the same settings and weights."
             )
 
-    def check(self, digests: Mapping[int, str]) -> None:
+    def check(self, digests: Mapping[int, str], batch_lines: Collection[int] = ()) -> None:
         """Check that the completions in the file belong to an input; nothing is changed.
 
         Args:
             digests: line number → fingerprint, of the input's lines that can be run.
+            batch_lines: the numbers of lines in OpenAI's format.
 
         Raises:
             InputError: a line with a completion has changed or is gone, or the file ends with bytes that no run of
@@ -133,24 +129,22 @@ class Output:
                 "run any more. Give another output file, or the input that it was written for."
             )
         written = self._torn.rstrip(b"\0")  # a power cut leaves zeros at the end
-        if self._torn and not (_is_ours(written, digests) if written else self.done):
+        if self._torn and not (is_ours(written, digests, batch_lines) if written else self.done):
             raise InputError(
                 f"{self.name} ends without a line break, and what stands there is no completion that was cut short. "
                 "Give another output file, or remove that line."
             )
 
-    def write(self, line: Line, result: Result) -> None:
-        """Write one completion.
+    def write(self, line: Line, *results: Result) -> None:
+        """Write the completion of a line, or its answer with the results of all its requests.
 
         Raises:
             InputError: the disk is full or fails; earlier lines stay.
         """
-        own = {"options": line.options} if line.options else {}
-        origin = {"line": line.number, "digest": line.digest, "made_by": self._own, **own}
-        completion = runs.finite({**origin, **_completion(result)})
+        whole = as_line(record(line, results, self._own, self.show))
         with self._explained():
             self._cut()
-            self._file.write(as_line({COMPLETION: completion, **line.fields}))
+            self._file.write(whole)
             self._file.flush()
             if self._path and time.monotonic() - self._synced > SYNC_S:
                 self._sync()
@@ -214,32 +208,6 @@ class Output:
             self._file.close()
 
 
-def as_line(fields: Mapping[str, Any]) -> bytes:
-    """A line of strict JSON in UTF-8. Text that UTF-8 cannot hold, such as half of a character, is escaped."""
-    try:
-        return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except UnicodeEncodeError:
-        return json.dumps(fields, allow_nan=False).encode() + b"\n"
-
-
-def _was_done(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
-    """The number, the fingerprint and the settings of an earlier run's line."""
-    try:
-        completion = json.loads(raw)[COMPLETION]
-        made_by = {"format": 1, **completion["made_by"]}  # the first version did not name itself
-        return int(completion["line"]), str(completion["digest"]), made_by
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise InputError(
-            f"{name} holds a line that is no completion, so this job cannot go on there. Give another output file."
-        ) from error
-
-
-def _is_ours(torn: bytes, digests: Mapping[int, str]) -> bool:
-    """Whether a line that was cut short was written by this job."""
-    beginnings = ((_BEGINNING % entry).encode() for entry in digests.items())
-    return bool(_WRITTEN_HERE.match(torn)) or any(beginning.startswith(torn) for beginning in beginnings)
-
-
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
     """Two settings' differences in words, one text for each; ``None`` if they agree. Unknown weights are ignored."""
     known = {*one, *other} if "weights" in one and "weights" in other else {*one, *other} - {"weights"}
@@ -251,18 +219,3 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str,
         )
 
     return (words(one), words(other)) if names else None
-
-
-def _completion(result: Result) -> dict[str, Any]:
-    found = {
-        "text": result.text,
-        "finish_reason": result.finish_reason,
-        "prompt_tokens": result.prompt_tokens,
-        "new_tokens": len(result.token_ids),
-        "queued_s": result.queued_s,
-        "ttft_s": result.ttft_s,
-        "tpot_s": result.tpot_s,
-    }
-    if result.logprobs:
-        found["logprobs"] = [dataclasses.asdict(entry) for entry in result.logprobs]
-    return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -15,19 +16,35 @@ from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.jobs.lines import BadLine, Line, reason_of
-from kvkeep.jobs.output import as_line
+from kvkeep.jobs.lines import BadLine, Line, decoded, digest, reason_of
+from kvkeep.jobs.openai import batch
+from kvkeep.jobs.pace import Work
+from kvkeep.jobs.records import as_line
 
 _BAD_FIELDS = {"line", "reason", "text"}
+_MOST_MODELS = 3
 
 
 class Shape(NamedTuple):
-    """The properties of a request that decide whether an engine accepts it."""
+    """The properties of a line's requests that decide whether an engine accepts them, and their number and tokens.
+
+    Attributes:
+        prompt_tokens: of the longest one.
+        max_new_tokens: of each.
+        policy: of all.
+        budget: of all.
+        requests: how many there are.
+        work: tokens of all.
+        is_batch_line: whether the line is in OpenAI's format.
+    """
 
     prompt_tokens: int
     max_new_tokens: int
     policy: str | None
     budget: int | None
+    requests: int
+    work: Work
+    is_batch_line: bool
 
 
 @dataclass
@@ -37,23 +54,52 @@ class Survey:
     Attributes:
         digests: line number → fingerprint, of every line that can be run.
         bad: line number → reason, of every line that cannot be run.
+        models: models that lines in OpenAI's format name, a few of them.
     """
 
     digests: dict[int, str] = field(default_factory=dict)
     bad: dict[int, str] = field(default_factory=dict)
+    models: set[str] = field(default_factory=set)
     _shapes: dict[int, Shape] = field(default_factory=dict)
     _known: dict[Shape, Shape] = field(default_factory=dict)
+    _names: dict[bytes, int] = field(default_factory=dict)
+    _params: dict[int, str] = field(default_factory=dict)
 
-    def add(self, line: Line | BadLine) -> None:
-        """Enter a line."""
+    def add(self, line: Line | BadLine) -> BadLine | None:
+        """Enter a line; return it if it cannot be run, perhaps because an earlier line has its name."""
+        earlier = line.custom_id is not None and self._names.setdefault(_key(line.custom_id), line.number)
+        if earlier and earlier != line.number and isinstance(line, Line):
+            line = BadLine(line.number, f"its custom_id is that of line {earlier}, too", line.custom_id, "custom_id")
         if isinstance(line, BadLine):
             self.bad[line.number] = line.reason
-            return
-        asked = line.request
-        policy = asked.policy if isinstance(asked.policy, str) else None
-        shape = Shape(len(asked.prompt or ()), asked.sampling.max_new_tokens, policy, asked.budget)
+            self._params |= {line.number: line.param} if line.param else {}
+            return line
+        shape = _shape(line)
         self.digests[line.number] = line.digest
         self._shapes[line.number] = self._known.setdefault(shape, shape)
+        if line.asked and line.asked.model is not None and len(self.models) < _MOST_MODELS:
+            self.models.add(line.asked.model)
+        return None
+
+    def entries(
+        self, lines: Iterable[tuple[int, bytes]], failed: Mapping[int, str], *, bad: bool
+    ) -> Iterator[dict[str, Any]]:
+        """The entries of the file of lines without an answer.
+
+        Args:
+            lines: all lines, read once more.
+            failed: line number → reason, of lines that failed while they ran.
+            bad: whether lines that cannot be run are among them.
+        """
+        reasons = {**(self.bad if bad else {}), **failed}
+        for number, raw in lines:
+            if number in reasons:
+                yield _entry(number, raw, reasons[number], self._params.get(number), failed=number in failed)
+
+    @property
+    def requests(self) -> int:
+        """The number of all requests."""
+        return sum(self._shapes[number].requests for number in self.digests)
 
     @property
     def longest(self) -> int:
@@ -66,6 +112,16 @@ class Survey:
         return next(
             n for n, shape in self._shapes.items() if shape.prompt_tokens + shape.max_new_tokens == self.longest
         )
+
+    def work(self, numbers: Iterable[int]) -> Work:
+        """The tokens of these lines."""
+        works = [self._shapes[number].work for number in numbers]
+        return Work(sum(work.prompt for work in works), sum(work.new for work in works))
+
+    @property
+    def batch_lines(self) -> set[int]:
+        """The numbers of lines in OpenAI's format."""
+        return {number for number, shape in self._shapes.items() if shape.is_batch_line}
 
     @property
     def policies(self) -> set[str]:
@@ -99,16 +155,31 @@ def _problem(shape: Shape, engine: Engine) -> str | None:
     return None
 
 
-def bad_entries(lines: Iterable[tuple[int, bytes]], bad: Mapping[int, str]) -> Iterator[dict[str, Any]]:
-    """The entries of a file of bad lines: number, reason and text of each."""
-    for number, raw in lines:
-        if number in bad:
-            text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
-            yield {"line": number, "reason": bad[number], "text": text}
+def _shape(line: Line) -> Shape:
+    longest = max(line.requests, key=lambda one: len(one.prompt or ()))
+    policy = longest.policy if isinstance(longest.policy, str) else None
+    prompt, new = len(longest.prompt or ()), longest.sampling.max_new_tokens
+    work = Work(sum(len(one.prompt or ()) for one in line.requests), new * len(line.requests))
+    return Shape(prompt, new, policy, longest.budget, len(line.requests), work, line.asked is not None)
+
+
+def _key(custom_id: str) -> bytes:
+    """A short stand-in for a name of any length."""
+    return hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()[:16]
+
+
+def _entry(number: int, raw: bytes, reason: str, param: str | None, *, failed: bool) -> dict[str, Any]:
+    """The entry of a line without an answer: in OpenAI's format, or its number, the reason and its text."""
+    with suppress(ValueError, RecursionError, KVKeepError):
+        if batch.is_batch_line(fields := decoded(raw)):
+            name = batch.custom_id_of(fields)
+            return batch.error_line(number, digest(raw), name, reason, failed=failed, param=param)
+    text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+    return {"line": number, "reason": reason, "text": text}
 
 
 def write_bad(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of bad lines; the file of an earlier job is replaced.
+    """Write a file of lines without an answer; the file of an earlier job is replaced.
 
     Raises:
         InputError: the file there was not written by a job, another job writes to it, or it cannot be written.
@@ -119,6 +190,22 @@ def write_bad(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
             runs.write_whole(path, b"".join(map(as_line, found)))
     except OSError as error:
         raise InputError(f"{path}, for lines that cannot be run, cannot be written: {error.strerror}.") from error
+
+
+def remove_bad(path: Path) -> None:
+    """Remove the file of lines without an answer that an earlier job has written; anything else stays.
+
+    Raises:
+        InputError: another job writes to it, or it cannot be removed.
+    """
+    try:
+        if path.is_file() and not path.is_symlink():
+            with path.open("rb") as file:
+                runs.Lock(file, str(path))
+                if _are_entries(file):
+                    path.unlink()
+    except OSError as error:
+        raise InputError(f"{path}, which an earlier job has written, cannot be removed: {error.strerror}.") from error
 
 
 @contextmanager
@@ -155,4 +242,4 @@ def _is_entry(raw: bytes) -> bool:
         found = json.loads(raw)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and found.keys() == _BAD_FIELDS
+    return isinstance(found, dict) and (found.keys() == _BAD_FIELDS or batch.is_error_line(found))

@@ -78,7 +78,7 @@ def generate(
             "-i",
             metavar="FILE",
             help='Run a batch job: a JSONL file whose lines have a "prompt" or "messages", and perhaps "options" of '
-            "their own. Other fields are copied to the output.",
+            "their own. Other fields are copied to the output. Lines of OpenAI's batch files are answered as such.",
             rich_help_panel=_JOB,
         ),
     ] = None,

@@ -21,8 +21,10 @@ from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs.lines import BadLine, Line, digest, parse, read
+from kvkeep.jobs.openai.answers import Show
+from kvkeep.jobs.openai.requests import Prompt
 from kvkeep.jobs.output import Output
-from kvkeep.jobs.survey import Survey, bad_entries, write_bad
+from kvkeep.jobs.survey import Survey, remove_bad, write_bad
 from kvkeep.models import text, threads
 from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
@@ -55,45 +57,87 @@ def serve(request: Request, batch: Batch) -> None:
         console.progress(f"reading {batch.input} …")
         checkpoint = find(request.model or embedded(), allow_pickle=request.allow_pickle)
 
+        def encode(prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
+            return _encode(checkpoint, prompt, raw=raw or request.raw)
+
         def read_line(number: int, raw: bytes) -> Line | BadLine:
-            return parse(number, raw, lambda prompt: _encode(checkpoint, prompt, raw=request.raw), defaults)
+            return parse(number, raw, encode, defaults)
 
         survey = _survey(source, read_line, batch)
         with _open(batch.output) as output:
             budget = _budget(request, policy, survey, output)
             settings = _settings(request, policy, budget, defaults)
             output.agree(settings)
-            output.check(survey.digests)
+            output.check(survey.digests, survey.batch_lines)
             writer = _load(request, checkpoint, output, settings)
+            output.show = _show(writer)
             engine = _engine(writer, request, batch, survey, budget=budget)
-            if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
-                console.note(
-                    f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the "
-                    "model was trained for."
-                )
+            _remark(survey, checkpoint, request.model or "embedded")
             todo = _todo(source, survey, engine, output, batch)
             console.progress(
                 f"{spec(policy)}, budget {budget}: {console.count(engine.rows, 'row')} of "
                 f"{console.show_bytes(engine.row_bytes)}"
             )
             lines = _lines(source, read_line, todo)
-            run(engine, lines, output, todo=todo, total=len(survey.digests), as_json=request.json)
+            run(
+                engine,
+                lines,
+                output,
+                todo=todo,
+                work=survey.work(todo),
+                total=len(survey.digests),
+                as_json=request.json,
+                set_aside=lambda failed: _set_aside(source, survey, failed, batch),
+            )
 
 
-def _encode(checkpoint: Checkpoint, prompt: str | Sequence[Mapping[str, str]], *, raw: bool) -> list[int]:
+def _encode(checkpoint: Checkpoint, prompt: Prompt, *, raw: bool) -> list[int]:
+    if not isinstance(prompt, str) and isinstance(prompt[0], int):
+        return _known(checkpoint, prompt)
     ids = text.encode(checkpoint, prompt, raw=raw) if isinstance(prompt, str) else text.encode_chat(checkpoint, prompt)
     found: list[int] = ids[0].tolist()
     return found
+
+
+def _known(checkpoint: Checkpoint, ids: list[int]) -> list[int]:
+    """Token ids, after a check that the model has all of them."""
+    vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
+    if max(ids) >= vocabulary:
+        raise InputError(f"The prompt has token {max(ids)}, and the model knows only {vocabulary}.")
+    return ids
+
+
+def _show(writer: Writer) -> Show:
+    """A function that returns the text of a token. Many tokenizers drop the white space at the beginning of a text."""
+
+    def show(before: int | None, token: int) -> str:
+        if before is not None:
+            first, both = writer.show_token(before), str(writer.checkpoint.tokenizer.decode([before, token]))
+            if both.startswith(first):
+                return both.removeprefix(first)
+        return writer.show_token(token)
+
+    return show
+
+
+def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
+    """Print notes on lines that are long, or ask for a model that does not run."""
+    if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
+        console.note(
+            f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the model was "
+            "trained for."
+        )
+    if others := sorted(survey.models - {name}):
+        console.note(f"lines name the model {', '.join(others)}; {name} answers all lines")
 
 
 def _survey(source: Path, read_line: Read, batch: Batch) -> Survey:
     """Read every line once. A line that cannot be run stops the job, unless such lines are set aside."""
     survey = Survey()
     for number, raw in read(source):
-        line = read_line(number, raw)
-        if isinstance(line, BadLine) and not batch.skip_bad:
-            raise _refusal(line.number, line.reason)
-        survey.add(line)
+        bad = survey.add(read_line(number, raw))
+        if bad and not batch.skip_bad:
+            raise _refusal(bad.number, bad.reason)
     if not survey.digests:
         raise InputError(f"{batch.input} has no line that can be run.")
     return survey
@@ -151,8 +195,8 @@ def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: di
 
 def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, budget: int) -> Engine:
     """The engine, with no more rows than lines."""
-    lines = len(survey.digests)
-    rows = min(lines, batch.max_rows or (lines if batch.kv_memory else DEFAULT_ROWS))
+    most = survey.requests
+    rows = min(most, batch.max_rows or (most if batch.kv_memory else DEFAULT_ROWS))
     try:
         engine = engine_for(writer, request, budget=budget, rows=rows, kv_memory=batch.kv_memory)
     except BudgetError as error:
@@ -170,13 +214,18 @@ def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, b
 
 
 def _todo(source: Path, survey: Survey, engine: Engine, output: Output, batch: Batch) -> dict[int, str]:
-    """The lines to run now, with their fingerprints. Lines that cannot be run are set aside."""
+    """The lines to run now, with their fingerprints. Lines that cannot be run are set aside.
+
+    What an earlier run has set aside is removed if there is nothing to set aside now.
+    """
     new = [number for number in survey.digests if number not in output.done]
     survey.set_aside(survey.check(engine, new))
     if survey.bad and not batch.skip_bad:
         raise _refusal(*min(survey.bad.items()))
     if survey.bad:
-        _set_aside(bad_entries(read(source), survey.bad), len(survey.bad), batch)
+        _set_aside(source, survey, {}, batch)
+    elif batch.output != "-":
+        remove_bad(Path(f"{batch.output}.bad"))
     return {number: found for number, found in survey.digests.items() if number not in output.done}
 
 
@@ -187,14 +236,24 @@ def _refusal(number: int, reason: str) -> InputError:
     )
 
 
-def _set_aside(entries: Iterator[Mapping[str, object]], count: int, batch: Batch) -> None:
-    """Write lines that cannot be run to a file beside the output; if the output is a stream, to standard error."""
-    place = "below"
-    if batch.output != "-":
-        place = f"in {batch.output}.bad"
+def _set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: Batch) -> None:
+    """Write lines without an answer to a file beside the output; if the output is a stream, to standard error.
+
+    Args:
+        source: the input.
+        survey: knows the lines that cannot be run.
+        failed: line number → reason, of lines that have failed now.
+        batch: the options of the job.
+    """
+    to_file = batch.output != "-"
+    entries = survey.entries(read(source), failed, bad=to_file or not failed)
+    if to_file:
         write_bad(Path(f"{batch.output}.bad"), entries)
-    console.note(f"{console.count(count, 'line')} cannot be run and {'is' if count == 1 else 'are'} set aside {place}")
-    if batch.output == "-":
+    count = console.count(len(failed or survey.bad), "line")
+    are = "is" if len(failed or survey.bad) == 1 else "are"
+    problem = f"{count} failed" if failed else f"{count} cannot be run"
+    console.note(f"{problem} and {are} set aside {f'in {batch.output}.bad' if to_file else 'below'}")
+    if not to_file:
         sys.stderr.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 

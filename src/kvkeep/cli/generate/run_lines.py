@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvkeep.cli import console
-from kvkeep.engine import Engine
-from kvkeep.errors import KVKeepError
+from kvkeep.cli.generate.bar import Bar, progress
+from kvkeep.engine import Engine, Result
+from kvkeep.errors import InputError, KVKeepError
 from kvkeep.jobs.lines import Line, reason_of
 from kvkeep.jobs.output import Output
+from kvkeep.jobs.pace import Work
 
 STANDARD_OUTPUT = "standard output"
 INCOMPLETE = 1
@@ -24,7 +25,15 @@ INCOMPLETE = 1
 
 
 def run(
-    engine: Engine, lines: Iterator[Line], output: Output, *, todo: Mapping[int, str], total: int, as_json: bool
+    engine: Engine,
+    lines: Iterator[Line],
+    output: Output,
+    *,
+    todo: Mapping[int, str],
+    work: Work,
+    total: int,
+    as_json: bool,
+    set_aside: Callable[[Mapping[int, str]], object],
 ) -> None:
     """Run lines, write their completions, and print a summary.
 
@@ -33,8 +42,10 @@ def run(
         lines: the lines that are not done yet, while they are read.
         output: takes the completions.
         todo: the numbers of these lines.
+        work: the tokens of these lines.
         total: number of all lines, with the lines that were done before.
         as_json: whether the summary is a JSON object.
+        set_aside: writes down lines that failed, with their reasons.
 
     Raises:
         Exit: the user ended the job, or lines have no completion.
@@ -42,12 +53,14 @@ def run(
     before = len(output.done)
     if before:
         console.note(f"{before} of {console.count(total, 'line')} were done before")
-    failed: dict[int, str] = {}
     start = time.perf_counter()
-    with interruptible() as stopped, progress(total, before) as on_tokens:
-        new = _work(engine, lines, output, failed, on_tokens, stopped)
+    with interruptible() as stopped, progress(engine, work, total, before) as bar:
+        answers = Answers(output, bar)
+        new = _work(engine, lines, answers, bar, stopped)
     seconds = time.perf_counter() - start
-    kept = output.finish()
+    kept, failed = output.finish(), answers.failed
+    if failed:
+        _report(failed, set_aside)
     if as_json:
         found = {"lines": total, "done": len(kept), "failed": len(failed), "new_tokens": new, "seconds": seconds}
         stream = sys.stderr if output.name == STANDARD_OUTPUT else sys.stdout
@@ -61,6 +74,14 @@ def run(
     if stopped() or len(kept) < total:
         _say_how_to_resume(output, len(kept), total)
         raise typer.Exit(console.INTERRUPTED if stopped() else INCOMPLETE)
+
+
+def _report(failed: Mapping[int, str], set_aside: Callable[[Mapping[int, str]], object]) -> None:
+    """Write down lines that failed. Their completions are not concerned if that is not possible."""
+    try:
+        set_aside(failed)
+    except InputError as error:
+        console.error(str(error))
 
 
 def _say_how_to_resume(output: Output, done: int, total: int) -> None:
@@ -86,40 +107,76 @@ def _problems(output: Output, kept: set[int], failed: Mapping[int, str], unread:
         )
 
 
-def _work(
-    engine: Engine,
-    lines: Iterator[Line],
-    output: Output,
-    failed: dict[int, str],
-    on_tokens: Callable[[int, int], None],
-    stopped: Callable[[], bool],
-) -> int:
-    """Feed the engine until all lines are written or the user stops the job; return the number of new tokens.
+def _work(engine: Engine, lines: Iterator[Line], answers: Answers, bar: Bar, stopped: Callable[[], bool]) -> int:
+    """Feed the engine until all lines are written or the user stops the job; return the number of new tokens."""
+    source = ((line, place) for line in lines for place in range(len(line.requests)))
+    new, more = 0, True
+    while (more or answers.running) and not stopped():
+        while more and engine.has_room:
+            if more := (found := next(source, None)) is not None:
+                answers.begin(engine, *found)
+        events = engine.step()
+        written = [event.id for event in events if event.token_id is not None]
+        bar.step(written)
+        new += len(written)
+        for event in events:
+            if event.result is not None:
+                answers.end(event.id, event.result)
+    return new
+
+
+class Answers:
+    """Writes the answer of each line as soon as all its requests have ended.
 
     A line that fails is noted with its reason, and the other lines go on.
+
+    Args:
+        output: takes the answers.
+        bar: shows the progress.
+
+    Attributes:
+        running: the engine's number of a request → its line and its place among the line's requests.
+        failed: line number → reason.
     """
-    running: dict[int, Line] = {}
-    new, more = 0, True
-    while (more or running) and not stopped():
-        while more and engine.has_room:
-            line = next(lines, None)
-            if more := line is not None:
-                try:
-                    running[engine.add(line.request)] = line
-                except KVKeepError as error:
-                    failed[line.number] = reason_of(error)
-        events = engine.step()
-        finished = [event for event in events if event.result]
-        for event in finished:
-            assert event.result is not None
-            line = running.pop(event.id)
-            if event.result.finish_reason == "error":
-                failed[line.number] = str(event.result.error)
-            else:
-                output.write(line, event.result)
-        new += sum(event.token_id is not None for event in events)
-        on_tokens(len(events), len(finished))
-    return new
+
+    def __init__(self, output: Output, bar: Bar) -> None:
+        self._output, self._bar = output, bar
+        self._results: dict[int, dict[int, Result]] = {}
+        self.running: dict[int, tuple[Line, int]] = {}
+        self.failed: dict[int, str] = {}
+
+    def begin(self, engine: Engine, line: Line, place: int) -> None:
+        """Hand a request to the engine, unless another one of its line has failed."""
+        request = line.requests[place]
+        try:
+            number = None if line.number in self.failed else engine.add(request)
+        except KVKeepError as error:
+            number = None
+            self._fail(line, reason_of(error))
+        if number is None:
+            self._bar.refuse(request)
+        else:
+            self.running[number] = line, place
+            self._bar.begin(number, request)
+
+    def end(self, number: int, result: Result) -> None:
+        """Take a result, and write the line if it is the last one."""
+        line, place = self.running.pop(number)
+        self._bar.end(number, result)
+        if result.finish_reason == "error":
+            self._fail(line, str(result.error))
+        if line.number in self.failed:
+            return
+        found = self._results.setdefault(line.number, {})
+        found[place] = result
+        if len(found) == len(line.requests):
+            self._output.write(line, *(found[at] for at in sorted(found)))
+            del self._results[line.number]
+            self._bar.line()
+
+    def _fail(self, line: Line, reason: str) -> None:
+        self.failed.setdefault(line.number, reason)
+        self._results.pop(line.number, None)
 
 
 @contextmanager
@@ -137,29 +194,3 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         yield lambda: pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def progress(total: int, done: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar with tokens per second and the time left; nothing is drawn where standard error is no terminal."""
-    screen = console.err()
-    columns = (
-        TextColumn("lines"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TextColumn("time left", style="dim"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True)
-    task = bar.add_task("lines", total=total, completed=done, rate="")
-    start, tokens = time.perf_counter(), 0
-
-    def on_tokens(new: int, finished: int) -> None:
-        nonlocal tokens
-        tokens += new
-        rate = tokens / max(1e-9, time.perf_counter() - start)
-        bar.update(task, advance=finished, rate=f"{console.show_rate(rate)} tokens/s")
-
-    with bar:
-        yield on_tokens

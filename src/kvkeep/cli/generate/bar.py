@@ -1,0 +1,119 @@
+"""The progress bar of a batch job, which moves with tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+
+from kvkeep.cli import console
+from kvkeep.engine import Engine
+from kvkeep.engine.request import Request, Result
+from kvkeep.jobs.pace import Pace, Work
+from kvkeep.models.reading import watched
+
+
+class Bar:
+    """Shows how far a job is: lines, the share of tokens, tokens per second, and the time left.
+
+    Args:
+        work: tokens of all requests that are to run.
+        total: number of all lines.
+        done: number of lines that were done before.
+        show: draws the bar; gets the tokens that are done, the tokens of the whole job, the lines and the speed.
+    """
+
+    def __init__(self, work: Work, total: int, done: int, show: Callable[[float, float, str, str], object]) -> None:
+        self._pace = Pace(work, time.perf_counter())
+        self._total, self._done, self._show = total, done, show
+        self._running: dict[int, Work] = {}
+        self._read: set[int] = set()
+        self._draw()
+
+    def begin(self, number: int, request: Request) -> None:
+        """Note that the engine has taken a request, with this number."""
+        self._running[number] = _work(request)
+        self._pace.begin(_work(request))
+
+    def refuse(self, request: Request) -> None:
+        """Note that the engine has not taken a request."""
+        self._pace.begin(_work(request))
+        self._pace.end(_work(request), 0, 0)
+
+    def read_in_part(self, tokens: float) -> None:
+        """Show that a decoder layer has read tokens of a prompt."""
+        self._pace.read_in_part(tokens, time.perf_counter())
+        self._draw()
+
+    def step(self, numbers: Collection[int]) -> None:
+        """Show that these requests have a new token each."""
+        first = set(numbers) - self._read
+        self._read |= first
+        self._pace.step(sum(self._running[n].prompt for n in first), len(numbers), time.perf_counter())
+        self._draw()
+
+    def end(self, number: int, result: Result) -> None:
+        """Note that a request has ended."""
+        work = self._running.pop(number)
+        read = work.prompt if number in self._read else 0
+        self._read.discard(number)
+        self._pace.end(work, read, len(result.token_ids))
+
+    def line(self) -> None:
+        """Show that a line is done."""
+        self._done += 1
+        self._draw()
+
+    def _draw(self) -> None:
+        pace, speed = self._pace, "reading"
+        if (left := pace.seconds_left()) is not None:
+            speed = f"{console.show_rate(pace.writing_rate)} tokens/s, {_show_time(left)} left"
+        elif pace.done:  # nobody knows yet how long writing takes
+            speed = f"{console.show_rate(pace.reading_rate)} tokens/s read, > {_show_time(pace.seconds_to_read)} left"
+        lines = f"{self._done} of {console.count(self._total, 'line')}"
+        self._show(pace.done, pace.total, lines, speed)
+
+
+def _work(request: Request) -> Work:
+    return Work(len(request.prompt or ()), request.sampling.max_new_tokens)
+
+
+def _show_time(seconds: float) -> str:
+    """Hours, minutes and seconds: ``1:02:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+@contextmanager
+def progress(engine: Engine, work: Work, total: int, done: int) -> Iterator[Bar]:
+    """A bar on standard error. Nothing is drawn, and no layer is watched, where standard error is no terminal.
+
+    Args:
+        engine: runs the requests.
+        work: tokens of all requests that are to run.
+        total: number of all lines.
+        done: number of lines that were done before.
+    """
+    screen = console.err()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
+    drawn = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True, expand=True)
+    task = drawn.add_task("", total=None, speed="")
+
+    def show(tokens: float, of: float, lines: str, speed: str) -> None:
+        drawn.update(task, completed=tokens, total=of, description=lines, speed=speed)
+
+    bar = Bar(work, total, done, show)
+    with drawn:
+        if not screen.is_terminal:
+            yield bar
+        else:
+            with watched(engine.model, bar.read_in_part):
+                yield bar

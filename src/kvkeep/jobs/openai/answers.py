@@ -1,0 +1,129 @@
+"""Bodies of answers and errors as OpenAI's API sends them, made of results; no model and no file is needed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from kvkeep.engine.request import Logprob, Result
+from kvkeep.jobs.openai.requests import CHAT, Asked
+
+Show: TypeAlias = Callable[[int | None, int], str]
+"""Returns the text of a token; the token before it, if there is one, decides about white space."""
+
+_LEAST = -9999.0
+"""The log-probability of a token that cannot be drawn; JSON has no minus infinity."""
+
+
+def answer(
+    asked: Asked, results: Sequence[Result], *, name: str, created: int, model: str, show: Show
+) -> dict[str, Any]:
+    """The body of an answer.
+
+    Args:
+        asked: the body of the request.
+        results: ``n`` results of each prompt, in the prompts' order.
+        name: makes the answer's id.
+        created: seconds since 1970.
+        model: the name of the model that has answered.
+        show: returns the text of a token, for log-probabilities.
+    """
+    is_chat = asked.url == CHAT
+    wanted = "logprobs" in asked.options
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [
+            (_message if is_chat else _text)(index, one, show if wanted else None) for index, one in enumerate(results)
+        ],
+        "usage": usage(results, asked.n),
+    }
+
+
+def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
+    """The numbers of tokens. A prompt with several texts counts once."""
+    prompt = sum(one.prompt_tokens for one in results[::n])
+    new = sum(len(one.token_ids) for one in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def error(message: str, *, status: int, param: str | None = None) -> dict[str, Any]:
+    """The body of an answer with an error.
+
+    Args:
+        message: what happened, and what to do.
+        status: HTTP status; from 500 on the server is to blame.
+        param: the parameter that is wrong.
+    """
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": None}}
+
+
+def _message(index: int, result: Result, show: Show | None) -> dict[str, Any]:
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": result.text, "refusal": None},
+        "logprobs": None if show is None else {"content": _content(result, show), "refusal": None},
+        "finish_reason": result.finish_reason,
+    }
+
+
+def _text(index: int, result: Result, show: Show | None) -> dict[str, Any]:
+    found = None if show is None else _columns(result, show)
+    return {"index": index, "text": result.text, "logprobs": found, "finish_reason": result.finish_reason}
+
+
+def _content(result: Result, show: Show) -> list[dict[str, Any]]:
+    """The log-probabilities of a chat's answer, one entry per token."""
+    return [
+        {
+            **_token(piece, entry.value),
+            "top_logprobs": [_token(show(before, token), value) for token, value in entry.top],
+        }
+        for before, piece, entry in _tokens(result, show)
+    ]
+
+
+def _token(text: str, value: float) -> dict[str, Any]:
+    """A token as a chat's answer has it. The bytes of a token that is not whole characters are not known."""
+    whole = "\ufffd" not in text
+    return {
+        "token": text,
+        "logprob": max(value, _LEAST),
+        "bytes": list(text.encode("utf-8", "surrogatepass")) if whole else None,
+    }
+
+
+def _columns(result: Result, show: Show) -> dict[str, Any]:
+    """The log-probabilities of a completion, as lists beside each other."""
+    tokens = list(_tokens(result, show))
+    starts = itertools.accumulate((len(piece) for _, piece, _ in tokens[:-1]), initial=0) if tokens else ()
+    return {
+        "tokens": [piece for _, piece, _ in tokens],
+        "token_logprobs": [max(entry.value, _LEAST) for _, _, entry in tokens],
+        "top_logprobs": [
+            {show(before, token): max(value, _LEAST) for token, value in entry.top} for before, _, entry in tokens
+        ],
+        "text_offset": list(starts),
+    }
+
+
+def _tokens(result: Result, show: Show) -> list[tuple[int | None, str, Logprob]]:
+    """The tokens of a result's text with the tokens before them, without the end of the text or a stop text."""
+    found: list[tuple[int | None, str, Logprob]] = []
+    before, length = None, 0
+    for entry in result.logprobs:
+        if length >= len(result.text):
+            break
+        piece = show(before, entry.token_id)
+        found.append((before, piece, entry))
+        before, length = entry.token_id, length + len(piece)
+    return found

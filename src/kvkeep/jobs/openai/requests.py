@@ -1,0 +1,275 @@
+"""Bodies of OpenAI's requests as prompts and options of kvkeep; no model, tokenizer or file is needed.
+
+A parameter that asks for something that kvkeep cannot do is an error. Parameters that only label a request are taken,
+and so are others whose value asks for nothing, such as ``"tools": []``. ``null`` is the same as no value.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from kvkeep.engine.sampling import Sampling
+from kvkeep.errors import InputError, KVKeepError
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MOST_CHOICES = 128
+"""Most texts that one body may ask for."""
+
+Prompt: TypeAlias = str | list[int] | list[dict[str, str]]
+"""A text to continue as it is, token ids, or the messages of a conversation."""
+
+_WHOLE, _NUMBER, _FLAG, _TEXT = (int,), (int, float), (bool,), (str,)
+_COMMON: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("max_tokens", "n", "seed", "top_k", "budget"), _WHOLE),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NUMBER),
+    **dict.fromkeys(("stream", "ignore_eos"), _FLAG),
+    **dict.fromkeys(("model", "policy", "user"), _TEXT),
+    "stop": (str, list),
+    **dict.fromkeys(("logit_bias", "stream_options"), (dict,)),
+}
+_TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    CHAT: {
+        **_COMMON,
+        **dict.fromkeys(("max_completion_tokens", "top_logprobs"), _WHOLE),
+        **dict.fromkeys(("logprobs", "store", "parallel_tool_calls"), _FLAG),
+        **dict.fromkeys(("messages", "tools", "functions", "modalities"), (list,)),
+        **dict.fromkeys(("response_format", "metadata", "audio", "prediction", "web_search_options"), (dict,)),
+        **dict.fromkeys(("tool_choice", "function_call"), (str, dict)),
+        **dict.fromkeys(("service_tier", "reasoning_effort", "verbosity"), _TEXT),
+        **dict.fromkeys(("safety_identifier", "prompt_cache_key", "prompt_cache_retention"), _TEXT),
+    },
+    COMPLETIONS: {
+        **_COMMON,
+        "prompt": (str, list),
+        **dict.fromkeys(("logprobs", "best_of"), _WHOLE),
+        "echo": _FLAG,
+        "suffix": _TEXT,
+    },
+}
+_IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
+_ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("stream", "store", "echo"), (False,)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), ()),
+    "logit_bias": ({},),
+    "stream_options": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+}
+_REMEDIES = dict.fromkeys(("presence_penalty", "frequency_penalty"), ", or use repetition_penalty")
+_OPTIONS = {name: name for name in ("temperature", "repetition_penalty", "seed", "policy", "budget")}
+_OPTIONS |= {"ignore_eos": "ignore_end"}
+_OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+"""Values with which a parameter leaves all tokens to be drawn."""
+
+
+class ParameterError(InputError):
+    """A parameter of a body cannot be read or honoured.
+
+    Attributes:
+        param: its name.
+    """
+
+    def __init__(self, param: str, reason: str):
+        super().__init__(f"the parameter {param} {reason}")
+        self.param = param
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A body that was read.
+
+    Attributes:
+        url: `CHAT` or `COMPLETIONS`.
+        prompts: each is continued on its own.
+        n: texts for each prompt.
+        options: the body's options, by kvkeep's names, as a line of a batch job has them.
+        unset: sampling options that the body turns off.
+        spelling: option → the parameter's name, where the two differ.
+        model: the model that the body names.
+    """
+
+    url: str
+    prompts: tuple[Prompt, ...]
+    n: int
+    options: Mapping[str, Any]
+    unset: frozenset[str]
+    spelling: Mapping[str, str]
+    model: str | None
+
+
+def read(url: str, body: object) -> Asked:
+    """Read a body.
+
+    Args:
+        url: the route that it was sent to.
+        body: the JSON object.
+
+    Raises:
+        ParameterError: a parameter has another type, is unknown, or asks for something that kvkeep cannot do.
+        InputError: the route is unknown, or the body is no object.
+    """
+    if url not in _TYPES:
+        raise InputError(f"there is no route {url:.80}; there are {CHAT} and {COMPLETIONS}")
+    if not isinstance(body, dict):
+        raise InputError("the body is no JSON object")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        _check(name, value, _TYPES[url])
+    prompts = (_messages(given),) if url == CHAT else _prompts(given)
+    n = given.get("n", 1)
+    if not 1 <= n * len(prompts) <= MOST_CHOICES:
+        raise ParameterError("n", f"asks for {_short(n * len(prompts))} texts; there may be 1 to {MOST_CHOICES}")
+    if given.get("best_of", n) != n:
+        raise ParameterError("best_of", "is not n; all texts that are drawn are returned")
+    length, spelling = _length(given)
+    same = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
+    shares, unset = _shares(given)
+    options = length | same | shares | _stop(given) | _logprobs(url, given)
+    return Asked(url, prompts, n, options, unset, spelling, given.get("model"))
+
+
+def in_words_of(asked: Asked, error: Exception) -> Exception:
+    """An error of an option, with the name that the parameter has in the body."""
+    text = str(error)
+    for option, name in asked.spelling.items():
+        text = text.replace(option, name)
+    names = [*asked.options, *asked.spelling.values()]
+    param = next((name for name in names if text.startswith((f"{name}=", f"{name} "))), None)
+    return InputError(text) if param is None else ParameterError(param, f"is refused: {text}")
+
+
+def _check(name: str, value: object, types: Mapping[str, tuple[type, ...]]) -> None:
+    """Check that a parameter exists, has the right type, and asks for nothing that kvkeep cannot do."""
+    if name not in types:
+        alike = difflib.get_close_matches(name[:80], types, 1)
+        raise ParameterError(name[:80], f"is unknown; {f'perhaps {alike[0]}' if alike else 'leave it out'}")
+    wanted = types[name]
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        raise ParameterError(name, f"is {_short(value)} and not {_IN_WORDS.get(wanted[-1], 'an object')}")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ParameterError(name, "is too large a number")
+    if name in _ASKS_FOR_NOTHING and value not in _ASKS_FOR_NOTHING[name]:
+        raise ParameterError(name, f"cannot be {_short(value)} here; leave it out{_REMEDIES.get(name, '')}")
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
+    if not given.get("messages"):
+        raise ParameterError("messages", "has no message")
+    return [_message(f"messages[{place}]", message) for place, message in enumerate(given["messages"])]
+
+
+def _message(name: str, message: object) -> dict[str, str]:
+    """A message with its role and its text. The role of a developer is the system's by another name."""
+    found = {} if not isinstance(message, dict) else {k: v for k, v in message.items() if v is not None}
+    if not isinstance(found.get("role"), str) or "content" not in found:
+        raise ParameterError(name, 'is not like {"role": "user", "content": "a text"}')
+    if found["role"] not in ("system", "developer", "user", "assistant"):
+        raise ParameterError(f"{name}.role", f"is {_short(found['role'])}; there are system, user and assistant")
+    for other in found.keys() - {"role", "content"}:
+        if found[other] != []:
+            raise ParameterError(f"{name}.{other[:80]}", "cannot be told to the model; leave it out")
+    role = "system" if found["role"] == "developer" else found["role"]
+    return {"role": role, "content": _content(f"{name}.content", found["content"])}
+
+
+def _content(name: str, content: object) -> str:
+    """The text of a message, which may come in parts."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise ParameterError(name, "is no text and no list of parts")
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ParameterError(name, "has a part that is no text; only texts are read")
+    return _whole(name, "".join(part["text"] for part in parts))
+
+
+def _whole(name: str, text: str) -> str:
+    """A text, after a check that it has no half of a character, such as ``"\\ud83d"``."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ParameterError(name, "has half of a character") from error
+    return text
+
+
+def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
+    """The prompts: one text, texts, the token ids of one, or lists of token ids."""
+    prompt = given.get("prompt")
+    prompts = [prompt] if isinstance(prompt, str) or (prompt and _are_ids(prompt)) else prompt
+    if not prompts:
+        raise ParameterError("prompt", "has no text")
+    for one in prompts:
+        if isinstance(one, str) and not one.strip():
+            raise ParameterError("prompt", "is an empty text")
+        if not isinstance(one, str) and not (one and _are_ids(one)):
+            raise ParameterError("prompt", "is no text, no list of texts, and no list of token ids")
+    return tuple(_whole("prompt", one) if isinstance(one, str) else one for one in prompts)
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(one) is int and 0 <= one < 2**63 for one in value)
+
+
+def _length(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The option for the number of new tokens, and the name that the parameter has."""
+    names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
+    if len({given[name] for name in names}) > 1:
+        raise ParameterError("max_tokens", "and max_completion_tokens differ; give one of them")
+    if not names:
+        return {}, {}
+    return {"max_new_tokens": given[names[0]]}, {"max_new_tokens": names[0]}
+
+
+def _stop(given: Mapping[str, Any]) -> dict[str, Any]:
+    if "stop" not in given:
+        return {}
+    texts = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ParameterError("stop", "has an entry that is no text, or empty")
+    return {"stop": [_whole("stop", text) for text in texts]}
+
+
+def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
+    """The option for log-probabilities: how many of the likeliest tokens are reported beside each token."""
+    if url == COMPLETIONS:
+        name, wanted, count = "logprobs", "logprobs" in given, given.get("logprobs", 0)
+    else:
+        name, wanted, count = "top_logprobs", given.get("logprobs", False), given.get("top_logprobs", 0)
+        if count and not wanted:
+            raise ParameterError(name, "has no effect without logprobs: true")
+    if not 0 <= count <= 20:
+        raise ParameterError(name, f"is {_short(count)}, and there are 0 to 20")
+    return {"logprobs": count} if wanted else {}
+
+
+def _shares(given: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
+    """The options that leave out tokens before one is drawn, and those of them that the body turns off.
+
+    Without a temperature the likeliest token is taken, and none of them has an effect.
+    """
+    found = {name: given[name] for name in _OFF if name in given}
+    on = {name: value for name, value in found.items() if value not in _OFF[name]}
+    try:
+        checked = {name: value if name == "top_k" else float(value) for name, value in on.items()}
+        Sampling(temperature=1.0, **checked)  # checks the numbers, also where they have no effect
+    except KVKeepError as error:
+        name = next((name for name in on if str(error).startswith(f"{name}=")), "top_p")
+        raise ParameterError(name, f"is refused: {error}") from error
+    if given.get("temperature") == 0:
+        return {}, frozenset(_OFF)
+    return on, frozenset(found.keys() - on.keys())

@@ -1,0 +1,297 @@
+"""Bodies in OpenAI's format: each parameter is honoured or refused by its name, and answers have the API's shape."""
+
+import json
+
+import pytest
+from commands import result_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvkeep.engine.request import Logprob
+from kvkeep.engine.sampling import Sampling
+from kvkeep.errors import InputError
+from kvkeep.jobs.lines import Line, parse
+from kvkeep.jobs.openai.answers import answer, error
+from kvkeep.jobs.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, ParameterError, read
+
+HELLO = [{"role": "user", "content": "Hello"}]
+DEFAULTS = Sampling(max_new_tokens=9, temperature=0.5, top_p=0.8, seed=4)
+
+
+def chat(**body):
+    return read(CHAT, {"messages": HELLO, **body})
+
+
+def text(**body):
+    return read(COMPLETIONS, {"prompt": "Hello", **body})
+
+
+def request_of(url=CHAT, number=1, defaults=DEFAULTS, **body):
+    """The first request of a line with this body."""
+    main = {"messages": HELLO} if url == CHAT else {"prompt": "Hello"}
+    fields = {"custom_id": "a", "method": "POST", "url": url, "body": {**main, **body}}
+    line = parse(number, json.dumps(fields).encode(), lambda prompt, raw=False: [1, 2], defaults)
+    assert isinstance(line, Line), line
+    return line.request
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, {}),
+        ({"max_tokens": 5}, {"max_new_tokens": 5}),
+        ({"max_completion_tokens": 5}, {"max_new_tokens": 5}),
+        ({"max_tokens": 5, "max_completion_tokens": 5}, {"max_new_tokens": 5}),
+        ({"temperature": 1}, {"temperature": 1.0}),
+        ({"temperature": 0}, {"temperature": 0.0, "top_p": None}),
+        ({"temperature": 0, "top_p": 0.3, "top_k": 7, "min_p": 0.1}, {"temperature": 0.0, "top_p": None}),
+        ({"top_p": 0.3, "top_k": 7, "min_p": 0.1}, {"top_p": 0.3, "top_k": 7, "min_p": 0.1}),
+        ({"top_p": 1, "top_k": -1, "min_p": 0}, {"top_p": None}),
+        ({"seed": 11}, {"seed": 11}),
+        ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"temperature": None, "top_p": None, "seed": None, "max_tokens": None}, {}),
+        ({"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stream": False}, {}),
+        ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "store": False}, {}),
+        ({"user": "me", "metadata": {"a": "b"}, "model": "gpt", "parallel_tool_calls": True}, {}),
+    ],
+)
+def test_parameters_become_sampling(body, expected):
+    found = request_of(**body).sampling
+    assert {name: value for name, value in vars(found).items() if value != getattr(DEFAULTS, name)} == {
+        name: value for name, value in expected.items() if value != getattr(DEFAULTS, name)
+    }
+
+
+def test_parameters_become_options_of_the_request():
+    found = request_of(stop="x", policy="tova", budget=7, ignore_eos=True, logprobs=True, top_logprobs=3)
+    assert (found.stop, found.policy, found.budget, found.ignore_end, found.logprobs) == (("x",), "tova", 7, True, 3)
+    assert request_of(logprobs=True).logprobs == 0
+    assert request_of(logprobs=False).logprobs is None
+    assert request_of(COMPLETIONS, logprobs=2, stop=["a", "b"]).logprobs == 2
+    assert request_of(COMPLETIONS, stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_messages_become_texts():
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": []},
+        {"role": "user", "content": "d", "name": None},
+    ]
+    (found,) = chat(messages=messages).prompts
+    assert found == [
+        {"role": "system", "content": "ab"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ([1, 2],)),
+        ([[1], [2, 3]], ([1], [2, 3])),
+        (["a", [1]], ("a", [1])),
+    ],
+)
+def test_prompts_of_completions(prompt, expected):
+    assert text(prompt=prompt).prompts == expected
+
+
+def test_choices_are_drawn_apart_and_the_first_as_a_line_of_its_own():
+    fields = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": ["a", "b"], "n": 2}}
+    own = parse(3, b'{"prompt": "a"}', lambda prompt: [1], DEFAULTS)
+    found = parse(3, json.dumps(fields).encode(), lambda prompt, raw: [1], DEFAULTS).requests
+    assert len({one.sequence for one in found}) == len(found) == 4
+    assert found[0] == own.request
+    fields["body"]["seed"] = 5
+    seeded = [parse(n, json.dumps(fields).encode(), lambda prompt, raw: [1], DEFAULTS).requests for n in (1, 8)]
+    assert seeded[0] == seeded[1]
+
+
+REFUSED = [
+    ({"presence_penalty": 0.5}, "presence_penalty", "or use repetition_penalty"),
+    ({"frequency_penalty": -1}, "frequency_penalty", "cannot be -1 here"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "leave it out"),
+    ({"stream": True}, "stream", "cannot be true here"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "leave it out"),
+    ({"tools": [{"type": "function"}]}, "tools", "leave it out"),
+    ({"tool_choice": "required"}, "tool_choice", "leave it out"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "leave it out"),
+    ({"modalities": ["text", "audio"]}, "modalities", "leave it out"),
+    ({"service_tier": "flex"}, "service_tier", "leave it out"),
+    ({"store": True}, "store", "leave it out"),
+    ({"max_token": 5}, "max_token", "perhaps max_tokens"),
+    ({"echo": True}, "echo", "is unknown"),
+    ({"prompt": "x"}, "prompt", "is unknown"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens=0 asks for no token"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens=-1"),
+    ({"max_tokens": 5.0}, "max_tokens", "is 5.0 and not a whole number"),
+    ({"max_tokens": True}, "max_tokens", "is true and not a whole number"),
+    ({"max_tokens": 2**63}, "max_tokens", "too large"),
+    ({"temperature": "hot"}, "temperature", 'is "hot" and not a number'),
+    ({"temperature": -1}, "temperature", "outside 0"),
+    ({"temperature": 0, "top_p": 7}, "top_p", "outside"),
+    ({"top_p": 0}, "top_p", "outside"),
+    ({"top_k": -2}, "top_k", "leaves no token"),
+    ({"seed": -1}, "seed", "outside 0"),
+    ({"n": 0}, "n", "asks for 0 texts"),
+    ({"n": MOST_CHOICES + 1}, "n", "1 to 128"),
+    ({"n": 2**62}, "n", "1 to 128"),
+    ({"top_logprobs": 2}, "top_logprobs", "without logprobs: true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "0 to 20"),
+    ({"logprobs": 2}, "logprobs", "true or false"),
+    ({"stop": [""]}, "stop", "empty"),
+    ({"stop": ["a", 1]}, "stop", "no text"),
+    ({"stop": "\ud83d"}, "stop", "half of a character"),
+    ({"budget": 0}, "budget", "budget"),
+    ({"messages": []}, "messages", "no message"),
+    ({"messages": None}, "messages", "no message"),
+    ({"messages": "Hello"}, "messages", "not a list"),
+    ({"messages": [1]}, "messages[0]", "is not like"),
+    ({"messages": [{"role": "user"}]}, "messages[0]", "is not like"),
+    ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages[1].role", 'is "tool"'),
+    ({"messages": [{"role": "user", "content": "x", "name": "Tom"}]}, "messages[0].name", "leave it out"),
+    ({"messages": [{"role": "user", "content": {"text": "x"}}]}, "messages[0].content", "no list of parts"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "only texts"),
+    ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages[0].content", "half of a character"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_honoured_is_refused_by_its_name(body, param, words):
+    fields = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": HELLO, **body}}
+    found = parse(1, json.dumps(fields).encode(), lambda prompt, raw=False: [1], Sampling(temperature=0.5))
+    assert words in found.reason
+    assert found.reason.startswith(f"the parameter {param} ")
+    assert (found.custom_id, found.param) == ("a", param)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["a"] * (MOST_CHOICES + 1)}, "n"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"messages": HELLO}, "messages"),
+    ],
+)
+def test_completions_that_are_refused(body, param):
+    with pytest.raises(ParameterError) as found:
+        text(**body)
+    assert found.value.param == param
+
+
+@pytest.mark.parametrize(("url", "body"), [("/v1/embeddings", {}), (CHAT, []), (CHAT, None), (CHAT, "x")])
+def test_other_routes_and_bodies(url, body):
+    with pytest.raises(InputError):
+        read(url, body)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = ["messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "logprobs"]
+NAMES += [
+    "top_logprobs",
+    "tools",
+    "response_format",
+    "model",
+    "user",
+    "metadata",
+    "stream",
+    "best_of",
+    "budget",
+    "policy",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([CHAT, COMPLETIONS]), st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=9), JSON))
+def test_any_body_is_read_or_refused(url, body):
+    main = {"messages": HELLO} if url == CHAT else {"prompt": "Hello"}
+    fields = {"custom_id": "a", "method": "POST", "url": url, "body": {**main, **body}}
+    raw = json.dumps(fields).encode()
+    found = parse(1, raw, lambda prompt, raw=False: [1], Sampling())
+    assert isinstance(found, Line) or (found.reason and found.custom_id == "a")
+
+
+# ------------------------------------------------------------------ answers
+
+
+def show(before, token):
+    return {1: "a", 2: " b", 3: "\ufffd", 9: "</s>"}[token]
+
+
+def logprob(token, value=-0.5, top=()):
+    return Logprob(token, value, top)
+
+
+TOKENS = (logprob(1, top=((1, -0.5), (2, float("-inf")))), logprob(2, -1.5, ((3, -0.1),)), logprob(9))
+
+
+def test_an_answer_to_a_chat():
+    asked = chat(n=2, logprobs=True, top_logprobs=2)
+    one = result_of(text="a b", token_ids=(1, 2, 9), prompt_tokens=4, logprobs=TOKENS)
+    two = result_of(text="a", finish_reason="length", prompt_tokens=4, logprobs=TOKENS[:1])
+    found = answer(asked, [one, two], name="7", created=12, model="m", show=show)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert (found["id"], found["object"], found["created"], found["model"]) == (
+        "chatcmpl-7",
+        "chat.completion",
+        12,
+        "m",
+    )
+    assert found["usage"]["prompt_tokens"] == 4
+    assert (found["usage"]["completion_tokens"], found["usage"]["total_tokens"]) == (4, 8)
+    first, second = found["choices"]
+    assert first["message"] == {"role": "assistant", "content": "a b", "refusal": None}
+    assert [first["index"], second["index"]] == [0, 1]
+    assert [first["finish_reason"], second["finish_reason"]] == ["stop", "length"]
+    content = first["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == "a b"
+    assert content[0]["top_logprobs"][1] == {"token": " b", "logprob": -9999.0, "bytes": [32, 98]}
+    assert content[1]["top_logprobs"][0]["bytes"] is None
+    assert chat().options == {}
+    plain = answer(chat(), [one], name="7", created=12, model="m", show=show)
+    assert plain["choices"][0]["logprobs"] is None
+
+
+def test_an_answer_to_a_completion():
+    asked = text(prompt=["x", "y"], logprobs=2)
+    results = [result_of(text="a b", logprobs=TOKENS, prompt_tokens=n, token_ids=(1, 2, 9)) for n in (3, 5)]
+    found = answer(asked, results, name="7", created=12, model="m", show=show)
+    assert (found["id"], found["object"]) == ("cmpl-7", "text_completion")
+    assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (8, 6)
+    choice = found["choices"][1]
+    assert (choice["index"], choice["text"]) == (1, "a b")
+    assert choice["logprobs"] == {
+        "tokens": ["a", " b"],
+        "token_logprobs": [-0.5, -1.5],
+        "top_logprobs": [{"a": -0.5, " b": -9999.0}, {"\ufffd": -0.1}],
+        "text_offset": [0, 1],
+    }
+    nothing = answer(asked, [result_of(text="", logprobs=TOKENS[2:])], name="7", created=12, model="m", show=show)
+    assert nothing["choices"][0]["logprobs"]["text_offset"] == []
+
+
+def test_errors():
+    assert error("no", status=400, param="n")["error"]["type"] == "invalid_request_error"
+    assert error("no", status=500)["error"] == {"message": "no", "type": "server_error", "param": None, "code": None}
