@@ -11,9 +11,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
-from kvkeep.handing import CountingLayer, CountingStepper, PhasedCache
+from kvkeep.handing import CountingLayer, CountingStepper, PhasedCache, handing_part
+from kvkeep.hybrid import beside_state
 from kvkeep.layer import Layer
-from kvkeep.layout import Layout, windows_of
+from kvkeep.layout import Layout, caches_latents, windows_of
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
@@ -105,7 +106,7 @@ class BoundedCache(PhasedCache):
         self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
         self._first = min(layout.windows, default=0)
         cascade = self.policy.cascades(self._first) if self.policy.cascades else None
-        layers = DynamicCache(config=config).layers
+        layers: list[Any] = DynamicCache(config=config).layers
         for (index, window), numbers in zip(layout.windows.items(), layout.spread(budget), strict=True):
             bounded = Layer(
                 self.policy,
@@ -117,12 +118,14 @@ class BoundedCache(PhasedCache):
                 rotation=layout.rotation,
                 cascade=cascade,
             )
-            layers[index] = BoundedLayer(bounded)
+            layers[index] = beside_state(BoundedLayer(bounded), layers[index])
         super().__init__(layers=layers)
+        self.latent = caches_latents(config)
 
     def bounded_layers(self) -> dict[int, Layer]:
         """The layers with slots, by their number in the model. State-space and linear layers are left out."""
-        return {i: layer.layer for i, layer in enumerate(self.layers) if isinstance(layer, BoundedLayer)}
+        parts = enumerate(map(handing_part, self.layers))
+        return {i: part.layer for i, part in parts if isinstance(part, BoundedLayer)}
 
     def positions(self, layer: int = 0) -> Int[Tensor, "B Hk capacity"]:
         """True positions of the tokens in a layer's slots, -1 = empty. The tensor is live: do not change it.
@@ -181,8 +184,10 @@ def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingSteppe
     """
     layers: list[Any] = DynamicCache(config=config).layers
     for index, window in windows_of(config).items():
-        layers[index] = CountingLayer(make(index), window)
-    return PhasedCache(layers=layers)
+        layers[index] = beside_state(CountingLayer(make(index), window), layers[index])
+    cache = PhasedCache(layers=layers)
+    cache.latent = caches_latents(config)
+    return cache
 
 
 def _refuse_rollback() -> NoReturn:

@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from torch import nn
+
 from kvkeep import budget as budgets
 from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission, usable
@@ -26,6 +28,7 @@ from kvkeep.memory import Memory
 from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Model, Tokenizer
+from kvkeep.models.suitable import unwrapped
 from kvkeep.policies.base import Policy
 
 _log = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ class Engine:
 
     def __init__(  # noqa: PLR0913  the choices of a user
         self,
-        model: Model,
+        model: nn.Module,
         tokenizer: Tokenizer | None = None,
         *,
         policy: str | Policy = "h2o",
@@ -70,7 +73,8 @@ class Engine:
     ) -> None:
         for number in (budget, rows, kv_memory, prefill_chunk):
             budgets.check_one(1 if number is None else number)
-        self.model, self.tokenizer = attach(model), tokenizer
+        self.model: Model = unwrapped(attach(model))
+        self.tokenizer = tokenizer
         self.policy, self.budget, self._chunk = usable(policy), budget, prefill_chunk
         options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
         if has_states := keeps_states(self.model):

@@ -6,10 +6,11 @@ import copy
 from dataclasses import replace
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvkeep.models.device import enough_memory
 from kvkeep.models.hf import attach
+from kvkeep.models.suitable import auto_class
 from kvkeep.models.text import Writer
 
 
@@ -26,6 +27,6 @@ def with_random_weights(writer: Writer, seed: int) -> Writer:
     with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):
         torch.manual_seed(seed)
         config = copy.deepcopy(writer.model.config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
         torch.nn.Module.to(model, writer.model.device, writer.model.dtype)
     return replace(writer, model=attach(model.eval()))

@@ -18,9 +18,7 @@ import torch
 from huggingface_hub import errors as hub
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -35,6 +33,7 @@ from kvkeep.models.files import check_folder, check_index, check_numbers, check_
 from kvkeep.models.generation import check_generation_config
 from kvkeep.models.hf import attach
 from kvkeep.models.quiet import no_conversion_service
+from kvkeep.models.suitable import auto_class, generates_text, try_out
 from kvkeep.runs import in_full
 
 Model: TypeAlias = PreTrainedModel
@@ -110,6 +109,7 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) ->
             check_folder(Path(name), allow_pickle)
     config = read_config(name)
     skeleton = build_empty(name, config)
+    try_out(skeleton)
     check_generation_config(name)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     tokenizer = _read_tokenizer(name, config)
@@ -144,7 +144,8 @@ def read_weights(checkpoint: Checkpoint, dtype: str = "auto", device: str = "aut
     check_index(checkpoint.name, checkpoint.config, checkpoint.allow_pickle)
     check_size(checkpoint.name, checkpoint.parameters)
     with enough_memory(place), explained(checkpoint.name, "Its weights cannot be read"), no_conversion_service():
-        read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], AutoModelForCausalLM.from_pretrained)
+        from_pretrained = auto_class(checkpoint.config).from_pretrained
+        read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], from_pretrained)
         model, report = read(
             checkpoint.name,
             config=checkpoint.config,
@@ -216,7 +217,7 @@ def read_config(name: str) -> PreTrainedConfig:
         )
     with explained(name, "Its config.json holds values that cannot be used"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not generates_text(config):
         raise UnsupportedModelError(
             f"{name} is of type {kind!r}, which transformers does not offer as a decoder that generates text."
         )
@@ -234,7 +235,7 @@ def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
     with explained(name, "Its config.json holds values that cannot be used"), torch.device("meta"):
-        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        skeleton: PreTrainedModel = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False)
         BoundedCache(config, "full", budget=1)
         return attach(skeleton)
 
