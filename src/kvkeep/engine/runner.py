@@ -15,6 +15,9 @@ from kvkeep.engine.scheduler import Batch
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.load import Model
 
+_OWN_POSITIONS = {"kosmos-2.5"}
+"""Model types that count positions in a way of their own."""
+
 
 class Runner:
     """Feeds batches to a model.
@@ -28,16 +31,16 @@ class Runner:
         graphs: the recorded steps, or ``None``.
 
     Raises:
-        UnsupportedModelError: the model's forward takes no ``position_ids``.
+        UnsupportedModelError: the model's forward takes no ``position_ids``, or counts them differently.
     """
 
     def __init__(self, model: Model, *, graphs: bool = False) -> None:
         self._model = model
         known = inspect.signature(model.forward).parameters
-        if "position_ids" not in known:
+        if "position_ids" not in known or model.config.model_type in _OWN_POSITIONS:
             raise UnsupportedModelError(
-                f"{type(model).__name__} takes no position_ids, so rows of different lengths cannot share a batch. Use "
-                "model.generate with a BoundedCache."
+                f"{type(model).__name__} takes no position_ids that count from 0, so rows of different lengths cannot "
+                "share a batch. Use model.generate with a BoundedCache."
             )
         self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self.graphs = Graphs(model, self._options) if graphs else None

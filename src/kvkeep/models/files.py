@@ -36,6 +36,7 @@ def check_folder(folder: Path, allow_pickle: bool) -> None:
         ModelFileError: see above.
     """
     _check_regular(folder)
+    check_adapter(str(folder))
     if not (folder / "config.json").is_file():
         raise ModelFileError(f"The folder {folder} has no config.json, so it is not a model in transformers' format.")
     if any(folder.glob(f"*{SAFE}")):
@@ -45,6 +46,29 @@ def check_folder(folder: Path, allow_pickle: bool) -> None:
         raise ModelFileError(f"The folder {folder} has a config.json but no weights (*{SAFE}).")
     if not allow_pickle:
         raise ModelFileError(refusal(f"The weights in {folder} ({pickles[0]})"))
+
+
+def check_adapter(name: str) -> None:
+    """Refuse an adapter of PEFT: transformers would load it, and the model that it names, where peft is installed.
+
+    Args:
+        name: a folder, or a hub name.
+
+    Raises:
+        ModelFileError: see above.
+    """
+    path = optional(name, "adapter_config.json")
+    if path is None:
+        return
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        base = None
+    known = f"{base!r:.100}" if isinstance(base, str) and base else "another model"
+    raise ModelFileError(
+        f"{name} holds an adapter of PEFT for {known} (adapter_config.json), which kvkeep does not load. Load both "
+        "with peft, call merge_and_unload() and save_pretrained(), and give that folder; or attach the PeftModel in Python."
+    )
 
 
 def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None:
@@ -58,6 +82,7 @@ def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None
     Raises:
         ModelFileError: see above.
     """
+    check_adapter(name)
     named = getattr(config, "transformers_weights", None)
     if named is not None and not (isinstance(named, str) and named.endswith(SAFE)):
         raise ModelFileError(
