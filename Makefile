@@ -12,7 +12,7 @@ BIN := .venv/bin
 OLD := .venv-oldest/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest check fix bench peers docs models clean
+.PHONY: help demo test test-all test-oldest check fix bench peers docs models clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,14 +41,14 @@ models: .venv/.installed .venv-oldest/.installed  ## try every decoder of the ne
 	$(BIN)/python tools/models_page.py --try
 	$(OLD)/python tools/models_page.py --try
 
-test: .venv/.installed  ## the tests, with the newest transformers (under 10 minutes on 2 cores, no network)
+test: .venv/.installed  ## the tests, with the newest transformers (under 5 minutes on 2 cores, no network)
 	$(BIN)/python -m pytest $(SPREAD)
 
-test-slow: .venv/.installed  ## long measurements that are asserted, e.g. peak memory at 32 768 tokens
-	$(BIN)/python -m pytest tests/slow -m slow
+test-all: .venv/.installed  ## what `make test` leaves out: long sweeps, 1 000 schedules of faults, peak memory
+	$(BIN)/python -m pytest $(SPREAD) -m slow
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers, with the oldest version that is supported
-	$(OLD)/python -m pytest $(SPREAD) tests/parity tests/models tests/engine tests/core tests/cli tests/evals
+	$(OLD)/python -m pytest $(SPREAD) $(addprefix tests/,parity models rotary planning engine evals cli research/analysis)
 
 check: .venv/.installed  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .

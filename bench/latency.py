@@ -38,8 +38,7 @@ from lib.sizes import token_bytes
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.models import tiny
-from kvkeep.models.load import find, read_weights
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import find, quiet, read_weights
 
 COLUMNS = ["system", "TTFT s: first", "median", "last", "TPOT ms (quartiles)", "tokens/s"]
 HISTORIES = (1024, 65_536)

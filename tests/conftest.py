@@ -1,16 +1,22 @@
 """Shapes and types of every annotated function are checked in tests, and only there."""
 
+import gc
 import os
 
+import annotations
 import jaxtyping
 import pytest
 import torch
-from jaxtyping import install_import_hook
 
-install_import_hook("kvkeep", "beartype.beartype")
+annotations.install("kvkeep")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+
+
+def pytest_collection_finish():
+    """Collections of garbage leave out what lives as long as the run: looking through that takes a second each."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
 from kvkeep.models.suitable import auto_class
 
 TRAINED_LENGTH = 40

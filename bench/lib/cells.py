@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from peers import Work
 
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
 from lib import speed_model
 
 BENCH = Path(__file__).parents[1]

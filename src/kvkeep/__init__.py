@@ -1,6 +1,6 @@
 """kvkeep runs any Hugging Face decoder model in a fixed amount of KV memory.
 
-    model = kvkeep.attach(AutoModelForCausalLM.from_pretrained(name))
+    model, tokenizer = kvkeep.load(name)
     cache = kvkeep.BoundedCache(model.config, policy="h2o", budget=1024)
     model.generate(**inputs, past_key_values=cache)
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvkeep.models.compiled import compile_layers
     from kvkeep.models.hf import attach
     from kvkeep.models.packed import pack_weights
+    from kvkeep.models.ready import load
     from kvkeep.policies.base import Policy, option
     from kvkeep.registry import available as available_policies
     from kvkeep.registry import parse, spec
@@ -74,6 +75,7 @@ _HOME = {
     "attach": "models.hf:attach",
     "budget_from_ratio": "budget:from_ratio",
     "compile_layers": "models.compiled:compile_layers",
+    "load": "models.ready:load",
     "option": "policies.base:option",
     "pack_weights": "models.packed:pack_weights",
     "parse": "registry:parse",
@@ -115,6 +117,7 @@ __all__ = [
     "available_policies",
     "budget_from_ratio",
     "compile_layers",
+    "load",
     "option",
     "pack_weights",
     "parse",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from typing import SupportsIndex
 
 import torch
 from jaxtyping import Int
@@ -49,27 +49,43 @@ def check(budget: object) -> tuple[int, ...]:
     numbers = tuple(budget) if isinstance(budget, Sequence) and not isinstance(budget, str) else (budget,)
     if not numbers:
         raise BudgetError("The budget is an empty list; give one number of tokens, or one per row.")
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise BudgetError(
-                f"budget={number!r} is not a whole number of tokens; for a fraction use budget_from_ratio."
-            )
+    found = tuple(map(_whole, numbers))
+    for number in found:
         if number < 1:
             raise BudgetError(f"budget={number} keeps no token; the smallest budget is 1.")
-    return numbers
+    return found
 
 
-def check_one(number: object) -> int:
+def _whole(number: object, name: str = "budget") -> int:
+    """Return a whole number of any library as Python's own.
+
+    Raises:
+        BudgetError: it is none.
+    """
+    try:
+        if isinstance(number, bool):
+            raise TypeError
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        advice = "; for a fraction use budget_from_ratio." if name == "budget" else "."
+        raise BudgetError(f"{name}={number!r:.80} is not a whole number{advice}") from None
+
+
+def check_one(number: object, name: str = "budget") -> int:
     """Check a number of tokens, rows or bytes, and return it as an int. NumPy's integers pass, too.
+
+    Args:
+        number: the number.
+        name: the argument's name, for the error.
 
     Raises:
         BudgetError: it is not an integer, is below 1, or is more than any memory holds.
     """
-    if isinstance(number, bool) or not isinstance(number, SupportsIndex):
-        raise BudgetError(f"{number!r:.80} is not a whole number; for a fraction use budget_from_ratio.")
-    (found,) = check(number.__index__())
+    found = _whole(number, name)
+    if found < 1:
+        raise BudgetError(f"{name} is below 1; give 1 or more.")
     if found > MOST:
-        raise BudgetError(f"A number of {found.bit_length()} bits is more than there is memory for in the world.")
+        raise BudgetError(f"{name} is a number of {found.bit_length()} bits, and no machine has memory for so much.")
     return found
 
 

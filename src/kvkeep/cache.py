@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import BatchEncoding, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
-from kvkeep.handing import CountingLayer, CountingStepper, PhasedCache, handing_part
+from kvkeep.handing import BoundedLayer, CountingLayer, CountingStepper, PhasedCache, handing_part, refuse_rollback
+from kvkeep.history import Decodes, History, Ids, device_of, padded, rows_of
 from kvkeep.hybrid import beside_state
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout, caches_latents, windows_of
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
-
-
-class BoundedLayer(CountingLayer):
-    """What transformers sees of a `Layer`: its steps, its length and its rows."""
-
-    layer: Layer
-
-    def __init__(self, layer: Layer):
-        super().__init__(layer, layer.window)
-
-    def reset(self) -> None:
-        """Forget everything; the memory stays allocated."""
-        self.layer.reset()
-
-    def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
-        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
-        self.layer.select_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times, next to itself."""
-        if self.layer.allocated:
-            rows = self.layer.seen.new_tensor(range(len(self.layer.seen)))
-            self.layer.select_rows(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
-        """Keep only the rows ``indices``, in that order."""
-        self.layer.select_rows(indices)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to roll back: evicted tokens cannot be brought back.
-
-        Raises:
-            UnsupportedOperationError: ``tokens_to_remove`` is not 0.
-        """
-        if tokens_to_remove:
-            _refuse_rollback()
+from kvkeep.types import Phase
 
 
 class BoundedCache(PhasedCache):
@@ -121,6 +88,113 @@ class BoundedCache(PhasedCache):
             layers[index] = beside_state(BoundedLayer(bounded), layers[index])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)
+        self._history: History | None = None
+        self._prompt_columns = 0
+
+    def continue_with(
+        self, ids: Ids, attention_mask: Tensor | None = None, *, tokenizer: Decodes | None = None
+    ) -> BatchEncoding:
+        """Compare a conversation with the tokens that the cache holds, and return the model's input for the rest.
+
+        ``model(**cache.continue_with(ids))`` and ``model.generate(**cache.continue_with(ids))`` feed the new tokens
+        only, as a prompt. From its first call on, the cache records the ids of all tokens that an attached model feeds.
+
+        Args:
+            ids: token ids of the whole conversation: one row or several, or a tokenizer's output.
+            attention_mask: 0 where a token of ``ids`` is padding.
+            tokenizer: shows the text around the place where conversation and cache part.
+
+        Returns:
+            ``input_ids`` (the new tokens), ``attention_mask``, ``position_ids``, and the cache as ``past_key_values``.
+
+        Raises:
+            InputError: the conversation does not begin with the tokens that the cache holds, or has no more than them;
+                or the ids of some of them are not known.
+            ShapeError: the batch has another number of rows.
+            BrokenCacheError: a step failed in some layer.
+
+        Cost:
+            4 bytes of main memory for each token.
+        """
+        self._check_whole()
+        held, history = self._columns, self._history or History()
+        if history.columns < held:
+            raise InputError(
+                f"The cache holds {held} tokens, and the ids of {held - history.columns} are not known: they were fed "
+                "before the first continue_with, or past an attached model. Call reset() and begin with continue_with, "
+                "or call cache.note(ids) before each run."
+            )
+        history.forget_after(held)
+        rest, real = padded(history.rest_of(rows_of(ids, attention_mask), tokenizer))
+        self._history, self._prompt_columns = history, held + rest.shape[1]
+        all_real = torch.cat([history.table()[1].cpu(), real], dim=1) if held else real
+        places = (all_real.cumsum(dim=1) - 1).clamp(min=0)[:, held:]
+        inputs = {"input_ids": rest, "attention_mask": all_real.long(), "position_ids": places}
+        return BatchEncoding({**inputs, "past_key_values": self}).to(device_of(ids, self._device))
+
+    def note(self, ids: Int[Tensor, "B T"], attention_mask: Tensor | None = None) -> None:
+        """Record the ids of tokens that are about to be fed, after `continue_with`; an attached model calls it itself.
+
+        Args:
+            ids: the token ids.
+            attention_mask: 0 where a column is padding, of all columns or of the new ones.
+        """
+        if self._history is not None:
+            real = torch.ones_like(ids, dtype=torch.bool)
+            if attention_mask is not None and attention_mask.ndim == 2:
+                real = attention_mask[:, -ids.shape[1] :].to(ids.device).bool()
+            self._history.add(ids, real, held=self._columns)
+
+    def phase_at(self, columns: int) -> Phase | None:
+        """Return `Phase.PREFILL` for the tokens that `continue_with` returned."""
+        return Phase.PREFILL if columns < self._prompt_columns else None
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays allocated."""
+        super().reset()  # type: ignore[no-untyped-call]
+        self._history, self._prompt_columns = None, 0
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times, next to itself."""
+        super().batch_repeat_interleave(repeats)
+        if self._history is not None and self._history.rows:
+            self._select(torch.arange(self._history.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
+        """Keep only the rows ``indices``, in that order."""
+        super().batch_select_indices(indices)
+        self._select(indices)
+
+    def _select(self, index: Int[Tensor, " n"]) -> None:
+        if self._history is not None:
+            self._history.select_rows(index)
+
+    @property
+    def _columns(self) -> int:
+        """Columns that all layers have seen, padding included."""
+        first = self.bounded_layers().get(self._first)
+        return first.columns if first else 0
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of the slots; the CPU before there are any."""
+        first = self.bounded_layers().get(self._first)
+        return first.seen.device if first and first.allocated else torch.device("cpu")
+
+    def _check_whole(self) -> None:
+        """Refuse a cache whose layers have seen different tokens.
+
+        Raises:
+            BrokenCacheError: a step failed in some layer.
+        """
+        layers = self.bounded_layers().values()
+        if len({(layer.columns, layer.moves) for layer in layers}) > 1:
+            raise BrokenCacheError("a step, or a selection of rows, ended between two layers")
 
     def bounded_layers(self) -> dict[int, Layer]:
         """The layers with slots, by their number in the model. State-space and linear layers are left out."""
@@ -159,9 +233,7 @@ class BoundedCache(PhasedCache):
             BrokenCacheError: the previous step failed in some layer, so the layers have seen different tokens.
         """
         if layer_idx == self._first:
-            layers = self.bounded_layers().values()
-            if len({(layer.columns, layer.moves) for layer in layers}) > 1:
-                raise BrokenCacheError("a step, or a selection of rows, ended between two layers")
+            self._check_whole()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def activate_past_recording(self) -> None:
@@ -170,7 +242,7 @@ class BoundedCache(PhasedCache):
         Raises:
             UnsupportedOperationError: always.
         """
-        _refuse_rollback()
+        refuse_rollback()
 
     def __repr__(self) -> str:
         return f"BoundedCache(policy='{self.policy}', budget={self.budget}, layers={len(self.layers)})"
@@ -188,10 +260,3 @@ def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingSteppe
     cache = PhasedCache(layers=layers)
     cache.latent = caches_latents(config)
     return cache
-
-
-def _refuse_rollback() -> NoReturn:
-    raise UnsupportedOperationError(
-        "A bounded cache cannot be cropped: tokens that are evicted cannot come back, so a rollback would leave a "
-        "history that never was. Assisted decoding needs rollbacks: run it with transformers' DynamicCache."
-    )

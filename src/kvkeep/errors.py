@@ -6,16 +6,17 @@
     ├── BudgetError (ValueError)         a budget that cannot hold what it must
     │   └── CapacityError                a non-evicting cache is full
     ├── PolicyError (ValueError)         unknown policy, unknown or bad option
-    ├── InputError (ValueError)          a prompt, file or option of the user that cannot be used
+    ├── InputError (ValueError)          a prompt, a file or an argument that cannot be used
     ├── ShapeError (ValueError)          tensors that do not fit the cache
-    ├── BrokenCacheError                 a cache in which a step failed half way
+    ├── BrokenCacheError                 a cache in which a step failed halfway
     ├── NoNumbersError                   logits that are NaN or infinite
     ├── ModelFileError (OSError)         a model folder that is missing, incomplete, unsafe or corrupted
     ├── UnsupportedModelError            a model that the attention interface does not reach
-    └── UnsupportedOperationError        something that cannot be done after tokens were evicted
+    └── UnsupportedOperationError        an operation that needs tokens that were evicted
 
-A message says what happened (with numbers), why it matters and what to do. The command line prints it as one
-line and exits with code 2.
+A message says what happened (with numbers), why it matters and what to do. It names Python arguments, in backquotes
+(`` `prefill_chunk` ``, `` `memory=24` ``) or as the first word (``seed=-1 is outside …``). The command line replaces
+both by its flags, prints the message as one line and exits with code 2.
 """
 
 
@@ -36,7 +37,7 @@ class PolicyError(KVKeepError, ValueError):
 
 
 class InputError(KVKeepError, ValueError):
-    """A prompt, a file or a command-line option cannot be used."""
+    """A prompt, a file or an argument cannot be used."""
 
 
 class ShapeError(KVKeepError, ValueError):
@@ -44,10 +45,10 @@ class ShapeError(KVKeepError, ValueError):
 
 
 class BrokenCacheError(KVKeepError):
-    """A step failed half way, so the layers of a cache no longer hold tokens of the same text.
+    """A step failed halfway, so the layers of a cache no longer hold tokens of the same text.
 
     Args:
-        why: how that is known.
+        why: how the failure was noticed, as a clause.
     """
 
     def __init__(self, why: str):
@@ -58,7 +59,7 @@ class BrokenCacheError(KVKeepError):
 
 
 class NoNumbersError(KVKeepError):
-    """What a model computes names no token."""
+    """The model's logits are not numbers, so no token can be chosen."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -80,11 +81,26 @@ class UnsupportedOperationError(KVKeepError):
 
 
 def one_line(error: BaseException) -> str:
-    """An exception in one line: what kvkeep says itself, or the kind of the error and the beginning of its message."""
+    """An exception in one line: the message of a `KVKeepError`; for another exception its class and its first line."""
     try:
         text = str(error).strip().partition("\n")[0]
-    except Exception:  # somebody else's error that cannot even be shown
+    except Exception:  # an error of other code whose own __str__ fails
         text = ""
     if isinstance(error, KVKeepError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def show_bytes(count: int) -> str:
+    """Bytes in decimal units, as messages and tables show them: ``1.23 MB``."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1000, larger
+    return f"{count} B" if unit == "B" else f"{three_digits(size)} {unit}"
+
+
+def three_digits(value: float) -> str:
+    """A number with three digits, or more where it is larger: ``1.23``, ``23.5``, ``1234``."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

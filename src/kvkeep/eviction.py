@@ -14,7 +14,7 @@ from kvkeep import scores
 from kvkeep.backends import Added, Backend, Limits
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, State, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
 
 _LATER = torch.iinfo(torch.int32).max
 
@@ -88,8 +88,10 @@ def fuses(policy: Policy, backend: Backend) -> bool:
     rule = policy.sums
     if rule is None or not backend.fuses or not _is_told(type(policy)) or len(policy.slots) > 2:
         return False
-    if policy.bursts is not None or policy.focuses is not None:
+    if policy.bursts is not None or policy.focuses is not None or policy.cascades is not None:
         return False
+    if any(policy.slots.values()) or (rule.score is not None and rule.score not in policy.slots):
+        return False  # the kernel starts every sum at 0
     return all(getattr(policy, name) == value for name, value in rule.only.items())
 
 
@@ -125,7 +127,7 @@ def fused(
     sinks, recent = policy.protected(view.budget)
     return backend.step(
         new[0],
-        block.store.slots(),
+        Slots(view.keys, view.values, view.positions),
         new[1:],
         positions,
         statistic=policy.wants(view),
@@ -137,12 +139,12 @@ def fused(
 
 @functools.cache
 def _is_told(kind: type[Policy]) -> bool:
-    """Whether `sums` still describes the policy: no subclass has overridden the methods that `sums` stands for."""
+    """Whether `sums` still describes the policy: no subclass has overridden the methods of which `sums` tells."""
 
     def owner(name: str) -> type:
         return next(base for base in kind.__mro__ if name in vars(base))
 
-    return all(issubclass(owner("sums"), owner(name)) for name in ("observe", "score"))
+    return all(issubclass(owner("sums"), owner(name)) for name in ("observe", "score", "wants"))
 
 
 def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> None:
@@ -159,7 +161,8 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     if window is not None:
         backend.expire(held, block.seen, window)
     stays = limit(policy, view, block.state, window=window)
-    if not backend.is_over(held, stays):
+    at_hand = policy.slots and policy.bursts is None and not policy.stochastic  # a score that costs nothing
+    if not at_hand and not backend.is_over(held, stays):
         return
     if policy.bursts is not None:
         held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, stays), EMPTY)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvkeep.errors import UnsupportedModelError
+from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
+from kvkeep.layer import Layer
 from kvkeep.types import Phase, Stepper
 
 _BYPASSED = (
@@ -174,6 +175,42 @@ class CountingLayer(HandingLayer):
         return self.layer.columns
 
 
+class BoundedLayer(CountingLayer):
+    """What transformers sees of a `Layer`: its steps, its length and its rows."""
+
+    layer: Layer
+
+    def __init__(self, layer: Layer):
+        super().__init__(layer, layer.window)
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays allocated."""
+        self.layer.reset()
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
+        self.layer.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times, next to itself."""
+        if self.layer.allocated:
+            rows = self.layer.seen.new_tensor(range(len(self.layer.seen)))
+            self.layer.select_rows(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
+        """Keep only the rows ``indices``, in that order."""
+        self.layer.select_rows(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to roll back: evicted tokens cannot be brought back.
+
+        Raises:
+            UnsupportedOperationError: ``tokens_to_remove`` is not 0.
+        """
+        if tokens_to_remove:
+            refuse_rollback()
+
+
 def handing_part(layer: object) -> HandingLayer | None:
     """The part of a cache's layer that hands keys on; ``None`` if it has none."""
     part = getattr(layer, "keys_part", layer)
@@ -191,6 +228,10 @@ class PhasedCache(Cache):
     phase: Phase | None = None
     latent = False
 
+    def phase_at(self, columns: int) -> Phase | None:
+        """Return the phase of tokens after so many columns, where the cache knows it and its owner does not say it."""
+        return None
+
     def update(
         self,
         key_states: Float[Tensor, "B Hk T D"],
@@ -205,7 +246,19 @@ class PhasedCache(Cache):
             UnsupportedModelError: the model attended to latents by itself.
         """
         if (layer := handing_part(self.layers[layer_idx])) is not None:
-            layer.phase, layer.latent = self.phase, self.latent
+            layer.phase, layer.latent = self.phase or self.phase_at(layer.columns), self.latent
             if self.latent and any(part.handed for part in map(handing_part, self.layers) if part is not None):
                 raise UnsupportedModelError(_BYPASSED)  # a layer before this one, or the last one of the last step
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def refuse_rollback() -> NoReturn:
+    """Refuse to remove the newest tokens of a cache.
+
+    Raises:
+        UnsupportedOperationError: always.
+    """
+    raise UnsupportedOperationError(
+        "A bounded cache cannot be cropped: tokens that are evicted cannot come back, so a rollback would leave a "
+        "history that never was. Assisted decoding needs rollbacks: run it with transformers' DynamicCache."
+    )

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -67,20 +68,15 @@ class Layer:
         rotation: Rotation | None = None,
         cascade: Cascade | None = None,
     ):
-        numbers = budgets.check(budget)
-        for number in numbers:
+        for number in (numbers := budgets.check(budget)):
             policy.check(number)
-        if prefill_chunk is not None and (not isinstance(prefill_chunk, int) or prefill_chunk < 1):
+        if prefill_chunk is not None and (not isinstance(prefill_chunk, SupportsIndex) or prefill_chunk < 1):
             raise BudgetError(f"The prefill chunk {prefill_chunk} is no whole number of 1 or more tokens.")
-        self.policy = policy
-        self.window = window
-        self.columns = 0
-        self.allocated = False
-        self._broken, self.moves = False, 0
+        self.policy, self.window = policy, window
+        self.columns, self.moves, self.allocated, self._broken = 0, 0, False, False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
-        self._index = index
-        self._prefill_chunk = prefill_chunk
-        self._sequences = sequences
+        self._index, self._sequences = index, sequences
+        self._prefill_chunk = None if prefill_chunk is None else int(prefill_chunk)
         self._rotation = rotation or AsItIs()
         self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
 
@@ -121,8 +117,9 @@ class Layer:
         if phase is Phase.DECODE and T > 1:
             raise ShapeError(f"{T} tokens per row came as generated ones; they come one at a time.")
         if phase is not Phase.PROBE:
-            coming = T if real is None else real.sum(dim=1)
-            check_room(self.policy, self.block, coming, phase=phase, window=self.window)
+            if not self.policy.evicts or self.policy.grows:
+                coming = T if real is None else real.sum(dim=1)
+                check_room(self.policy, self.block, coming, phase=phase, window=self.window)
         elif self.policy.cascades:
             raise UnsupportedOperationError(f"{self.policy} prunes through the layers and cannot read a text again.")
         self._broken = True  # until the step has ended
@@ -197,7 +194,7 @@ class Layer:
         positions = self.block.advance(1, real, Phase.DECODE)
         self.columns += 1
         slots, backend = self.store.slots(), self._backend
-        if isinstance(self._rotation, AsItIs) and fuses(self.policy, backend):
+        if self._fuses:
             view, new = self._view(slots, new=positions >= 0, phase=Phase.DECODE), (query, keys, values)
             done = fused(
                 self.policy, self.block, view, new, positions, options=options, window=self.window, backend=backend
@@ -300,3 +297,4 @@ class Layer:
         """Use a block that has seen ``columns`` columns, with the backend for its device and dtype."""
         self.block, self.allocated, self.columns, self._kind = block, True, columns, type(block.store)
         self._backend = choose(block.seen.device, block.store.slots().keys.dtype)
+        self._fuses = isinstance(self._rotation, AsItIs) and fuses(self.policy, self._backend)

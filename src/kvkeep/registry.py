@@ -1,7 +1,7 @@
 """Policies by name: ``parse("h2o:recent=32")`` returns the policy, ``spec(policy)`` the string.
 
 Built-in policies are the modules of `kvkeep.policies`. Third-party policies come from the entry-point group
-``kvkeep.policies`` (name → policy class).
+``kvkeep.policies`` (name → policy class), or are named by their module and class: ``my_module:MyPolicy:recent=4``.
 """
 
 from __future__ import annotations
@@ -12,16 +12,22 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
+import sys
 import types
 import typing
 from collections.abc import Iterable
 from importlib.metadata import entry_points
 
 from kvkeep import policies as _builtin
-from kvkeep.errors import PolicyError
+from kvkeep.errors import PolicyError, one_line
 from kvkeep.policies.base import Policy
 
 ENTRY_POINT_GROUP = "kvkeep.policies"
+
+_REFERENCE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)(?::(.*))?", re.DOTALL)
+_REFERRED: dict[type[Policy], str] = {}
+"""Classes that were named by module and class → that name."""
 
 
 @functools.cache
@@ -69,19 +75,92 @@ def name_of(policy: Policy | type[Policy]) -> str:
     for name, known in available().items():
         if known is cls:
             return name
+    if cls in _REFERRED:
+        return _REFERRED[cls]
     raise PolicyError(f"{cls.__name__} is not registered; add an entry point in the group {ENTRY_POINT_GROUP!r}.")
 
 
 def parse(text: str) -> Policy:
-    """Build a policy from ``name`` or ``name:option=value,option=value``.
+    """Build a policy from ``name`` or ``name:option=value,option=value``; the name may be ``module:Class``.
 
     Raises:
         PolicyError: unknown name or option (with the nearest known one), or a value of the wrong kind.
     """
+    name, tail = split(text)
+    cls = class_of(name)
+    try:
+        return cls(**_options(name, cls, tail))
+    except PolicyError:
+        raise
+    except Exception as error:  # whatever a foreign class raises while it is made
+        raise PolicyError(f"Policy {name!r} cannot be made: {one_line(error):.300}") from error
+
+
+def split(text: str) -> tuple[str, str]:
+    """Return the name of a policy and the text of its options, which may be empty."""
     name, _, tail = text.strip().partition(":")
-    cls = available().get(name)
-    if cls is None:
-        raise PolicyError(f"Unknown policy {name!r}.{_did_you_mean(name, available())}")
+    if name not in available() and (found := _REFERENCE.fullmatch(text.strip())):
+        return f"{found[1]}:{found[2]}", found[3] or ""
+    return name, tail
+
+
+def class_of(name: str) -> type[Policy]:
+    """Return the class of a name or of ``module:Class``; modules may stand in the current directory.
+
+    Raises:
+        PolicyError: there is no such policy, module or class, or the class is no policy.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        if name not in available():
+            raise PolicyError(f"Unknown policy {name!r}.{_did_you_mean(name, available())}")
+        return available()[name]
+    found: object = _import(module)
+    try:
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        known = [key for key, value in vars(sys.modules[module]).items() if _is_policy(value) and value is not Policy]
+        raise PolicyError(f"Module {module!r} has no {attribute!r}.{_did_you_mean(attribute, known)}") from None
+    if not _is_policy(found):
+        raise PolicyError(f"{name!r} is not a subclass of kvkeep.Policy.")
+    cls = typing.cast(type[Policy], found)
+    _REFERRED.setdefault(cls, name)
+    return cls
+
+
+def _is_policy(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, Policy)
+
+
+def _import(module: str) -> types.ModuleType:
+    """Import a module, also from the current directory, as ``python -m`` does.
+
+    Raises:
+        PolicyError: there is no such module, or it fails.
+    """
+    before = sys.path[:]
+    if not sys.flags.safe_path:
+        sys.path.insert(0, "")
+    try:
+        importlib.invalidate_caches()
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # whatever a foreign module raises while it is imported
+        if not isinstance(error, ModuleNotFoundError) or not error.name or not module.startswith(error.name):
+            raise PolicyError(f"Module {module!r} cannot be imported: {one_line(error):.300}") from error
+        hint = f" Leave out .py: {module[:-3]}." if module.endswith(".py") else _did_you_mean(module, available())
+        raise PolicyError(f"There is no policy and no module {module!r}.{hint}") from None
+    finally:
+        if sys.path[:1] == [""] and sys.path[1:] == before:
+            sys.path[:] = before
+
+
+def _options(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
+    """Return the values of a policy's options.
+
+    Raises:
+        PolicyError: unknown option, or a value of the wrong kind.
+    """
     kinds = typing.get_type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls)]
     values: dict[str, object] = {}
@@ -94,7 +173,7 @@ def parse(text: str) -> Policy:
         if key in values:
             raise PolicyError(f"Option {key!r} of policy {name!r} is given twice.")
         values[key] = _convert(value, kinds[key], f"{name}:{key}")
-    return cls(**values)
+    return values
 
 
 def spec(policy: Policy) -> str:
@@ -105,7 +184,7 @@ def spec(policy: Policy) -> str:
 
 def describe(name: str) -> str:
     """The tokens that a policy keeps, in one line: the first line of its module's docstring."""
-    doc = inspect.getdoc(importlib.import_module(available()[name].__module__)) or ""
+    doc = inspect.getdoc(importlib.import_module(class_of(name).__module__)) or ""
     return doc.splitlines()[0] if doc else ""
 
 

@@ -1,6 +1,6 @@
-"""A folder of results: one run at a time writes to it, it tells its own run from another, and old rows are checked.
+"""A folder of results of an evaluation or an analysis.
 
-Evaluations and analyses keep theirs like this.
+One run at a time writes to it. Results of another run are refused, and old rows are checked when they are read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvkeep.errors import InputError
 from kvkeep.runs import Lock, parse, read_whole, remove_leftovers, write_whole
 
 MANIFEST = "run.json"
-"""File of a folder that says what was run; without it nothing there is known to be a run's."""
+"""The file that says which run a folder belongs to; without it, files in the folder may be anybody's."""
 
 _LONGEST = 200
 
@@ -26,14 +26,14 @@ class Results:
     """A folder of results, to which one run at a time writes.
 
     Args:
-        path: the folder; need not exist yet.
+        path: the folder; it need not exist yet.
 
     Attributes:
-        path: the same.
+        path: the folder.
         names: files that a run writes there, beside `MANIFEST`.
 
     Raises:
-        InputError: it is no folder.
+        InputError: the path is not a folder.
     """
 
     names: Collection[str] = ()
@@ -42,16 +42,16 @@ class Results:
         self.path = path
         self._locked = False
         self._held = ExitStack()
-        """What else is held as long as the folder is locked."""
+        """Further locks, held as long as the folder's."""
         with self.writing():
             if not path.is_dir() and os.path.lexists(path):
-                raise InputError(f"{path} is a file, or a link to nothing; --output needs a folder for results.")
+                raise InputError(f"{path} is a file, or a link to nothing; `output` needs a folder for results.")
 
     def check_free(self) -> None:
-        """Refuse a folder that another run is writing to, before anything dear is done.
+        """Refuse a folder that another run is writing to, before expensive work begins.
 
         Raises:
-            InputError: another run is.
+            InputError: another run is writing there.
         """
         if self.path.is_dir():
             with self.locked():
@@ -59,7 +59,7 @@ class Results:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other runs out; makes the folder. Inside itself it does nothing.
+        """Make the folder and keep other runs out; a nested call does nothing.
 
         Raises:
             InputError: another run is writing there, or the folder cannot be made.
@@ -79,22 +79,22 @@ class Results:
                 self._locked = False
 
     def check_new(self) -> None:
-        """Refuse a folder without `MANIFEST` that has a file which a run would overwrite: it is somebody else's.
+        """Refuse a folder without `MANIFEST` if it has a file that a run would overwrite.
 
         Raises:
-            InputError: there is one.
+            InputError: there is such a file.
         """
         if found := sorted(name for name in self.names if os.path.lexists(self.path / name)):
             raise InputError(
                 f"{self.path} has {found[0]} but no {MANIFEST}, so it is unknown what was run there, and the file "
-                "would be overwritten. Choose another --output folder."
+                "would be overwritten. Choose another `output` folder."
             )
 
     def write_bytes(self, name: str, data: bytes) -> Path:
-        """Write a file at once, see `write_whole`, and return its path.
+        """Write a file with `write_whole` and return its path.
 
         Raises:
-            InputError: it cannot be written; everything before is safe.
+            InputError: the file cannot be written; earlier results stay.
         """
         with self.writing():
             write_whole(self.path / name, data)
@@ -102,12 +102,12 @@ class Results:
 
     @property
     def safe(self) -> str:
-        """What of the results nothing can happen to any more, as a sentence; may be empty."""
+        """A sentence on the results that are safely on the disk; may be empty."""
         return ""
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Say of whatever cannot be written what is safe and how to go on.
+        """Turn a failed write into an `InputError` that says what is safe and how to go on.
 
         Raises:
             InputError: something cannot be written.
@@ -125,17 +125,17 @@ class Results:
 def read_rows(
     path: Path, beginning: bytes, fault: Callable[[dict[str, Any]], str | None]
 ) -> tuple[int, list[dict[str, Any]]]:
-    """The rows of a file of one JSON object per line, and where the last whole line ends.
+    """Read a file of one JSON object per line: the number of bytes of its whole lines, and the rows.
 
-    A last line that was cut off, as by a power cut, is no part of them.
+    A last line that was cut off, as by a power cut, is left out.
 
     Args:
-        path: the file; none is an empty one.
-        beginning: what every row begins with; a last line without it was begun by no run.
-        fault: what is wrong with an object that should be a row; ``None`` if nothing is.
+        path: the file; a missing file has no rows.
+        beginning: the first bytes of every row; a last line without them was not begun by a run.
+        fault: returns what is wrong with an object that should be a row; ``None`` if nothing is.
 
     Raises:
-        InputError: the file cannot be read, or a line is no row.
+        InputError: the file cannot be read, or a line is not a row.
     """
     data = read_whole(path) or b""
     rows: list[dict[str, Any]] = []
@@ -155,13 +155,13 @@ def read_rows(
 
 
 def _is_torn(line: bytes, beginning: bytes) -> bool:
-    """Whether a line was cut off in the middle, or its content never reached the disk, which then has zero bytes."""
+    """Whether a line was cut off, or never reached the disk, which then has zero bytes in its place."""
     written = line.rstrip(b"\0\n")
     return line != b"\n" and beginning.startswith(written[: len(beginning)])
 
 
 def _row(line: bytes, fault: Callable[[dict[str, Any]], str | None]) -> tuple[Any, str | None]:
-    """What a line holds, ``None`` if it is broken off; and what is wrong with it."""
+    """The value of a line, ``None`` if it was cut off; and what is wrong with it, ``None`` if nothing is."""
     try:
         row = parse(line) if line.endswith(b"\n") else None
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -176,12 +176,12 @@ def check_same(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]
 
     Args:
         folder: the folder.
-        found: what was run there.
-        wanted: what is to be run, as far as it is known.
-        names: what has to be the same: key → what messages call it.
+        found: settings of the run there.
+        wanted: settings of the new run, as far as they are known.
+        names: settings that have to be the same: key → name in messages.
 
     Raises:
-        InputError: something differs.
+        InputError: a setting differs.
     """
     for key, name in names.items():
         if key in wanted and found.get(key) != wanted[key]:
@@ -193,10 +193,10 @@ def _refuse(folder: Path, what: str, then: object, now: object) -> NoReturn:
     was, here = (text if len(text := show(value)) <= _LONGEST else text[:_LONGEST] + "…" for value in (then, now))
     raise InputError(
         f"{folder} holds results of another run: {what} was {was} and is {here} now. Mixed results cannot be compared: "
-        "choose another --output folder, or the same settings to go on."
+        "choose another `output` folder, or the same settings to go on."
     )
 
 
 def command(words: str, *arguments: object) -> str:
-    """A command line as a shell takes it: words of this package, then arguments that may hold anything."""
+    """A command line for a shell: the words as they are, then the arguments, quoted."""
     return " ".join([words, *(shlex.quote(str(argument)) for argument in arguments)])

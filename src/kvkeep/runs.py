@@ -1,6 +1,6 @@
-"""Files of results that survive whatever happens: one writer at a time, whole or absent, on the disk when it matters.
+"""Files of results that survive crashes: one writer at a time, written whole or not at all, synced to the disk.
 
-Batch jobs, evaluations and analyses all write their results through these functions.
+Batch jobs, evaluations and analyses write their results through these functions.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from typing import IO, Any
 
 from kvkeep.errors import InputError
 
-if sys.platform != "win32":  # Windows has no POSIX locks: nothing keeps a second writer out there
+if sys.platform != "win32":  # Windows has no POSIX locks, so a second writer is not kept out there
     import fcntl
 
 _TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _LEFTOVER = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.new")
-"""How `write_whole` names what it writes beside a file."""
+"""Names of the temporary files of `write_whole`."""
 _DEEPEST = 60
 _LARGEST = 2**64
-"""Nested values and whole numbers beyond these would stop functions that call themselves, and sums of floats."""
+"""Limits of nesting, for recursive functions, and of whole numbers, for sums with floats."""
 
 
 class Lock:
-    """The right to write to a file or folder, held until it is released or the process ends, however it ends.
+    """The right to write to a file or folder, held until it is released or the process ends in any way.
 
-    The lock belongs to the file or folder itself, so nothing is left behind that would have to be removed. On file
-    systems that have no locks it keeps nobody out.
+    The lock belongs to the file or folder itself, so no lock file is left behind. On file systems without locks it
+    keeps nobody out.
 
     Args:
         target: an open file, or a folder that exists.
-        name: what messages call it.
+        name: name of the target in messages.
 
     Raises:
         InputError: another process, or another part of this one, is writing there.
@@ -47,7 +47,7 @@ class Lock:
 
     def __init__(self, target: IO[bytes] | Path, name: str):
         self._own: int | None = None
-        if sys.platform == "win32":  # where a folder cannot be opened, either
+        if sys.platform == "win32":  # nor can a folder be opened there
             return
         if isinstance(target, Path):
             descriptor = self._own = os.open(target, os.O_RDONLY)
@@ -64,7 +64,7 @@ class Lock:
                 ) from error
 
     def release(self) -> None:
-        """Let others write; a file that was given stays open, and locked until it is closed."""
+        """Let others write to a folder. A file stays open, and locked until it is closed."""
         if self._own is not None:
             os.close(self._own)
             self._own = None
@@ -77,12 +77,12 @@ class Lock:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file at once: after a crash or a power cut it holds the old content or the new one, never a part.
+    """Replace a file's content: after a crash or a power cut the file holds the old or the new one, never a part.
 
-    The new content is written to a file of a random name beside it, so a link that waits there is not followed.
+    The new content is written to a file of a random name first, so that no link that somebody made is followed.
 
     Raises:
-        OSError: it cannot be written; the old content stays.
+        OSError: the file cannot be written; the old content stays.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
     beside = Path(name)
@@ -90,7 +90,7 @@ def write_whole(path: Path, data: bytes) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             sync(file)
-        os.chmod(beside, 0o666 & ~_umask())  # mkstemp makes files that only their owner can read
+        os.chmod(beside, 0o666 & ~_umask())  # mkstemp's files can be read by their owner only
         beside.replace(path)
     except BaseException:
         with suppress(OSError):  # a full disk needs the room
@@ -100,15 +100,15 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def remove_leftovers(folder: Path, names: Collection[str], before: float | None = None) -> None:
-    """Remove what `write_whole` left beside files of these names when its process was killed.
+    """Remove temporary files that `write_whole` left behind when its process was killed.
 
     Args:
-        folder: where the caller has the lock on these files.
-        names: of the files.
-        before: when the lock was taken, as of `time.time`; younger files stay. Default: now.
+        folder: the folder; the caller holds the lock on its files.
+        names: names of the files that were written.
+        before: time of the lock, as of `time.time`; younger files stay. Default: now.
     """
     limit = time.time() if before is None else before
-    with suppress(OSError):  # they are only in the way
+    with suppress(OSError):  # leftovers do no harm
         for path in folder.iterdir():
             found = _LEFTOVER.fullmatch(path.name)
             if found and found[1] in names and path.is_file() and path.lstat().st_mtime < limit:
@@ -116,19 +116,19 @@ def remove_leftovers(folder: Path, names: Collection[str], before: float | None 
 
 
 def in_full(name: str | os.PathLike[str]) -> Path:
-    """The path with the home folder for ``~``; that of a user who does not exist is a name like any other."""
+    """The path with the home folder in place of ``~``; ``~name`` stays if there is no such user."""
     with suppress(RuntimeError):
         return Path(name).expanduser()
     return Path(name)
 
 
 def as_text(name: str) -> str:
-    """A name as UTF-8 can hold it: bytes of a file's name that are no UTF-8 become escapes."""
+    """A file's name as UTF-8 text; bytes that are not UTF-8 become escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def sync(file: IO[bytes]) -> None:
-    """Wait until what was written is on the disk."""
+    """Wait until everything that was written to a file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -137,7 +137,7 @@ def read_whole(path: Path) -> bytes | None:
     """The content of a file; ``None`` if there is nothing of that name.
 
     Raises:
-        InputError: it is no file, a link to nothing, or cannot be read.
+        InputError: the path is no file or a broken link, or the file cannot be read.
     """
     try:
         if not path.is_file() and os.path.lexists(path):  # a pipe would never end
@@ -153,10 +153,10 @@ def read_whole(path: Path) -> bytes | None:
 
 
 def parse(data: bytes) -> Any:
-    """The value of a JSON text as this package writes it: what is read here can be computed with, shown and written.
+    """The value of a JSON text. Its numbers and strings can be computed with, shown and written again.
 
     Raises:
-        ValueError: it is no JSON, or a number or string in it is none that this package writes.
+        ValueError: the text is not JSON, or holds a number or string that kvkeep never writes.
     """
     try:
         found = json.loads(data.decode("utf-8-sig"))
@@ -167,7 +167,7 @@ def parse(data: bytes) -> Any:
 
 
 def _check_plain(value: object, room: int) -> None:
-    """Refuse what JSON, a float or UTF-8 cannot hold, and what is too deep for functions that call themselves."""
+    """Refuse values that JSON, a float or UTF-8 cannot hold, and nesting too deep for recursive functions."""
     if room == 0:
         raise ValueError("it is nested too deeply")
     if isinstance(value, dict):
@@ -183,15 +183,15 @@ def _check_plain(value: object, room: int) -> None:
         raise ValueError("a number in it is not finite, or too large")
 
 
-def read_object(path: Path, remedy: str = "Remove it, or choose another --output folder.") -> dict[str, Any] | None:
+def read_object(path: Path, remedy: str = "Remove it, or choose another `output` folder.") -> dict[str, Any] | None:
     """Read a file that holds a JSON object; ``None`` if there is no file.
 
     Args:
         path: the file.
-        remedy: what to do about a file that cannot be used, as a sentence.
+        remedy: a sentence on what to do about a file that cannot be used.
 
     Raises:
-        InputError: it cannot be read, or holds something else.
+        InputError: the file cannot be read, or does not hold a JSON object.
     """
     data = read_whole(path)
     if data is None:
@@ -206,7 +206,7 @@ def read_object(path: Path, remedy: str = "Remove it, or choose another --output
 
 
 def finite(value: Any) -> Any:
-    """The same value without numbers that JSON cannot hold: NaN and infinity become null."""
+    """The same value with null in place of NaN and infinity, which JSON cannot hold."""
     if isinstance(value, dict):
         return {str(key): finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -215,14 +215,14 @@ def finite(value: Any) -> Any:
 
 
 def _umask() -> int:
-    """The process's mask of permissions, which can be read only by setting it."""
+    """The process's file mode mask, which can be read only by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until a folder's entries are on the disk, where the system can say so."""
+    """Wait until a folder's entries are on the disk, if the system supports it."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,10 +1,8 @@
 """What only the backend in plain torch has: blocks of rows, and torch's own attention for rows that no one counts."""
 
 import pytest
-import torch
 from conformance.cases import chunk
 
-from kvkeep.backends import reference
 from kvkeep.backends import torch as plain
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.statistic import Mass, Nothing
@@ -56,17 +54,3 @@ def test_heads_that_hold_the_same_share_one_mask(same, monkeypatch):
     positions = slots.positions[:, :1].expand_as(slots.positions).contiguous() if same else slots.positions
     attend((query, slots._replace(positions=positions), now), Nothing())
     assert {mask.shape[1] for mask in masks} == {1 if same else 4}
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("limit", [1, 700, 2**20])
-def test_fused_blocks_of_any_size_equal_the_reference(limit, shared, monkeypatch):
-    monkeypatch.setattr(plain, "BLOCK_BYTES", limit)
-    query, slots, now = given = chunk(T=9, S=12, E=4, pads=3, shared=shared)
-    statistic, options = Mass(rows=2), AttentionOptions(scaling=0.5, window=9)
-    out, report = attend(given, statistic, options)
-    want, expected = reference.attend(query, slots, now, statistic=statistic, options=options)
-    real = (now >= 0)[:, None, :, None].expand_as(out)
-    torch.testing.assert_close(out[real].double(), want[real], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(report.mass.double(), expected.mass, atol=1e-5, rtol=1e-5)
-    assert out.isfinite().all()

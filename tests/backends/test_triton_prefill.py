@@ -7,7 +7,6 @@ import torch
 from conformance.bounds import check
 from conformance.cases import chunk
 
-from kvkeep.backends.torch import TorchBackend
 from kvkeep.noise import Gumbel
 from kvkeep.statistic import LastHit, Low, Mass, Nothing
 from kvkeep.types import AttentionOptions, Slots, Top
@@ -47,7 +46,7 @@ def attend(given, statistic):
 
 
 @pytest.mark.parametrize("statistic", [Mass(), Mass(gain=2.0), Low(live=True)], ids=["mass", "gain", "low"])
-def test_rows_that_see_nothing(statistic):
+def test_one_row_that_sees_nothing(statistic):
     query, slots, now = chunk(T=1, S=20)
     slots.positions.fill_(-1)
     for at in (now, torch.full_like(now, -1)):
@@ -56,13 +55,9 @@ def test_rows_that_see_nothing(statistic):
         assert all((field == 0).all() for field in report.sums.values())
 
 
-@pytest.mark.parametrize("statistic", [Mass(), Mass(gain=1.5), Low()], ids=["mass", "gain", "low"])
-def test_tiles_outside_of_the_window_are_left_out(statistic, monkeypatch):
-    options = AttentionOptions(scaling=0.3, window=24)
-    monkeypatch.setattr(gpu, "CPU", gpu.CPU._replace(rows=16, slots=64))
+def test_tiles_outside_of_the_window_are_left_out():
     given = chunk(T=150, S=70, G=1, Hk=1, D=16, pads=20)
-    check(Kernels(), given, statistic, options)
-    work = prefill_ops.Prefill(*flat(given), options)
+    work = prefill_ops.Prefill(*flat(given), AttentionOptions(scaling=0.3, window=24))
     *_, q, k = flat(given)
     seen = (k[:, 0, None] >= 0) & (k[:, 0, None] <= q[..., None]) & (k[:, 0, None] > q[..., None] - 24)
     seen[:, :, :70] = False
@@ -74,24 +69,6 @@ def test_tiles_outside_of_the_window_are_left_out(statistic, monkeypatch):
             assert end == seen[row, :, 64 * tile : 64 * tile + 64].any(dim=1).nonzero().max() + 1
 
 
-@pytest.mark.parametrize("statistic", [Mass(), Mass(rows=5, gain=1.5), Low()], ids=["mass", "gain", "low"])
-def test_work_may_be_split_and_is_the_same_every_time(statistic, monkeypatch):
-    given = chunk(S=70, pads=5)
-    monkeypatch.setattr(gpu, "splits", lambda programs, like: 2)
-    out, report = check(Kernels(), given, statistic, PLAIN)
-    again, same = check(Kernels(), given, statistic, PLAIN)
-    assert out.equal(again)
-    assert all(report.sums[name].equal(same.sums[name]) for name in statistic.fields)
-
-
-def test_a_row_is_the_same_alone_and_among_others():
-    query, slots, now = chunk(S=70)
-    both = attend((query, slots, now), Mass())
-    one = attend((query[1:], Slots(*(tensor[1:] for tensor in slots)), now[1:]), Mass())
-    assert one[0].equal(both[0][1:])
-    assert one[1].mass.equal(both[1].mass[1:])
-
-
 def whole_prompt(**shape):
     """Columns are positions."""
     query, slots, _ = chunk(S=0, shared=True, **shape)
@@ -99,19 +76,33 @@ def whole_prompt(**shape):
     return query, slots._replace(positions=now[:, None].to(torch.int32)), now
 
 
-@pytest.mark.parametrize("statistic", [Nothing(), Mass(rows=6), Mass(rows=6, gain=2.0), Low(rows=4)], ids=str)
-def test_the_output_may_be_torch_s(statistic, monkeypatch):
+@pytest.fixture
+def torchs(monkeypatch):
+    """Outputs that torch's attention has computed."""
     calls = []
     theirs = prefill_ops.Prefill.by_torch
     monkeypatch.setattr(prefill_ops.Prefill, "by_torch", lambda work: calls.append(1) or theirs(work))
+    return calls
+
+
+@pytest.mark.parametrize("statistic", [Nothing(), Mass(rows=6), Mass(rows=6, gain=2.0), Low(rows=4)], ids=str)
+def test_the_output_may_be_torch_s(statistic, torchs):
     check(Kernels("torch"), whole_prompt(), statistic, PLAIN)
-    assert calls
-    calls.clear()
-    check(Kernels("torch"), chunk(pads=1, S=1), statistic, PLAIN)  # its mask would be wrong
-    sinks = AttentionOptions(scaling=0.3, sinks=torch.tensor([0.3, -1.0, 2.0, 5.0]))
-    check(Kernels("torch"), whole_prompt(), statistic, sinks)
-    check(Kernels(), whole_prompt(), statistic, PLAIN)  # short
-    assert not calls
+    assert torchs
+
+
+@pytest.mark.parametrize(
+    ("output", "given", "options"),
+    [
+        ("torch", chunk(pads=1, S=1), PLAIN),
+        ("torch", whole_prompt(), AttentionOptions(scaling=0.3, sinks=torch.tensor([0.3, -1.0, 2.0, 5.0]))),
+        ("auto", whole_prompt(), PLAIN),
+    ],
+    ids=["its mask would be wrong", "sinks", "short"],
+)
+def test_the_output_is_ours_where_torch_s_does_not_fit(output, given, options, torchs):
+    check(Kernels(output), given, Mass(rows=6), options)
+    assert not torchs
 
 
 def test_torch_is_preferred_for_long_prompts_of_which_few_rows_count(monkeypatch):
@@ -158,14 +149,3 @@ def test_types_and_sizes_that_are_not_known_are_left_to_others():
     assert "bfloat16" in prefill_ops.unknown(q, Slots(k.bfloat16(), v, positions), **plain)
     assert "256" in prefill_ops.unknown(q, Slots(k, torch.zeros(2, 2, 5, 257), positions), **plain)
     assert prefill_ops.attend(q.double(), wide, now, **plain) is None
-
-
-def test_agrees_with_torch_on_a_strided_chunk():
-    query, (keys, values, positions), now = chunk(S=40, pads=2)
-    spread = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (keys, values))  # the last axis is not dense
-    slots = Slots(*spread, positions)
-    found = attend((query, slots, now), Mass(rows=9))
-    want = TorchBackend().attend(query, slots, now, statistic=Mass(rows=9), options=PLAIN)
-    torch.testing.assert_close(found[1].mass, want[1].mass, rtol=1e-5, atol=1e-6)
-    real = (now >= 0)[:, None, :, None].expand_as(want[0])
-    torch.testing.assert_close(found[0][real], want[0][real], rtol=1e-5, atol=1e-5)

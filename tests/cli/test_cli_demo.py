@@ -7,16 +7,15 @@ import pytest
 from typer.testing import CliRunner
 
 from kvkeep import available_policies
-from kvkeep.cli import console
-from kvkeep.cli.demo import showcase
+from kvkeep.cli import console, demo
 from kvkeep.cli.main import app
 from kvkeep.models import tiny
 from kvkeep.models.tiny.recall import question
 
 
 def test_shows_a_story_a_table_and_what_to_try_next(monkeypatch):
-    monkeypatch.setattr(showcase, "STORY_TOKENS", 140)
-    monkeypatch.setattr(showcase, "POLICIES", ("full", "snapkv", "local"))
+    monkeypatch.setattr(demo, "STORY_TOKENS", 140)
+    monkeypatch.setattr(demo, "POLICIES", ("full", "snapkv", "local"))
     done = CliRunner().invoke(app, ["demo"], env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.output
     text = done.stdout
@@ -34,10 +33,10 @@ def test_shows_a_story_a_table_and_what_to_try_next(monkeypatch):
 
 
 def test_another_question_was_not_chosen(monkeypatch):
-    monkeypatch.setattr(showcase, "PROMPT_TOKENS", 200)
-    monkeypatch.setattr(showcase, "DISTANCE_TOKENS", 100)
-    monkeypatch.setattr(showcase, "STORY_TOKENS", 2)
-    monkeypatch.setattr(showcase, "POLICIES", ("full",))
+    monkeypatch.setattr(demo, "PROMPT_TOKENS", 200)
+    monkeypatch.setattr(demo, "DISTANCE_TOKENS", 100)
+    monkeypatch.setattr(demo, "STORY_TOKENS", 2)
+    monkeypatch.setattr(demo, "POLICIES", ("full",))
     done = CliRunner().invoke(app, ["demo", "--seed", "3"], env={"COLUMNS": "100"})
     assert done.exit_code == 0, done.output
     assert "Asked at the end" in done.stdout
@@ -46,7 +45,7 @@ def test_another_question_was_not_chosen(monkeypatch):
 
 def test_the_commands_to_try_next_exist():
     names = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
-    for command, _ in showcase.NEXT:
+    for command, _ in demo.NEXT:
         assert command.split()[0] in names
 
 
@@ -54,21 +53,21 @@ def test_commands_are_shown_as_this_shell_can_call_them(monkeypatch, tmp_path, c
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "venv" / "bin" / "kvkeep"), "demo"])
-    showcase.show_next(console.out())
+    demo.show_next(console.out())
     assert "venv/bin/kvkeep policies" in capsys.readouterr().out
     (tmp_path / "kvkeep").touch(0o755)
-    showcase.show_next(console.out())
+    demo.show_next(console.out())
     assert "\n  kvkeep policies" in capsys.readouterr().out
 
 
 def test_every_policy_is_asked():
-    assert {name.partition(":")[0] for name in showcase.POLICIES} == set(available_policies())
+    assert {name.partition(":")[0] for name in demo.POLICIES} == set(available_policies())
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_sentence_that_is_shown_is_the_one_that_was_asked_for(seed):
     asked = question(seed, kind="place", depth=0.25, n_facts=8, tokens=1990)
-    said = showcase._stated(asked)
+    said = demo._stated(asked)
     assert said in asked.prompt
     assert 400 < len(asked.prompt[asked.prompt.index(said) :].split()) * 1.45 < 1990
     assert {asked.facts[-1].owner, asked.facts[-1].thing, asked.answer} <= set(re.findall("[A-Za-z]+", said))

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvkeep import plots
-from kvkeep.cli.console import parse_budget
 from kvkeep.cli.eval import grid
 from kvkeep.cli.main import app
+from kvkeep.cli.options import parse_budget
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.evals.drive import PLAIN
 from kvkeep.evals.plan import Cell, Planned
@@ -47,11 +47,6 @@ def refused(*arguments, model=None):
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     return result.stderr
-
-
-def with_flags(said):
-    """A line in which an argument that is named as in Python is named as on the command line."""
-    return re.sub(r"`(\w+)`", r"--\1", re.sub(r"^error: (\w+)=", r"error: --\1 ", said))
 
 
 def test_a_table_rows_and_plots(tmp_path):
@@ -232,7 +227,7 @@ def test_weights_of_layers_from_a_file(tmp_path):
 )
 def test_bad_input(tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    assert words in with_flags(refused(*arguments, model=model_folders.folder()))
+    assert words in refused(*arguments, model=model_folders.folder())
     assert not (tmp_path / "OUT").exists()
 
 
@@ -245,7 +240,7 @@ def test_bad_input(tmp_path, monkeypatch, arguments, words):
 )
 def test_what_does_not_fit_is_refused_before_weights_are_read(tmp_path, monkeypatch, arguments, words):
     monkeypatch.setattr(grid, "read_weights", None)
-    assert words in with_flags(refused("-o", tmp_path / "out", *arguments, model=model_folders.folder()))
+    assert words in refused("-o", tmp_path / "out", *arguments, model=model_folders.folder())
 
 
 @pytest.mark.parametrize(("data", "words"), [(b"", "is empty"), (b"\xff\xfe", "not UTF-8"), (b"the", "only 1 tokens")])

@@ -15,16 +15,15 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli import console
 from kvkeep.cli.generate import compare
-from kvkeep.cli.generate.completion import default_budget
 from kvkeep.cli.main import app
 from kvkeep.engine import Engine
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.stops import TextPieces
 from kvkeep.models import load as loading
-from kvkeep.models.load import find, load
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import find, load, quiet
 from kvkeep.models.text import encode
+from kvkeep.planning.plan import DEFAULT_BUDGET
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the cat"
 
@@ -120,7 +119,7 @@ def test_default_budget():
     result = generate("-p", PROMPT, "-n", 5)
     assert "budget 17;" in result.stderr  # the prompt's 12 tokens and 5 new ones: no more slots than tokens
     assert "nothing was evicted" in result.stderr
-    assert default_budget(kvkeep.parse("h2o"), 2000) == 1024
+    assert f"{DEFAULT_BUDGET}" in invoke("--help").stdout
     assert as_json("-p", "the", "-n", 1, "--policy", "streaming_llm:sinks=9")["budget"] == 9
 
 
@@ -391,8 +390,8 @@ def test_an_interrupt_leaves_the_text_and_one_line(
         (["--policy", "h2o:recnt=3"], ["no option 'recnt'", "Did you mean 'recent'"]),
         (["--policy", "h2o:recent=x"], ["not a whole number"]),
         (["--policy", "h2o:graduate=replce"], ["Did you mean 'replace'"]),
-        (["--budget", 0], ["budget=0", "smallest budget is 1"]),
-        (["--budget", -5], ["budget=-5"]),
+        (["--budget", 0], ["--budget 0", "smallest budget is 1"]),
+        (["--budget", -5], ["--budget -5"]),
         (["--budget", "many"], ["--budget 'many'", "1024, 4K"]),
         (["--budget", "1.0001k"], ["whole number"]),
         (["--budget", "20%"], ["--budget 20% is a share of no known length", "--keep-ratio"]),
@@ -402,9 +401,9 @@ def test_an_interrupt_leaves_the_text_and_one_line(
             ["error: h2o:recent=5,sinks=4 protects 4 first and 5 recent", "at least 9"],
         ),
         (["--budget", 4, "--policy", "full"], ["does not evict generated tokens", "budget is 4"]),
-        (["--keep-ratio", 0], ["keep_ratio=0", "(0, 1]"]),
-        (["--keep-ratio", 1.5], ["keep_ratio=1.5", "(0, 1]"]),
-        (["--keep-ratio", "nan"], ["keep_ratio=nan"]),
+        (["--keep-ratio", 0], ["--keep-ratio 0", "(0, 1]"]),
+        (["--keep-ratio", 1.5], ["--keep-ratio 1.5", "(0, 1]"]),
+        (["--keep-ratio", "nan"], ["--keep-ratio nan"]),
         (["--keep-ratio", 0.5, "--budget", 8], ["--budget and --keep-ratio"]),
         (["--prefill-chunk", 0], ["--prefill-chunk 0 takes no token"]),
         (
@@ -415,13 +414,13 @@ def test_an_interrupt_leaves_the_text_and_one_line(
         (["--layer-budget", "calibrated:nothing"], ["nothing is no JSON list of persistence ratios"]),
         (["--layer-budget", f"calibrated:{__file__}"], ["is no JSON list of persistence ratios"]),
         (["--positions", "slots"], ["--positions 'slots' is not a mode"]),
-        (["--max-new-tokens", 0], ["max_new_tokens=0"]),
-        (["--temperature", -1], ["temperature=-1"]),
-        (["--temperature", "nan"], ["temperature=nan"]),
-        (["--temperature", 1, "--top-p", 0], ["top_p=0", "[1e-06, 1]"]),
-        (["--temperature", 1, "--top-k", 0], ["top_k=0"]),
+        (["--max-new-tokens", 0], ["--max-new-tokens 0"]),
+        (["--temperature", -1], ["--temperature -1"]),
+        (["--temperature", "nan"], ["--temperature nan"]),
+        (["--temperature", 1, "--top-p", 0], ["--top-p 0", "[1e-06, 1]"]),
+        (["--temperature", 1, "--top-k", 0], ["--top-k 0"]),
         (["--top-p", 0.5], ["no effect without a temperature"]),
-        (["--seed", -1], ["seed=-1"]),
+        (["--seed", -1], ["--seed -1"]),
         (["--dtype", "bf16"], ["Unknown dtype 'bf16'", "bfloat16"]),
         (["--device", "gpu"], ["'gpu'", "Available"]),
         (["--device", "cuda:99"], ["'cuda:99'", "Available"]),

@@ -7,13 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import console, main
-from kvkeep.errors import InputError
+from kvkeep.cli import console, main, options
+from kvkeep.errors import InputError, KVKeepError
 
 KVKEEP = [sys.executable, "-c", "from kvkeep.cli.main import run; run()"]
 
@@ -117,18 +119,81 @@ assert not {{"torch", "transformers", "numpy"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_help_of_every_command_needs_no_torch():
+    script = """
+import sys
+from typer.testing import CliRunner
+from kvkeep.cli.main import app
+names = [one.name for one in (*app.registered_commands, *app.registered_groups)]
+for words in ([], *([name] for name in names), ["policies", "list"], ["policies", "show"]):
+    assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0, words
+assert len(names) == 8
+assert not {"torch", "transformers", "numpy"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# arguments of Python as flags
+
+
+@console.one_line_errors
+def fail(
+    message: str,
+    max_rows: Annotated[int | None, typer.Option()] = None,
+    budgets: Annotated[str, typer.Option("--budgets", "-b")] = "1",
+    kv_memory: Annotated[str | None, typer.Option(metavar="SIZE")] = None,
+    raw: Annotated[bool, typer.Option("--raw")] = False,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL")] = None,
+) -> None:
+    raise KVKeepError(message)
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("Give `budgets`.", "Give --budgets."),
+        ("Give `budgets=3,4`, or fewer.", "Give --budgets 3,4, or fewer."),
+        ("budgets=0 keeps nothing", "--budgets 0 keeps nothing"),
+        ("Line 3: budgets=0 keeps nothing", "Line 3: budgets=0 keeps nothing"),
+        ("local:budgets=3 is odd", "local:budgets=3 is odd"),
+        ("budget=0 keeps nothing", "--budgets 0 keeps nothing"),
+        ("Use fewer `rows`.", "Use fewer --max-rows."),
+        ("Use `raw=True`.", "Use --raw."),
+        ("Use `raw=False`.", "Use --no-raw."),
+        ("Give a `model`.", "Give a MODEL."),
+        ("Give `kv_memory=24000000`.", "Give --kv-memory 24MB."),
+        ("Give `kv_memory=24000001`.", "Give --kv-memory 24000001B."),
+        ("Lower `prefill_chunk`.", "Lower prefill chunk."),
+        ("prefill_chunk=0 takes no token", "prefill_chunk=0 takes no token"),
+        ("Log in with `hf auth login`.", "Log in with `hf auth login`."),
+    ],
+)
+def test_a_message_names_the_flags_of_its_command(capsys: pytest.CaptureFixture[str], message: str, line: str):
+    with pytest.raises(typer.Exit):
+        fail(message)
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_a_message_outside_of_a_command_stays_readable(capsys: pytest.CaptureFixture[str]):
+    console.error("budgets=0 is not a `prefill_chunk`")
+    assert capsys.readouterr().err == "error: budgets=0 is not a prefill chunk\n"
+
+
+# numbers
+
+
 @pytest.mark.parametrize(
     ("text", "tokens"),
     [("1024", 1024), ("4K", 4096), ("4k", 4000), ("1.5k", 1500), ("1M", 2**20), ("2m", 2_000_000), ("-3", -3)],
 )
 def test_tokens(text: str, tokens: int):
-    assert console.parse_tokens(text, "--budget") == tokens
+    assert options.parse_tokens(text, "--budget") == tokens
 
 
 @pytest.mark.parametrize("text", ["", "k", "K", "1.5", "nan", "inf", "infk", "1e400", "4kk", "0x10", "4 K x"])
 def test_tokens_that_are_none(text: str):
     with pytest.raises(InputError, match="whole number"):
-        console.parse_tokens(text, "--budget")
+        options.parse_tokens(text, "--budget")
 
 
 @pytest.mark.parametrize(

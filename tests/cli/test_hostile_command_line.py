@@ -17,7 +17,7 @@ from kvkeep import plots
 from kvkeep.cli import console, files, main
 from kvkeep.cli.generate import job
 from kvkeep.cli.generate.request import Request
-from kvkeep.cli.memory_options import parse_layer_budget
+from kvkeep.cli.options import parse_layer_budget
 from kvkeep.errors import InputError
 from kvkeep.jobs.output import Output
 from kvkeep.jobs.survey import Survey
@@ -214,7 +214,7 @@ def test_numbers_are_not_blamed_where_nothing_can_be_drawn(tmp_path, monkeypatch
     def broken(*_, **__):
         raise ValueError("no font")
 
-    monkeypatch.setattr("kvkeep.plots.sheet.Figure", broken)
+    monkeypatch.setattr("kvkeep.plots.lines.Figure", broken)
     folder = result_folders.analysis(tmp_path)
     with pytest.raises(InputError, match=r"matplotlib does not work here: no font"):
         report.write(Folder(folder))

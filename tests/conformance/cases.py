@@ -112,6 +112,11 @@ OF_TOKEN = {
     "largest": AttentionOptions(scaling=0.2, top=Top(torch.tensor([3, 40, 2, 5, 0, 7]), renormalise=True)),
     "largest, as they are": AttentionOptions(scaling=0.2, top=Top(torch.tensor([4, 4, 4, 4, 0, 4]), renormalise=False)),
 }
+SINKS = torch.tensor([0.3, -1.0, 2.0, 60.0, -torch.inf, 0.0])
+GREAT_SINK = AttentionOptions(scaling=0.2, sinks=SINKS)
+GREAT_SINK_AND_ALL = AttentionOptions(scaling=0.5, window=WINDOW, softcap=2.0, sinks=SINKS)
+"""One head's sink takes nearly all: its keys are left with e^-60."""
+
 OF_CHUNK = options(19, torch.tensor([0.3, -1.0, 2.0, 5.0]))
 
 ON_TOKEN = {

@@ -12,6 +12,8 @@ from .bounds import check
 from .cases import (
     BACKENDS,
     DTYPES,
+    GREAT_SINK,
+    GREAT_SINK_AND_ALL,
     NOW,
     OF_CHUNK,
     OF_TOKEN,
@@ -40,6 +42,17 @@ def test_a_token(name, statistic, option):
 @pytest.mark.parametrize(("name", "statistic", "option"), list(asked(ON_CHUNK, OF_CHUNK)))
 def test_a_chunk(name, statistic, option):
     check(backend_of(name), *on(name, chunk(pads=5, E=48), ON_CHUNK[statistic], OF_CHUNK[option]))
+
+
+@pytest.mark.parametrize("statistic", [Mass(), Mass(gain=2.5), Low(live=True)], ids=["mass", "gain", "low"])
+def test_a_sink_that_takes_nearly_all(backend, statistic):
+    """Kernels make the report of a gain from the logits, so it does not underflow with the probabilities."""
+    if statistic.fields == ("mass",) and statistic.gain != 1.0 and backend.name in ("torch", "dummy"):
+        pytest.skip("its report of a gain underflows with the probabilities")
+    fast = backend.name not in SLOW
+    for option, dtype in itertools.product((GREAT_SINK, GREAT_SINK_AND_ALL), DTYPES if fast else DTYPES[:1]):
+        given = token(70, 40, 3, dtype, E=24) if fast else token(40, 24, 6, dtype, Hk=1, E=40)
+        check(backend, *on(backend.name, given, statistic, option))
 
 
 SHAPES = [
@@ -104,6 +117,22 @@ def test_positions_that_heads_share_and_views_of_larger_tensors(backend):
     torch.testing.assert_close(some.mass, report.mass[part], **same)
 
 
+def test_a_last_axis_that_is_not_dense(backend):
+    for query, (keys, values, positions), now in (chunk(S=40, pads=2), token(40, 32, 2)):
+        spread = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (keys, values))
+        given = query, Slots(*spread, positions), now
+        check(backend, *on(backend.name, given, Mass(rows=9), AttentionOptions(scaling=0.3)))
+
+
+def test_a_chunk_s_row_is_the_same_alone_and_among_others(backend):
+    query, slots, now = on(backend.name, chunk(S=70))[0]
+    out, report = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
+    one = backend.attend(query[1:], Slots(*(tensor[1:] for tensor in slots)), now[1:], statistic=Mass(), options=PLAIN)
+    same = {"rtol": 0, "atol": 0} if backend.name == "triton" else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(one[0], out[1:], **same)
+    torch.testing.assert_close(one[1].mass, report.mass[1:], **same)
+
+
 def test_mass_of_all_rows_adds_up_to_the_number_of_rows(backend):
     query, slots, now = on(backend.name, chunk(S=100, pads=33))[0]  # the second row is nothing but padding
     _, report = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
@@ -143,3 +172,20 @@ def test_a_padded_query_gives_zeros(name):
     out, report = backend.attend(query, slots, now, statistic=Mass(), options=PLAIN)
     assert (out[now[:, 0] < 0] == 0).all()
     assert (report.mass[now[:, 0] < 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *((name, token(40, 32, 2)) for name in ("native", "triton", "reference")),
+        *((name, chunk(T=2, S=20)) for name in ("triton", "reference")),
+    ],
+)
+@pytest.mark.parametrize("statistic", [Mass(), Mass(gain=2.0), Low(live=True)], ids=["mass", "gain", "low"])
+def test_a_query_that_sees_nothing_gives_zeros(name, given, statistic):
+    backend, (query, (keys, values, positions), now) = backend_of(name), on(name, given)[0]
+    slots = Slots(keys.nan_to_num(), values.nan_to_num(), torch.full_like(positions, -1))
+    for at in (torch.full_like(now, 7), torch.full_like(now, -1)):
+        out, report = backend.attend(query, slots, at, statistic=statistic, options=PLAIN)
+        assert (out == 0).all()
+        assert all((field == 0).all() for field in report.sums.values())

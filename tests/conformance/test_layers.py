@@ -10,7 +10,7 @@ from phases import phase_of
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.triton import prefill_ops
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Phase
 
 from .cases import BACKENDS, SLOW, backend_of, device_of
 
@@ -83,6 +83,20 @@ def test_a_layer_holds_the_tokens_of_the_definition(name, policy, window, monkey
 @pytest.mark.parametrize("name", JUDGED)
 def test_budgets_of_rows(name, monkeypatch):
     check(name, monkeypatch, "h2o:recent=2", (20, 12), window=16)
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_no_score_is_worked_out_while_there_is_room(name, monkeypatch):
+    kind, evicted, device = type(backend_of(name)), [], device_of(name)
+    if device.type == "cuda":
+        pytest.skip("the host would have to wait to know it")
+    monkeypatch.setitem(backends.KINDS, name, kind)
+    monkeypatch.setenv(backends.SWITCH, name)
+    monkeypatch.setattr(kind, "evict", lambda *arguments: evicted.append(1))
+    layer = kvkeep.Layer(kvkeep.parse("knorm"), 8)  # its score is not at hand, so it is asked for only when needed
+    for _ in range(8):
+        layer.step(*(torch.randn(1, 2, 1, 16) for _ in range(3)), options=AttentionOptions(0.2), phase=Phase.DECODE)
+    assert evicted == []
 
 
 @pytest.mark.parametrize("name", JUDGED)

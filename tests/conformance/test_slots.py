@@ -9,7 +9,7 @@ from kvkeep.backends import Added, Limits
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.triton import gpu
 from kvkeep.statistic import Mass, Nothing
-from kvkeep.types import AttentionOptions, Slots
+from kvkeep.types import EMPTY, AttentionOptions, Slots
 
 from .cases import BACKENDS, DTYPES, SLOW, backend_of, device_of, on, there
 
@@ -200,20 +200,24 @@ def parts(query, slots, new, now, *, statistic, options, added, limits):
     return out
 
 
-@pytest.mark.parametrize(("sums", "limits"), FUSED)
+STEPS = [(dtype, *case) for dtype in DTYPES for case in FUSED if dtype == torch.float32 or case[1] == "per head"]
+
+
+@pytest.mark.parametrize(("dtype", "sums", "limits"), STEPS)
 @pytest.mark.parametrize("name", [name for name, kind in BACKENDS.items() if kind.fuses])
-def test_a_fused_step_is_its_parts(name, sums, limits):
+def test_a_fused_step_is_its_parts(name, dtype, sums, limits):
     backend, (statistic, n, is_score) = backend_of(name), SUMS[sums]
     g = torch.Generator().manual_seed(0)
     positions = held(3)
     positions[:, :, 7] = -1
-    query, new = torch.randn(B, 2 * Hk, 1, D, generator=g), torch.randn(B, 1, Hk, D + E, generator=g).transpose(1, 2)
+    query = torch.randn(B, 2 * Hk, 1, D, generator=g).to(dtype)
+    new = torch.randn(B, 1, Hk, D + E, generator=g).to(dtype).transpose(1, 2)
     states = tuple(torch.rand(positions.shape, generator=g) for _ in range(n))
     now = torch.full((B, 1), 120)
     now[1] = -1
     found = []
     for step in (backend.step, parts):
-        given = (query, slots_of(positions, torch.float32), (new[..., :D], new[..., D:]), now, statistic)
+        given = (query, slots_of(positions, dtype), (new[..., :D], new[..., D:]), now, statistic)
         at = Limits(torch.where(now < 0, 111, now)[:, 0] + 1, **LIMITS[limits])
         added = Added(tuple(state.clone() for state in states), is_score)
         *given, asked, added, at = on(name, *given, added, at)
@@ -221,8 +225,32 @@ def test_a_fused_step_is_its_parts(name, sums, limits):
         out = step(*given, statistic=asked, options=options, added=added, limits=at)
         assert out is not None
         found.append((out[now[:, 0].to(out.device) >= 0], *ordered(given[1], added.states)))
-    for one, two in zip(*found, strict=True):
+    torch.testing.assert_close(*(one[0] for one in found), rtol=max(1e-4, torch.finfo(dtype).eps), atol=1e-5)
+    for one, two in zip(*(one[1:] for one in found), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 63, 64, 79])
+@pytest.mark.parametrize("name", [name for name, kind in BACKENDS.items() if kind.fuses])
+def test_a_fused_step_puts_its_token_anywhere(name, place, monkeypatch):
+    """Into any tile and split of Triton's kernels: their tiles have 16 slots here, and their splits 32."""
+    monkeypatch.setattr(gpu, "DECODE", {"": {1024: gpu.Decode(16, 32, 4, 1)}})
+    g = torch.Generator().manual_seed(0)
+    positions = torch.arange(79, dtype=torch.int32)
+    positions = torch.cat([positions[:place], positions.new_full((1,), EMPTY), positions[place:]]).repeat(B, 1, 1)
+    query, keys, values = (torch.randn(B, heads, S, 40, generator=g) for heads, S in ((3, 1), (1, 80), (1, 80)))
+    new, now = (keys[:, :, :1] + 1, values[:, :, :1] + 1), torch.full((B, 1), 79)
+    found = []
+    for step in (backend_of(name).step, parts):
+        slots = Slots(keys.clone(), values.clone(), positions.clone())
+        given = on(name, query, slots, new, now)
+        limits, added = Limits(given[3][:, 0] + 1), Added((), is_score=False)
+        options = AttentionOptions(scaling=0.2)
+        out = step(*given, statistic=Nothing(), options=options, added=added, limits=limits)
+        found.append((out, *given[1]))
+    torch.testing.assert_close(*(one[0] for one in found), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(one, two) for one, two in zip(found[0][1:], found[1][1:], strict=True))
+    assert (found[0][3][:, :, place] == 79).all()
 
 
 @pytest.mark.parametrize("name", [name for name, kind in BACKENDS.items() if not kind.fuses])

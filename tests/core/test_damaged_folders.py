@@ -24,7 +24,7 @@ from kvkeep.research.analysis.report import Folder
 from kvkeep.runs import Lock
 
 QUICK = ("--tasks", "perplexity", "--policies", "local", "--limit", 2, "--window", 40, "--budgets", "12", "--no-plots")
-OUTPUT = "(`output`|--output)"
+OUTPUT = "`output`"
 EVIL = "\x1b]0;owned\x07\x9b31m\u202e[bold]<b>"
 
 

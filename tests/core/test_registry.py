@@ -4,9 +4,12 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep import registry
+from kvkeep.cli.main import app
+from kvkeep.evals.plan import split_policies
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.random import Random
@@ -170,6 +173,127 @@ def test_a_broken_third_party_package_is_named_not_traced(tmp_path):
     assert done.stderr.splitlines() == [
         "error: Policy 'broken' cannot be loaded from 'broken_policy:Policy': No module named 'nowhere_to_be_found'"
     ]
+
+
+# ------------------------------------------------------------------ module:Class
+
+MODULES = {
+    "mine": THIRD_PARTY + "thing = 3\nclass Plain: pass\n",
+    "abstract": "from kvkeep import Policy\nclass Half(Policy): pass\n",
+    "needs": THIRD_PARTY
+    + """
+@dataclass(frozen=True, kw_only=True)
+class Needs(EveryOther):
+    must: int
+@dataclass(frozen=True, kw_only=True)
+class Fails(EveryOther):
+    def __post_init__(self):
+        raise RuntimeError("not today\\nor tomorrow")
+@dataclass(frozen=True, kw_only=True)
+class Unknown(EveryOther):
+    what: "Nowhere" = 3
+""",
+    "raises": "1 / 0",
+    "exits": "import sys; sys.exit(3)",
+    "lacks": "import nowhere_to_be_found",
+    "syntax": "class (",
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A current directory with modules, which nothing else makes importable."""
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}_for_kvkeep.py").write_text(text)
+    (tmp_path / "package_for_kvkeep").mkdir()
+    (tmp_path / "package_for_kvkeep" / "inner.py").write_text(THIRD_PARTY)
+    monkeypatch.chdir(tmp_path)
+    before = sys.path[:]
+    yield tmp_path
+    assert sys.path == before
+    for name in [name for name in sys.modules if "_for_kvkeep" in name]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("text", "sinks"),
+    [
+        ("mine_for_kvkeep:EveryOther", 1),
+        (" mine_for_kvkeep:EveryOther:sinks=3 ", 3),
+        ("package_for_kvkeep.inner:EveryOther:sinks=2", 2),
+        ("mine_for_kvkeep:EveryOther:", 1),
+    ],
+)
+def test_module_and_class_name_a_policy(here, text, sinks):
+    policy = kvkeep.parse(text)
+    assert policy.sinks == sinks
+    shown = kvkeep.spec(policy)
+    assert shown == text.strip().rstrip(":")
+    assert kvkeep.parse(shown) == policy
+    assert f"{policy}".startswith("EveryOther")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing_for_kvkeep:Policy", "There is no policy and no module 'nothing_for_kvkeep'."),
+        ("nothing.for_kvkeep:Policy", "There is no policy and no module 'nothing.for_kvkeep'."),
+        ("mine_for_kvkeep.py:EveryOther", "no module 'mine_for_kvkeep.py'. Leave out .py: mine_for_kvkeep."),
+        ("mine_for_kvkeep:EveryOthr", "has no 'EveryOthr'. Did you mean 'EveryOther'? Known: EveryOther."),
+        ("mine_for_kvkeep:EveryOther.inner", "Module 'mine_for_kvkeep' has no 'EveryOther.inner'."),
+        ("mine_for_kvkeep:thing", "'mine_for_kvkeep:thing' is not a subclass of kvkeep.Policy."),
+        ("mine_for_kvkeep:Plain", "is not a subclass of kvkeep.Policy."),
+        ("mine_for_kvkeep:EveryOther:snks=3", "has no option 'snks'. Did you mean 'sinks'?"),
+        ("mine_for_kvkeep:EveryOther:sinks", "write mine_for_kvkeep:EveryOther:sinks=VALUE."),
+        ("mine_for_kvkeep:EveryOther:sinks=x", "mine_for_kvkeep:EveryOther:sinks='x' is not a whole number."),
+        ("mine_for_kvkeep:EveryOther:sinks=2:3", "is not a whole number."),
+        ("mine_for_kvkeep", "Unknown policy 'mine_for_kvkeep'."),
+        ("abstract_for_kvkeep:Half", "cannot be made: TypeError: Can't instantiate abstract class Half"),
+        ("kvkeep:Policy", "cannot be made: TypeError"),
+        ("needs_for_kvkeep:Needs", "cannot be made: TypeError: "),
+        ("needs_for_kvkeep:Fails", "cannot be made: RuntimeError: not today"),
+        ("needs_for_kvkeep:Unknown", "cannot be made: NameError: name 'Nowhere' is not defined"),
+        ("raises_for_kvkeep:Policy", "cannot be imported: ZeroDivisionError: division by zero"),
+        ("exits_for_kvkeep:Policy", "cannot be imported: SystemExit: 3"),
+        ("lacks_for_kvkeep:Policy", "cannot be imported: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("syntax_for_kvkeep:Policy", "cannot be imported: SyntaxError: "),
+        ("h20:recent", "There is no policy and no module 'h20'. Did you mean 'h2o'?"),
+        ("h20:recent=3", "Unknown policy 'h20'. Did you mean 'h2o'?"),
+        ("os.path:join", "is not a subclass"),
+        (":Policy", "Unknown policy ''"),
+        ("../mine_for_kvkeep:Policy", "Unknown policy '../mine_for_kvkeep'."),
+    ],
+)
+def test_a_wrong_module_or_class_ends_in_one_line(here, text, message):
+    with pytest.raises(kvkeep.PolicyError) as caught:
+        kvkeep.parse(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_registered_name_goes_before_a_module(here):
+    (here / "h2o.py").write_text(THIRD_PARTY)
+    assert kvkeep.parse("h2o:recent=3") == H2O(recent=3)
+    with pytest.raises(kvkeep.PolicyError, match="has no option 'EveryOther'"):
+        kvkeep.parse("h2o:EveryOther")
+
+
+def test_a_list_of_policies_has_modules_and_classes_in_it(here):
+    found = split_policies("full,mine_for_kvkeep:EveryOther,sinks=2,mine_for_kvkeep:EveryOther:sinks=3,local")
+    assert [getattr(policy, "sinks", None) for policy in found] == [None, 2, 3, None]
+
+
+def test_the_command_line_takes_module_and_class(here):
+    shown = CliRunner().invoke(app, ["policies", "show", "mine_for_kvkeep:EveryOther:sinks=2"])
+    assert shown.exit_code == 0, shown.output
+    assert "Prefers even positions." in shown.output
+    assert "first tokens that are never evicted" in shown.output
+    done = CliRunner().invoke(
+        app,
+        ["generate", "-p", "the dog", "--policy", "mine_for_kvkeep:EveryOther:sinks=2", "--budget", "8", "-n", "12"],
+    )
+    assert done.exit_code == 0, done.output
+    assert "mine_for_kvkeep:EveryOther:sinks=2, budget 8" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_the_same_run_is_told_from_another(tmp_path):
     found = {"model": "m", "seed": 0, "more": 1}
     check_same(tmp_path, found, {"model": "m", "other": 2}, NAMES)
     with pytest.raises(
-        InputError, match=r"another run: the model was m and is n now. .*choose another --output folder"
+        InputError, match=r"another run: the model was m and is n now. .*choose another `output` folder"
     ):
         check_same(tmp_path, found, {"model": "n"}, NAMES)
     with pytest.raises(InputError, match="the seed was '0' and is 0 now"):

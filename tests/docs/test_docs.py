@@ -29,17 +29,18 @@ def blocks(text, language):
 def test_the_readmes_code_runs(capsys):
     code, engine = blocks(README, "python")
     assert code.count('"Qwen/Qwen3-0.6B"') == code.count("4096") == engine.count("2 * 2**30") == 1
-    names = {"prompts": [[1, 2, 3], [4, 5]]}
+    names = {"prompts": ["the quick brown fox", "the lazy dog"]}
     exec(code.replace("Qwen/Qwen3-0.6B", str(model_folders.folder())).replace("4096", "4"), names)
     assert "Memory(allocated_bytes=" in capsys.readouterr().out
-    exec(engine.replace("2 * 2**30", "2 * 2**20").replace("prompt=ids", "prompt=ids, sampling=SHORT"), names | SHORT)
+    exec(engine.replace("2 * 2**30", "2 * 2**20").replace("run(prompts)", "run(prompts, SHORT)"), names | SHORT)
     assert {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()} >= {"0", "1"}
 
 
 def test_the_engines_page_runs(capsys):
-    (code,) = blocks((ROOT / "docs/engine.md").read_text(), "python")
-    exec(code, {})
-    assert capsys.readouterr().out.count(" length ") + capsys.readouterr().out.count(" stop ") >= 1
+    exec("".join(blocks((ROOT / "docs/engine.md").read_text(), "python")), {})
+    said = capsys.readouterr().out
+    assert said.count(" length ") + said.count(" stop ") == 5
+    assert len(said.splitlines()[-1]) > 100  # the texts of the coroutines
 
 
 def test_the_pages_own_policy_is_lawful():

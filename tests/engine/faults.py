@@ -1,6 +1,6 @@
 """Random schedules of an engine with faults in them, and what must hold whatever happens.
 
-``python -m engine.faults 0 60``, in the folder of the tests, runs the schedules 0 to 59 and prints how requests ended.
+``python -m engine.faults 0 30``, in the folder of the tests, runs the schedules 0 to 29 and prints how requests ended.
 """
 
 import functools

@@ -1,11 +1,13 @@
 """A request gets the tokens that it gets alone, whatever runs beside it, whenever it comes, however prompts are cut."""
 
+import functools
 import random
 from dataclasses import dataclass
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sweeps import sweep
 
 import kvkeep
 from kvkeep.engine import Engine, Request, Result
@@ -50,24 +52,24 @@ def test_every_policy_in_a_mixed_batch(policy, chunk):
     assert not engine.busy
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_with_room_for_everything_the_chunk_does_not_matter(policy):
+@functools.cache
+def three_prompts(policy, budget, chunk):
+    """The tokens that follow three prompts of different lengths in two rows."""
     requests = [
         Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=4))
         for i, length in enumerate((3, 17, 11))
     ]
+    engine = Engine(model("llama"), policy=policy, budget=budget, rows=2, prefill_chunk=chunk)
+    return [result.token_ids for result in engine.generate(requests)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_room_for_everything_the_chunk_does_not_matter(policy):
     budget = 400 if policy.startswith("pyramidkv") else 40  # its upper layers get a twentieth of the lowest
-    found = [
-        [
-            r.token_ids
-            for r in Engine(model("llama"), policy=policy, budget=budget, rows=2, prefill_chunk=c).generate(requests)
-        ]
-        for c in (None, 3, 8)
-    ]
-    assert found[0] == found[1] == found[2]
+    whole = three_prompts(policy, budget, None)
+    assert whole == three_prompts(policy, budget, 3) == three_prompts(policy, budget, 8)
     if policy != "topk_dynamic":  # attends to some tokens alone
-        full = Engine(model("llama"), policy="full", budget=budget, rows=2).generate(requests)
-        assert found[0] == [r.token_ids for r in full]
+        assert whole == three_prompts("full", budget, None)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
@@ -137,7 +139,7 @@ def test_policies_run_side_by_side(name, policies):
     for number, request in zip(numbers, requests, strict=True):
         new = request.sampling.max_new_tokens
         whole = alone(name, request.prompt, new, request.policy, request.budget, None)
-        assert results[number].token_ids == whole, request.policy
+        assert results[number].token_ids == whole, (request.policy, results[number])
 
 
 @pytest.mark.parametrize("other", ["spatten", "adakv:window=4", "pyramidkv:window=4", "h2o:recent=3"])
@@ -182,13 +184,22 @@ arrivals = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    schedule=st.lists(arrivals, min_size=1, max_size=6),
-    rows=st.integers(1, 4),
-    chunk=st.sampled_from([3, 8, 100]),
-)
-def test_random_schedules(schedule, rows, chunk):
+@pytest.mark.parametrize("examples", sweep([12, 150], lambda examples: examples == 12))
+def test_random_schedules(examples):
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(
+        schedule=st.lists(arrivals, min_size=1, max_size=6),
+        rows=st.integers(1, 4),
+        chunk=st.sampled_from([3, 8, 100]),
+    )
+    def run(schedule, rows, chunk):
+        check_schedule(schedule, rows, chunk)
+
+    run()
+
+
+def check_schedule(schedule, rows, chunk):
+    """Each request ends with the tokens that it gets alone, or with the first of them if it was cancelled."""
     engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=rows, prefill_chunk=chunk)
     numbers, results = play(engine, schedule)
     assert results.keys() == numbers.keys()
@@ -238,10 +249,14 @@ def test_budgets_of_layers_and_positions():
             assert result.token_ids == single.generate([request])[0].token_ids
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4", "spatten")
+"""Masses, no eviction, random numbers of each token, of the prompt, budgets of heads, state through the layers."""
+
+
+@pytest.mark.parametrize("policy", sweep(POLICIES, KINDS.__contains__))
 def test_sampled_tokens_depend_on_the_request_alone(policy):
     sampling = [
-        Sampling(max_new_tokens=12, temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r, seed=s)
+        Sampling(max_new_tokens=8, temperature=t, top_k=k, top_p=p, min_p=m, repetition_penalty=r, seed=s)
         for t, k, p, m, r, s in [
             (1.0, None, None, None, 1.0, 1),
             (0.7, 5, None, None, 1.3, 2),
@@ -249,7 +264,7 @@ def test_sampled_tokens_depend_on_the_request_alone(policy):
             (1.0, 20, 0.9, 0.05, 0.8, 4),
         ]
     ]
-    sampling += [Sampling(max_new_tokens=12), Sampling(max_new_tokens=12, repetition_penalty=1.5)]
+    sampling += [Sampling(max_new_tokens=8), Sampling(max_new_tokens=8, repetition_penalty=1.5)]
     requests = [Request(prompt=prompt_of(i, 4 + 3 * i), sampling=s) for i, s in enumerate(sampling)]
     budget = CAPACITY if kvkeep.parse(policy).evicts else 64
     batch = Engine(model("llama"), policy=policy, budget=budget, rows=4, prefill_chunk=4)
@@ -257,5 +272,6 @@ def test_sampled_tokens_depend_on_the_request_alone(policy):
     together = [r.token_ids for r in batch.generate(requests)]
     assert together == [r.token_ids for r in single.generate(requests)]
     assert together == [r.token_ids for r in reversed(batch.generate(list(reversed(requests))))]
-    other = [Request(prompt=r.prompt, sampling=Sampling(max_new_tokens=12, temperature=1.5, seed=99)) for r in requests]
-    assert [r.token_ids for r in single.generate(other)] != together
+    first = requests[0].prompt
+    other = Request(prompt=first, sampling=Sampling(max_new_tokens=8, temperature=1.5, seed=99))
+    assert single.generate([other])[0].token_ids != together[0]

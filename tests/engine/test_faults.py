@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-FEW = 60
+FEW = 30
 
 
 def run(first, last):

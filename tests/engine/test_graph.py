@@ -28,7 +28,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setenv(backends.SWITCH, "torch")
     monkeypatch.setattr(TorchBackend, "is_over", lambda self, positions, limit: True)
     monkeypatch.setattr(plain, "_is_finite", lambda x: False)
-    monkeypatch.setattr("kvkeep.policies._bursts._none_is_set", lambda bits: False)
+    monkeypatch.setattr("kvkeep.policies._bursts._are_set", lambda words: [True] * words.shape[1])
 
 
 def requests(*lengths):

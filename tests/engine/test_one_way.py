@@ -5,13 +5,13 @@ import json
 import model_folders
 import pytest
 import torch
+from commands import completions, run, write
 
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.jobs.lines import COMPLETION, parse
 from kvkeep.noise import spread, uniform
 
-from .commands import completions, run, write
 from .models import model
 from .test_equal import prompt_of
 

@@ -90,11 +90,12 @@ def lines_run(work):
         count += event == "line"
         return watch
 
+    before = sys.gettrace()
     sys.settrace(watch)
     try:
         work()
     finally:
-        sys.settrace(None)
+        sys.settrace(before)
     return count
 
 

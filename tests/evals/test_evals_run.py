@@ -19,7 +19,7 @@ from kvkeep.evals.run import Part, lay_out, run
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import find
 from kvkeep.models import load as loading
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
 from kvkeep.models.text import Writer
 
 OPTIONS = Options(limit=2, window=40, contexts=(300,), facts=2)

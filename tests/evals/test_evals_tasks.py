@@ -25,7 +25,7 @@ from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces
 from kvkeep.evals.tasks.recall import Recall
 from kvkeep.models import load as loading
 from kvkeep.models import tiny
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
 from kvkeep.models.text import Writer
 from kvkeep.models.tiny.recall import question
 from kvkeep.models.tiny.wordings import HELD_OUT

@@ -4,7 +4,7 @@ import json
 import random
 
 import pytest
-from engine.commands import result_of, run
+from commands import result_of, run
 
 from kvkeep.engine.sampling import Sampling
 from kvkeep.jobs.lines import COMPLETION, MAX_DEPTH, BadLine, Line, digest, parse

@@ -9,7 +9,7 @@ import model_folders
 import processes
 import pytest
 import torch
-from engine.commands import completions, result_of, run, write
+from commands import completions, result_of, run, write
 from safetensors.torch import load_file, save_file
 
 from kvkeep.cli.generate import job
@@ -208,6 +208,7 @@ def test_what_is_kept_of_a_line_does_not_grow_with_its_length():
         tracemalloc.stop()
         return found / 1000
 
+    kept(5), kept(5000)  # what checks of annotations remember is made once
     assert kept(5000) < kept(5) + 10 < 500
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import processes
 import pytest
-from engine.commands import completions, result_of, run, write
+from commands import completions, result_of, run, write
+from sweeps import sweep
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
@@ -295,15 +296,16 @@ def test_a_closed_pipe_ends_the_job_quietly(ten):
     process.stderr.close()
 
 
-def test_killed_ten_times_at_random_moments(tmp_path):
+@pytest.mark.parametrize(("kills", "n"), sweep([(4, 40), (10, 120)], lambda case: case[0] == 4))
+def test_killed_at_random_moments(tmp_path, kills, n):
     entries = [
-        {"prompt": f"There was a dog, and it had {i}", "n": i, "options": {"max_new_tokens": 12}} for i in range(120)
+        {"prompt": f"There was a dog, and it had {i}", "n": i, "options": {"max_new_tokens": 12}} for i in range(n)
     ]
     source, target = write(tmp_path / "in.jsonl", *entries), tmp_path / "out.jsonl"
     rng = random.Random(3)
     args = ["generate", "-i", str(source), "-o", str(target), "--budget", "16", "--max-rows", "4", "--raw"]
     sizes = []
-    for i in range(10):
+    for i in range(kills):
         process = processes.kvkeep(*args)
         if i % 3 == 0:  # any time, while it loads or resumes as well
             time.sleep(rng.random() * 0.4)
@@ -318,11 +320,11 @@ def test_killed_ten_times_at_random_moments(tmp_path):
         process.kill()
         process.join()
         sizes.append(target.stat().st_size)
-    assert len(target.read_text().splitlines()) < 120
+    assert len(target.read_text().splitlines()) < n
     assert run(*args[1:]).exit_code == 0
     lines = [json.loads(text) for text in target.read_text().splitlines()]
-    assert sorted(entry["n"] for entry in lines) == list(range(120))
-    assert len({entry[COMPLETION]["line"] for entry in lines}) == 120
+    assert sorted(entry["n"] for entry in lines) == list(range(n))
+    assert len({entry[COMPLETION]["line"] for entry in lines}) == n
     assert sizes == sorted(set(sizes))
     unbroken = tmp_path / "unbroken.jsonl"
     assert run("-i", source, "-o", unbroken, *args[5:]).exit_code == 0

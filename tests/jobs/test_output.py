@@ -6,7 +6,7 @@ import os
 
 import processes
 import pytest
-from engine.commands import completions, result_of, run, write
+from commands import completions, result_of, run, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

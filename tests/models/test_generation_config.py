@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
 from kvkeep.models.generation import KEPT, OWN, SAME_TEXT
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
 
 PROMPT = "the quick brown fox"
 

@@ -331,7 +331,6 @@ TEMPLATES = {
 }
 
 HARMLESS = {
-    "a quantisation that does not exist": config(quantization_config={"quant_method": "evil"}),
     "an end that is negative": generation(eos_token_id=-1),
     "an end that no vocabulary has": generation(eos_token_id=10**6),
     "no generation config": lambda folder: (folder / "generation_config.json").unlink(),

@@ -16,10 +16,10 @@ from transformers.utils import logging as transformers_logging
 
 import kvkeep
 from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
+from kvkeep.models import files
 from kvkeep.models import load as loading
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
-from kvkeep.models.load import embedded, find, load, read_weights
-from kvkeep.models.quiet import no_conversion_service, quiet
+from kvkeep.models.load import embedded, find, load, no_conversion_service, quiet, read_weights
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +133,7 @@ def pickled(folder: Path) -> Path:
 
 def test_pickled_weights_are_refused_unless_allowed(tmp_path: Path):
     folder = pickled(model_folders.copy(tmp_path / "m"))
-    with expect(ModelFileError, "pytorch_model.bin", "--allow-pickle"):
+    with expect(ModelFileError, "pytorch_model.bin", "`allow_pickle=True`"):
         load(folder)
     ours, theirs = load(folder, allow_pickle=True)[0], load(model_folders.folder())[0]
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
@@ -258,7 +258,7 @@ def test_answers_of_the_hub(kind: type[Exception], words: list[str]):
     cause = kind.__new__(kind)  # its arguments differ between versions of the client
     error = OSError("a long story\nwith many lines")
     error.__cause__ = cause
-    message = str(loading._explain("a/b", "Its config.json cannot be read", error))
+    message = str(files._explain("a/b", "Its config.json cannot be read", error))
     assert all(word in message for word in words)
     assert "long story" not in message
 
@@ -267,7 +267,7 @@ def test_weights_on_the_hub_that_are_not_safetensors():
     error = OSError(
         "a/b does not appear to have a file named model.safetensors and cannot be loaded with `safetensors`"
     )
-    assert "--allow-pickle" in str(loading._explain("a/b", "Its weights cannot be read", error))
+    assert "allow_pickle=True" in str(files._explain("a/b", "Its weights cannot be read", error))
 
 
 def test_conversion_service_is_never_asked(monkeypatch: pytest.MonkeyPatch):
@@ -316,7 +316,7 @@ def test_embedded_model_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, err
         raise error
 
     monkeypatch.setattr(loading.tiny, "path", fail)
-    with expect(ModelFileError, "(no embedded model|corrupted)", "Give a MODEL"):
+    with expect(ModelFileError, "(no embedded model|corrupted)", "Give a `model`"):
         embedded()
 
 

@@ -67,7 +67,7 @@ LARGE = {
 def test_a_template_without_an_end_is_ended_and_the_next_one_is_filled_in(template, tokenizer, monkeypatch):
     monkeypatch.setattr(templates, "TIMEOUT_S", 0.3)
     tokenizer.chat_template = template
-    with pytest.raises(InputError, match=r"chat template fails .* Use --raw"):
+    with pytest.raises(InputError, match=r"chat template fails .* Use `raw=True`"):
         templates.fill(tokenizer, MESSAGES)
     monkeypatch.undo()
     tokenizer.chat_template = "{{ messages[0].role }}"
@@ -95,14 +95,14 @@ FAILING = {
 @pytest.mark.parametrize("template", FAILING.values(), ids=FAILING.keys())
 def test_a_template_that_fails_says_why(template, tokenizer):
     tokenizer.chat_template = template
-    with pytest.raises(InputError, match=r"chat template fails \(\w+: .*Use --raw"):
+    with pytest.raises(InputError, match=r"chat template fails \(\w+: .*Use `raw=True`"):
         templates.fill(tokenizer, [{"role": "user", "content": "x"}])
 
 
 @pytest.mark.parametrize("template", [{"tool_use": "x"}, {}], ids=["no default", "none"])
 def test_templates_without_a_default(template, tokenizer):
     tokenizer.chat_template = template
-    with pytest.raises(InputError, match=r"chat template cannot be used .*Use --raw"):
+    with pytest.raises(InputError, match=r"chat template cannot be used .*Use `raw=True`"):
         templates.fill(tokenizer, MESSAGES)
 
 

@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvkeep.errors import ModelFileError
 from kvkeep.models import tiny
-from kvkeep.models.tiny.filler import SENTENCES
 from kvkeep.models.tiny.recall import Question, draw_facts, own_filler, question
-from kvkeep.models.tiny.wordings import HELD_OUT
+from kvkeep.models.tiny.wordings import HELD_OUT, SENTENCES
 
 FOLDER = Path(tiny.__file__).parent
 

@@ -28,7 +28,7 @@ import kvkeep
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.layer import Layer
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
 from kvkeep.planning import cost
 from kvkeep.planning.cost import Cost, Experts, LayerShape, ModelShape, Workspace
 from kvkeep.planning.shapes import outline

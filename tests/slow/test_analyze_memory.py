@@ -1,6 +1,6 @@
 """The bound of ``kvkeep analyze``, measured on a process: memory follows the length of the text, not its square.
 
-Slow (minutes); `make test-slow` runs it, `make test` does not.
+It takes minutes: `make test-all` runs it, `make test` does not.
 """
 
 import resource

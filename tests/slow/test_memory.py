@@ -1,6 +1,6 @@
 """The bound, measured on a process: peak resident memory does not follow the length of the prompt.
 
-Slow (minutes); `make test-slow` runs it, `make test` does not.
+It takes minutes: `make test-all` runs it, `make test` does not.
 """
 
 import subprocess

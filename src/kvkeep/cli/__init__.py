@@ -1,1 +1,1 @@
-"""The command line: `main` and one file per subcommand. Importing it is cheap; torch comes with the first real work."""
+"""The command line: `main`, and a room or a file for each subcommand. Importing it does not import torch."""

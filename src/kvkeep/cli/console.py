@@ -1,6 +1,6 @@
-"""What the subcommands share: consoles, one-line errors, JSON, and numbers in words.
+"""The terminal: text for people, JSON for programs, errors in one line with the flags of the subcommand that runs.
 
-Text that a user may want to pipe goes to standard output, everything else to standard error.
+Results go to standard output, everything else to standard error.
 """
 
 from __future__ import annotations
@@ -10,43 +10,39 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, ParamSpec
+from contextvars import ContextVar
+from typing import ParamSpec, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.models import ArgumentInfo, OptionInfo
 
-from kvkeep.errors import BudgetError, InputError, KVKeepError
+from kvkeep.errors import KVKeepError, three_digits
+from kvkeep.errors import show_bytes as show_bytes
 
 P = ParamSpec("P")
 
 BAD_INPUT = 2
-"""Exit code of everything that the user can put right; the same as for a misspelt option."""
+"""Exit code of every error that the user can put right; the same as for a misspelt option."""
 
-_UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
-MAX_TOKENS = 2**31 - 1
-"""The last position there is."""
-_MAX_BYTES = 2**63 - 1
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as in shells: 128 and the number of the signal."""
+
 _LONGEST = 300
-"""Characters of a word in a message; a longer one is a value that somebody gave, and shown in part."""
-_BYTES: dict[str, int] = {
-    "B": 1,
-    **{f"{prefix}B": 1000**power for prefix, power in (("k", 1), ("K", 1), ("M", 2), ("G", 3), ("T", 4))},
-    **{f"{prefix}iB": 1024**power for prefix, power in (("K", 1), ("M", 2), ("G", 3), ("T", 4))},
-}
+"""Characters of a word in a message; the middle of a longer word is left out."""
 _OUT_OF_MEMORY = "This machine has too little memory for that. Give it less to do at once, or free some memory."
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))  # all but tab and line break
 _ESCAPES = {code: f"\\u{code:04x}" for code in range(127, 160)}
 
+_ARGUMENT = re.compile(r"`([a-z_]+)(?:=([^`]*))?`|^([a-z_]+)=(\S+)")
+"""How messages name an argument of Python, see `kvkeep.errors`."""
 
-Debug = Annotated[
-    bool,
-    typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel="Output"),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel="Output")]
+_PARAMETERS: ContextVar[Mapping[str, OptionInfo | ArgumentInfo]] = ContextVar("parameters")
+"""Options and arguments of the subcommand that runs, by their names in Python."""
 
 
 def out() -> Console:
@@ -64,6 +60,7 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        token = _PARAMETERS.set(_parameters(command))
         try:
             command(*args, **kwargs)
         except (KVKeepError, MemoryError) as found:
@@ -71,41 +68,91 @@ def one_line_errors(command: Callable[P, None]) -> Callable[P, None]:
                 traceback.print_exception(found)
             error(_OUT_OF_MEMORY if isinstance(found, MemoryError) else str(found))
             raise typer.Exit(BAD_INPUT) from found
+        finally:
+            _PARAMETERS.reset(token)
 
     return wrapper
 
 
+def _parameters(command: Callable[..., None]) -> dict[str, OptionInfo | ArgumentInfo]:
+    """The description of each parameter of a subcommand for typer."""
+    hints = get_type_hints(command, include_extras=True)
+    return {
+        name: info
+        for name, hint in hints.items()
+        for info in getattr(hint, "__metadata__", ())
+        if isinstance(info, OptionInfo | ArgumentInfo)
+    }
+
+
+def with_flags(message: str) -> str:
+    """A message in which flags of the running subcommand stand in place of Python arguments.
+
+    ``Raise `prefill_chunk=64` `` becomes ``Raise --prefill-chunk 64``. An argument that the subcommand does not have
+    becomes plain words.
+    """
+    parameters = _PARAMETERS.get({})
+
+    def show(found: re.Match[str]) -> str:
+        name, value = found[1] or found[3], found[2] or found[4]
+        alike = (name, f"{name}s", name.removesuffix("s"), f"max_{name}")  # e.g. rows of an engine: --max-rows
+        flag = next((one for one in alike if one in parameters), None)
+        if flag is not None:
+            return _flag(flag, value, parameters[flag])
+        return found[0] if value else name.replace("_", " ")
+
+    return _ARGUMENT.sub(show, message)
+
+
+def _flag(name: str, value: str | None, info: OptionInfo | ArgumentInfo) -> str:
+    """An option and its value as they are typed."""
+    if isinstance(info, ArgumentInfo):
+        return info.metavar or name.upper()
+    words = name.replace("_", "-")
+    if value in ("True", "False"):
+        return f"--{words}" if value == "True" else f"--no-{words}"
+    if value is None:
+        return f"--{words}"
+    return f"--{words} {_size(int(value)) if info.metavar == 'SIZE' and value.isdecimal() else value}"
+
+
+def _size(count: int) -> str:
+    """Bytes as `parse_bytes` reads them, without a digit lost."""
+    return f"{count // 10**6}MB" if count % 10**6 == 0 else f"{count}B"
+
+
 def progress(message: str) -> None:
-    """Say what is going on, to a person who is waiting."""
+    """Print the present stage of the work, on a terminal only."""
     console = err()
     if console.is_terminal:
         console.print(Text(message, "dim"), soft_wrap=True)
 
 
 def error(message: str) -> None:
-    """Say in one line what went wrong."""
-    err().print(Text.assemble(("error: ", "bold red"), visible(" ".join(map(_cut, message.split())))), soft_wrap=True)
+    """Print an error in one line."""
+    line = " ".join(map(_cut, with_flags(message).split()))
+    err().print(Text.assemble(("error: ", "bold red"), visible(line)), soft_wrap=True)
 
 
 def note(message: str) -> None:
-    """Say something that the user should know but that stops nothing."""
-    err().print(Text.assemble(("note: ", "yellow"), printable(message)))
+    """Print a fact that the user should know and that stops nothing."""
+    err().print(Text.assemble(("note: ", "yellow"), printable(with_flags(message))))
 
 
 def write_json(value: object) -> None:
-    """Print one JSON object to standard output, with the control characters that JSON allows escaped as well."""
+    """Print one JSON object to standard output; all control characters are escaped, also where JSON allows them."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False).translate(_ESCAPES) + "\n")
 
 
 def write_text(text: str) -> None:
-    """Write a piece of a model's text at once; a terminal never gets control characters from it."""
+    """Print a piece of a model's text at once, without its control characters if the output is a terminal."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 @contextmanager
 def streamed_text() -> Iterator[Callable[[str], None]]:
-    """A function that writes pieces of text; whatever happens meanwhile, the last line is ended."""
+    """A function that prints pieces of text. The last line is ended, also after an error."""
     last = "\n"
 
     def write(piece: str) -> None:
@@ -126,12 +173,12 @@ def printable(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """The text on one line with every character that is not printed written as its escape: nothing of it is hidden."""
+    """The text on one line, with escapes for all characters that cannot be seen."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _cut(word: str) -> str:
-    """A word of a message, without the middle where it is too long to read."""
+    """A word of a message, without its middle if it is too long to read."""
     return word if len(word) <= _LONGEST else f"{word[: _LONGEST // 2]}…{word[-_LONGEST // 2 :]}"
 
 
@@ -158,93 +205,19 @@ def facts_table(name: str, value: str, rows: dict[str, str]) -> Table:
     return filled
 
 
-def parse_tokens(text: str, option: str) -> int:
-    """Read a number of tokens: ``1024``, ``4K`` (4 × 1024), ``4k`` (4 × 1000), ``1M``, ``1.5k``.
-
-    Raises:
-        InputError: it is not a whole number, or larger than positions can be.
-    """
-    digits, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
-    try:
-        number = int(digits) * unit if digits.lstrip("+-").isdecimal() else float(digits) * unit
-        tokens = int(number)
-    except (ValueError, OverflowError):  # no number, "nan", "inf"
-        tokens, number = 0, 0.5
-    if tokens != number:
-        raise InputError(f"{option} {text!r} is not a whole number of tokens; write e.g. 1024, 4K (4096) or 4k (4000).")
-    if tokens > MAX_TOKENS:
-        raise InputError(f"{option} {text} is larger than {MAX_TOKENS}, the last position there is.")
-    return tokens
-
-
-def parse_number(text: str, option: str) -> float:
-    """Read a number.
-
-    Raises:
-        InputError: it is none.
-    """
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(f"{option}: {text!r} is not a number.") from None
-
-
-def parse_budget(text: str, option: str) -> float | int:
-    """Read a budget: ``20%`` becomes 0.2, a number of tokens an int.
-
-    Raises:
-        InputError: it is neither.
-        BudgetError: the share is outside 0 … 100 %.
-    """
-    if not text.endswith("%"):
-        return parse_tokens(text, option)
-    percent = parse_number(text[:-1], option)
-    if not 0 < percent <= 100:
-        raise BudgetError(f"{option} {text} is outside 0 … 100%. It is the share of the text's tokens that stay.")
-    return percent / 100
-
-
-def parse_bytes(text: str, option: str, *, example: str = "24GiB (2^30 each) or 24GB (10^9 each)") -> int:
-    """Read a size: ``24GiB``, ``24 GB``, ``512MiB``.
-
-    Raises:
-        InputError: it is no number with a unit, not above 0, or larger than any machine has.
-    """
-    found = re.fullmatch(r"\s*([+-]?[0-9]*\.?[0-9]+)\s*([kKMGT]?i?B)\s*", text)
-    if found is None or found[2] not in _BYTES:
-        raise InputError(f"{option} {text!r} is not a size with a unit; write e.g. {example}.")
-    number = float(found[1]) * _BYTES[found[2]]
-    if number > _MAX_BYTES:
-        raise InputError(f"{option} {text} is more than any machine has, 2^63 bytes; write e.g. {example}.")
-    size = round(number)
-    if size < 1:
-        raise InputError(f"{option} {text} is not above 0; write e.g. {example}.")
-    return size
-
-
-def show_bytes(count: int) -> str:
-    """Bytes in decimal units, three digits: ``1.23 MB``."""
-    size, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 999.5:
-            break
-        size, unit = size / 1000, larger
-    return f"{count} B" if unit == "B" else f"{_three_digits(size)} {unit}"
-
-
 def show_factor(factor: float) -> str:
-    """A factor as ``4.0×``, with more digits where one would not tell."""
+    """A factor: ``4.0×``, or ``0.04×`` with two digits where it is small."""
     return f"{factor:.1f}×" if factor >= 0.95 else f"{factor:.2g}×"
 
 
 def show_speed(tpot_s: float | None) -> str:
-    """The time per token as ``23.5 tokens/s``; a dash if there was none to measure."""
+    """The speed for a time per token: ``23.5 tokens/s``, or a dash if no time was measured."""
     return f"{show_rate(1 / tpot_s)} tokens/s" if tpot_s else "–"
 
 
 def show_rate(rate: float) -> str:
     """Tokens per second, three digits at least: ``23.5``, ``1234``."""
-    return _three_digits(rate)
+    return three_digits(rate)
 
 
 def show_seconds(seconds: float) -> str:
@@ -255,7 +228,3 @@ def show_seconds(seconds: float) -> str:
 def count(number: int, noun: str) -> str:
     """A number and its noun: ``1 token``, ``2 tokens``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

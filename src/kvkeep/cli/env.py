@@ -1,4 +1,4 @@
-"""``kvkeep env``: what a bug report needs."""
+"""``kvkeep env``: facts for a bug report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from kvkeep.cli import console
-from kvkeep.cli.console import Debug, Json, one_line_errors
+from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.options import Debug, Json
 from kvkeep.errors import InputError, PolicyError
 from kvkeep.version import __version__
 
@@ -17,7 +18,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_
 
 @one_line_errors
 def env(json: Json = False, debug: Debug = False) -> None:
-    """Show versions, devices, memory and policies: what a bug report needs."""
+    """Show versions, devices, memory and policies, as a bug report needs them."""
     facts = {
         "kvkeep": __version__,
         "python": platform.python_version(),
@@ -56,7 +57,7 @@ def _hardware() -> dict[str, Any]:
 
 
 def _backends() -> list[dict[str, str]]:
-    """Who does the work on each kind of device, and why; compiles the native kernel if that is still to do."""
+    """The backend of each kind of device, and why it was chosen. Compiles the native kernel if need be."""
     import torch
 
     from kvkeep.backends import choose, why
@@ -79,7 +80,7 @@ def _cuda_bytes(index: int) -> int:
 
 
 def _memory_bytes() -> int | None:
-    """Main memory, where the system says how much there is."""
+    """Size of main memory; ``None`` if the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on Windows
@@ -87,7 +88,7 @@ def _memory_bytes() -> int | None:
 
 
 def _policies() -> list[str]:
-    """The names of all policies; those of other packages with where they come from, broken ones with their error."""
+    """The names of all policies. A policy of another package has its origin beside it, or the error that it raises."""
     from kvkeep.registry import ENTRY_POINT_GROUP, available
 
     origin = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}

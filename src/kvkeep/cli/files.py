@@ -1,4 +1,4 @@
-"""Text files that a user names."""
+"""Files that the user names on the command line."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
 
     Args:
         file: path, or ``-``.
-        kind: what messages call the file, e.g. ``prompt file``.
-        purpose: what the text is for, as messages end: ``Give the model some text to continue.``
+        kind: name of the file in messages, e.g. ``prompt file``.
+        purpose: the last sentence of messages, e.g. ``Give the model some text to continue.``
 
     Raises:
-        InputError: it cannot be read, is no UTF-8, or is empty.
+        InputError: the file cannot be read, is not UTF-8, or is empty.
     """
     source = "Standard input" if file == STANDARD_INPUT else f"The {kind} {file}"
     try:
@@ -42,10 +42,10 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
 
 
 def not_empty(text: str, source: str, purpose: str) -> str:
-    """The text.
+    """The same text.
 
     Raises:
-        InputError: there is nothing but white space.
+        InputError: the text is empty, or only white space.
     """
     if not text.strip():
         raise InputError(f"{source} is empty. {purpose}")
@@ -54,20 +54,20 @@ def not_empty(text: str, source: str, purpose: str) -> str:
 
 @contextmanager
 def read_again(file: str, *, kind: str) -> Iterator[Path]:
-    """A file that can be read several times: standard input (``-``), or a pipe, is copied first.
+    """A file that can be read several times; standard input (``-``) or a pipe is copied first.
 
     Args:
         file: path, or ``-``.
-        kind: what messages call the file, e.g. ``input``.
+        kind: name of the file in messages, e.g. ``input``.
 
     Raises:
-        InputError: it cannot be copied, or is a device, which may have no end.
+        InputError: the file cannot be copied, or is a device, which may have no end.
     """
     path = in_full(file)
     if file != STANDARD_INPUT and _is_endless(path):
         raise InputError(f"The {kind} {file} is a device, which may have no end. Give a file, a pipe, or - for input.")
     if file != STANDARD_INPUT and not _is_stream(path):
-        yield path  # also one that does not exist: whoever reads it says so
+        yield path  # also if there is no such file: its reader raises the error
         return
     with _temporary_folder() as folder:
         copy = Path(folder) / "copy"
@@ -85,10 +85,14 @@ def read_again(file: str, *, kind: str) -> Iterator[Path]:
 
 
 def place(text: str, option: str) -> Path:
-    """The path that an option for results names.
+    """The path for results.
+
+    Args:
+        text: the value of the option.
+        option: the flag, for messages.
 
     Raises:
-        InputError: it is empty, which the system takes for the folder that one is in.
+        InputError: the text is empty, which the system would take for the present folder.
     """
     if not text:
         raise InputError(f"{option} is empty, so there is no place for results. Give a name, or . for this folder.")
@@ -106,7 +110,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _is_endless(path: Path) -> bool:
-    """Whether a file is a device like ``/dev/zero``, and not the one that standard input comes from."""
+    """Whether a file is a device such as ``/dev/zero``, unless standard input comes from it."""
     with suppress(OSError):
         found = path.stat()
         if stat.S_ISCHR(found.st_mode):
@@ -118,6 +122,6 @@ def _is_endless(path: Path) -> bool:
 
 def _is_stream(path: Path) -> bool:
     """Whether a file can be read only once."""
-    with suppress(OSError):  # e.g. a name that is too long: whoever reads it says so
+    with suppress(OSError):  # e.g. a name that is too long: the file's reader raises the error
         return path.is_fifo() or path.is_char_device() or path.is_socket()
     return False

@@ -1,4 +1,4 @@
-"""The application: its subcommands, and the entry point that survives Ctrl-C and closed pipes."""
+"""The application: its subcommands, and an entry point that shows no traceback after Ctrl-C or for closed pipes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ import typer
 from kvkeep.cli import analyze, console, demo, env, generate, plan, policies, theory
 from kvkeep.cli import eval as evaluation
 from kvkeep.version import __version__
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
 
 _WIDTHS = ("COLUMNS", "LINES", "JUPYTER_COLUMNS", "JUPYTER_LINES", "TERMINAL_WIDTH")
 _ENDINGS = ("SIGTERM", "SIGHUP")
@@ -56,7 +53,7 @@ def kvkeep(
 
 
 def run() -> None:
-    """Entry point of the command ``kvkeep``: never a traceback for Ctrl-C, or for a stream that is closed or full."""
+    """Run the command ``kvkeep``, without a traceback after Ctrl-C or for a stream that is closed or full."""
     _open_closed_streams()
     _forget_odd_widths()
     _end_tidily()
@@ -69,7 +66,7 @@ def run() -> None:
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(console.INTERRUPTED)
     except OSError as error:
         if error.filename is not None or error.strerror is None:
             raise  # no stream: a file, which has a name, or the network
@@ -83,7 +80,7 @@ def run() -> None:
 
 
 def _is_full() -> bool:
-    """Whether standard output still has what it could not write."""
+    """Whether standard output still holds text that it cannot write."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -92,14 +89,17 @@ def _is_full() -> bool:
 
 
 def _forget_odd_widths() -> None:
-    """Drop sizes of a terminal that none has: what draws tables would take them as they are, or fail."""
+    """Remove environment variables that give a terminal an impossible size; rich would believe them, or fail."""
     for name in _WIDTHS:
         if not re.fullmatch("[0-9]{1,4}", os.environ.get(name, "0")):
             del os.environ[name]
 
 
 def _end_tidily() -> None:
-    """Let signals that end the process remove what is temporary first, unless whoever started it ignores them."""
+    """Make signals that end the process raise `SystemExit`, so that temporary files are removed.
+
+    A signal that the parent process ignores stays ignored.
+    """
     for name in _ENDINGS:
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:
@@ -111,10 +111,10 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Give a standard stream that the caller has closed a file that cannot be read or written, as the closed one.
+    """Open a standard stream that the caller has closed, so that no other file gets its number and its text.
 
-    Without it the next file that is opened would take the stream's number, and get what is meant for the stream.
-    Standard error has nobody to whom it could fail, so what goes there is dropped.
+    Reading the new standard input and writing to the new standard output fail, as with a closed stream. Text for
+    standard error is dropped, since nobody could read of its failure.
     """
     for name, flags, mode in (
         ("stdin", os.O_WRONLY, "r"),

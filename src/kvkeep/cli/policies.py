@@ -1,4 +1,4 @@
-"""``kvkeep policies``: what there is, and ``kvkeep policies show NAME``: all about one."""
+"""``kvkeep policies`` lists the eviction policies, and ``kvkeep policies show NAME`` tells all about one."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from kvkeep.cli import console
-from kvkeep.cli.console import Debug, Json, one_line_errors
+from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.options import Debug, Json
 
 _SECTIONS = ("Source", "Differs", "Fails when")
 
 
 class _ListByDefault(TyperGroup):
-    """A group whose subcommand ``list`` need not be written."""
+    """A group whose default subcommand is ``list``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Add the subcommand if the first word is none."""
+        """Add ``list`` if the first word is not a subcommand."""
         written = bool(args) and (not args[0].startswith("-") or args[0] in ctx.help_option_names)
         return super().parse_args(ctx, args if written else ["list", *args])
 
@@ -34,7 +35,7 @@ app = typer.Typer(cls=_ListByDefault, help="List the eviction policies (also wit
 @app.command("list")
 @one_line_errors
 def list_policies(json: Json = False, debug: Debug = False) -> None:
-    """List the eviction policies, each with the line that says what it keeps."""
+    """List the eviction policies, each with a line on what it keeps."""
     from kvkeep.registry import available, describe
 
     lines = {name: describe(name) for name in available()}
@@ -55,11 +56,11 @@ def show_policy(
     debug: Debug = False,
 ) -> None:
     """Show what a policy keeps, its source, its options and its BibTeX entry."""
-    from kvkeep.registry import available, parse
+    from kvkeep.registry import class_of, parse, split
 
     parse(name)  # an unknown name gets a suggestion, a wrong option its reason
-    name = name.partition(":")[0].strip()
-    entry = _describe(name, available()[name])
+    name, _ = split(name)
+    entry = _describe(name, class_of(name))
     if json:
         console.write_json(entry)
     else:
@@ -67,8 +68,8 @@ def show_policy(
 
 
 def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
-    """All about a policy, as plain data."""
-    summary, sections = _split(inspect.getdoc(importlib.import_module(cls.__module__)) or "")
+    """A policy's docstring, options and BibTeX entry, as plain data."""
+    summary, sections = _split(inspect.getdoc(importlib.import_module(cls.__module__)) or inspect.getdoc(cls) or "")
     kinds = typing.get_type_hints(cls)
     options = [
         {
@@ -83,7 +84,7 @@ def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
 
 
 def _split(doc: str) -> tuple[str, dict[str, str]]:
-    """The first line of a module's docstring, and the paragraphs that begin with a known word."""
+    """The first line of a docstring, and its paragraphs that begin with a word of `_SECTIONS`."""
     first, *rest = doc.splitlines() or [""]
     sections: dict[str, str] = {}
     key = None
@@ -100,7 +101,7 @@ def _split(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _show_type(kind: Any) -> str:
-    """A type as a user would write its values."""
+    """A type in words: how its values are written."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return " or ".join(_show_type(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:

@@ -1,4 +1,4 @@
-"""``kvkeep theory``: what the papers claim, and whether it holds here and now."""
+"""``kvkeep theory``: checks the papers' claims about their methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvkeep.cli import console
-from kvkeep.cli.console import Debug, Json, one_line_errors
+from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.options import Debug, Json
 from kvkeep.errors import InputError
 
 if TYPE_CHECKING:
@@ -19,24 +20,24 @@ if TYPE_CHECKING:
 
 _STYLES = {"holds": "green", "holds with a correction": "yellow", "fails": "red"}
 _VERDICT_WIDTH = 12
-"""As wide as "holds with a", so that a verdict takes two lines at most."""
+"""Width of "holds with a", so that a verdict takes two lines at most."""
 
 
 @one_line_errors
 def theory(
     only: Annotated[
         str | None,
-        typer.Option(metavar="NAME,…", help="Check these claims alone, e.g. ahakv-gain.", show_default=False),
+        typer.Option(metavar="NAME,…", help="Check only these claims, e.g. ahakv-gain.", show_default=False),
     ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Check what the papers claim about their methods: theorems, lemmas, formulas.
+    """Check the papers' claims about their methods: theorems, lemmas, formulas.
 
     Each claim is computed anew, in float64 from a fixed seed: it holds, holds with a correction, or fails, and by how
-    much. The last line of each is the command of its test, in a clone of the repository.
+    much. The last line of each claim is the command that runs its test in a clone of the repository.
     """
-    from kvkeep.research.theory import CLAIMS  # torch: only now
+    from kvkeep.research.theory import CLAIMS  # imports torch
 
     claims = CLAIMS if only is None else choose(CLAIMS, only)
     if json:
@@ -54,10 +55,10 @@ def theory(
 
 
 def choose(claims: Sequence[Claim], only: str) -> list[Claim]:
-    """The claims with the names in a comma-separated list, in the order of the papers.
+    """The claims that a comma-separated list names, in the order of the papers.
 
     Raises:
-        InputError: a name that is none, or no name at all.
+        InputError: a name is unknown, or the list is empty.
     """
     names = {name.strip() for name in only.split(",")} - {""}
     known = [claim.name for claim in claims]
@@ -69,7 +70,7 @@ def choose(claims: Sequence[Claim], only: str) -> list[Claim]:
 
 
 def command(claim: Claim) -> str:
-    """What runs the test of a claim."""
+    """The command that runs the test of a claim."""
     return f"pytest {claim.test}"
 
 
@@ -93,7 +94,7 @@ def _report(claims: Sequence[Claim]) -> dict[str, Any]:
 
 
 def _entry(claim: Claim, outcome: Outcome) -> Table:
-    """One line of the table: the verdict, beside it the claim, its source, what it says and what was found."""
+    """A row of the table: the verdict; beside it the claim's name, source, statement and outcome."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(width=_VERDICT_WIDTH)
     grid.add_column(overflow="fold")
@@ -103,7 +104,7 @@ def _entry(claim: Claim, outcome: Outcome) -> Table:
 
 
 def _summary(verdicts: Counter[str]) -> str:
-    """How many of each verdict."""
+    """The number of claims, and of each verdict."""
     said = {"holds": "hold", "holds with a correction": "hold with a correction", "fails": "fail"}
     return f"{console.count(verdicts.total(), 'claim')}: " + ", ".join(
         f"{verdicts[v]} {words}" for v, words in said.items()

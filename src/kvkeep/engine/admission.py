@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Sequence
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from kvkeep.engine.request import Generation, Request
-from kvkeep.engine.rows import Rows, largest_budget
+from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.layout import Layout
+from kvkeep.models import text
 from kvkeep.models.generation import ends_of
-from kvkeep.models.load import Model, Tokenizer, position_limit
+from kvkeep.models.load import Checkpoint, Model, Tokenizer, position_limit
 from kvkeep.models.suitable import placeholders
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
@@ -54,6 +57,8 @@ class Admission:
         kv_memory: int | None,
         options: dict[str, Any],
     ) -> None:
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise InputError(f"A {type(tokenizer).__name__} is no tokenizer; give the object that AutoTokenizer loads.")
         self._model, self._tokenizer, self._policy, self._budget = model, tokenizer, policy, budget
         self._wanted, self._kv_memory, self._options = rows, kv_memory, options
         self._limit = position_limit(model)
@@ -81,16 +86,18 @@ class Admission:
                 f"A budget of {budget} is more than the engine's {self._budget}: its rows have memory for no more. "
                 "Make an engine with a larger budget, or ask for less."
             )
-        total = len(request.prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
-        self._check_room(request, policy, budget, total)
+        request = self._encoded(request)
+        prompt = cast(Sequence[int], request.prompt)
+        total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
+        self._check_room(len(prompt), total, policy, budget)
         if self._limit is not None and total > self._limit:
             raise InputError(
                 f"The model has learned positions for {self._limit} tokens; the request needs {total}. Shorten the "
                 "prompt or ask for fewer new tokens."
             )
-        if max(request.prompt) >= self._vocabulary or min(request.prompt) < 0:
+        if max(prompt) >= self._vocabulary or min(prompt) < 0:
             raise InputError(f"The prompt has tokens outside of the model's vocabulary of {self._vocabulary}.")
-        if (image := next((token for token in request.prompt if token in self._placeholders), None)) is not None:
+        if (image := next((token for token in prompt if token in self._placeholders), None)) is not None:
             raise InputError(
                 f"Token {image} of the prompt stands for {self._placeholders[image]}, and an engine takes text only. "
                 "Leave it out, or give the processor's output to model.generate together with a BoundedCache."
@@ -142,7 +149,7 @@ class Admission:
             return self._wanted or DEFAULT_ROWS
         fits = self._kv_memory // rows.row_bytes
         if not fits:
-            found = largest_budget(self._model, rows.policy, self._budget, self._kv_memory, **self._options)
+            found = _largest_budget(self._model, rows.policy, self._budget, self._kv_memory, **self._options)
             advice = "." if found is None else f", or a budget of {found} or less."
             raise BudgetError(
                 f"Not one row fits: {rows.policy} with a budget of {self._budget} takes {rows.row_bytes} bytes "
@@ -150,8 +157,36 @@ class Admission:
             )
         return min(fits, self._wanted or fits)
 
-    def _check_room(self, request: Request, policy: Policy, budget: int, total: int) -> None:
+    def _encoded(self, request: Request) -> Request:
+        """Return a request whose prompt is token ids: a text or a conversation goes through the chat template.
+
+        Raises:
+            InputError: there is no tokenizer or no chat template, or the template fails.
+        """
+        if request.messages is None and not isinstance(request.prompt, str):
+            return request
+        if self._tokenizer is None:
+            what = "messages need" if request.prompt is None else "a text needs"
+            raise InputError(
+                f"The engine has no tokenizer, and {what} one: make it with Engine(model, tokenizer), or give token "
+                "ids as the prompt."
+            )
+        name = getattr(self._tokenizer, "name_or_path", None) or type(self._tokenizer).__name__
+        checkpoint = Checkpoint(name, self._model.config, self._tokenizer, self._limit, allow_pickle=False)
+        if isinstance(request.prompt, str):
+            ids = text.encode(checkpoint, request.prompt, raw=request.raw)
+        else:
+            ids = text.encode_chat(checkpoint, request.messages or ())
+        return dataclasses.replace(request, prompt=tuple(ids[0].tolist()), messages=None)
+
+    def _check_room(self, prompt_tokens: int, total: int, policy: Policy, budget: int) -> None:
         """Refuse a request whose policy would run out of slots, or whose rows cannot be made.
+
+        Args:
+            prompt_tokens: length of the prompt.
+            total: number of tokens that are fed: the prompt and all new ones but the last.
+            policy: the request's policy.
+            budget: the request's budget.
 
         Raises:
             KVKeepError: see `Engine.add`.
@@ -159,12 +194,12 @@ class Admission:
         room = self._layout(policy).room(budget)
         if room is None or (policy.evicts and not policy.grows):
             return
-        needed = total - max(0, len(request.prompt) - (room - policy.grows.room)) if policy.grows else total
+        needed = total - max(0, prompt_tokens - (room - policy.grows.room)) if policy.grows else total
         if needed > room:
             where = f"the budget is {room}" if room == budget else f"a budget of {budget} gives some layer only {room}"
             raise CapacityError(
-                f"{policy} does not evict generated tokens: {len(request.prompt)} tokens of the prompt and "
-                f"{request.sampling.max_new_tokens} new ones need {needed} slots, and {where}."
+                f"{policy} does not evict generated tokens: {prompt_tokens} tokens of the prompt and "
+                f"{total - prompt_tokens + 1} new ones need {needed} slots, and {where}."
             )
 
     def _layout(self, policy: Policy) -> Layout:
@@ -213,9 +248,41 @@ def usable(policy: object) -> Policy:
     except Exception:  # a class may raise anything there
         tells = False
     fields = {field.name for field in dataclasses.fields(found)}
-    if not tells or vars(found).keys() - fields:
+    others = {name for name in vars(found).keys() - fields if not _is_remembered(type(found), name)}
+    if not tells or others:
         raise PolicyError(
             f"Policies of {type(found).__name__} cannot be told apart by their options. Make the class a frozen "
             "dataclass whose fields are numbers, texts or tuples: @dataclass(frozen=True, kw_only=True)."
         )
     return found
+
+
+def _is_remembered(kind: type, name: str) -> bool:
+    """Whether an attribute is a property that is computed once; it follows from the fields."""
+    return isinstance(inspect.getattr_static(kind, name, None), cached_property)
+
+
+def _largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
+    """The largest budget with which one row fits into the memory; ``None`` if there is none.
+
+    Args:
+        model: the model, attached.
+        policy: the policy that the row is made for.
+        below: a budget that is too large.
+        memory: bytes.
+        options: as for `Rows`.
+    """
+
+    @cache
+    def size(budget: int) -> int:
+        return Rows(model, policy, budget, **options).row_bytes
+
+    low, high = policy.least, below
+    try:
+        while low < high - 1 and size(low) <= memory:  # bytes grow linearly with the budget, but for rounding
+            share = (memory - size(low)) / (size(high) - size(low))
+            guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
+            low, high = (guess, high) if size(guess) <= memory else (low, guess)
+        return low if low < below and size(low) <= memory else None
+    except BudgetError:  # the policy protects more than `Policy.least`
+        return None

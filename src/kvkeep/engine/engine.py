@@ -6,7 +6,7 @@ A step gives rows to waiting requests, plans batches, runs the model over each b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,17 +17,20 @@ from torch import nn
 from kvkeep import budget as budgets
 from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission, usable
+from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.interrupts import Guard, Uninterrupted
 from kvkeep.engine.own import keeps_states
-from kvkeep.engine.request import Event, Generation, Request, Result
+from kvkeep.engine.request import Asked, Event, Generation, Result, listed, request_of
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
+from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.scheduler import Batch, Scheduler
+from kvkeep.engine.service import Box, Service
 from kvkeep.errors import InputError, NoNumbersError
 from kvkeep.memory import Memory
 from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
-from kvkeep.models.load import Model, Tokenizer
+from kvkeep.models.load import Tokenizer
 from kvkeep.models.suitable import unwrapped
 from kvkeep.policies.base import Policy
 
@@ -41,7 +44,7 @@ class Engine:
 
     Args:
         model: any model that `kvkeep.attach` takes, in evaluation mode.
-        tokenizer: turns tokens into text; needed for texts and stop texts only.
+        tokenizer: turns texts into tokens and back; without one, prompts are token ids.
         policy: the eviction policy of requests that do not name one.
         budget: tokens kept per layer and head; the most that a request may ask for.
         rows: number of sequences that run at once; by default 16, or as many as fit into ``kv_memory``.
@@ -71,10 +74,10 @@ class Engine:
         positions: str | None = None,
         graphs: bool | None = None,
     ) -> None:
-        for number in (budget, rows, kv_memory, prefill_chunk):
-            budgets.check_one(1 if number is None else number)
-        self.model: Model = unwrapped(attach(model))
-        self.tokenizer = tokenizer
+        numbers = {"budget": budget, "rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk}
+        for name, number in numbers.items():
+            budgets.check_one(1 if number is None and name != "budget" else number, name)
+        self.model, self.tokenizer = unwrapped(attach(model)), tokenizer
         self.policy, self.budget, self._chunk = usable(policy), budget, prefill_chunk
         options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
         if has_states := keeps_states(self.model):
@@ -86,7 +89,7 @@ class Engine:
         self._all: dict[int, Generation] = {}
         self._count = 0
         self._unreported: list[Event] = []
-        self._draining = False
+        self._service, self._closed = Service(), False
         self._use(self._admission.make_rows(self.policy))
 
     @property
@@ -113,139 +116,141 @@ class Engine:
         """Return the bytes of all rows, summed over real tensors."""
         return self._rows.memory()
 
-    def generate(self, requests: Iterable[Request]) -> list[Result]:
-        """Run requests to their ends and return their results in order.
+    def generate(self, requests: Asked | Iterable[Asked], sampling: Sampling | None = None) -> list[Result]:
+        """Run requests or texts to their ends and return their results in order; a single one gives a list of one.
 
-        Raises:
-            InputError: other requests are still running.
+        A text is the user's message in the chat template, and its tokens are chosen as ``sampling`` says.
         """
-        found = dict(self.run(requests))
+        found = dict(self.run(requests, sampling))
         return [found[place] for place in sorted(found)]
 
-    def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Result]]:
+    def run(self, requests: Asked | Iterable[Asked], sampling: Sampling | None = None) -> Iterator[tuple[int, Result]]:
         """Run requests to their ends, and yield each result as soon as it is there, with its place in the input.
 
         Requests are taken from the iterable as rows become free, so it may be longer than memory could hold.
-
-        Raises:
-            InputError: other requests are still running.
         """
         places: dict[int, int] = {}
-        for event in self._drain(requests, places):
+        for event in self._drain(requests, places, sampling):
             if event.result:
                 yield places.pop(event.id), event.result
 
-    def stream(self, request: Request) -> Iterator[Event]:
-        """Run one request and yield its tokens as they come.
+    def stream(self, request: Asked, sampling: Sampling | None = None) -> Iterator[Event]:
+        """Run one request or text and yield its tokens as they come. Whoever stops listening cancels the request."""
+        return self._drain([request], {}, sampling)
+
+    def astream(self, request: Asked, sampling: Sampling | None = None) -> AsyncEvents:
+        """Run one request or text for a coroutine: ``async for event in engine.astream("a text")``."""
+        return AsyncEvents(partial(self._add, request, sampling), self._service.leave)
+
+    def check(self, request: Asked) -> None:
+        """Raise the error with which `add` would refuse a request, without adding it."""
+        with Uninterrupted(), self._service.turn:
+            self._admission.check(request_of(request), self._count)
+
+    def add(self, request: Asked, sampling: Sampling | None = None) -> int:
+        """Queue a request or a text, whose events `step` returns, and return its number.
 
         Raises:
-            InputError: other requests are still running.
-        """
-        return self._drain([request], {})
-
-    def check(self, request: Request) -> None:
-        """Refuse a request that `add` would refuse, without adding it.
-
-        Raises:
-            KVKeepError: see `add`.
-        """
-        self._admission.check(request, self._count)
-
-    def add(self, request: Request) -> int:
-        """Queue a request and return its number.
-
-        Raises:
-            InputError: it is no request, is longer than the model's positions, or wants stop texts without a tokenizer;
-                or `run`, `generate` or `stream` is under way, which take their own requests only.
+            InputError: it is no request, is longer than the model's positions, or has texts without a tokenizer; or the
+                engine is closed.
             BudgetError: its budget is more than the engine's, or less than its policy protects, or not one row under
                 its policy fits into the memory.
             CapacityError: its policy never evicts, and the budget is smaller than its tokens.
             PolicyError: its policy does not exist, or cannot be compared with others.
         """
-        self._check_alone()
-        return self._add(request)
+        return self._add(request, sampling)
 
     def step(self) -> list[Event]:
-        """Bring every running sequence one token further, and prompts one chunk.
+        """Bring every running sequence one token further, and prompts one chunk; return the events of added requests.
 
         If a run of the model fails, the requests of its batch end with ``finish_reason="error"``, and no others. Ctrl-C
         waits for the end of the step, whose events are then returned by the next one.
-
-        Raises:
-            InputError: `run`, `generate` or `stream` is under way, which step by themselves.
         """
-        self._check_alone()
-        return self._step()
+        self._step()
+        with self._service.turn:
+            events, self._unreported = self._unreported, []
+            return events
 
     def cancel(self, number: int) -> Result | None:
         """End a request now; its row is free at the next step. Return ``None`` if it has ended already."""
-        with Uninterrupted():
+        with Uninterrupted(), self._service.turn:
             one = self._all.get(number)
             if one is None:
                 return None
             one.finish("cancelled")
             self._let_go(one)
-            return one.result()
+            self._service.deliver(Event(number, None, "", result := one.result()))
+            return result
 
-    def _check_alone(self) -> None:
-        if self._draining:
-            raise InputError(
-                "The engine is busy with run, generate or stream, which add and step by themselves. Wait for them to "
-                "end, or use add and step for all requests."
-            )
-
-    def _drain(self, requests: Iterable[Request], places: dict[int, int]) -> Iterator[Event]:
-        """Add requests and step until all have ended; ``places`` gets the place of each request's number."""
-        self._check_alone()
-        if self.busy:
-            raise InputError("The engine is still busy with other requests; let them end, or cancel them, first.")
-        if not isinstance(requests, Iterable):
-            raise InputError(f"{type(requests).__name__} is no list of requests; put a single one into a list.")
-        source, more, self._draining = enumerate(requests), True, True
-        try:
-            while more or self.busy:
-                while more and self.has_room:
-                    if more := (item := next(source, None)) is not None:
-                        places[self._add(item[1])] = item[0]
-                yield from self._step()
-        finally:  # a caller that stops listening wants no more tokens
+    def close(self) -> None:
+        """Cancel all requests and give the memory of the rows back. A closed engine takes no more requests."""
+        with Uninterrupted(), self._service.turn:
+            self._closed = True
             for number in list(self._all):
                 self.cancel(number)
-            self._unreported.clear()
-            self._draining = False
+            self._runner.forget()
+            self._rows.allocate(0)
+        self._service.wait()
 
-    def _add(self, request: Request) -> int:
-        one = self._admission.check(request, self._count)
-        with Uninterrupted():
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _drain(
+        self, requests: Asked | Iterable[Asked], places: dict[int, int], sampling: Sampling | None
+    ) -> Iterator[Event]:
+        """Add requests and yield their events; ``places`` gets the place of each request's number."""
+
+        def add(item: tuple[int, Asked], box: Box) -> None:
+            places[self._add(item[1], sampling, box)] = item[0]
+
+        source = iter(enumerate(listed(requests)))
+        yield from self._service.drain(source, add, lambda: self.has_room, step=self._step, end=self.cancel)
+
+    def _add(self, asked: Asked, sampling: Sampling | None, box: Box | None = None) -> int:
+        with Uninterrupted(), self._service.turn:
+            if self._closed:
+                raise InputError("The engine is closed and takes no more requests; make a new one.")
+            one = self._admission.check(request_of(asked, sampling), self._count)
+            if box is not None and box.left:
+                return one.id
             self._count += 1
             self._all[one.id] = one
             self._scheduler.waiting.append(one)
+            if box is not None:
+                self._service.listen(one.id, box, self._step)
         return one.id
 
-    def _step(self) -> list[Event]:
-        events = self._unreported  # the next step returns them if this one is interrupted
-        with Uninterrupted():
-            with self._guard(self._scheduler.beginning):
+    def _step(self) -> None:
+        with Uninterrupted(), self._service.turn:
+            self._service.sweep(self.cancel)
+            with Guard(self._recover, self._scheduler.beginning):
                 self._admit()
             for batch in self._scheduler.plan():
-                with self._guard(partial(getattr, batch, "requests")):
+                with Guard(self._recover, partial(getattr, batch, "requests")):
                     self._advance(batch)
-        self._unreported = []
-        return events
+            self._service.sweep(self.cancel)
+
+    def _report(self, event: Event) -> None:
+        """Hand an event to the listener of its request; without one the next `step` returns it."""
+        if not self._service.deliver(event):
+            self._unreported.append(event)
 
     def _admit(self) -> None:
         """Fill free rows. Replace them first if all are free and the next policy needs others; then close gaps."""
-        while (turn := self._scheduler.next_policy()) is not None and not self._serves(turn):
-            with self._guard(partial(self._scheduler.waiting_for, turn)):
+        while (turn := self._scheduler.next_policy()) is not None and not (self.rows and turn == self._rows.policy):
+            with Guard(self._recover, partial(self._scheduler.waiting_for, turn)):
                 self._runner.forget()  # recorded steps hold the memory that the new rows need
                 self._use(self._admission.replace(self._rows, turn), self._scheduler.waiting)
         for one in self._scheduler.admit(self._rows.takes):
-            with self._guard(partial(list, (one,))):
+            with Guard(self._recover, partial(list, (one,))):
                 one.mark("started")
-                row = cast(int, one.row)
-                self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=one.request.sequence)
+                row, sequence = cast(int, one.row), one.request.sequence
+                self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence)
         while (gap := self._scheduler.gap()) is not None:
-            with self._guard(partial(list, (gap.one,))):
+            with Guard(self._recover, partial(list, (gap.one,))):
                 self._rows.move(gap.source, gap.target)
                 self._scheduler.move(gap)
 
@@ -257,7 +262,7 @@ class Engine:
         places, requests = [i for i, _ in ready], [one for _, one in ready]
         chosen = logits if len(requests) == len(logits) else logits[places]
         for one, token in zip(requests, sampler.draw(chosen, requests), strict=True):
-            with self._guard(partial(list, (one,))):
+            with Guard(self._recover, partial(list, (one,))):
                 if token is None:
                     raise NoNumbersError
                 self._take(one, token)
@@ -269,7 +274,7 @@ class Engine:
             one.memory = self._rows.memory_of(cast(int, one.row))
             self._let_go(one)
             event = replace(event, result=one.result())
-        self._unreported.append(event)
+        self._report(event)
 
     def _let_go(self, one: Generation) -> None:
         """Free the row of a request, or its place in the queue, and forget the request."""
@@ -278,27 +283,18 @@ class Engine:
         self._scheduler.leave(one)
         self._all.pop(one.id, None)
 
-    def _serves(self, policy: Policy) -> bool:
-        """Return whether there are rows, and they were made for this policy."""
-        return self.rows > 0 and (policy is self._rows.policy or policy == self._rows.policy)
-
     def _use(self, rows: Rows, waiting: Iterable[Generation] = ()) -> None:
         """Run requests in these rows from now on."""
-        scheduler = Scheduler(rows.count, self._chunk, alone=rows.alone, waiting=waiting)
-        self._rows, self._scheduler = rows, scheduler
-
-    def _guard(self, touched: Callable[[], Sequence[Generation]]) -> Guard:
-        """Return a context in which a failure ends the requests that it touched."""
-        return Guard(self._recover, touched)
+        self._rows, self._scheduler = rows, Scheduler(rows.count, self._chunk, alone=rows.alone, waiting=waiting)
 
     def _recover(self, error: BaseException, touched: Sequence[Generation]) -> None:
         """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""
         self._rows.renew()  # a layer that was left half way refuses to go on
         failed = [one for one in touched if one.id in self._all]
-        message = reason_of(error)
         for one in failed:
-            one.finish("error", message)
+            one.finish("error", reason_of(error))
             self._let_go(one)
-        self._unreported += [Event(one.id, None, one.rest(), one.result()) for one in failed]
+        for one in failed:
+            self._report(Event(one.id, None, one.rest(), one.result()))
         with suppress(Exception):  # a handler of the user
             _log.debug("A step failed.", exc_info=error)  # its requests say why they end

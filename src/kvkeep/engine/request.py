@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, TypeAlias, cast
 
 from torch import Tensor
 
 from kvkeep import budget as budgets
+from kvkeep.engine.prompts import conversation, stop_texts, token_ids
 from kvkeep.engine.sampling import Sampling, whole_within
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import InputError
@@ -22,10 +23,12 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt, and how it is to be continued.
+    """A prompt or a conversation, and how it is to be continued.
 
     Attributes:
-        prompt: token ids, at least one.
+        prompt: a text or token ids. A text is the user's message in the tokenizer's chat template, if there is one.
+        messages: a conversation in place of a prompt, each message with ``role`` and ``content``.
+        raw: take the prompt's text as it is, without the chat template.
         sampling: how tokens are chosen, and how many.
         policy: the eviction policy or its string; by default the engine's.
         budget: tokens kept per layer and head; by default, and at most, the engine's.
@@ -36,11 +39,13 @@ class Request:
             identity get the same tokens.
 
     Raises:
-        InputError: the prompt has no token, a value has another type, or a number is out of range.
+        InputError: there is nothing to continue, a value has another type, or a number is out of range.
         BudgetError: the budget is not a whole number of 1 or more.
     """
 
-    prompt: Sequence[int]
+    prompt: str | Sequence[int] | None = None
+    messages: Sequence[Mapping[str, str]] | None = None
+    raw: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     policy: str | Policy | None = None
     budget: int | None = None
@@ -50,8 +55,8 @@ class Request:
     sequence: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", _token_ids(self.prompt))
-        object.__setattr__(self, "stop", _texts(self.stop))
+        self._take_text()
+        object.__setattr__(self, "stop", stop_texts(self.stop))
         object.__setattr__(self, "sequence", whole_within("sequence", self.sequence, -(2**63), 2**63 - 1))
         if not isinstance(self.sampling, Sampling):
             raise InputError(f"sampling={self.sampling!r} is no kvkeep.Sampling.")
@@ -64,38 +69,58 @@ class Request:
         if self.logprobs is not None:
             object.__setattr__(self, "logprobs", whole_within("logprobs", self.logprobs, 0, 100))
 
+    def _take_text(self) -> None:
+        """Check the prompt or the messages, and turn token ids into a tuple of Python's numbers."""
+        if not isinstance(self.raw, bool):
+            raise InputError(f"raw={self.raw!r:.80} is neither True nor False.")
+        if (self.prompt is None) == (self.messages is None):
+            raise InputError("A request has either a prompt (text or token ids) or messages; give one of them.")
+        if self.messages is not None:
+            if self.raw:
+                raise InputError("raw=True leaves the chat template out, and messages need it; give a prompt instead.")
+            object.__setattr__(self, "messages", conversation(self.messages))
+        elif not isinstance(self.prompt, str):
+            object.__setattr__(self, "prompt", token_ids(self.prompt))
+        elif not self.prompt.strip():
+            raise InputError("The prompt is an empty text; give some words.")
 
-def _token_ids(prompt: object) -> tuple[int, ...]:
-    """Return the token ids of a list, an array or a tensor of one axis as Python's numbers.
+
+Asked: TypeAlias = "Request | str"
+"""A request, or a text that becomes one."""
+
+
+def request_of(asked: object, sampling: Sampling | None = None) -> Request:
+    """Return a request as it is, or make one of a text.
+
+    Args:
+        asked: a request or a text.
+        sampling: how tokens are chosen for a text; requests have their own.
 
     Raises:
-        InputError: there are none, or the prompt is something else.
+        InputError: it is neither.
     """
-    found = prompt.tolist() if isinstance(prompt, Tensor) else prompt
-    if isinstance(found, str | bytes) or not isinstance(found, Iterable):
-        kind = "a text" if isinstance(found, str | bytes) else f"of the type {type(found).__name__}"
-        raise InputError(f"The prompt is {kind}; give token ids, for example tokenizer(text).input_ids.")
-    ids = tuple(found)
-    if not ids:
-        raise InputError("The prompt has no tokens.")
-    if set(map(type, ids)) == {int}:
-        return ids
-    return tuple(whole_within("A token id of the prompt", one, -(2**63), 2**63 - 1) for one in ids)
+    if isinstance(asked, Request):
+        return asked
+    if isinstance(asked, str):
+        return Request(prompt=asked, sampling=Sampling() if sampling is None else sampling)
+    if isinstance(asked, Mapping):
+        remedy = "put a conversation into a request: Request(messages=[...])."
+    else:
+        remedy = "give a text, or put token ids into a request: Request(prompt=ids)."
+    raise InputError(f"{asked!r:.80} is no text and no kvkeep.Request; {remedy}")
 
 
-def _texts(stop: object) -> tuple[str, ...]:
-    """Return stop texts as a tuple.
+def listed(asked: object) -> Iterable[Any]:
+    """Return requests and texts as something to iterate over; a single one becomes a list.
 
     Raises:
-        InputError: one of them is not a text, or is empty.
+        InputError: it is neither a text, nor a request, nor an iterable.
     """
-    found = (stop,) if isinstance(stop, str) else stop
-    texts = tuple(found) if isinstance(found, Iterable) else (found,)
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError(f"stop={stop!r} is no text and no sequence of texts.")
-    if not all(texts):
-        raise InputError("An empty stop text would end every generation before it begins.")
-    return texts
+    if isinstance(asked, str | Request):
+        return [asked]
+    if isinstance(asked, Mapping | bytes) or not isinstance(asked, Iterable):
+        raise InputError(f"{type(asked).__name__} is no list of requests; give texts or kvkeep.Requests.")
+    return asked
 
 
 @dataclass(frozen=True)
@@ -170,7 +195,7 @@ class Generation:
 
     Attributes:
         id: the number that `Engine.add` gave.
-        request: the request.
+        request: the request; its prompt is token ids.
         policy: the policy that it runs under.
         budget: tokens kept per layer and head.
         ends: tokens that end the text.
@@ -210,9 +235,14 @@ class Generation:
         self.times[event] = time.perf_counter()
 
     @property
+    def prompt(self) -> Sequence[int]:
+        """The token ids of the prompt."""
+        return cast(Sequence[int], self.request.prompt)
+
+    @property
     def prompt_left(self) -> int:
         """The number of prompt tokens that the model has not seen."""
-        return max(0, len(self.request.prompt) - self.fed)
+        return max(0, len(self.prompt) - self.fed)
 
     def take(self, token_id: int) -> Event:
         """Add a new token, and end the request if this is its last one."""
@@ -249,7 +279,7 @@ class Generation:
             token_ids=tuple(self.token_ids),
             text=self.tail.text if self.tail else "",
             finish_reason=self.finish_reason,
-            prompt_tokens=len(self.request.prompt),
+            prompt_tokens=len(self.prompt),
             logprobs=tuple(self.logprobs[:n]),
             queued_s=started - at["added"],
             ttft_s=at["first"] - at["added"] if n else None,

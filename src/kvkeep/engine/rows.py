@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from kvkeep.cache import BoundedCache
 from kvkeep.engine.own import Own, states_of
 from kvkeep.engine.segments import Segment, Segments, segments
-from kvkeep.errors import BudgetError
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.hybrid import beside_state
 from kvkeep.layer import Layer
@@ -281,29 +279,3 @@ def _make_room(remembered: dict[Any, Any]) -> None:
     """Forget everything if `_MOST` entries are remembered."""
     if len(remembered) >= _MOST:
         remembered.clear()
-
-
-def largest_budget(model: Decoder, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
-    """The largest budget with which one row fits into the memory; ``None`` if there is none.
-
-    Args:
-        model: the model, attached.
-        policy: the policy that the row is made for.
-        below: a budget that is too large.
-        memory: bytes.
-        options: as for `Rows`.
-    """
-
-    @cache
-    def size(budget: int) -> int:
-        return Rows(model, policy, budget, **options).row_bytes
-
-    low, high = policy.least, below
-    try:
-        while low < high - 1 and size(low) <= memory:  # bytes grow linearly with the budget, but for rounding
-            share = (memory - size(low)) / (size(high) - size(low))
-            guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
-            low, high = (guess, high) if size(guess) <= memory else (low, guess)
-        return low if low < below and size(low) <= memory else None
-    except BudgetError:  # the policy protects more than `Policy.least`
-        return None

@@ -92,7 +92,7 @@ def _used(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
     if one.used is None:
         with torch.inference_mode(False):  # written in inference mode and out of it
             one.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        one.used[torch.tensor(one.request.prompt, device=logits.device)] = True
+        one.used[torch.tensor(one.prompt, device=logits.device)] = True
     if one.token_ids:
         one.used[one.token_ids[-1]] = True
     return one.used

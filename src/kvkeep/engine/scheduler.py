@@ -192,8 +192,8 @@ class Scheduler:
             other = self._rows[row] if row < len(self._rows) else None
             if other is None or other.token_ids or other.fed:
                 break
-            if (len(group) + 1) * max(len(one.request.prompt) for one in [*group, other]) > chunk:
+            if (len(group) + 1) * max(len(one.prompt) for one in [*group, other]) > chunk:
                 break
             group.append(other)
-        tokens = [one.request.prompt[one.fed : one.fed + chunk] for one in group]
+        tokens = [one.prompt[one.fed : one.fed + chunk] for one in group]
         return [Batch(first.row, group, tokens, [one.fed for one in group], Phase.PREFILL, fresh)]

@@ -134,7 +134,7 @@ def split_policies(text: str) -> list[Policy]:
     pieces: list[str] = []
     for piece in filter(None, (part.strip() for part in text.split(","))):
         if "=" in piece and ":" not in piece and pieces:
-            pieces[-1] += ("," if ":" in pieces[-1] else ":") + piece
+            pieces[-1] += ("," if "=" in pieces[-1] else ":") + piece
         else:
             pieces.append(piece)
     if not pieces:

@@ -1,1 +1,1 @@
-"""Batch files: reading the requests, writing the completions, and going on where a job was stopped."""
+"""Batch jobs: reading lines of requests (`lines`, `survey`), writing completions (`output`), and resuming."""

@@ -1,8 +1,8 @@
-"""The lines of a batch job: one request per line in, one completion per line out, in any order, and nothing twice.
+"""The input lines of a batch job, each of which is one request.
 
-A line in: ``{"prompt": "…"}`` or ``{"messages": […]}``, with ``"options": {…}`` if it wants its own; all other fields
-are carried through. A line out: the completion with the number of the line it belongs to, and these fields. What is
-in the output file is done, so a job that was stopped goes on where it was.
+An input line is ``{"prompt": "…"}`` or ``{"messages": […]}``, with ``"options": {…}`` of its own if need be. All other
+fields are copied to the output line, beside the completion. Output lines come in any order, and each names the number
+of its input line. A line with a completion in the output is not run again, so a job that was stopped can be resumed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Encode: TypeAlias = Callable[[str | Sequence[Mapping[str, str]]], Sequence[int]]
 """Turns a prompt or a list of messages into token ids."""
 
 COMPLETION = "completion"
-"""Field of an output line that holds what was generated."""
+"""The field of an output line that holds the completion."""
 
 MAX_DEPTH = 200
-"""Levels of lists and objects in a line: far fewer than Python can read and write at any depth of its own stack."""
+"""Levels of nested lists and objects in a line; Python's own parser can always handle this many."""
 
 _MAX_REASON = 300
 _SAMPLING = {field.name for field in dataclasses.fields(Sampling)}
@@ -47,10 +47,10 @@ class Line:
 
     Attributes:
         number: its number in the file, from 1.
-        digest: a fingerprint of its text, to see whether an output belongs to it.
-        fields: what is carried through.
-        request: what is asked of the engine.
-        options: what the line itself says of it; noted in its completion.
+        digest: a fingerprint of its text, by which its completion is recognised.
+        fields: the fields that are copied to the output.
+        request: the request for the engine.
+        options: the line's own options, which are written beside its completion.
     """
 
     number: int
@@ -69,7 +69,7 @@ class BadLine:
 
 
 def read(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a job with their numbers from 1; empty lines count, but ask for nothing.
+    """The lines of a job with their numbers from 1. Empty lines are counted, but left out.
 
     Raises:
         InputError: the file cannot be read.
@@ -84,13 +84,13 @@ def read(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line | BadLine:
-    """What a line asks for, or why it cannot be run.
+    """The request of a line, or why the line cannot be run.
 
     Args:
         number: its number in the file.
         raw: the line.
         encode: turns a prompt or a list of messages into token ids.
-        defaults: the sampling of a line that does not say otherwise.
+        defaults: sampling options, where the line has none of its own.
     """
     try:
         fields = _DECODER.decode(raw.decode("utf-8-sig"))
@@ -107,19 +107,19 @@ def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line |
         return BadLine(number, f"it is no JSON ({error})")
     except RecursionError:
         return BadLine(number, f"its lists or objects are nested too deeply, more than {MAX_DEPTH} levels")
-    except UnicodeEncodeError:  # JSON may name half of a pair of UTF-16, as "\\ud83d"
+    except UnicodeEncodeError:  # JSON can hold half of a UTF-16 pair, such as "\\ud83d"
         return BadLine(number, "its text has half of a character")
-    except (ValueError, KVKeepError) as error:  # also bytes that are no UTF-8
+    except (ValueError, KVKeepError) as error:  # also for bytes that are not UTF-8
         return BadLine(number, reason_of(error))
 
 
 def digest(raw: bytes) -> str:
-    """A fingerprint of a line; white space around it does not count."""
+    """A fingerprint of a line without the white space around it."""
     return hashlib.sha256(raw.strip()).hexdigest()[:32]
 
 
 def reason_of(error: Exception) -> str:
-    """What an error says, as part of a sentence; a line of megabytes is not repeated in it."""
+    """An error's message as part of a sentence, cut to a readable length."""
     text = str(error).rstrip(".")
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} …"
 
@@ -139,7 +139,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_float)
 
 
 def _depth(value: object) -> int:
-    """How many levels of lists and objects there are, without recursion."""
+    """The number of nested levels of lists and objects, counted without recursion."""
     depth, level = 0, [value]
     while found := [part for part in level if isinstance(part, dict | list)]:
         level = [part for one in found for part in (one.values() if isinstance(one, dict) else one)]
@@ -168,7 +168,7 @@ def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:
 
 
 def _request(number: int, prompt: Sequence[int], options: object, defaults: Sampling) -> Request:
-    """What a line asks of the engine; it draws by the job's seed and its number, or by a seed of its own alone."""
+    """The request of a line. It is drawn with the job's seed and the line's number, or with the line's own seed."""
     if not isinstance(options, dict):
         raise InputError('its "options" are no JSON object')
     for name, value in options.items():

@@ -1,7 +1,7 @@
-"""Where a batch job writes its completions: whole lines, so that a job that was stopped goes on where it was.
+"""The output of a batch job: whole lines, so that a job that was stopped can be resumed.
 
-A line begins with the completion, and the completion with the number and the fingerprint of the line that it belongs
-to. So the first bytes of a line show who wrote it, also where the machine stopped before the rest was written.
+An output line begins with the completion, and the completion with the number and the fingerprint of its input line. So
+the first bytes show that a job wrote the line, even if the machine stopped before the rest was written.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from kvkeep.errors import InputError
 from kvkeep.jobs.lines import COMPLETION, Line
 
 FORMAT = 3
-"""Version of the lines; others read prompts in other pieces and drew otherwise, so that no job goes on with them."""
+"""Version of the lines. Older versions chunked prompts and drew tokens differently, so their jobs are not resumed."""
 
 SYNC_S = 2.0
-"""What was written is brought to the disk with the first line after so many seconds."""
+"""Seconds after which the next line is followed by a sync to the disk."""
 
 _BEGINNING = f'{{"{COMPLETION}": {{"line": %d, "digest": "%s", '
 _WRITTEN_HERE = re.compile(rb'\{"completion": \{"line": \d+, "digest": "[0-9a-f]{32}", ')
 
 
 class Output:
-    """Where a job writes its completions: each line complete before the next begins, nothing foreign overwritten.
+    """A file of completions. It is written line by line, and nothing that other programs wrote is overwritten.
 
     Args:
         file: open for writing.
-        name: what messages call it.
-        path: where the file stands, if it is one that a job can go on in.
+        name: name of the file in messages.
+        path: its path; ``None`` for a stream, in which no job can be resumed.
 
     Attributes:
-        name: what messages call it.
-        done: lines that are complete, with their fingerprints.
-        made_by: the settings that they were written with; empty if there are none.
+        name: name of the file in messages.
+        done: line number → fingerprint, of all lines with a completion.
+        made_by: the settings of these completions; empty if there are none.
     """
 
     def __init__(self, file: IO[bytes], name: str, path: Path | None = None):
@@ -55,7 +55,7 @@ class Output:
 
     @classmethod
     def open(cls, path: Path) -> Output:
-        """Open a file for this job alone; what it holds is done. A pipe or a device has nothing to go on from.
+        """Open and lock a file, and read the completions of an earlier run from it. A pipe or a device has none.
 
         Raises:
             InputError: the file cannot be read or written, another job is writing to it, or it holds something else.
@@ -80,7 +80,7 @@ class Output:
         return output
 
     def _take_up(self, file: IO[bytes]) -> None:
-        """Note what an earlier run has done, and a line in whose middle it was killed."""
+        """Read the completions of an earlier run, and the line at which the run was killed."""
         end = 0
         for raw in file:
             if not raw.endswith(b"\n"):
@@ -97,12 +97,12 @@ class Output:
             self.made_by = made_by
 
     def agree(self, made_by: Mapping[str, Any]) -> None:
-        """Take the settings that all completions of a file have in common; they are written with each.
+        """Set the settings that are written with each completion.
 
-        The weights may be left out until they are known, and the settings given once more with them.
+        The weights' fingerprint may be missing at first; then this is called again with it.
 
         Raises:
-            InputError: the file was written with others.
+            InputError: the file was written with other settings.
         """
         self._own = {"format": FORMAT, **made_by}
         if self.made_by and (differences := _differences(self.made_by, self._own)):
@@ -112,14 +112,14 @@ class Output:
             )
 
     def check(self, digests: Mapping[int, str]) -> None:
-        """See that what the file holds belongs to an input; nothing is changed.
+        """Check that the completions in the file belong to an input; nothing is changed.
 
         Args:
-            digests: the fingerprints of the input's lines that can be run, by their numbers.
+            digests: line number → fingerprint, of the input's lines that can be run.
 
         Raises:
-            InputError: a line was another one when it was done, or is not there any more, or the file ends with
-                something that no run of this job can have left.
+            InputError: a line with a completion has changed or is gone, or the file ends with bytes that no run of
+                this job can have left.
         """
         for number, known in self.done.items():
             if number in digests and known != digests[number]:
@@ -132,7 +132,7 @@ class Output:
                 f"{self.name} holds a completion of line {min(missing)}, which the input has not, or which cannot be "
                 "run any more. Give another output file, or the input that it was written for."
             )
-        written = self._torn.rstrip(b"\0")  # where the disk lost what followed there are zeros
+        written = self._torn.rstrip(b"\0")  # a power cut leaves zeros at the end
         if self._torn and not (_is_ours(written, digests) if written else self.done):
             raise InputError(
                 f"{self.name} ends without a line break, and what stands there is no completion that was cut short. "
@@ -143,7 +143,7 @@ class Output:
         """Write one completion.
 
         Raises:
-            InputError: the disk is full or fails; what was complete before stays.
+            InputError: the disk is full or fails; earlier lines stay.
         """
         own = {"options": line.options} if line.options else {}
         origin = {"line": line.number, "digest": line.digest, "made_by": self._own, **own}
@@ -157,7 +157,7 @@ class Output:
         self.done[line.number] = line.digest
 
     def finish(self) -> set[int]:
-        """Bring everything to the disk, and return the numbers of the lines that are there, read by the file's name.
+        """Sync the file, read it again by its name, and return the numbers of this job's lines in it.
 
         Raises:
             InputError: the disk is full or fails.
@@ -177,7 +177,7 @@ class Output:
         """Remove a line that was cut short; it is generated again.
 
         Raises:
-            InputError: something else stands there now, or after it.
+            InputError: the end of the file has changed since it was opened.
         """
         if self._torn:
             self._file.seek(self._torn_at)
@@ -195,7 +195,7 @@ class Output:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn a disk's failure into an error of kvkeep."""
+        """Turn a failed write into an `InputError`."""
         try:
             yield
         except BrokenPipeError:
@@ -210,12 +210,12 @@ class Output:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(OSError):  # what cannot be written has been reported
+        with contextlib.suppress(OSError):  # a failed write was reported before
             self._file.close()
 
 
 def as_line(fields: Mapping[str, Any]) -> bytes:
-    """A line of strict JSON; half of a character, which UTF-8 cannot hold, stays the escape that it was."""
+    """A line of strict JSON in UTF-8. Text that UTF-8 cannot hold, such as half of a character, is escaped."""
     try:
         return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:
@@ -223,7 +223,7 @@ def as_line(fields: Mapping[str, Any]) -> bytes:
 
 
 def _was_done(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
-    """The number, the fingerprint and the settings of a line that an earlier run has done."""
+    """The number, the fingerprint and the settings of an earlier run's line."""
     try:
         completion = json.loads(raw)[COMPLETION]
         made_by = {"format": 1, **completion["made_by"]}  # the first version did not name itself
@@ -235,13 +235,13 @@ def _was_done(raw: bytes, name: str) -> tuple[int, str, dict[str, Any]]:
 
 
 def _is_ours(torn: bytes, digests: Mapping[int, str]) -> bool:
-    """Whether the beginning of a line is one that was written here."""
+    """Whether a line that was cut short was written by this job."""
     beginnings = ((_BEGINNING % entry).encode() for entry in digests.items())
     return bool(_WRITTEN_HERE.match(torn)) or any(beginning.startswith(torn) for beginning in beginnings)
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
-    """In what one's settings differ from another's, in words of both; weights may not be known yet."""
+    """Two settings' differences in words, one text for each; ``None`` if they agree. Unknown weights are ignored."""
     known = {*one, *other} if "weights" in one and "weights" in other else {*one, *other} - {"weights"}
     names = sorted(name for name in known if one.get(name) != other.get(name))
 

@@ -1,1 +1,1 @@
-"""Models: the transformers adapter (`hf`) and the embedded model (`tiny`)."""
+"""Models: the transformers adapter (`hf`), loading (`load`), prompts (`text`), and the embedded model (`tiny`)."""

@@ -1,4 +1,4 @@
-"""Norms and feed-forward layers through ``torch.compile``: what stands between two attentions, in fewer kernels."""
+"""``torch.compile`` for norms and feed-forward layers, the modules between two attentions."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Backend = str | Callable[..., Any]
 def compile_layers(model: PreTrainedModel, backend: Backend = "inductor") -> int:
     """Compile norms and feed-forward layers of a decoder, in place, and return how many were compiled.
 
-    Attention and whatever else reaches for the KV cache stays as it is; so do modules that are one operation of torch
-    already, have hooks, or hold packed weights (so pack first). The first layer of each kind is compiled and run now,
-    on zeros. A kind that does not turn one vector per token into another, or that torch cannot compile as a whole,
-    stays plain, and so does everything where there is no compiler (CUDA: Triton, CPU: C++); the log says why, once.
+    Attention and other modules that use the KV cache stay as they are. So do modules that are a single operation of
+    torch, have hooks, or hold packed weights (pack first). The first layer of each kind is compiled and run now, on
+    zeros. A kind stays plain if it does not turn one vector per token into another, if torch cannot compile it as a
+    whole, or if there is no compiler (CUDA: Triton, CPU: C++). The log says why, once.
 
-    Torch makes one program for a single row, one for several, and two more for prompts of more than one token; the
-    numbers themselves do not matter. As many are made again outside of inference mode. Models of one class share the
-    limit of eight (``torch._dynamo.config.recompile_limit``); past it torch runs layers plainly, and its log says so.
+    Torch makes one program for a single row, one for several rows, and two more for prompts of more than one token,
+    whatever the numbers are; and as many again outside of inference mode. Models of one class share the limit of eight
+    (``torch._dynamo.config.recompile_limit``). Beyond it torch runs layers plainly, and its log says so.
 
-    Results equal the plain ones up to rounding, and since a single row has a program of its own, a row's numbers may
-    differ in the last bits alone and among others. The same is true of plain matrix products. So a request's greedy
-    tokens in float32 equal those it gets alone unless two logits are as close as that.
+    Results equal the plain ones up to rounding. A single row has a program of its own, so a row's numbers may differ in
+    the last bits between running alone and among others, as with plain matrix products. A request's greedy tokens in
+    float32 are therefore the same alone and among others, unless two logits are that close.
 
     Args:
         model: a decoder of transformers, in evaluation mode and on its device.
@@ -55,7 +55,7 @@ def compile_layers(model: PreTrainedModel, backend: Backend = "inductor") -> int
 
 
 def _between_attentions(model: nn.Module) -> Iterator[nn.Module]:
-    """Children of decoder layers that have nothing to do with the cache, and of which compiling can make something."""
+    """Children of decoder layers that do not use the cache and can gain from compiling."""
     for layers in model.modules():
         if not isinstance(layers, nn.ModuleList):
             continue
@@ -64,12 +64,12 @@ def _between_attentions(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reaches_cache(module: nn.Module) -> bool:
-    """Whether there is a module in it that knows the number of its layer, which is what a cache asks for."""
+    """Whether a module or one of its parts knows its layer's number, which a cache needs."""
     return any("layer_idx" in vars(part) for part in module.modules())
 
 
 def _is_open(module: nn.Module) -> bool:
-    """Whether it is more than one operation, none of them packed, and nobody stands between it and its callers."""
+    """Whether a module is more than one operation, and has neither packed weights nor hooks."""
     if type(module).__module__.startswith("torch.nn.") and not any(module.children()):
         return False
     return not any(
@@ -79,8 +79,8 @@ def _is_open(module: nn.Module) -> bool:
 
 
 def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
-    """Why a layer stays plain, found by running it, or ``None``."""
-    trial = copy.copy(layer)  # the same weights; what is compiled for it is found again for all layers of its kind
+    """Why a layer stays plain, found by running it; ``None`` if it can be compiled."""
+    trial = copy.copy(layer)  # shares the weights; its compiled program is reused for all layers of its kind
     trial.compile(backend=backend, fullgraph=True)
     torch._dynamo.maybe_mark_dynamic(x, 0)
     try:
@@ -95,7 +95,7 @@ def _refusal(layer: nn.Module, x: Tensor, backend: Backend) -> str | None:
 
 
 def _say(reasons: dict[str, str]) -> None:
-    """One line in the log for everything that stays plain."""
+    """Log in one line which kinds of layers stay plain, and why."""
     if reasons:
         kinds = {reason: [name for name, one in reasons.items() if one == reason] for reason in reasons.values()}
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in kinds.items())

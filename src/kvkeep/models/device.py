@@ -1,4 +1,4 @@
-"""Where a model runs and in which dtype: names of the user turned into torch's, and memory that does not suffice."""
+"""Devices and dtypes by name, and clear errors when a device's memory is too small."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from kvkeep.errors import InputError, one_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What a model can be loaded in, besides ``auto``: the checkpoint's own dtype."""
+"""Dtypes that a model can be loaded in, besides ``auto``: the checkpoint's own."""
 
 
 def parse_dtype(text: str) -> torch.dtype | str:
-    """The dtype of a name, or ``auto``.
+    """The dtype of this name; ``auto`` stays as it is.
 
     Raises:
         InputError: the name is unknown.
@@ -30,7 +30,7 @@ def parse_dtype(text: str) -> torch.dtype | str:
 
 
 def parse_device(text: str) -> torch.device:
-    """The device of a name; ``auto`` takes CUDA where there is one, otherwise the CPU.
+    """The device of this name; ``auto`` is CUDA if there is one, otherwise the CPU.
 
     Raises:
         InputError: the name is unknown, or this machine has no such device.
@@ -48,10 +48,10 @@ def parse_device(text: str) -> torch.device:
 
 @contextmanager
 def enough_memory(device: torch.device) -> Iterator[None]:
-    """Turn a failed allocation into an error of kvkeep.
+    """Turn a failed allocation into an `InputError`.
 
     Raises:
-        InputError: what was asked for does not fit into the device's memory.
+        InputError: the device's memory is too small.
     """
     try:
         yield
@@ -59,19 +59,19 @@ def enough_memory(device: torch.device) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise InputError(
-            f"Out of memory on {device}. Lower the budget or --max-rows, set --prefill-chunk, or take a smaller dtype "
-            "or model."
+            f"Out of memory on {device}. Lower `budget` or `rows`, set `prefill_chunk`, or take a smaller dtype or "
+            "model."
         ) from error
 
 
 def reason_of(error: BaseException) -> str:
-    """What a failed step is reported with: the error in one line, and what helps where memory was too small."""
+    """A failed step's error in one line, with a remedy if memory was too small."""
     remedy = "Use fewer rows, a smaller budget or a prefill_chunk, or a smaller dtype or model."
     return f"{one_line(error).rstrip('.')}. {remedy}" if is_out_of_memory(error) else one_line(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed; on a CPU torch says so only in the text of the error."""
+    """Whether an error is a failed allocation; on a CPU only torch's message tells."""
     told = ("allocate memory", "not enough memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in told)

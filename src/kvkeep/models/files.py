@@ -1,7 +1,7 @@
-"""The files of a model folder, checked before anything is made of them.
+"""The files of a model: where they are, checks before they are used, and clear errors when reading them fails.
 
-A folder is somebody else's: its files may be pipes that never end, its index may name files that are not its own, and
-its numbers may ask for more memory than there is. Nothing here reads weights.
+A model folder cannot be trusted. Its files may be pipes that never end, and its numbers may ask for more memory than
+there is. Nothing here reads weights.
 """
 
 from __future__ import annotations
@@ -9,31 +9,57 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import errors as hub
+from huggingface_hub.utils._validators import validate_repo_id
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
-from kvkeep.errors import ModelFileError, UnsupportedModelError
+from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
+from kvkeep.models.device import is_out_of_memory
+from kvkeep.models.hub import UNREACHABLE, is_forbidden
+from kvkeep.runs import in_full
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAFE = ".safetensors"
 MOST_LAYERS = 1000
 MOST_EXPERTS = 10_000
 MOST_LABELS = 1_000_000
-PARAMETERS_PER_BYTE = 16
-"""Twice as many as there are bits; nobody stores a weight in fewer."""
 _LARGEST = 2**63 - 1
+_RUST_PANIC = "PanicException"
+"""Raised by tokenizers and safetensors when their Rust code panics; no subclass of `Exception`, nor importable."""
 _PARTS = re.compile(r"(?:num|n|encoder|decoder)_(?:\w+_)?(layer|block|expert)s?")
 
 
-def check_folder(folder: Path, allow_pickle: bool) -> None:
-    """Refuse a folder that is no model, or whose files cannot be read or are not its own.
+def locate(name_or_path: str | os.PathLike[str]) -> str:
+    """The full path of a file or folder that exists; another name is returned unchanged, as a hub name.
 
     Raises:
-        ModelFileError: see above.
+        ModelFileError: there is no such folder, and the hub has no such names.
+    """
+    name = os.fspath(name_or_path)
+    path = in_full(name)
+    try:
+        exists = path.exists()
+    except OSError as error:  # e.g. a name that is too long for the file system
+        raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
+    if not exists and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ModelFileError(f"The model folder {name} does not exist.")
+    if not exists:
+        with explained(name, "Its name cannot be used"):
+            validate_repo_id(name)
+    return str(path) if exists else name
+
+
+def check_folder(folder: Path, allow_pickle: bool) -> None:
+    """Refuse a folder without a configuration or weights, with files that are not regular, or with pickles.
+
+    Raises:
+        ModelFileError: the folder is refused.
     """
     _check_regular(folder)
     check_adapter(str(folder))
@@ -72,43 +98,11 @@ def check_adapter(name: str) -> None:
     )
 
 
-def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None:
-    """Refuse an index of weights, or a configuration, that names pickles, or files outside the model's own folder.
-
-    Args:
-        name: a folder, or a hub name.
-        config: may name a file of weights by itself.
-        allow_pickle: whether weights may be pickles.
-
-    Raises:
-        ModelFileError: see above.
-    """
-    check_adapter(name)
-    named = getattr(config, "transformers_weights", None)
-    if named is not None and not (isinstance(named, str) and named.endswith(SAFE)):
-        raise ModelFileError(
-            f"{name}: The weights that its config.json names ({named!r:.80}) are no safetensors file, and no other is "
-            "read by a name that stands there. Remove transformers_weights from it if the usual files are there, too."
-        )
-    for file in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME) if allow_pickle else (SAFE_WEIGHTS_INDEX_NAME,):
-        path = optional(name, file)
-        if path is None:
-            continue
-        for shard in _shards(path):
-            if not shard.endswith(SAFE) and not allow_pickle:
-                raise ModelFileError(refusal(f"The weights of {name} ({shard!r:.80}, named by {path.name})"))
-            if not _is_inside(path.parent, shard):
-                raise ModelFileError(
-                    f"{path} names {shard!r:.80} as a file of weights, which is no regular file in the model's own "
-                    "folder. Only files of the folder are read; copy it there, or download the model again."
-                )
-
-
 def check_numbers(name: str, fields: object) -> None:
-    """Refuse a configuration whose numbers no model has, before they are used.
+    """Refuse a configuration with numbers that no model has, before they are used.
 
     Raises:
-        ModelFileError: a number is no 64-bit one.
+        ModelFileError: a number has more than 64 bits.
         UnsupportedModelError: there are more layers, experts or labels than any model has.
     """
     limits = {"layer": MOST_LAYERS, "block": MOST_LAYERS, "expert": MOST_EXPERTS, "num_labels": MOST_LABELS}
@@ -125,10 +119,10 @@ def check_numbers(name: str, fields: object) -> None:
 
 
 def check_shape(name: str, config: PreTrainedConfig) -> None:
-    """Refuse numbers with which a model can be built, but not run.
+    """Refuse a configuration whose model could be built but not run: without layers, tokens or positions.
 
     Raises:
-        ModelFileError: see above.
+        ModelFileError: one of these numbers is not 1 or more.
     """
     inner = config.get_text_config(decoder=True)
     for key in ("num_hidden_layers", "vocab_size", "max_position_embeddings"):
@@ -140,33 +134,16 @@ def check_shape(name: str, config: PreTrainedConfig) -> None:
             )
 
 
-def check_size(name: str, parameters: int) -> None:
-    """Refuse a folder whose weights are much smaller than its configuration: the rest would be made up, in memory.
-
-    Raises:
-        ModelFileError: see above.
-    """
-    if not Path(name).is_dir():
-        return  # the hub's files are downloaded only now
-    files = (path for pattern in (f"*{SAFE}", *PICKLES) for path in Path(name).rglob(pattern))
-    stored = sum(path.stat().st_size for path in files if path.is_file())
-    if parameters > PARAMETERS_PER_BYTE * stored:
-        raise ModelFileError(
-            f"{name}: Its weights cannot be read (they take {stored} bytes, and its config.json describes {parameters} "
-            "numbers). Download the model again: a partial download or a Git LFS pointer looks like this."
-        )
-
-
 def refusal(subject: str) -> str:
-    """What is said of weights that are pickles."""
+    """The message about weights that are pickles."""
     return (
         f"{subject} are not safetensors but Python pickles, which can run code when they are read. Convert them, or "
-        "accept them with --allow-pickle (allow_pickle=True) if you trust their source."
+        "accept them with `allow_pickle=True` if you trust their source."
     )
 
 
 def _check_regular(folder: Path) -> None:
-    """Refuse pipes, devices and links that lead nowhere: reading them fails late, or never ends."""
+    """Refuse pipes, devices and broken links: reading them would fail late, or never end."""
     for path in sorted(folder.iterdir()):
         if not path.is_file() and not path.is_dir() and path.suffix != ".lock":
             raise ModelFileError(
@@ -176,7 +153,7 @@ def _check_regular(folder: Path) -> None:
 
 
 def optional(name: str, file: str) -> Path | None:
-    """A file of a folder or of a model on the hub, downloaded if need be; ``None`` if there is none."""
+    """The path of a model's file, downloaded from the hub if need be; ``None`` if there is no such file."""
     if Path(name).is_dir():
         path = Path(name) / file
         return path if path.exists() else None
@@ -186,45 +163,8 @@ def optional(name: str, file: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _shards(index: Path) -> list[str]:
-    """The files that an index names.
-
-    Raises:
-        ModelFileError: it is no index.
-    """
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{index} cannot be read ({error}). Download the model again.") from error
-    names = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(names, dict) or not names or not all(isinstance(one, str) for one in names.values()):
-        raise ModelFileError(f"{index} does not map tensors to files (weight_map). Download the model again.")
-    if not isinstance(found.get("metadata", {}), dict):
-        raise ModelFileError(f"{index} has metadata that are no JSON object. Download the model again.")
-    return sorted(set(names.values()))
-
-
-def _is_inside(folder: Path, shard: str) -> bool:
-    """Whether a shard's name stays in the folder, and so does the file; one that is missing is found out later.
-
-    In the hub's cache, ``snapshots/REVISION/FILE`` is a link into ``blobs``, beside ``snapshots``.
-    """
-    parts = re.split(r"[/\\]", shard)
-    if "\0" in shard or len(os.fsencode(shard)) > 255 or any(part in ("", ".", "..") for part in parts):
-        return False
-    path, home = folder / shard, folder.resolve()
-    if not os.path.lexists(path):
-        return True
-    try:
-        target = path.resolve(strict=True)
-    except (OSError, RuntimeError):  # a link that leads nowhere, or to itself
-        return False
-    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    return target.is_file() and any(target.is_relative_to(place) for place in homes)
-
-
 def _numbers(key: str, value: Any) -> list[tuple[str, int]]:
-    """Every whole number in a configuration, with its key."""
+    """Every whole number of a configuration, with its key."""
     found, rest = [], [(key, value)]
     while rest:
         key, value = rest.pop()
@@ -235,3 +175,59 @@ def _numbers(key: str, value: Any) -> list[tuple[str, int]]:
         elif isinstance(value, int):
             found.append((key, value))
     return found
+
+
+@contextmanager
+def explained(name: str, what: str) -> Iterator[None]:
+    """Turn every error of transformers, tokenizers, safetensors or the hub into a `ModelFileError`.
+
+    Args:
+        name: the model, for the message.
+        what: what failed, as a sentence without its stop.
+    """
+    try:
+        yield
+    except KVKeepError:
+        raise
+    except BaseException as error:
+        if is_out_of_memory(error) or not (isinstance(error, Exception) or type(error).__name__ == _RUST_PANIC):
+            raise
+        raise _explain(name, what, error) from error
+
+
+def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
+    causes = list(_causes(error))
+    for kind, text in _HUB_ERRORS.items():
+        if any(isinstance(cause, kind) for cause in causes):
+            return ModelFileError((_FORBIDDEN if text is _UNREACHABLE and is_forbidden() else text).format(name=name))
+    if "cannot be loaded with `safetensors`" in str(error):  # how transformers reports a hub model without them
+        return ModelFileError(refusal(f"The weights of {name}"))
+    line = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
+    return ModelFileError(
+        f"{name}: {what} ({line.rstrip('.'):.300}). Check that file, or download the model again: a partial download "
+        "or a Git LFS pointer looks like this."
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+_UNREACHABLE = (
+    f"{UNREACHABLE}, and {{name}} is neither a local folder nor in the local cache. Check the network, or "
+    "give a local folder."
+)
+_FORBIDDEN = (
+    f"{UNREACHABLE} since HF_HUB_OFFLINE is set, and {{name}} is neither a local folder nor in the local "
+    "cache. Unset the variable where there is a network, or give a local folder."
+)
+_HUB_ERRORS: dict[type[Exception], str] = {  # special cases before the general ones
+    hub.HFValidationError: "{name!r} is neither a local folder nor a hub name (NAMESPACE/NAME).",
+    hub.GatedRepoError: "{name} is gated: accept its terms on its page, then log in with `hf auth login`.",
+    hub.RepositoryNotFoundError: "{name} is neither a local folder nor a public model on the hub. Check the spelling; "
+    "for a private one log in with `hf auth login`.",
+    hub.LocalEntryNotFoundError: _UNREACHABLE,
+    hub.OfflineModeIsEnabled: _UNREACHABLE,
+}

@@ -1,7 +1,7 @@
-"""What a model's makers want of its generation, and what becomes of it: kvkeep's own options rule.
+"""The model's ``generation_config.json``: which of its settings kvkeep uses.
 
-The tokens that end a text are the makers'. Everything else that ``generation_config.json`` asks for is left out, so
-that a single prompt, a batch and a session give the same text; `remark` names it.
+kvkeep uses the tokens that end a text. It leaves out every other setting, so that a single prompt, a batch and a
+session give the same text. `remark` names the settings that are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GENERATION_CONFIG = "generation_config.json"
 OWN = frozenset(
     {"do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "max_length"}
 )
-"""Asked for with options of kvkeep's own."""
+"""Settings for which kvkeep has options of its own."""
 
 KEPT = frozenset({"eos_token_id", "pad_token_id", "bos_token_id"})
 
@@ -32,7 +32,7 @@ SAME_TEXT = frozenset(
         *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
     }
 )
-"""How a text is computed, or what is told beside it; the right text is the same without."""
+"""Settings that change how a text is computed or what is reported beside it, but not the text."""
 
 
 def check_generation_config(name: str) -> None:
@@ -42,7 +42,7 @@ def check_generation_config(name: str) -> None:
         name: a folder, or a hub name.
 
     Raises:
-        ModelFileError: it is no JSON object, or the tokens that end a text are not given by whole numbers.
+        ModelFileError: the file is not a JSON object, or its end tokens are not whole numbers.
     """
     path = optional(name, GENERATION_CONFIG)
     if path is None:
@@ -52,17 +52,17 @@ def check_generation_config(name: str) -> None:
         fields = json.loads(path.read_text(encoding="utf-8"))
         ends = fields.get("eos_token_id")
         GenerationConfig.from_dict(dict(fields))
-    except Exception as error:  # whatever its values lead to
+    except Exception as error:  # whatever transformers raises for its values
         raise ModelFileError(f"{problem} ({error!s:.200}). Remove it, or download the model again.") from error
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if not all(isinstance(end, int) and not isinstance(end, bool) and abs(end) < 2**63 for end in ends):
         raise ModelFileError(
-            f"{problem} (eos_token_id is {ends!s:.60}). Give the number of a token, or a list of such."
+            f"{problem} (eos_token_id is {ends!s:.60}). Give the number of a token, or a list of numbers."
         )
 
 
 def remark(model: PreTrainedModel) -> str | None:
-    """What the makers ask for and kvkeep leaves out, in a sentence; ``None`` if there is nothing."""
+    """A sentence on the settings that kvkeep leaves out; ``None`` if there are none."""
     asked = _asked(model)
     differs = _listed({name: value for name, value in asked.items() if name not in SAME_TEXT})
     same = _listed({name: value for name, value in asked.items() if name in SAME_TEXT})
@@ -74,13 +74,13 @@ def remark(model: PreTrainedModel) -> str | None:
 
 
 def ends_of(model: PreTrainedModel) -> set[int]:
-    """The tokens with which the model ends its text."""
+    """The tokens that end a text of this model."""
     ids = model.generation_config.eos_token_id
     return set(ids) if isinstance(ids, list) else set() if ids is None else {ids}
 
 
 def _asked(model: PreTrainedModel) -> dict[str, object]:
-    """What differs from transformers' defaults and has no option here."""
+    """Settings that differ from transformers' defaults and for which kvkeep has no option."""
     usual = GenerationConfig._get_default_generation_params()
     given = model.generation_config.to_diff_dict()
     return {
@@ -93,6 +93,6 @@ def _asked(model: PreTrainedModel) -> dict[str, object]:
 
 
 def _listed(values: dict[str, object]) -> str:
-    """Names and values, as a sentence lists them."""
+    """Names and values, separated by commas."""
     parts = [f"{name}={value!r:.40}" for name, value in sorted(values.items())]
     return ", ".join(parts)

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from kvkeep.backends import choose
+from kvkeep.cache import BoundedCache
 from kvkeep.errors import ShapeError, UnsupportedModelError
 from kvkeep.handing import HandingLayer, unwrap
 from kvkeep.models.suitable import check_attention, check_cache, text_config, unwrapped
@@ -98,6 +99,7 @@ def attach(model: _Model) -> _Model:
             ``torch.compile`` or an adapter of PEFT is wrapped around it.
 
     Raises:
+        InputError: ``model`` is no model of transformers.
         UnsupportedModelError: the interface does not reach this model's attention, or its cache is no KV cache.
     """
     inner = unwrapped(model)
@@ -108,11 +110,21 @@ def attach(model: _Model) -> _Model:
         check_attention(part)
     if inner.config is text or not decoders:
         inner.set_attn_implementation(ATTENTION)
-        return model
-    decoders[0].set_attn_implementation(ATTENTION)
-    if inner._can_set_attn_implementation():
-        inner.set_attn_implementation({"": ATTENTION})  # for the masks that the outer model makes
+    else:
+        decoders[0].set_attn_implementation(ATTENTION)
+        if inner._can_set_attn_implementation():
+            inner.set_attn_implementation({"": ATTENTION})  # for the masks that the outer model makes
+    if _tell_ids not in inner._forward_pre_hooks.values():
+        inner.register_forward_pre_hook(_tell_ids, with_kwargs=True)
     return model
+
+
+def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Tell a bounded cache which tokens the model is about to feed, see `BoundedCache.continue_with`."""
+    cache = kwargs.get("past_key_values")
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if isinstance(cache, BoundedCache) and isinstance(ids, Tensor) and not torch.compiler.is_compiling():
+        cache.note(ids, kwargs.get("attention_mask"))
 
 
 def attention_forward(

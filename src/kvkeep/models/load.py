@@ -1,12 +1,13 @@
-"""Load a model by name or folder: every failure becomes one clear error, and code of the checkpoint never runs.
+"""Load a model by its name or folder. Every failure is one clear error, and code of the checkpoint never runs.
 
-`find` does what is cheap (configuration, architecture, tokenizer) and refuses what cannot work; `read_weights`
-does what is expensive. `load` is both.
+`find` reads the configuration and the tokenizer, and refuses a model that cannot work. `read_weights` does the
+expensive rest. `load` does both.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import torch
-from huggingface_hub import errors as hub
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -24,26 +24,23 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from kvkeep.cache import BoundedCache
-from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
+from kvkeep.errors import ModelFileError, UnsupportedModelError
 from kvkeep.models import tiny
-from kvkeep.models.device import enough_memory, is_out_of_memory, parse_device, parse_dtype
-from kvkeep.models.files import check_folder, check_index, check_numbers, check_shape, check_size, refusal
+from kvkeep.models.device import enough_memory, parse_device, parse_dtype
+from kvkeep.models.files import check_folder, check_numbers, check_shape, explained, locate
 from kvkeep.models.generation import check_generation_config
 from kvkeep.models.hf import attach
-from kvkeep.models.quiet import no_conversion_service
+from kvkeep.models.hub import cached_if_unreachable, no_conversion_service
+from kvkeep.models.quantised import check_format, check_readable, options, parts
+from kvkeep.models.shards import check_index, check_size
 from kvkeep.models.suitable import auto_class, generates_text, try_out
-from kvkeep.runs import in_full
 
 Model: TypeAlias = PreTrainedModel
-"""What rooms above call a model."""
-
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
-"""What rooms above call a tokenizer."""
-
-_RUST_PANIC = "PanicException"
-"""What tokenizers and safetensors raise when their Rust gives up; it cannot be imported, and is no `Exception`."""
+"""Names for rooms that do not import transformers."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +51,9 @@ class Checkpoint:
         name: hub name or folder.
         config: the model's configuration.
         tokenizer: the model's tokenizer.
-        position_limit: tokens that a table of learned positions has room for; ``None`` if there is no such table.
+        position_limit: positions in a table of learned ones; ``None`` if there is no such table.
         allow_pickle: whether weights may come from files that are not safetensors.
-        parameters: numbers that the configuration describes; 0 if that was not counted.
+        parameters: number of parameters that the configuration describes; 0 if unknown.
     """
 
     name: str
@@ -68,12 +65,17 @@ class Checkpoint:
 
     @property
     def trained_length(self) -> int | None:
-        """Positions that the model was made for, where its configuration says so; rotary positions go on, badly."""
+        """The number of positions that the model was trained for; ``None`` if its configuration does not say."""
         return trained_length(self.config)
 
 
 def load(
-    name_or_path: str | os.PathLike[str], dtype: str = "auto", device: str = "auto", *, allow_pickle: bool = False
+    name_or_path: str | os.PathLike[str],
+    dtype: str = "auto",
+    device: str = "auto",
+    *,
+    allow_pickle: bool = False,
+    load_in: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
@@ -81,17 +83,20 @@ def load(
         name_or_path: a hub name or a local folder.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` (CUDA where there is one, otherwise the CPU) or a name of torch, e.g. ``cuda:1``.
-        allow_pickle: accept weights that are not safetensors; torch then unpickles tensors only.
+        allow_pickle: accept weights that are not safetensors; torch unpickles nothing but tensors.
+        load_in: quantise the linear layers while they are read: ``int8`` or ``fp8`` (torchao), ``4bit`` or ``8bit``
+            (bitsandbytes, on CUDA).
 
     Raises:
-        ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub has no answer.
-        UnsupportedModelError: kvkeep cannot run this architecture; found before any weight is read.
-        InputError: unknown dtype, or a device that this machine does not have.
+        ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub fails.
+        UnsupportedModelError: kvkeep cannot run this architecture; raised before any weight is read.
+        InputError: unknown dtype or format, or a device that this machine does not have.
     """
     parse_dtype(dtype)
+    check_format(load_in)
     parse_device(device)
     checkpoint = find(name_or_path, allow_pickle=allow_pickle)
-    return read_weights(checkpoint, dtype, device), checkpoint.tokenizer
+    return read_weights(checkpoint, dtype, device, load_in=load_in), checkpoint.tokenizer
 
 
 def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Checkpoint:
@@ -107,40 +112,39 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) ->
     if Path(name).is_dir():
         with explained(name, "Its files cannot be looked up"):
             check_folder(Path(name), allow_pickle)
-    config = read_config(name)
-    skeleton = build_empty(name, config)
-    try_out(skeleton)
-    check_generation_config(name)
+    with cached_if_unreachable(name):
+        config = read_config(name)
+        skeleton = build_empty(name, config)
+        with quiet():
+            try_out(skeleton)
+        check_generation_config(name)
+        tokenizer = _read_tokenizer(name, config)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    tokenizer = _read_tokenizer(name, config)
     return Checkpoint(name, config, tokenizer, position_limit(skeleton), allow_pickle, parameters)
 
 
-def locate(name_or_path: str | os.PathLike[str]) -> str:
-    """A file or folder that exists, written out in full; otherwise what may be a hub name, as it is.
-
-    Raises:
-        ModelFileError: it can only be a folder, and there is none.
-    """
-    name = os.fspath(name_or_path)
-    path = in_full(name)
-    try:
-        exists = path.exists()
-    except OSError as error:  # e.g. a name that is too long for the file system
-        raise ModelFileError(f"The model {name[:60]}… cannot be looked up: {error.strerror}.") from error
-    if not exists and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ModelFileError(f"The model folder {name} does not exist.")
-    return str(path) if exists else name
-
-
-def read_weights(checkpoint: Checkpoint, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
-    """Read the weights of a checkpoint, see `load`.
+def read_weights(
+    checkpoint: Checkpoint, dtype: str = "auto", device: str = "auto", *, load_in: str | None = None
+) -> PreTrainedModel:
+    """The model of a checkpoint with its weights, see `load`.
 
     Raises:
         ModelFileError: weights are missing, corrupted, of other shapes than config.json says, or not safetensors.
-        InputError: unknown dtype, a device that this machine does not have, or one with too little memory.
+        InputError: unknown dtype, or a device that this machine does not have or whose memory is too small.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
+    with cached_if_unreachable(checkpoint.name):
+        model = _read(checkpoint, kind, place, options(load_in, checkpoint.config, place))
+    with enough_memory(place):
+        torch.nn.Module.to(model, place)
+    model.eval()
+    return attach(model)
+
+
+def _read(
+    checkpoint: Checkpoint, kind: torch.dtype | str, place: torch.device, quantisation: dict[str, Any]
+) -> PreTrainedModel:
+    check_readable(checkpoint.name, checkpoint.config)
     check_index(checkpoint.name, checkpoint.config, checkpoint.allow_pickle)
     check_size(checkpoint.name, checkpoint.parameters)
     with enough_memory(place), explained(checkpoint.name, "Its weights cannot be read"), no_conversion_service():
@@ -154,12 +158,10 @@ def read_weights(checkpoint: Checkpoint, dtype: str = "auto", device: str = "aut
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # reported below, with the names of the tensors
             output_loading_info=True,
+            **quantisation,
         )
     _check_complete(checkpoint.name, report)
-    with enough_memory(place):
-        torch.nn.Module.to(model, place)
-    model.eval()
-    return attach(model)
+    return model
 
 
 def embedded() -> str:
@@ -168,7 +170,7 @@ def embedded() -> str:
     Raises:
         ModelFileError: its files are missing or corrupted.
     """
-    remedy = "Give a MODEL: a hub name such as Qwen/Qwen3-0.6B, or a local folder."
+    remedy = "Give a `model`: a hub name such as Qwen/Qwen3-0.6B, or a local folder."
     try:
         return str(tiny.path())
     except FileNotFoundError as error:
@@ -178,7 +180,7 @@ def embedded() -> str:
 
 
 def _check_complete(name: str, report: dict[str, Any]) -> None:
-    """Refuse weights that leave tensors of the model at random numbers, which transformers only logs."""
+    """Refuse weights that do not fill all tensors of the model; transformers would only log it."""
     problems = {
         "missing_keys": "lack tensors of the model",
         "mismatched_keys": "have other shapes than config.json says",
@@ -193,13 +195,13 @@ def _check_complete(name: str, report: dict[str, Any]) -> None:
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """The configuration, if it is one of a decoder that transformers itself knows.
+    """The configuration of a decoder that transformers has.
 
     Args:
         name: a hub name, a folder, or a configuration file.
 
     Raises:
-        ModelFileError: it cannot be read.
+        ModelFileError: the configuration cannot be read.
         UnsupportedModelError: transformers has no such decoder.
     """
     with explained(name, "Its config.json cannot be read"):
@@ -223,12 +225,12 @@ def read_config(name: str) -> PreTrainedConfig:
         )
     check_shape(name, config)
     for part in (config, config.get_text_config(decoder=True)):
-        part.return_dict = True  # kvkeep reads a model's output by its names
+        part.return_dict = True  # kvkeep reads a model's outputs by name
     return config
 
 
 def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model without memory for its weights: enough to see whether kvkeep reaches its attention and cache.
+    """The model without memory for its weights, after a check that kvkeep reaches its attention and cache.
 
     Raises:
         ModelFileError: the configuration's values cannot be used.
@@ -241,23 +243,26 @@ def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def trained_length(config: PreTrainedConfig) -> int | None:
-    """Positions that the model was made for, where its configuration says so."""
+    """The number of positions that a model was trained for; ``None`` if its configuration does not say."""
     length: int | None = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     return length
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """How many positions a learned table has room for: an embedding beside the tokens' with that many rows."""
+    """The number of positions in a table of learned ones; ``None`` if the model has no such table.
+
+    A table of positions is an embedding, other than the tokens', with as many rows as the trained length.
+    """
     limit = trained_length(model.config)
     tokens = model.get_input_embeddings()
     tables = (m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not tokens)
-    if limit and any(0 <= table.num_embeddings - limit <= 2 for table in tables):  # OPT has two rows more
+    if limit and any(0 <= table.num_embeddings - limit <= 2 for table in tables):  # OPT's has two more
         return limit
     return None
 
 
 def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer; without its files transformers makes an empty one for some families, which is refused."""
+    """The tokenizer. An empty one, which transformers makes for some families without files, is refused."""
     with explained(name, "Its tokenizer cannot be read"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, config=config, trust_remote_code=False)
         special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
@@ -266,44 +271,25 @@ def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerB
     return tokenizer
 
 
+def fingerprint(model: Model) -> str:
+    """A hash of the beginning of every parameter, which tells other weights under the same name apart."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        for part in parts(parameter.detach()):
+            digest.update(part.flatten()[:64].to("cpu", torch.float32).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 @contextmanager
-def explained(name: str, what: str) -> Iterator[None]:
-    """Turn whatever transformers, tokenizers, safetensors or the hub raise into an error of kvkeep."""
+def quiet() -> Iterator[None]:
+    """Silence transformers' log and progress bars."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
-    except KVKeepError:
-        raise
-    except BaseException as error:
-        if is_out_of_memory(error) or not (isinstance(error, Exception) or type(error).__name__ == _RUST_PANIC):
-            raise
-        raise _explain(name, what, error) from error
-
-
-def _explain(name: str, what: str, error: BaseException) -> ModelFileError:
-    causes = list(_causes(error))
-    for kind, text in _HUB_ERRORS.items():
-        if any(isinstance(cause, kind) for cause in causes):
-            return ModelFileError(text.format(name=name))
-    if "cannot be loaded with `safetensors`" in str(error):  # what transformers says of a hub model that has none
-        return ModelFileError(refusal(f"The weights of {name}"))
-    line = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
-    return ModelFileError(
-        f"{name}: {what} ({line.rstrip('.'):.300}). Check that file, or download the model again: a partial download "
-        "or a Git LFS pointer looks like this."
-    )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-_HUB_ERRORS: dict[type[Exception], str] = {  # special cases before the general ones
-    hub.HFValidationError: "{name!r} is neither a local folder nor a hub name (NAMESPACE/NAME).",
-    hub.GatedRepoError: "{name} is gated: accept its terms on its page, then log in with `hf auth login`.",
-    hub.RepositoryNotFoundError: "{name} is neither a local folder nor a public model on the hub. Check the spelling; "
-    "for a private one log in with `hf auth login`.",
-    hub.LocalEntryNotFoundError: "The hub cannot be reached, and {name} is not in the local cache. Check the network, "
-    "or give a local folder.",
-}
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""Weights laid out for products with few tokens, which is what a decode step on a CPU consists of."""
+"""Weights in a layout that makes decode steps on a CPU faster: products with a few tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _REPEATS = 6
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weights are in oneDNN's own blocked layout, and nowhere else.
+    """A linear layer whose weights are stored in oneDNN's blocked layout only.
 
-    Torch lays weights out anew, or computes far from the processor's speed, in every product with 2 to 64 rows.
-    The result equals the plain layer's up to the order of summation.
+    For plain weights torch changes the layout in every product with 2 to 64 rows, or computes slowly. The result
+    equals the plain layer's up to the order of summation.
 
     Args:
         linear: a plain layer on the CPU in float32 or bfloat16.
-        rows: rows that most products will have; any other number works.
+        rows: number of rows of most products; other numbers work too.
     """
 
     def __init__(self, linear: nn.Linear, rows: int) -> None:
@@ -36,7 +36,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:
-        """A copy in the plain layout, made anew each time, for code that looks at weights."""
+        """A copy in the plain layout, made anew for each access."""
         plain: Tensor = self._packed.to_dense()
         return plain
 
@@ -49,15 +49,15 @@ class PackedLinear(nn.Module):
 def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -> int:
     """Replace the linear layers of a model that runs on a CPU, in place, and return how many were replaced.
 
-    The plain weights are given up, so nothing is held twice, and the model can no longer be trained or saved. Layers
-    that are no plain ones (quantised, with hooks, on another device, in another number format), parts of compiled ones
-    and weights that something else uses, such as tied embeddings, stay as they are.
+    The plain weights are dropped, so that nothing is stored twice; the model can no longer be trained or saved. Some
+    layers stay as they are: quantised ones, layers with hooks, on another device or in another dtype, parts of
+    compiled modules, and weights that are shared, such as tied embeddings.
 
     Args:
         model: the model.
-        rows: rows that most products will have.
-        if_faster: first time both layouts with so many rows, on up to 256 MiB of the weights, and replace nothing where
-            the plain one is as fast; which it is depends on the processor, for one or two rows above all.
+        rows: number of rows of most products.
+        if_faster: time both layouts with this number of rows first, on up to 256 MiB of the weights, and replace
+            nothing if the plain layout is as fast. The answer depends on the processor, above all for one or two rows.
     """
     formats = {dtype for dtype in FORMATS if _works(dtype)}
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
@@ -71,14 +71,17 @@ def pack_weights(model: nn.Module, rows: int = 32, *, if_faster: bool = False) -
     ]
     if if_faster and not _faster([cast(nn.Linear, parent.get_submodule(name)) for parent, name in found], rows):
         return 0
-    for parent, name in found:  # names, as a list of layers would hold every plain weight to the end
+    for parent, name in found:  # names only: a list of layers would keep every plain weight alive
         setattr(parent, name, PackedLinear(cast(nn.Linear, parent.get_submodule(name)), rows))
     return len(found)
 
 
 @torch.inference_mode()
 def _faster(layers: list[nn.Linear], rows: int) -> bool:
-    """Whether products with packed weights take less time; all in turn, as in a step, so that caches are cold."""
+    """Whether products with packed weights take less time.
+
+    As in a decode step, all layers are run in turn, so that the processor's caches are cold.
+    """
     sample: list[nn.Linear] = []
     for layer in layers:
         if sample and sum(one.weight.nbytes for one in [*sample, layer]) > _TIMED_BYTES:
@@ -86,9 +89,9 @@ def _faster(layers: list[nn.Linear], rows: int) -> bool:
         sample.append(layer)
     inputs = [layer.weight.new_ones(rows, 1, layer.in_features) for layer in sample]
 
-    def seconds(those: Sequence[nn.Module]) -> float:
+    def seconds(modules: Sequence[nn.Module]) -> float:
         start = time.perf_counter()
-        for layer, x in zip(those, inputs, strict=True):
+        for layer, x in zip(modules, inputs, strict=True):
             layer(x)
         return time.perf_counter() - start
 
@@ -100,11 +103,13 @@ def _faster(layers: list[nn.Linear], rows: int) -> bool:
 def _is_plain(layer: nn.Linear, formats: set[torch.dtype]) -> bool:
     hooks = (layer._forward_hooks, layer._forward_pre_hooks)
     weight = layer.weight
+    if type(weight) is not nn.Parameter:  # e.g. quantised: it says that it has the dtype of its products
+        return False
     return weight.device.type == "cpu" and weight.dtype in formats and weight.layout is torch.strided and not any(hooks)
 
 
 def _works(dtype: torch.dtype) -> bool:
-    """Whether this build of torch, on this processor, has the operations; they are not part of its stable interface."""
+    """Whether this build of torch has the operations on this processor; they are not part of its stable interface."""
     try:
         blank = nn.utils.skip_init(nn.Linear, 16, 16, dtype=dtype)  # draws no random numbers
         PackedLinear(blank, 2)(torch.ones(2, 16, dtype=dtype))

@@ -1,6 +1,6 @@
-"""A process that fills in chat templates, one JSON line after another, with little memory; see `templates`.
+"""The script of the process that fills in chat templates, one JSON line after another; see `templates`.
 
-It is run as a script, so it imports nothing of kvkeep and no torch.
+Its memory is bounded, and it imports neither kvkeep nor torch.
 """
 
 import json
@@ -10,11 +10,11 @@ from contextlib import suppress
 from transformers.utils.chat_template_utils import render_jinja_template
 
 _LONGEST_BYTES, _GROWTH = 2**20, 4
-"""How long a text may be: so much, and so many times what was given."""
+"""Limits of a text: this many characters, plus this many times the characters that were given."""
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Let this process grow by so much only, where the system can."""
+    """Limit the memory that this process may still allocate, if the system can."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -24,7 +24,7 @@ def _limit_memory(more_bytes: int) -> None:
 
 
 def _answer(line: str) -> dict[str, str]:
-    """The text of a template, or what is wrong with it."""
+    """The text of a template, or its error."""
     try:
         asked = json.loads(line)
         rendered = render_jinja_template([asked.pop("messages")], **asked)

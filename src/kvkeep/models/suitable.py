@@ -7,7 +7,8 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -18,16 +19,16 @@ from transformers import (
     PreTrainedModel,
 )
 
-from kvkeep.cache import BoundedCache
-from kvkeep.errors import UnsupportedModelError
-from kvkeep.models.quiet import quiet
+from kvkeep.cache import handing_cache
+from kvkeep.errors import InputError, UnsupportedModelError
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
     """The model of transformers within what ``torch.compile`` or PEFT wrapped around it.
 
     Raises:
-        UnsupportedModelError: there is none, or an adapter of PEFT puts keys of its own before the prompt.
+        InputError: there is none.
+        UnsupportedModelError: an adapter of PEFT puts keys of its own before the prompt.
     """
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
@@ -37,9 +38,9 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
             _check_adapter(inner)
             inner = inner.get_base_model()
         else:
-            raise UnsupportedModelError(
-                f"kvkeep.attach takes a model of transformers, not {type(inner).__name__}. Load one, for example with "
-                "AutoModelForCausalLM.from_pretrained."
+            raise InputError(
+                f"A {type(inner).__name__} is no model of transformers. Load one first: "
+                "model, tokenizer = kvkeep.load(name_or_path)."
             )
     return inner
 
@@ -113,6 +114,21 @@ def placeholders(model: PreTrainedModel) -> dict[int, str]:
     return {token: kind for token, kind in named if isinstance(token, int)}
 
 
+class _Idle:
+    """A stepper that computes nothing: its output has the shape that attention's has."""
+
+    columns = 0
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        **_: object,
+    ) -> Float[Tensor, "B Hq T E"]:
+        return query.new_empty((*query.shape[:-1], values.shape[-1]))
+
+
 def try_out(skeleton: PreTrainedModel) -> None:
     """Run two tokens through tensors without memory, which shows what kvkeep's attention has to refuse.
 
@@ -121,8 +137,8 @@ def try_out(skeleton: PreTrainedModel) -> None:
     """
     trial, ids = copy.copy(skeleton).eval(), torch.zeros((1, 2), dtype=torch.int64, device="meta")
     try:
-        with torch.inference_mode(), quiet():
-            trial(input_ids=ids, past_key_values=BoundedCache(trial.config, "full", 2))
+        with torch.inference_mode():
+            trial(input_ids=ids, past_key_values=handing_cache(trial.config, lambda index: _Idle()))
     except UnsupportedModelError:
         raise
     except Exception:  # a model's own code may need numbers; then its first step will show it

@@ -1,9 +1,9 @@
-"""Chat templates filled in by a process of their own: a template is a program, and may run for ever or take all memory.
+"""Chat templates, filled in by a process of their own, since a template is a program that may never end.
 
-The sandbox of Jinja keeps a template from files and from Python. It does not bound time and memory: two nested loops,
-a macro that calls itself twice or ``10**10**10`` never end. Nothing inside a process can stop all of these, so there is
-a second one, which is started when it is first needed, answers in well under a millisecond, and is ended when it does
-not.
+Jinja's sandbox keeps a template from files and from Python. It does not bound time and memory: two nested loops, a
+macro that calls itself twice or ``10**10**10`` never end, and nothing inside a process can stop all of these. So a
+second process fills in templates. It is started when it is first needed, answers in well under a millisecond, and is
+killed when it does not.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvkeep.errors import InputError
 TIMEOUT_S = 10.0
 MEMORY_BYTES = 2**30
 _START_S = 60.0
-_REMEDY = "Use --raw to leave it out and write the whole prompt."
+_REMEDY = "Use `raw=True` to leave it out and write the whole prompt."
 
 
 def fill(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> str:
-    """The text of a conversation in the tokenizer's chat template, up to where the model is to answer.
+    """The text of a conversation in the tokenizer's chat template, up to the beginning of the model's answer.
 
     Raises:
         InputError: the template fails, or takes too long or too much memory.
@@ -43,7 +43,7 @@ def fill(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str
             "add_generation_prompt": True,
         }
         line = json.dumps(asked)
-    except Exception as error:  # templates without a default, tokens that are no text
+    except Exception as error:  # templates without a default, tokens that are not text
         raise InputError(f"The tokenizer's chat template cannot be used ({error!s:.200}). {_REMEDY}") from error
     with _LOCK:
         answer = _WORKER.ask(line)
@@ -53,21 +53,21 @@ def fill(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str
 
 
 class _Worker:
-    """The process; after one that had to be ended comes another."""
+    """The process that fills in templates; it is started again after it was killed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, line: str) -> dict[str, str]:
-        """The answer to a line.
+        """The process's answer to a line: ``text`` or ``error``.
 
         Raises:
-            InputError: there is none.
+            InputError: the process does not start.
         """
         if self._process is None or self._process.poll() is not None:
             self.end()
             self._process = self._start()
-        with suppress(OSError):  # it ends just now; then it does not answer, either
+        with suppress(OSError):  # a process that has just ended does not answer either
             cast(IO[str], self._process.stdin).write(line + "\n")
             cast(IO[str], self._process.stdin).flush()
         answer = self._read(self._process, TIMEOUT_S)
@@ -77,10 +77,10 @@ class _Worker:
         return answer
 
     def end(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process, if there is one."""
         if self._process is not None:
             self._process.kill()
-            with suppress(OSError):  # what it was sent last and did not read
+            with suppress(OSError):  # it did not read its last input
                 self._process.communicate()
             self._process = None
 
@@ -88,7 +88,7 @@ class _Worker:
         script = Path(__file__).with_name("render.py")
         places = os.pathsep.join(place for place in sys.path if place)
         process = subprocess.Popen(
-            [sys.executable, "-P", str(script), str(MEMORY_BYTES)],  # -P: no module is looked for beside the script
+            [sys.executable, "-P", str(script), str(MEMORY_BYTES)],  # -P: import no module from the script's folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -105,7 +105,7 @@ class _Worker:
 
     @staticmethod
     def _read(process: subprocess.Popen[str], timeout_s: float) -> dict[str, str] | None:
-        """One line of the process; ``None`` if it ends before, which it does when the time is over."""
+        """One line of the process; ``None`` if it ends first. It is killed when the time is over."""
         clock = threading.Timer(timeout_s, process.kill)
         clock.start()
         try:

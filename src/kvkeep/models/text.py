@@ -1,9 +1,10 @@
-"""Between texts and tokens: prompts and conversations in, text out, and a model with its tokenizer."""
+"""Prompts and conversations as tokens, and a model together with its tokenizer."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
@@ -13,24 +14,27 @@ from transformers.cache_utils import Cache
 
 from kvkeep.errors import InputError
 from kvkeep.models.device import enough_memory
-from kvkeep.models.load import Checkpoint, explained
+from kvkeep.models.files import explained
+from kvkeep.models.hf import attach
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.suitable import auto_class
 from kvkeep.models.templates import fill
 
 
 def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Tensor, "1 T"]:
-    """Turn a prompt into token ids, through the chat template if the tokenizer has one.
+    """The token ids of a prompt, in the tokenizer's chat template if it has one.
 
     Args:
-        checkpoint: the model that is meant.
+        checkpoint: the model and its tokenizer.
         prompt: the text; with a template, the user's message.
         raw: leave the chat template out.
 
     Raises:
-        InputError: the prompt is empty, no valid text, or the tokenizer does not belong to the model.
+        InputError: the prompt is empty or no valid text, or the tokenizer does not belong to the model.
         ModelFileError: the tokenizer fails.
     """
     if not prompt.strip():
-        raise InputError("The prompt is empty. Give some text with --prompt, --prompt-file or on standard input.")
+        raise InputError("The prompt is empty. Give some text.")
     _check_text(prompt)
     if checkpoint.tokenizer.chat_template is None or raw:
         return _encoded(checkpoint, prompt)
@@ -38,14 +42,14 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
 
 
 def encode_chat(checkpoint: Checkpoint, messages: Sequence[Mapping[str, str]]) -> Int[Tensor, "1 T"]:
-    """Turn a conversation into token ids, up to where the model is to answer.
+    """The token ids of a conversation, up to the beginning of the model's answer.
 
     Args:
-        checkpoint: the model that is meant.
+        checkpoint: the model and its tokenizer.
         messages: each with ``role`` and ``content``.
 
     Raises:
-        InputError: there is no chat template, it cannot be used on these messages, or there is no valid text.
+        InputError: there is no chat template, the template fails, or a message is no valid text.
         ModelFileError: the tokenizer fails.
     """
     if checkpoint.tokenizer.chat_template is None:
@@ -56,12 +60,12 @@ def encode_chat(checkpoint: Checkpoint, messages: Sequence[Mapping[str, str]]) -
 
 
 def _check_text(text: str) -> None:
-    if any("\ud800" <= character <= "\udfff" for character in text):  # what is left of bytes that are no UTF-8
+    if any("\ud800" <= character <= "\udfff" for character in text):  # Python's stand-ins for bytes that are not UTF-8
         raise InputError("The prompt is not UTF-8 text. Convert it, e.g. with iconv.")
 
 
 def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, "1 T"]:
-    """The tokens of a text, all of which the model knows."""
+    """The tokens of a text, after a check that the model has all of them."""
     with explained(checkpoint.name, "Its tokenizer cannot read the prompt"):
         ids: Tensor = checkpoint.tokenizer(text, return_tensors="pt", **options)["input_ids"]
     if ids.numel() == 0:
@@ -76,13 +80,13 @@ def _encoded(checkpoint: Checkpoint, text: str, **options: bool) -> Int[Tensor, 
 
 
 def check_length(checkpoint: Checkpoint, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse what would run over the end of a learned position table.
+    """Refuse a text that is longer than a table of learned positions.
 
     Raises:
         InputError: prompt and new tokens together are longer than the table.
     """
     limit = checkpoint.position_limit
-    room = 0 if limit is None else limit - prompt_tokens + 1  # the last new token is not run through the model
+    room = 0 if limit is None else limit - prompt_tokens + 1  # the model does not read the last new token
     if limit is None or new_tokens <= room:
         return
     remedy = f"ask for at most {room} new tokens" if room > 0 else f"shorten the prompt to less than {limit}"
@@ -97,8 +101,8 @@ class Writer:
     """A loaded model with its tokenizer.
 
     Attributes:
-        checkpoint: where it comes from, with its tokenizer.
-        model: the model, attached.
+        checkpoint: the configuration and the tokenizer.
+        model: the model, with kvkeep's attention attached.
     """
 
     checkpoint: Checkpoint
@@ -106,17 +110,17 @@ class Writer:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the weights, as the user writes it."""
+        """The name of the weights' dtype."""
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def device(self) -> str:
-        """Where the model runs, as the user writes it."""
+        """The name of the model's device."""
         return str(self.model.device)
 
     @torch.inference_mode()
     def read(self, prompt: Int[Tensor, "1 T"], cache: Cache) -> None:
-        """Run tokens through the model for what they leave in the cache.
+        """Fill a cache: run tokens through the model and drop its output.
 
         Raises:
             InputError: the device's memory is too small.
@@ -129,5 +133,23 @@ class Writer:
         return str(self.checkpoint.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def show_token(self, token_id: int) -> str:
-        """One token as a person should see it, special or not; half a character shows as U+FFFD."""
+        """The text of one token, also of a special one; half a character is shown as U+FFFD."""
         return str(self.checkpoint.tokenizer.decode([token_id]))
+
+
+def with_random_weights(writer: Writer, seed: int) -> Writer:
+    """A model of the same architecture, dtype and device with untrained weights, as a control for findings.
+
+    Args:
+        writer: the model.
+        seed: the same seed draws the same weights; torch's global generator stays as it was.
+
+    Raises:
+        InputError: the device's memory is too small for a second model.
+    """
+    with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):
+        torch.manual_seed(seed)
+        config = copy.deepcopy(writer.model.config)
+        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
+        torch.nn.Module.to(model, writer.model.device, writer.model.dtype)
+    return replace(writer, model=attach(model.eval()))

@@ -1,1 +1,1 @@
-"""What a model costs before it is loaded: bytes, FLOPs, rows that fit, and the speed that bandwidth allows."""
+"""What a model costs before it is loaded: bytes (`cost`, `shapes`), speed (`bandwidth`), rows that fit (`plan`)."""

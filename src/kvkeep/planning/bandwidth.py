@@ -1,4 +1,4 @@
-"""How fast a device's memory is: measured by reading and by copying a buffer that no cache can hold."""
+"""The bandwidth of a device's memory, measured with buffers that are larger than the processor's caches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Bandwidth:
     """Bytes per second, medians over repeats.
 
     Attributes:
-        read: the sum of a buffer.
-        copy: one buffer into another; what is read and what is written both count.
+        read: while a buffer is summed.
+        copy: while one buffer is copied to another; bytes read and bytes written both count.
     """
 
     read: float
@@ -29,17 +29,17 @@ class Bandwidth:
 
     @property
     def best(self) -> float:
-        """The larger of both: what the memory can do."""
+        """The larger of both."""
         return max(self.read, self.copy)
 
 
 def measure_bandwidth(device: torch.device, *, size_bytes: int = BUFFER_BYTES, repeats: int = REPEATS) -> Bandwidth:
-    """Measure a device's memory, with the threads that torch has.
+    """Measure the bandwidth of a device's memory, with torch's threads.
 
     Args:
         device: where the buffers are.
-        size_bytes: of each of two buffers.
-        repeats: of each measurement, after one that does not count.
+        size_bytes: size of each of two buffers.
+        repeats: number of measurements, after one that does not count.
 
     Raises:
         InputError: the device has no room for the buffers.
@@ -53,7 +53,7 @@ def measure_bandwidth(device: torch.device, *, size_bytes: int = BUFFER_BYTES, r
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """The median time of some work."""
+    """The median time of the work."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a cache costs before it exists: bytes from shapes, rows that fit, and the speed that bandwidth allows.
+"""Bytes of a cache from the model's shapes, the rows that fit, and the speed that a bandwidth allows.
 
 ``docs/plan.md`` says what is counted and what is not; ``docs/layouts.md`` draws the tensors behind the formulas.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 _FLOAT32 = 4
 _POSITION = 4
 _COUNTERS = 24
-"""Bytes of a row's three int64 numbers: tokens seen, tokens of the prompt, identity."""
+"""Bytes of a row's three int64 counters: tokens seen, tokens of the prompt, identity."""
 
 _ORDER = 32
-"""Bytes per slot and head while a layer's slots are put in order: scores, positions, indices, marks."""
+"""Bytes per slot and head while a layer ranks its slots: scores, positions, indices, marks."""
 
 _TURN = 20
 """Bytes per number of a key while keys are rotated to their rank: angles and halves in float32, and the result."""
@@ -23,13 +23,13 @@ _TURN = 20
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one token takes in a layer.
+    """The shape of one layer's keys and values.
 
     Attributes:
-        kv_heads: heads with keys and values of their own.
+        kv_heads: number of KV heads.
         key_dim: numbers in a key.
         value_dim: numbers in a value.
-        window: sliding window in tokens; ``None``: the layer sees everything.
+        window: sliding window in tokens; ``None``: full attention.
     """
 
     kv_heads: int
@@ -38,22 +38,22 @@ class LayerShape:
     window: int | None = None
 
     def token_bytes(self, itemsize: int) -> int:
-        """Keys and values of one token in all heads, in numbers of ``itemsize`` bytes."""
+        """Bytes of one token's keys and values in all heads; a number has ``itemsize`` bytes."""
         return self.kv_heads * (self.key_dim + self.value_dim) * itemsize
 
     def widened_bytes(self, itemsize: int) -> int:
-        """The float32 copy of a token that attention works on; none if the cache is float32 itself."""
+        """Bytes of the float32 copy of a token that attention makes; 0 if the cache is float32."""
         return self.token_bytes(_FLOAT32) if itemsize < _FLOAT32 else 0
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The part of a model of which a token uses only some.
+    """The experts of a mixture-of-experts model.
 
     Attributes:
-        parameters: of all experts in all layers.
-        count: experts in a layer.
-        used: experts that a token is sent to.
+        parameters: number of parameters of all experts in all layers.
+        count: number of experts in a layer.
+        used: number of experts that a token is sent to.
     """
 
     parameters: int = 0
@@ -61,8 +61,25 @@ class Experts:
     used: int = 1
 
     def touched(self, rows: int) -> float:
-        """Expected parameters that a step of so many rows reads, if tokens choose their experts evenly."""
+        """Expected number of parameters that a decode step reads, if tokens choose their experts evenly."""
         return self.parameters * (1.0 - (1.0 - self.used / self.count) ** rows)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Weights that are stored in fewer bits than their dtype has.
+
+    Attributes:
+        parameters: number of these weights.
+        size: their bytes, with scales and zero points.
+        expert_parameters: number of these weights in `Experts`.
+        expert_size: the bytes of these.
+    """
+
+    parameters: int = 0
+    size: int = 0
+    expert_parameters: int = 0
+    expert_size: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +88,13 @@ class ModelShape:
 
     Attributes:
         layers: the layers with keys and values.
-        parameters: all parameters, shared ones counted once.
-        looked_up: parameters of tables of which a step reads a few lines only, such as input embeddings.
-        experts: parameters of which a step reads a part.
-        hidden: numbers that a token has between layers.
-        widest: numbers of its widest activation inside a layer.
-        query_heads: heads with queries of their own.
-        vocabulary: logits after a token.
+        parameters: number of all parameters, shared ones counted once.
+        hidden: hidden size.
+        widest: size of a token's widest activation inside a layer.
+        query_heads: number of query heads.
+        vocabulary: number of logits after a token.
+        looked_up: number of parameters in tables of which a step reads a few lines only, such as input embeddings.
+        experts: the experts, of which a step reads a part.
     """
 
     layers: tuple[LayerShape, ...]
@@ -90,25 +107,25 @@ class ModelShape:
     experts: Experts = Experts()
 
     def read(self, rows: int) -> float:
-        """Parameters that a decode step of so many rows reads."""
+        """Number of parameters that a decode step of these rows reads."""
         return self.parameters - self.looked_up - self.experts.parameters + self.experts.touched(rows)
 
     def activation_bytes(self, tokens: int, itemsize: int) -> int:
-        """The largest tensors of a layer: two as wide as the hidden state, three as wide as its widest activation."""
+        """Bytes of a layer's largest tensors: two of the hidden size, three of the widest activation."""
         return tokens * (2 * self.hidden + 3 * self.widest) * itemsize
 
     def logits_bytes(self, itemsize: int) -> int:
-        """Logits after one row's last token, and their float32 copy."""
+        """Bytes of the logits after one row's last token, and of their float32 copy."""
         return self.vocabulary * (itemsize + _FLOAT32)
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """How attention divides its work.
+    """The blocks in which attention works.
 
     Attributes:
         block_bytes: size of a block of float32 logits; one line of logits may be larger.
-        blocks: blocks that exist at once: logits, soft-capped logits, probabilities, and the noise of some policies.
+        blocks: number of blocks at once: logits, soft-capped logits, probabilities, and the noise of some policies.
         widened_slots: slots that a decode step widens to float32 at a time.
         turned: whether keys are rotated to their rank in the cache.
     """
@@ -119,12 +136,12 @@ class Workspace:
     turned: bool = False
 
     def slot_bytes(self, layer: LayerShape) -> int:
-        """What a layer needs for every slot while it decides which stay, and for turning their keys."""
+        """Bytes that a layer needs for every slot while it ranks slots and rotates keys."""
         return layer.kv_heads * (_ORDER + (_TURN * layer.key_dim if self.turned else 0))
 
 
 def full_bytes(layers: Iterable[LayerShape], tokens: int, itemsize: int) -> int:
-    """What a full cache holds of one row of ``tokens`` tokens; layers with a window hold no more than that."""
+    """Bytes of one row in a full cache; a layer with a sliding window holds at most the window."""
     return sum(
         (tokens if layer.window is None else min(tokens, layer.window)) * layer.token_bytes(itemsize)
         for layer in layers
@@ -132,22 +149,23 @@ def full_bytes(layers: Iterable[LayerShape], tokens: int, itemsize: int) -> int:
 
 
 def block_bytes(layer: LayerShape, budget: int, itemsize: int, *, states: int = 0, own_budgets: int = 0) -> int:
-    """What kvkeep allocates for one row in one layer: the formula of ``docs/layouts.md``.
+    """Bytes that kvkeep allocates for one row in one layer: the formula of ``docs/layouts.md``.
 
     Args:
         layer: its shape.
         budget: tokens that stay, at most the window.
         itemsize: bytes of a number in keys and values.
-        states: float32 numbers that the policy has beside each slot.
-        own_budgets: budgets that are stored for the row: one when rows differ, one per KV head when heads do.
+        states: float32 numbers of policy state per slot.
+        own_budgets: budgets that are stored for the row: one if rows differ, one per KV head if heads differ.
     """
     beside = layer.kv_heads * (_POSITION + _FLOAT32 * states)
     return (budget + 1) * (layer.token_bytes(itemsize) + beside) + _COUNTERS + 8 * own_budgets
 
 
 def shared_bytes(first_budget: int, last_budget: int) -> int:
-    """What the layers of one row share under a policy that prunes through them: the first one's tokens and their
-    importance, and the tokens that the last one left.
+    """Bytes that the layers of one row share under a policy that prunes from layer to layer.
+
+    These are the first layer's tokens with their importance, and the tokens that the last layer left.
     """
     return 12 * (first_budget + 1) + 8 * (last_budget + 1)
 
@@ -155,18 +173,18 @@ def shared_bytes(first_budget: int, last_budget: int) -> int:
 def prompt_bytes(
     model: ModelShape, budgets: Sequence[int], tokens: int, itemsize: int, *, fresh: bool, workspace: Workspace
 ) -> int:
-    """Working memory of a step that feeds ``tokens`` prompt tokens to a bounded cache.
+    """Working memory of a step that feeds prompt tokens to a bounded cache.
 
-    Counted: activations; in the largest layer the new keys and values, the same joined with the slots (not if the slots
-    are still empty), their float32 copy and the tokens on their way into the slots; attention's blocks; last logits.
+    Counted are activations, attention's blocks, the last logits, and in the largest layer: the new keys and values, the
+    same joined with the slots (unless the slots are empty), their float32 copy, and the tokens that move into slots.
 
     Args:
         model: the model.
-        budgets: each layer's.
+        budgets: budget of each layer.
         tokens: prompt tokens that are fed together.
         itemsize: bytes of a number in activations, keys and values.
         fresh: whether the slots are empty.
-        workspace: how attention divides its work.
+        workspace: the blocks in which attention works.
     """
     layers = []
     for layer, budget in zip(model.layers, budgets, strict=True):
@@ -206,14 +224,16 @@ def full_step_bytes(model: ModelShape, itemsize: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What running a model with one kind of cache takes.
+    """The cost of running a model with one kind of cache.
 
     Attributes:
         model: the model.
         weight_itemsize: bytes of a parameter.
-        row_bytes: what a row holds all the time.
+        row_bytes: bytes that a row holds all the time.
         prompt_bytes: working memory of a step that feeds prompts, for all rows together.
-        step_bytes: working memory of a row in a decode step.
+        step_bytes: working memory of one row in a decode step.
+        packed: the quantised weights; the others have ``weight_itemsize`` bytes each.
+        known_bytes: bytes of all weights, if they are known better than by this count.
     """
 
     model: ModelShape
@@ -221,35 +241,48 @@ class Cost:
     row_bytes: int
     prompt_bytes: int
     step_bytes: int
+    packed: Packed = Packed()
+    known_bytes: int | None = None
 
     @property
     def weight_bytes(self) -> int:
-        """All weights."""
-        return self.model.parameters * self.weight_itemsize
+        """Bytes of all weights."""
+        return self._counted_bytes if self.known_bytes is None else self.known_bytes
+
+    @property
+    def _counted_bytes(self) -> int:
+        return (self.model.parameters - self.packed.parameters) * self.weight_itemsize + self.packed.size
 
     def peak_bytes(self, rows: int) -> int:
-        """The most that exists at once with so many rows."""
+        """The most bytes that exist at once with this number of rows."""
         return self.weight_bytes + rows * self.row_bytes + max(self.prompt_bytes, rows * self.step_bytes)
 
     def most_rows(self, memory_bytes: int) -> int:
-        """How many rows fit."""
+        """The number of rows that fit into a memory."""
         return bisect.bisect_right(range(1, memory_bytes // self.row_bytes + 1), memory_bytes, key=self.peak_bytes)
 
     def read_bytes(self, rows: int) -> float:
-        """What a decode step has to read: the weights that it uses, once, and every row's cache."""
+        """Bytes that a decode step reads: the weights that it uses, once, and every row's cache."""
         return self._read_weights(rows) + rows * self.row_bytes
 
     def tokens_per_s(self, rows: int, bandwidth: float) -> float:
-        """The most tokens per second, all rows together, if bytes per second are the only limit."""
+        """The most tokens per second, all rows together, if the bandwidth in bytes per second is the only limit."""
         return rows * bandwidth / self.read_bytes(rows)
 
     @property
     def crossover_rows(self) -> int:
-        """The first number of rows with which a step reads at least as much cache as weights."""
+        """The smallest number of rows with which a decode step reads at least as much cache as weights."""
         most = self.weight_bytes // self.row_bytes + 1
         return 1 + bisect.bisect_left(
             range(1, most), True, key=lambda rows: rows * self.row_bytes >= self._read_weights(rows)
         )
 
     def _read_weights(self, rows: int) -> float:
-        return self.model.read(rows) * self.weight_itemsize
+        """Bytes of the weights that a step of these rows uses; known bytes are spread as the counted ones are."""
+        experts, packed = self.model.experts, self.packed
+        size = self.weight_itemsize
+        expert_bytes = (experts.parameters - packed.expert_parameters) * size + packed.expert_size
+        unread: float = self.model.looked_up * size
+        if experts.parameters:
+            unread += expert_bytes * (1.0 - experts.touched(rows) / experts.parameters)
+        return (self._counted_bytes - unread) * self.weight_bytes / self._counted_bytes

@@ -1,4 +1,4 @@
-"""A model's shapes from its configuration alone: it is built, and run on one token, without memory for anything."""
+"""A model's shapes from its configuration alone: it is built and run on one token, without memory for weights."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import KVKeepError, UnsupportedModelError
 from kvkeep.layer import Layer
-from kvkeep.models.load import build_empty, locate, position_limit, read_config, trained_length
-from kvkeep.planning.cost import Experts, LayerShape, ModelShape
+from kvkeep.models.files import locate
+from kvkeep.models.hub import cached_if_unreachable
+from kvkeep.models.load import build_empty, position_limit, read_config, trained_length
+from kvkeep.planning.cost import Experts, LayerShape, ModelShape, Packed
+from kvkeep.planning.quantised import Scheme, is_quantised, pack, scheme_of
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What a configuration says about a model that kvkeep can run.
+    """The shapes and limits of a model that kvkeep can run.
 
     Attributes:
         name: hub name, folder or configuration file.
         config: the configuration.
-        shape: the model as numbers; its layers are those with keys and values, in their order.
+        shape: the model as numbers, with its layers that have keys and values, in order.
         indices: the numbers of these layers in the model.
-        other_layers: layers without keys and values.
+        other_layers: number of layers without keys and values.
         dtype: of the checkpoint; ``None`` if the configuration does not say.
-        trained_length: positions that the model was made for; ``None`` if the configuration does not say.
-        position_limit: tokens that a table of learned positions has room for; ``None`` if there is no such table.
+        trained_length: positions that the model was trained for; ``None`` if the configuration does not say.
+        position_limit: positions in a table of learned ones; ``None`` if there is no such table.
+        scheme: how quantised weights are stored; ``None`` if there are none, or if their bytes are not known.
+        packed: the quantised weights.
     """
 
     name: str
@@ -40,30 +45,34 @@ class Outline:
     dtype: torch.dtype | None
     trained_length: int | None
     position_limit: int | None
+    scheme: Scheme | None
+    packed: Packed
 
     @property
     def quantised(self) -> bool:
-        """Whether the checkpoint's weights are stored in fewer bits than their dtype says."""
-        return getattr(self.config, "quantization_config", None) is not None
+        """Whether the checkpoint's weights are stored in fewer bits than their dtype has."""
+        return is_quantised(self.config)
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Outline:
-    """Find out a model's shapes; no weights and no tokenizer are read or needed.
+    """A model's shapes; no weights and no tokenizer are read.
 
     Args:
         name_or_path: a hub name, a folder with a config.json, or the path of such a file.
 
     Raises:
-        ModelFileError: there is no configuration, it cannot be used, or the hub has no answer.
+        ModelFileError: there is no configuration, it cannot be used, or the hub fails.
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
     name = locate(name_or_path)
-    config = read_config(name)
+    with cached_if_unreachable(name):
+        config = read_config(name)
     model = build_empty(name, config)
     cache = _run(name, config, model)
     used = {index: layer for index, layer in cache.bounded_layers().items() if layer.allocated}
     if not used:
         raise UnsupportedModelError(f"{name} has no layer with keys and values, so there is nothing to bound.")
+    scheme = scheme_of(config)
     return Outline(
         name=name,
         config=config,
@@ -73,19 +82,21 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
         dtype=getattr(config.get_text_config(decoder=True), "dtype", None),
         trained_length=trained_length(config),
         position_limit=position_limit(model),
+        scheme=scheme,
+        packed=Packed() if scheme is None else pack(model, scheme),
     )
 
 
 def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> BoundedCache:
-    """A cache after one token, in tensors that have shapes but no memory."""
+    """A cache after one token, made of tensors with shapes but no memory."""
     cache = BoundedCache(config, "local", budget=1)
-    nn.Module.to(model, torch.bfloat16).eval()  # some kernels for experts know no other dtype
+    nn.Module.to(model, torch.bfloat16).eval()  # some kernels for experts take no other dtype
     try:
         with torch.inference_mode():
             model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device="meta"), past_key_values=cache)
     except KVKeepError:
         raise
-    except Exception as error:  # whatever a model's own code raises when tensors hold no numbers
+    except Exception as error:  # whatever a model's own code raises for tensors without numbers
         line = (str(error).splitlines() or [""])[0].rstrip(".")
         raise UnsupportedModelError(
             f"{name}: the shapes of its cache cannot be found out without weights ({type(error).__name__}: {line})."
@@ -99,7 +110,7 @@ def _layer_shape(layer: Layer) -> LayerShape:
 
 
 def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape:
-    """Count parameters; nothing here depends on a family's names but those that transformers gives to all."""
+    """The model as numbers; only names that transformers gives to all families are used."""
     config = model.config.get_text_config(decoder=True)
     used: int = getattr(config, "num_experts_per_tok", None) or 0
     experts = [tensor for name, tensor in model.named_parameters() if ".experts." in name and tensor.ndim == 3]
@@ -122,7 +133,7 @@ def _shape(model: PreTrainedModel, layers: tuple[LayerShape, ...]) -> ModelShape
 
 
 def _lookup_tables(model: PreTrainedModel) -> Iterator[Tensor]:
-    """Weights of embeddings, but for one that gives the logits, too."""
+    """Weights of embeddings, without one that computes the logits too."""
     shared = {id(tensor) for tensor in _output(model)}
     for module in model.modules():
         if isinstance(module, nn.Embedding) and id(module.weight) not in shared:

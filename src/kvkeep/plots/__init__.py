@@ -1,4 +1,4 @@
-"""Pictures as PNG files; the only room that imports matplotlib, which comes with ``kvkeep[plots]``."""
+"""Pictures as PNG files. Only this room imports matplotlib, which comes with ``kvkeep[plots]``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvkeep.runs import write_whole
 __all__ = ["MISSING", "Panel", "Series", "available", "check", "draw", "picture"]
 
 MISSING = "matplotlib is not installed: pip install 'kvkeep[plots]'"
-"""What to do without it."""
+"""How to install matplotlib, for messages."""
 
 _BROKEN = (
     "Pictures cannot be drawn, because matplotlib does not work here: {error}. Mend its installation or its settings "
@@ -28,7 +28,7 @@ _BROKEN = (
 )
 
 MOST_PANELS = 300
-"""Panels of a picture; more would take minutes, and then more pixels than a picture may have."""
+"""Largest number of panels; more would take minutes, and exceed the number of pixels that a picture may have."""
 
 
 def available() -> bool:
@@ -37,16 +37,16 @@ def available() -> bool:
 
 
 def check() -> None:
-    """See that pictures can be drawn at all, so that no numbers are blamed for a broken installation.
+    """Draw an empty picture, to tell a broken installation from numbers that cannot be drawn.
 
     Raises:
-        InputError: not even one of nothing can.
+        InputError: the installation is broken.
     """
     try:
-        _load("sheet").picture(lambda axes: axes.set_title("1"))
+        _lines().sheet(lambda axes: axes.set_title("1"))
     except InputError:
         raise
-    except Exception as error:  # whatever matplotlib, its settings and its fonts lead to
+    except Exception as error:  # whatever matplotlib raises for its settings or fonts
         raise InputError(_BROKEN.format(error=f"{error!s:.200}")) from error
 
 
@@ -62,18 +62,13 @@ def draw(path: Path, panels: Sequence[Panel]) -> Path:
     if not available():
         raise InputError(f"There are no plots: {MISSING}.")
     if len(panels) > MOST_PANELS:
-        raise InputError(
-            f"The plot {path} would have {len(panels)} panels, and {MOST_PANELS} are the most. Leave the plots out "
-            "with --no-plots."
-        )
-    lines = _load("lines")
+        raise InputError(f"The plot {path} would have {len(panels)} panels, and {MOST_PANELS} are the most.")
+    lines = _lines()
     drawn = io.BytesIO()
     try:
-        lines.picture(panels).savefig(drawn, format="png")
-    except (ValueError, ArithmeticError) as error:  # so many panels, or such numbers, that no picture holds them
-        raise InputError(
-            f"The plot {path} cannot be drawn: {str(error)[:200]}. Leave the plots out with --no-plots."
-        ) from error
+        lines.chart(panels).savefig(drawn, format="png")
+    except (ValueError, ArithmeticError) as error:  # for too many panels, or numbers out of range
+        raise InputError(f"The plot {path} cannot be drawn: {str(error)[:200]}.") from error
     try:
         write_whole(path, drawn.getvalue())
     except OSError as error:
@@ -82,30 +77,30 @@ def draw(path: Path, panels: Sequence[Panel]) -> Path:
 
 
 def picture(fill: Callable[[Any], object], panels: int = 1) -> bytes:
-    """The PNG file of a picture that its owner draws on matplotlib's axes, see `kvkeep.plots.sheet`.
+    """The PNG file of a picture that the caller draws on matplotlib's axes, see `kvkeep.plots.lines.sheet`.
 
     Raises:
         InputError: matplotlib is missing.
     """
     if not available():
         raise InputError(f"There are no plots: {MISSING}.")
-    found: bytes = _load("sheet").picture(fill, panels)
+    found: bytes = _lines().sheet(fill, panels)
     return found
 
 
-def _load(name: str) -> ModuleType:
-    """A module of this room that imports matplotlib: only now, and whatever ``MPLBACKEND`` says.
+def _lines() -> ModuleType:
+    """The module of this room that imports matplotlib, whatever ``MPLBACKEND`` says.
 
-    Pictures are drawn with Agg, but matplotlib refuses to be imported where the variable names nothing that it knows.
+    Pictures are drawn with Agg, but matplotlib cannot be imported if the variable names a backend that does not exist.
 
     Raises:
         InputError: matplotlib is broken.
     """
     chosen = None if "matplotlib" in sys.modules else os.environ.pop("MPLBACKEND", None)
     try:
-        found = import_module(f"{__name__}.{name}")
+        found = import_module(f"{__name__}.lines")
         if chosen is not None:
-            with suppress(ValueError):  # for those who draw by themselves; matplotlib does no more with it
+            with suppress(ValueError):  # for callers that draw by themselves; matplotlib reads the variable only once
                 import_module("matplotlib").rcParams["backend"] = chosen
         return found
     except ValueError as error:

@@ -1,16 +1,19 @@
-"""Panels of lines with one legend, drawn with matplotlib."""
+"""Pictures drawn with matplotlib: panels of lines with one legend, and sheets of axes that the caller draws on."""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator
+from PIL import Image
 
 from kvkeep.plots.panel import Panel, Series
 
@@ -18,17 +21,36 @@ COLUMNS = 3
 DPI = 120
 LEGEND_COLUMNS = 4
 LONGEST = 160
-"""Characters of a name or title that are drawn."""
+"""Longest name or title in characters; the rest is cut off."""
 LEGEND_INCHES = (0.3, 0.2)
 """Height of the legend's frame, and of each of its rows."""
 PANEL_INCHES = (4.2, 3.1)
+
+SHEET_COLOURS = 96
+"""Colours of a sheet; the file is a third of the size that it would have with all."""
+
+SHEET_DPI = 150
+SHEET_INCHES = (4.8, 3.2)
+"""Size of one pair of axes: small, so that letters can be read on a telephone."""
 
 # colours that stay apart for colour-blind readers (Okabe and Ito), then the same with other marks
 _COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#8C8C8C")
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "<")
 
 
-def picture(panels: Sequence[Panel]) -> Figure:
+_SHEET_STYLE: Any = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10,
+    "font.size": 10,
+    "grid.alpha": 0.25,
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+}
+
+
+def chart(panels: Sequence[Panel]) -> Figure:
     """Panels side by side, at most `COLUMNS` in a row; no window, no global state."""
     rows = math.ceil(len(panels) / COLUMNS)
     columns = math.ceil(len(panels) / rows)
@@ -47,7 +69,7 @@ def picture(panels: Sequence[Panel]) -> Figure:
 
 
 def plain(text: str) -> str:
-    """The text as it is drawn: no formula, whatever signs of money are in it, and not longer than a picture is wide."""
+    """The text as it is drawn: cut to a length that fits, and with dollar signs that start no formula."""
     short = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in short).replace("$", r"\$")
 
@@ -86,7 +108,7 @@ def _fill(axes: Axes, panel: Panel, names: Sequence[str]) -> dict[str, Artist]:
 
 
 def _shade(axes: Axes, series: Series, colour: str, *, across: bool) -> None:
-    """The band of a line, behind all lines."""
+    """Draw the band of a line behind all lines."""
     low, high = zip(*series.band, strict=True)
     look: dict[str, Any] = {"color": colour, "alpha": 0.15, "linewidth": 0, "zorder": 1}
     if across:
@@ -108,3 +130,24 @@ def _scale(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
         axes.set_yticks([], minor=True)
     axes.set_ylim(*panel.y_range)
+
+
+def sheet(fill: Callable[[Any], object], panels: int = 1) -> bytes:
+    """A PNG file with pairs of axes one below the other.
+
+    Args:
+        fill: draws on the axes: one pair, or a tuple of ``panels`` pairs from top to bottom.
+        panels: number of pairs.
+    """
+    width, height = SHEET_INCHES
+    with rc_context(_SHEET_STYLE):
+        figure = Figure(figsize=(width, panels * height), dpi=SHEET_DPI, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = tuple(figure.add_subplot(panels, 1, number + 1) for number in range(panels))
+        fill(axes if panels > 1 else axes[0])
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png")
+    image = Image.open(drawn).convert("RGB").quantize(SHEET_COLOURS, dither=Image.Dither.NONE)
+    file = io.BytesIO()
+    image.save(file, format="PNG", optimize=True)
+    return file.getvalue()

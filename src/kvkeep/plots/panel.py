@@ -1,4 +1,4 @@
-"""What a picture is made of: panels with lines, as plain data."""
+"""The content of a picture: panels with lines, as plain data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Series:
         name: its name in the legend.
         x: places.
         y: values.
-        reference: what the others are compared with: dashed, and across the whole panel if it is one point.
-        band: lowest and highest value at each place, drawn as a shade; nothing for a line without.
+        reference: whether other lines are compared with it; it is dashed, and crosses the panel if it is one point.
+        band: lowest and highest value at each place, drawn as a shade; empty for none.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Panel:
     """One pair of axes with its lines.
 
     Attributes:
-        title: what is measured, with its unit.
-        x_label: what the horizontal axis is, with its unit.
+        title: the measured quantity and its unit.
+        x_label: the quantity of the horizontal axis and its unit.
         series: the lines.
         log_x: whether the horizontal axis is logarithmic.
-        log_y: whether the vertical one is, if its values differ by more than a factor of 5.
-        y_range: limits of the vertical axis; ``None`` for what the lines need.
+        log_y: whether the vertical axis is logarithmic if its values differ by more than a factor of 5.
+        y_range: limits of the vertical axis; ``None`` fits the lines.
     """
 
     title: str

@@ -76,10 +76,10 @@ class History(Policy):
         return self._stays(view, held(view))[:, None]
 
     def _stays(self, view: View, n: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-        limit = _flat(view.budget)
-        _, recent, drop = map(_flat, self.sizes(view.budget))
+        _, recent, drop = self.sizes(view.budget)
+        limit, least, drop = _flat(view.budget), _flat(between(1, recent, None)), _flat(drop)
         over = n - limit
-        goes = torch.minimum(drop * -(-over // drop), n - between(1, recent, None))
+        goes = torch.minimum(drop * -(-over // drop), n - least)
         return torch.where(over > 0, n - goes, limit)
 
     bursts: ClassVar[Bursts | None] = Bursts(stays)
@@ -141,6 +141,6 @@ def _are_set(words: Int[Tensor, "B words"]) -> list[bool]:
     return found
 
 
-def _flat(budget: Budget) -> Budget:
+def _flat(budget: Budget) -> int | Int[Tensor, " B"]:
     """A budget as one number, or one per row in one axis."""
     return budget.view(-1) if isinstance(budget, Tensor) else budget

@@ -1,4 +1,4 @@
-"""Bases of policies that choose once, at the end of a prompt: what follows the choice, and SnapKV's rating."""
+"""Bases of policies that choose once, at the end of a prompt, and SnapKV's rating of its tokens."""
 
 import abc
 import math

@@ -72,14 +72,14 @@ class Policy(Abilities, abc.ABC):
         return ",".join(f"{name}={_show(value)}" for name, value in values.items() if value != defaults[name])
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
-        """How many first and how many newest tokens are never evicted: ``(sinks, recent)``."""
+        """The numbers of first and of newest tokens that are never evicted: ``(sinks, recent)``."""
         return 0, 0
 
     def check(self, budget: int) -> None:
-        """Refuse a budget that is smaller than what the policy protects.
+        """Refuse a budget that is smaller than the number of protected tokens.
 
         Raises:
-            BudgetError: it is; with the smallest budget that would do.
+            BudgetError: the budget is too small. The message names the smallest one that would do.
         """
         sinks, recent = self.protected(budget)
         if sinks + recent > budget:
@@ -95,18 +95,18 @@ class Policy(Abilities, abc.ABC):
         return max(1, sum(map(int, self.protected(0))) + room)
 
     def wants(self, view: View) -> Statistic:
-        """What attention must report in this step; by default always the class's `statistic`."""
+        """The statistic that attention must report in this step, by default the class's `statistic`."""
         return self.statistic
 
     def observe(self, state: State, view: View, report: Report) -> State:
-        """Return the state after this step; a pure function, by default nothing changes."""
+        """Return the state after this step, by default unchanged. A pure function."""
         return state
 
     @abc.abstractmethod
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-        """Say how much each slot is worth: float32, higher = keep, only the order matters.
+        """Return the worth of each slot in float32: higher = keep. Only the order matters.
 
-        Empty and protected slots may get any value; the cache overrides them.
+        Empty and protected slots may get any value. The cache overrides it.
         """
 
 

@@ -1,4 +1,4 @@
-"""Keeps the recent tokens and those with the largest accumulated attention under Gumbel noise and a rising temperature.
+"""Keeps recent tokens and tokens with the largest accumulated attention under Gumbel noise and a rising temperature.
 
 Source: Adnan et al., arXiv:2403.09054; official code d-matrix-ai/keyformer-llm.
 Differs: the token before the recent window competes (official: always goes, `release_quirk`); counter-based noise.

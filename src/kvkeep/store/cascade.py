@@ -89,6 +89,9 @@ class Cascade:
 class Alone:
     """A `Cascade` that holds nothing, for layers that share nothing."""
 
+    def __init__(self) -> None:
+        self._nothing: tuple[Tensor, Tensor] | None = None
+
     def clear(self) -> None:
         """Do nothing."""
 
@@ -96,9 +99,14 @@ class Alone:
         """Do nothing."""
 
     def enter(self, layer: int, positions: Int[Tensor, "B S"]) -> tuple[Float[Tensor, "B 0"], Bool[Tensor, "B 0"]]:
-        """Return tensors without tokens."""
+        """Return tensors without tokens. Every step gets the same ones while the number of rows does not change."""
         shape = (positions.shape[0], 0)
-        return positions.new_empty(shape, dtype=torch.float32), positions.new_empty(shape, dtype=torch.bool)
+        if self._nothing is None or self._nothing[0].shape != shape:
+            self._nothing = (
+                positions.new_empty(shape, dtype=torch.float32),
+                positions.new_empty(shape, dtype=torch.bool),
+            )
+        return self._nothing
 
     def add(self, positions: Int[Tensor, "B S"], report: Report) -> None:
         """Do nothing."""

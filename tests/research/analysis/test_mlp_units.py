@@ -7,7 +7,7 @@ import torch
 from constructed import Axes, context
 from uniform_model import subject, tokens, unlimited, writer
 
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
 from kvkeep.research.analysis.groups import _units as units
 from kvkeep.research.analysis.groups import mlp_units
 from kvkeep.research.analysis.groups.mlp_units import MlpUnits

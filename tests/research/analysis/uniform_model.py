@@ -7,7 +7,7 @@ import model_folders
 import torch
 
 from kvkeep.models import load as loading
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
 from kvkeep.models.text import Writer
 from kvkeep.research.analysis.measure import Subject
 

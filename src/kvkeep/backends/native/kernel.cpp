@@ -4,24 +4,23 @@
 #include "attend.h"
 #include "slots.h"
 
-// A whole decode step. The token goes into an empty slot, attends, its attention is added to the policy's sums, and the
-// victim's slot is emptied.
+// A whole decode step: write the token into a free slot, attend, add the mass to the policy's sums, expire and evict.
 extern "C" struct Step {
     Attend attend;  // keys, values and positions are written, too
     const char *new_keys;
     int64_t new_key_row, new_key_head;
     const char *new_values;
     int64_t new_value_row, new_value_head;
-    float *sums[2];  // null: there are fewer
+    float *sums[2];  // null where there are fewer
     int64_t sum_row, sum_head;
     int64_t by_sum;       // whether the first sum is the score; otherwise the position is
-    const int64_t *seen;  // tokens of each row, this one included
+    const int64_t *seen;  // tokens that each row has seen, this one included
     int64_t seen_row, sinks;
     const int64_t *recents;  // as in Slots
     int64_t recents_row, recent;
     const int64_t *limits;
     int64_t limits_row, limits_head, limit;
-    double keep;  // factor on a sum before the attention is added
+    double keep;  // factor on a sum before the mass is added
 };
 
 namespace {
@@ -120,7 +119,7 @@ extern "C" int64_t kvkeep_expire(const Slots *s) {
     return for_each_head(*s, 0, [=](int64_t row, int64_t head, float *) { expire_head(*s, row, head); }) ? 0 : -1;
 }
 
-// How many heads hold more than their limit.
+// The number of heads that hold more than their limit.
 extern "C" int64_t kvkeep_count_over(const Slots *s) {
     int64_t over = 0;
     const bool done = for_each_head(*s, 0, [=, &over](int64_t row, int64_t head, float *) {

@@ -285,9 +285,10 @@ def _library(*tensors: Tensor) -> ctypes.CDLL | None:
     library = native().library
     if library is None or torch.compiler.is_compiling():
         return None
+    differentiates = torch.is_grad_enabled()
     for tensor in tensors:
         if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
             return None
-        if tensor.stride(-1) != 1 or (tensor.requires_grad and torch.is_grad_enabled()):
+        if tensor.stride(-1) != 1 or (differentiates and tensor.requires_grad):
             return None
     return library

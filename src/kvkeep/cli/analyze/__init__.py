@@ -1,38 +1,28 @@
-"""``kvkeep analyze``: the options. The work is in `kvkeep.cli.analyze.analysis`."""
+"""``kvkeep analyze``: its options. The work is in `kvkeep.cli.analyze.analysis`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvkeep.cli.console import Debug, Json, one_line_errors, parse_tokens
+from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import place
-from kvkeep.cli.model_options import AllowPickle, Device, Dtype, Model
+from kvkeep.cli.options import (
+    OUTPUT,
+    AllowPickle,
+    Debug,
+    Device,
+    Dtype,
+    Json,
+    LoadIn,
+    Model,
+    Threads,
+    parse_threads,
+    parse_tokens,
+)
 
-_ANALYSIS, _OUTPUT = "Analysis", "Output"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user asked for; the text is not read yet.
-
-    Attributes:
-        only: names of measurements; all if empty.
-    """
-
-    model: str | None
-    text: str
-    output: Path
-    only: tuple[str, ...]
-    max_tokens: int | None
-    seed: int
-    dtype: str
-    device: str
-    allow_pickle: bool
-    json: bool
+_ANALYSIS = "Analysis"
 
 
 @one_line_errors
@@ -47,8 +37,8 @@ def analyze(
             "--output",
             "-o",
             metavar="DIR",
-            help="Folder for the page, pictures and numbers. A run that was stopped goes on there.",
-            rich_help_panel=_OUTPUT,
+            help="Folder for the page, pictures and numbers. The same command again resumes a run that was stopped.",
+            rich_help_panel=OUTPUT,
         ),
     ],
     model: Model = None,
@@ -62,36 +52,46 @@ def analyze(
         str | None,
         typer.Option(
             metavar="TOKENS",
-            help="Read so many tokens of the text. Default: 4096, or the trained length if that is less.",
+            help="Tokens of the text that are read. Default: 4096, or the trained length if that is less.",
             rich_help_panel=_ANALYSIS,
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**31 - 1, metavar="N", help="Of whatever is drawn.", rich_help_panel=_ANALYSIS)
+        int,
+        typer.Option(
+            min=0, max=2**31 - 1, metavar="N", help="Seed of everything that is drawn.", rich_help_panel=_ANALYSIS
+        ),
     ] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    load_in: LoadIn = None,
+    threads: Threads = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what the papers saw on a model and a text of yours: one page with figures, claims and a recommendation.
+    """Measure on your model and text what the papers measured on theirs, and recommend a policy and a budget.
 
-    The text runs through the full cache once, in blocks, so memory stays bounded. Every finished measurement is written
-    to DIR at once; the same command again goes on where it was stopped.
+    The result is one page with figures and claims. The text runs through a full cache once, in blocks, so memory stays
+    bounded. Every finished measurement is written to DIR at once.
     """
-    request = Request(
-        model=model,
-        text=text,
-        output=place(output, "--output"),
-        only=() if only is None else tuple(filter(None, (name.strip() for name in only.split(",")))),
-        max_tokens=None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens"),
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        allow_pickle=allow_pickle,
-        json=json,
-    )
-    from kvkeep.cli.analyze import analysis  # torch and transformers: only now
+    length = None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens")
+    folder = place(output, "--output")
+    from kvkeep.cli.analyze import analysis  # imports torch and transformers
 
-    analysis.serve(request)
+    analysis.serve(
+        analysis.Request(
+            model=model,
+            text=text,
+            output=folder,
+            only=() if only is None else tuple(filter(None, (name.strip() for name in only.split(",")))),
+            max_tokens=length,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+            load_in=load_in,
+            threads=parse_threads(threads),
+            allow_pickle=allow_pickle,
+            json=json,
+        )
+    )

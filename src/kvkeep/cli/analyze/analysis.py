@@ -1,12 +1,13 @@
 """The work of ``kvkeep analyze``: check everything, load the model, measure, and write the page.
 
-All that can be refused is refused before weights are read. Importing this module imports torch and transformers.
+Bad input is refused before weights are read. Importing this module imports torch and transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvkeep import plots
 from kvkeep.cli import console
-from kvkeep.cli.analyze import Request
 from kvkeep.cli.files import STANDARD_INPUT, read_text
-from kvkeep.models import load
+from kvkeep.models import load, threads
 from kvkeep.models.device import parse_device, parse_dtype
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import quiet
+from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
 from kvkeep.research.analysis import page, report
 from kvkeep.research.analysis.report import Folder
@@ -27,13 +28,36 @@ from kvkeep.research.analysis.run import Job, OnStage, find, read, run
 _PURPOSE = "Give some text to analyse with --text FILE."
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of ``kvkeep analyze``.
+
+    Attributes:
+        text: path of the text, or ``-``.
+        only: names of measurements; all if empty.
+    """
+
+    model: str | None
+    text: str
+    output: Path
+    only: tuple[str, ...]
+    max_tokens: int | None
+    seed: int
+    dtype: str
+    device: str
+    load_in: str | None
+    threads: int | None
+    allow_pickle: bool
+    json: bool
+
+
 def serve(request: Request) -> None:
-    """Do what ``kvkeep analyze`` was asked for.
+    """Measure, write the page and print a summary.
 
     Raises:
-        KVKeepError: something in the request, the model or the folder cannot be used.
+        KVKeepError: the request, the model or the folder cannot be used.
     """
-    with quiet():
+    with quiet(), threads.restored():
         folder = Folder(request.output)
         job = prepare(request)
         folder.check_free()
@@ -41,7 +65,10 @@ def serve(request: Request) -> None:
         report.read(folder)
         for note in job.text.notes:
             console.note(note)
-        writer = Writer(job.checkpoint, load.read_weights(job.checkpoint, request.dtype, request.device))
+        writer = Writer(
+            job.checkpoint, load.read_weights(job.checkpoint, request.dtype, request.device, load_in=request.load_in)
+        )
+        threads.use(writer.model, request.threads)
         with folder.locked():
             with _progress() as on_stage:
                 run(job, writer, folder, on_stage)
@@ -50,14 +77,15 @@ def serve(request: Request) -> None:
 
 
 def prepare(request: Request) -> Job:
-    """Check a request from the cheapest test to the dearest, without reading weights.
+    """Check a request, cheap tests first, without reading weights.
 
     Raises:
-        KVKeepError: something in the request or the model cannot be used.
+        KVKeepError: the request or the model cannot be used.
     """
     kinds = find(request.only)
     text = read_text(request.text, kind="text file", purpose=_PURPOSE)
     parse_dtype(request.dtype)
+    check_format(request.load_in)
     parse_device(request.device)
     name = request.model or load.embedded()
     console.progress(f"loading {name} …")
@@ -69,7 +97,7 @@ def prepare(request: Request) -> Job:
 
 @contextmanager
 def _progress() -> Iterator[OnStage]:
-    """A bar with the time left of what is being done; after Ctrl-C it says how to go on."""
+    """A bar with the time left of the present measurement; after Ctrl-C, a note on how to resume."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -98,7 +126,7 @@ def _progress() -> Iterator[OnStage]:
 
 
 def _show(request: Request, written: Path, everything: dict[str, Any]) -> None:
-    """The recommendation, what was skipped, and where the page is."""
+    """Print the verdicts, the recommendation and the path of the page."""
     if not plots.available():
         console.note(f"no pictures: {plots.MISSING}, then run the same command again.")
     if request.json:

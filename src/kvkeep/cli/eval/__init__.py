@@ -1,59 +1,38 @@
-"""``kvkeep eval``: the options. The work is in `kvkeep.cli.eval.grid`."""
+"""``kvkeep eval``: its options. The work is in `kvkeep.cli.eval.grid`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 
-from kvkeep.cli.console import Debug, Json, one_line_errors, parse_budget, parse_number, parse_tokens
+from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import place
-from kvkeep.cli.memory_options import (
+from kvkeep.cli.options import (
+    OUTPUT,
+    AllowPickle,
+    Debug,
+    Device,
+    Dtype,
+    Json,
     LayerBudget,
+    LoadIn,
+    Model,
     Positions,
     PrefillChunk,
+    Threads,
+    parse_budget,
     parse_layer_budget,
+    parse_number,
     parse_positions,
     parse_prefill_chunk,
+    parse_threads,
+    parse_tokens,
 )
-from kvkeep.cli.model_options import AllowPickle, Device, Dtype, Model
 from kvkeep.errors import InputError
 
-_GRID, _TASKS, _OUTPUT = "Grid", "Tasks", "Output"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What the user asked for; numbers are numbers, lists of names and the text file are not read yet.
-
-    Attributes:
-        budgets: each a share of the text (a float) or a number of tokens (an int).
-    """
-
-    model: str | None
-    output: Path
-    policies: str
-    budgets: tuple[float | int, ...]
-    tasks: str
-    limit: int | None
-    seeds: tuple[int, ...]
-    text: str | None
-    contexts: tuple[int, ...]
-    facts: int
-    depths: tuple[float, ...]
-    ask: str
-    window: int | None
-    stride: int
-    positions: Literal["true", "slot"] | None
-    layer_budget: str | tuple[float, ...] | None
-    prefill_chunk: int | None
-    plots: bool
-    dtype: str
-    device: str
-    allow_pickle: bool
-    json: bool
+_GRID, _TASKS = "Grid", "Tasks"
 
 
 @one_line_errors
@@ -64,7 +43,7 @@ def evaluate(
         typer.Option(
             metavar="LIST",
             help="Policies with their options, e.g. full,local,h2o:recent=32,sinks=4,tova. "
-            "full is run once, with room for everything.",
+            "full is run once, with room for the whole text.",
             rich_help_panel=_GRID,
         ),
     ] = "full,local,h2o,tova",
@@ -72,12 +51,12 @@ def evaluate(
         str,
         typer.Option(
             metavar="LIST",
-            help="Budgets per layer and head: shares of the text as 20%, or tokens as 512, 4K (4096), 4k (4000).",
+            help="Budgets per layer and head: shares of the text such as 20%, or tokens: 512, 4K (4096), 4k (4000).",
             rich_help_panel=_GRID,
         ),
     ] = "4%,10%,20%,60%",
     tasks: Annotated[
-        str, typer.Option(metavar="LIST", help="What is measured.", rich_help_panel=_GRID)
+        str, typer.Option(metavar="LIST", help="Tasks to measure.", rich_help_panel=_GRID)
     ] = "recall,perplexity,agreement,mass",
     limit: Annotated[
         str | None,
@@ -91,7 +70,7 @@ def evaluate(
         str,
         typer.Option(
             metavar="LIST",
-            help="Chooses questions and windows of the text. Several seeds, as 0,1,2, give a mean and a range.",
+            help="Chooses questions and windows of the text. Several seeds, e.g. 0,1,2, give a mean and a range.",
             rich_help_panel=_TASKS,
         ),
     ] = "0",
@@ -113,7 +92,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Where asked facts stand, from 0 (start) to 1 (end). Default: evenly spread.",
+            help="Places of the asked facts in the text, from 0 (start) to 1 (end). Default: evenly spread.",
             rich_help_panel=_TASKS,
         ),
     ] = None,
@@ -121,8 +100,8 @@ def evaluate(
         str,
         typer.Option(
             metavar="WHEN",
-            help="prompt: a policy has read the recall question when it cuts the text to the budget. "
-            "later: the text is cut first, then the question comes.",
+            help="prompt: the recall question is read before the text is cut to the budget. "
+            "later: the text is cut first, and the question follows.",
             rich_help_panel=_TASKS,
         ),
     ] = "prompt",
@@ -130,7 +109,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="TOKENS",
-            help="Length of a perplexity window. Default: 1024, or the trained length.",
+            help="Length of a perplexity window. Default: 1024, or the trained length if that is less.",
             rich_help_panel=_TASKS,
         ),
     ] = None,
@@ -138,7 +117,7 @@ def evaluate(
         str,
         typer.Option(
             metavar="TOKENS",
-            help="Perplexity feeds so many tokens at once; 1 is decoding.",
+            help="Tokens that perplexity feeds in one step; 1 is decoding.",
             rich_help_panel=_TASKS,
         ),
     ] = "16",
@@ -147,6 +126,8 @@ def evaluate(
     positions: Positions = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    load_in: LoadIn = None,
+    threads: Threads = None,
     allow_pickle: AllowPickle = False,
     output: Annotated[
         str | None,
@@ -154,56 +135,59 @@ def evaluate(
             "--output",
             "-o",
             metavar="DIR",
-            help="Folder for results.jsonl and plots. A run that was stopped goes on there.",
-            rich_help_panel=_OUTPUT,
+            help="Folder for results.jsonl and plots. The same command again resumes a run that was stopped.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     report: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Run nothing: show the table of a folder and draw its plots again.",
-            rich_help_panel=_OUTPUT,
+            help="Run nothing; show the table of a finished folder and draw its plots again.",
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     plots: Annotated[
-        bool, typer.Option(help="Draw plots, with matplotlib (extra: plots).", rich_help_panel=_OUTPUT)
+        bool, typer.Option(help="Draw plots, with matplotlib (extra: plots).", rich_help_panel=OUTPUT)
     ] = True,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Measure policies at budgets: recall, perplexity, agreement with the full cache, retained attention mass.
 
-    Every result is written to DIR at once; the same command again goes on where it was stopped.
+    Every result is written to DIR at once.
     """
     folder = _folder(output, report)
     spread = parse_layer_budget(layer_budget)
-    request = Request(
-        model=model,
-        output=folder,
-        policies=policies,
-        budgets=tuple(parse_budget(item, "--budgets") for item in _items(budgets, "--budgets")),
-        tasks=tasks,
-        limit=None if limit is None else parse_tokens(limit, "--limit"),
-        seeds=tuple(dict.fromkeys(_whole(item, "--seed") for item in _items(seed, "--seed"))),
-        text=text,
-        contexts=tuple(parse_tokens(item, "--context") for item in _items(context, "--context")),
-        facts=facts,
-        depths=() if depths is None else tuple(parse_number(item, "--depths") for item in _items(depths, "--depths")),
-        ask=ask,
-        window=None if window is None else parse_tokens(window, "--window"),
-        stride=parse_tokens(stride, "--stride"),
-        positions=parse_positions(positions),
-        layer_budget=tuple(spread) if isinstance(spread, list) else spread,
-        prefill_chunk=parse_prefill_chunk(prefill_chunk),
-        plots=plots,
-        dtype=dtype,
-        device=device,
-        allow_pickle=allow_pickle,
-        json=json,
-    )
-    from kvkeep.cli.eval import grid  # torch and transformers: only now
+    asked: dict[str, Any] = {
+        "model": model,
+        "output": folder,
+        "policies": policies,
+        "budgets": tuple(parse_budget(item, "--budgets") for item in _items(budgets, "--budgets")),
+        "tasks": tasks,
+        "limit": None if limit is None else parse_tokens(limit, "--limit"),
+        "seeds": tuple(dict.fromkeys(_whole(item, "--seed") for item in _items(seed, "--seed"))),
+        "text": text,
+        "contexts": tuple(parse_tokens(item, "--context") for item in _items(context, "--context")),
+        "facts": facts,
+        "depths": () if depths is None else tuple(parse_number(one, "--depths") for one in _items(depths, "--depths")),
+        "ask": ask,
+        "window": None if window is None else parse_tokens(window, "--window"),
+        "stride": parse_tokens(stride, "--stride"),
+        "positions": parse_positions(positions),
+        "layer_budget": tuple(spread) if isinstance(spread, list) else spread,
+        "prefill_chunk": parse_prefill_chunk(prefill_chunk),
+        "plots": plots,
+        "dtype": dtype,
+        "device": device,
+        "load_in": load_in,
+        "threads": parse_threads(threads),
+        "allow_pickle": allow_pickle,
+        "json": json,
+    }
+    from kvkeep.cli.eval import grid  # imports torch and transformers
 
+    request = grid.Request(**asked)
     if report is None:
         grid.serve(request)
     else:

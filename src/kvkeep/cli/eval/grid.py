@@ -1,21 +1,21 @@
 """The work of ``kvkeep eval``: check everything, load the model, fill the grid, and show tables and plots.
 
-All that can be refused is refused before weights are read. Importing this module imports torch and transformers.
+Bad input is refused before weights are read. Importing this module imports torch and transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 from kvkeep import plots
 from kvkeep.cli import console
-from kvkeep.cli.eval import Request
 from kvkeep.cli.files import read_text
 from kvkeep.errors import InputError
 from kvkeep.evals import curves, tasks
@@ -25,15 +25,16 @@ from kvkeep.evals.plan import Asked, Cell, Planned, Wanted, split_policies
 from kvkeep.evals.records import Records
 from kvkeep.evals.run import Grid, lay_out, manifest, run
 from kvkeep.evals.task import Options
+from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
-from kvkeep.models.load import embedded, find, read_weights
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import embedded, find, quiet, read_weights
+from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
 from kvkeep.results import command
 from kvkeep.runs import as_text
 
 EMBEDDED = "embedded"
-"""How results name the model of the package."""
+"""Name of the embedded model in results."""
 
 _BAR = 20
 """Width of the bar in columns."""
@@ -41,20 +42,57 @@ _BAR = 20
 _PURPOSE = "Give some text to measure on, or leave --text out for the package's own."
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of ``kvkeep eval``. Numbers are read; lists of names and the text file are not.
+
+    Attributes:
+        budgets: each a share of the text (a float) or a number of tokens (an int).
+    """
+
+    model: str | None
+    output: Path
+    policies: str
+    budgets: tuple[float | int, ...]
+    tasks: str
+    limit: int | None
+    seeds: tuple[int, ...]
+    text: str | None
+    contexts: tuple[int, ...]
+    facts: int
+    depths: tuple[float, ...]
+    ask: str
+    window: int | None
+    stride: int
+    positions: Literal["true", "slot"] | None
+    layer_budget: str | tuple[float, ...] | None
+    prefill_chunk: int | None
+    plots: bool
+    dtype: str
+    device: str
+    load_in: str | None
+    threads: int | None
+    allow_pickle: bool
+    json: bool
+
+
 def serve(request: Request) -> None:
-    """Do what ``kvkeep eval --output DIR`` was asked for.
+    """Measure, write the results and show them.
 
     Raises:
-        KVKeepError: something in the request, the model or the folder cannot be used.
+        KVKeepError: the request, the model or the folder cannot be used.
     """
-    with quiet():
+    with quiet(), threads.restored():
         records = Records(request.output)
         grid = prepare(request)
         records.check_free()
         records.check(manifest(grid))
         for note in grid.notes:
             console.note(note)
-        writer = Writer(grid.checkpoint, read_weights(grid.checkpoint, request.dtype, request.device))
+        writer = Writer(
+            grid.checkpoint, read_weights(grid.checkpoint, request.dtype, request.device, load_in=request.load_in)
+        )
+        threads.use(writer.model, request.threads)
         todo = sum(planned.cell not in records.done for planned in grid.planned)
         if todo < len(grid.planned):
             console.progress(f"{console.count(len(grid.planned) - todo, 'cell')} of {len(grid.planned)} already done")
@@ -64,10 +102,10 @@ def serve(request: Request) -> None:
 
 
 def report(request: Request) -> None:
-    """Do what ``kvkeep eval --report DIR`` was asked for.
+    """Show the results of a finished folder.
 
     Raises:
-        InputError: there are no results, or they cannot be read.
+        InputError: the folder has no results, or they cannot be read.
     """
     records = Records(request.output)
     if not records.rows:
@@ -78,10 +116,10 @@ def report(request: Request) -> None:
 
 
 def prepare(request: Request) -> Grid:
-    """Check a request from the cheapest test to the dearest, without reading weights.
+    """Check a request, cheap tests first, without reading weights.
 
     Raises:
-        KVKeepError: something in the request or the model cannot be used.
+        KVKeepError: the request or the model cannot be used.
     """
     policies = split_policies(request.policies)
     kinds = tasks.find(request.tasks)
@@ -89,6 +127,7 @@ def prepare(request: Request) -> Grid:
     setup = Setup(positions=request.positions, layer_budget=request.layer_budget, prefill_chunk=request.prefill_chunk)
     options = _options(request)
     parse_dtype(request.dtype)
+    check_format(request.load_in)
     parse_device(request.device)
     name = request.model or embedded()
     console.progress(f"loading {name} …")
@@ -98,7 +137,7 @@ def prepare(request: Request) -> Grid:
 
 
 def _options(request: Request) -> list[Options]:
-    """The choices about tasks, once for each seed."""
+    """The options of tasks, once for each seed."""
     options = Options(
         seed=request.seeds[0],
         limit=request.limit,
@@ -115,7 +154,7 @@ def _options(request: Request) -> list[Options]:
 
 @contextmanager
 def _progress(cells: int) -> Iterator[Callable[[Planned], None]]:
-    """A bar with the time left, for a person who is waiting; after Ctrl-C it says how to go on."""
+    """A bar with the time left; after Ctrl-C, a note on how to resume."""
     screen = console.err()
     room = max(12, screen.width - _BAR - 2 * len(str(cells)) - len("  /  0:00:00  time left  0:00:00"))
     columns = (
@@ -145,7 +184,7 @@ def _progress(cells: int) -> Iterator[Callable[[Planned], None]]:
 
 
 def _show(request: Request, records: Records) -> None:
-    """Tables, plots and where they are."""
+    """Print the tables, draw the plots, and print the paths of all files."""
     pictures = _draw(request, records)
     if request.json:
         paths = [str(path) for path in pictures]
@@ -174,8 +213,8 @@ def _draw(request: Request, records: Records) -> Sequence[Path]:
         return curves.plots(records.rows, request.output)
     except InputError as error:
         if not isinstance(error.__cause__, OSError):
-            raise
-        console.note(str(error))  # as in somebody else's folder: tables need no place there
+            raise InputError(f"{error} Leave the plots out with --no-plots.") from error
+        console.note(str(error))  # e.g. a folder of somebody else: tables are shown all the same
         return []
 
 

@@ -1,4 +1,7 @@
-"""``kvkeep generate``: the options, and the prompt. The work is done by `completion` and `job` beside this file."""
+"""``kvkeep generate``: its options, and where the prompt comes from.
+
+The work is done by `completion` for one prompt, and by `job` for a file of prompts.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,33 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli.console import Debug, Json, one_line_errors, parse_bytes, parse_tokens
+from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import STANDARD_OUTPUT, not_empty, place, read_text
-from kvkeep.cli.generate.request import DEFAULT_BUDGET, Batch, Request
-from kvkeep.cli.memory_options import (
+from kvkeep.cli.generate.request import Batch, Request
+from kvkeep.cli.options import (
+    MEMORY,
+    AllowPickle,
+    Debug,
+    Device,
+    Dtype,
+    Json,
     LayerBudget,
+    LoadIn,
+    Model,
+    Policy,
     Positions,
     PrefillChunk,
+    Threads,
+    parse_bytes,
     parse_layer_budget,
     parse_positions,
     parse_prefill_chunk,
+    parse_threads,
+    parse_tokens,
 )
-from kvkeep.cli.model_options import AllowPickle, Device, Dtype, Model
 from kvkeep.errors import InputError
 
-_PROMPT, _JOB, _MEMORY, _SAMPLING = "Prompt", "Batch job", "KV memory", "Sampling"
+_PROMPT, _JOB, _SAMPLING = "Prompt", "Batch job", "Sampling"
 _PURPOSE = "Give the model some text to continue."
 
 
@@ -53,8 +68,8 @@ def generate(
             "--input",
             "-i",
             metavar="FILE",
-            help='Run a batch: a JSONL file with a "prompt" or "messages" per line, and "options" of its own if it '
-            "wants any; other fields are carried through.",
+            help='Run a batch job: a JSONL file whose lines have a "prompt" or "messages", and perhaps "options" of '
+            "their own. Other fields are copied to the output.",
             rich_help_panel=_JOB,
         ),
     ] = None,
@@ -64,7 +79,8 @@ def generate(
             "--output",
             "-o",
             metavar="FILE",
-            help="JSONL file for the completions; a job that was stopped goes on there. - is standard output.",
+            help="JSONL file for the completions; the same command again resumes a job that was stopped. - is standard "
+            "output.",
             rich_help_panel=_JOB,
         ),
     ] = None,
@@ -72,34 +88,27 @@ def generate(
         bool,
         typer.Option(
             "--skip-bad",
-            help="Set lines that cannot be run aside in OUTPUT.bad, or on standard error for -.",
+            help="Write lines that cannot be run to OUTPUT.bad, or to standard error for -, and run the others.",
             rich_help_panel=_JOB,
         ),
     ] = False,
     max_rows: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Sequences at once. Default: 16, or what fits.", rich_help_panel=_JOB),
+        typer.Option(metavar="N", help="Sequences that run at once. Default: 16, or what fits.", rich_help_panel=_JOB),
     ] = None,
     kv_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="KV memory for all of them, e.g. 2GiB or 500MB.", rich_help_panel=_JOB),
+        typer.Option(metavar="SIZE", help="KV memory of all sequences, e.g. 2GiB or 500MB.", rich_help_panel=_JOB),
     ] = None,
     compile: Annotated[  # noqa: A002  the option's name
         bool,
         typer.Option(
             "--compile/--no-compile",
-            help="Compile norms and feed-forward layers with torch.compile first, for a GPU.",
+            help="Compile norms and feed-forward layers with torch.compile; worth it on a GPU.",
             rich_help_panel=_JOB,
         ),
     ] = False,
-    policy: Annotated[
-        str,
-        typer.Option(
-            metavar="POLICY",
-            help="What decides which tokens stay, e.g. h2o:recent=32; see [b]kvkeep policies[/b].",
-            rich_help_panel=_MEMORY,
-        ),
-    ] = "h2o",
+    policy: Policy = "h2o",
     budget: Annotated[
         str | None,
         typer.Option(
@@ -107,16 +116,16 @@ def generate(
             "-b",
             metavar="TOKENS",
             help="Tokens kept per layer and head, e.g. 512, 4K (4096) or 4k (4000). "
-            f"Default: {DEFAULT_BUDGET}, or prompt and new tokens if these are fewer or the policy is full.",
-            rich_help_panel=_MEMORY,
+            "Default: 1024, or the number of prompt and new tokens if it is smaller or the policy is full.",
+            rich_help_panel=MEMORY,
         ),
     ] = None,
     keep_ratio: Annotated[
         float | None,
         typer.Option(
             metavar="RATIO",
-            help="Instead of a budget: the fraction of the prompt's tokens to keep, in (0, 1].",
-            rich_help_panel=_MEMORY,
+            help="Instead of --budget: the share of the prompt's tokens that is kept, in (0, 1].",
+            rich_help_panel=MEMORY,
         ),
     ] = None,
     prefill_chunk: PrefillChunk = None,
@@ -124,54 +133,68 @@ def generate(
     positions: Positions = None,
     compare: Annotated[
         bool,
-        typer.Option("--compare", help="Run the full cache too and show both side by side.", rich_help_panel=_MEMORY),
+        typer.Option("--compare", help="Run a full cache too, and show both side by side.", rich_help_panel=MEMORY),
     ] = False,
     max_new_tokens: Annotated[
         str,
-        typer.Option("--max-new-tokens", "-n", metavar="TOKENS", help="Stop after so many.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            "--max-new-tokens", "-n", metavar="TOKENS", help="Stop after so many new tokens.", rich_help_panel=_SAMPLING
+        ),
     ] = "256",
     temperature: Annotated[
         float,
         typer.Option(
-            "--temperature", "-t", metavar="NUMBER", help="0 is greedy, above 0 draws.", rich_help_panel=_SAMPLING
+            "--temperature",
+            "-t",
+            metavar="NUMBER",
+            help="0: greedy. Above 0: tokens are drawn.",
+            rich_help_panel=_SAMPLING,
         ),
     ] = 0.0,
     top_p: Annotated[
         float | None,
         typer.Option(
-            metavar="NUMBER", help="Draw among the likeliest with this much probability.", rich_help_panel=_SAMPLING
+            metavar="NUMBER",
+            help="Draw among the likeliest tokens that have this probability together.",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(metavar="N", help="Draw among the N likeliest.", rich_help_panel=_SAMPLING)
+        int | None, typer.Option(metavar="N", help="Draw among the N likeliest tokens.", rich_help_panel=_SAMPLING)
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            metavar="NUMBER", help="Draw among tokens this likely relative to the likeliest.", rich_help_panel=_SAMPLING
+            metavar="NUMBER",
+            help="Draw among tokens with at least this share of the likeliest one's probability.",
+            rich_help_panel=_SAMPLING,
         ),
     ] = None,
     repetition_penalty: Annotated[
         float,
-        typer.Option(metavar="NUMBER", help="Above 1: used tokens become less likely.", rich_help_panel=_SAMPLING),
+        typer.Option(
+            metavar="NUMBER", help="Above 1: tokens that were used become less likely.", rich_help_panel=_SAMPLING
+        ),
     ] = 1.0,
     seed: Annotated[
         int,
         typer.Option(
             metavar="N",
-            help="The same seed draws the same text; each line of a batch its own.",
+            help="The same seed draws the same text. Each line of a batch job draws its own.",
             rich_help_panel=_SAMPLING,
         ),
     ] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    load_in: LoadIn = None,
+    threads: Threads = None,
     allow_pickle: AllowPickle = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Continue a prompt, or a file of prompts (--input), with a bounded KV cache.
 
-    The text goes to standard output as it is written, a short summary to standard error.
+    The text goes to standard output while it is generated, and a short summary to standard error.
     """
     model, prompt_file = _standard_input(model, source, prompt_file)
     batch = _batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
@@ -197,13 +220,15 @@ def generate(
         seed=seed,
         dtype=dtype,
         device=device,
+        load_in=load_in,
+        threads=parse_threads(threads),
         allow_pickle=allow_pickle,
         json=json,
     )
     if budget is not None and keep_ratio is not None:
         raise InputError("--budget and --keep-ratio were both given; one of them says how much to keep.")
     if batch:
-        from kvkeep.cli.generate import job  # torch and transformers: only now
+        from kvkeep.cli.generate import job  # imports torch and transformers
 
         job.serve(request, batch)
     else:
@@ -213,7 +238,7 @@ def generate(
 
 
 def _parse_budget(text: str) -> int:
-    """A number of tokens; a share is refused, since it is not said of what."""
+    """Read ``--budget`` as a number of tokens; a share of an unknown length is refused."""
     if text.endswith("%"):
         raise InputError(
             f"--budget {text} is a share of no known length; give a number of tokens, e.g. 512. For a share of a "
@@ -225,7 +250,7 @@ def _parse_budget(text: str) -> int:
 def _batch(
     source: str | None, output: str | None, *, skip_bad: bool, max_rows: int | None, kv_memory: str | None, layers: bool
 ) -> Batch | None:
-    """The options of a batch job, if it is one."""
+    """The options of a batch job; ``None`` if there is no ``--input``."""
     if source is None:
         if output is not None or skip_bad or max_rows is not None or kv_memory is not None or layers:
             raise InputError(
@@ -243,7 +268,7 @@ def _batch(
 
 
 def _standard_input(model: str | None, source: str | None, file: str | None) -> tuple[str | None, str | None]:
-    """Turn a ``-`` among the arguments, alone or after the model, into the prompt file ``-``."""
+    """The model and the prompt file; an argument ``-``, alone or after the model, is the prompt file ``-``."""
     if source is None and model == "-":
         model, source = None, "-"
     if source is None:
@@ -256,10 +281,10 @@ def _standard_input(model: str | None, source: str | None, file: str | None) -> 
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt from wherever the user put it.
+    """The prompt, from ``--prompt`` or a file.
 
     Raises:
-        InputError: there is none, there are two, or the file cannot be read.
+        InputError: there is no prompt, there are two, or the file cannot be read.
     """
     if prompt is not None and file is not None:
         raise InputError("--prompt and --prompt-file were both given; one prompt is enough.")

@@ -1,4 +1,4 @@
-"""Two texts of one prompt, side by side: where they part, how far they agree, what they cost."""
+"""Two continuations of one prompt side by side: where they differ, how far they agree, what they cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkeep.cli import console
 from kvkeep.engine import Result
 
 _NARROW = 60
-"""Below this many columns the texts stand one above the other."""
+"""On a terminal with fewer columns the texts are shown one above the other."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Side:
     """One of the two runs.
 
     Attributes:
-        name: what ran.
-        budget: how much it may keep, in words.
-        result: what it wrote.
-        held_bytes: keys, values and all else that its cache holds.
+        name: the policy, or ``full cache``.
+        budget: tokens that it may keep, in words.
+        result: the text and its tokens.
+        held_bytes: keys, values and everything else that its cache holds.
     """
 
     name: str
@@ -108,7 +108,7 @@ def _common_length(one: str, other: str) -> int:
 
 
 def _marked(text: str, common: int) -> Text:
-    """The text, with what follows the common beginning in colour."""
+    """The text, in colour after the common beginning."""
     return Text.assemble(console.printable(text[:common]), (console.printable(text[common:]), "yellow"))
 
 

@@ -1,11 +1,11 @@
-"""The work of ``kvkeep generate`` for one prompt, which runs through the engine as a batch of one.
+"""The work of ``kvkeep generate`` for one prompt, which the engine runs as a batch of one.
 
-All that can be refused is refused before weights are read. Importing this module imports torch and transformers.
+Bad input is refused before weights are read. Importing this module imports torch and transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,18 +15,18 @@ from kvkeep import budget as budgets
 from kvkeep import engine as engines
 from kvkeep.cli import console
 from kvkeep.cli.generate import compare
-from kvkeep.cli.generate.request import DEFAULT_BUDGET, Request
-from kvkeep.cli.generate.run_lines import INTERRUPTED
+from kvkeep.cli.generate.request import Request
 from kvkeep.engine import Engine, Result
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import KVKeepError
 from kvkeep.layout import Layout
 from kvkeep.memory import Memory
-from kvkeep.models import text
+from kvkeep.models import text, threads
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.generation import remark
-from kvkeep.models.load import Checkpoint, embedded, find, read_weights
-from kvkeep.models.quiet import quiet
+from kvkeep.models.load import Checkpoint, embedded, find, quiet, read_weights
+from kvkeep.models.quantised import check_format
+from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
 
@@ -36,8 +36,8 @@ class Job:
     """A request that has passed all checks, with its model.
 
     Attributes:
-        request: what the user asked for.
-        checkpoint: configuration and tokenizer.
+        request: the options of the command.
+        checkpoint: the model's configuration and tokenizer.
         writer: the model.
         prompt: token ids.
         policy: the eviction policy.
@@ -62,14 +62,14 @@ class Job:
 
 
 def serve(request: Request) -> None:
-    """Do what ``kvkeep generate`` was asked for.
+    """Continue a prompt and print the text.
 
     Raises:
-        KVKeepError: something in the request or the model cannot be used, or a step failed.
-        Exit: the user pressed Ctrl-C; what was written until then stays.
+        KVKeepError: the request or the model cannot be used, or a step failed.
+        Exit: the user pressed Ctrl-C; the text that was printed stays.
     """
     try:
-        with quiet(), enough_memory(parse_device(request.device)):
+        with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
             job = prepare(request)
             if request.compare:
                 _serve_comparison(job)
@@ -77,14 +77,14 @@ def serve(request: Request) -> None:
                 _serve_one(job)
     except KeyboardInterrupt as interrupt:
         console.note("stopped before the end of the text")
-        raise typer.Exit(INTERRUPTED) from interrupt
+        raise typer.Exit(console.INTERRUPTED) from interrupt
 
 
 def prepare(request: Request) -> Job:
-    """Check a request from the cheapest test to the dearest, and load its model.
+    """Check a request, cheap tests first, and load its model.
 
     Raises:
-        KVKeepError: something in the request or the model cannot be used.
+        KVKeepError: the request or the model cannot be used.
     """
     sampling = sampling_of(request)
     policy = parse(request.policy)
@@ -92,6 +92,7 @@ def prepare(request: Request) -> Job:
     if request.keep_ratio is not None:
         budgets.from_ratio(request.keep_ratio, tokens=1)
     parse_dtype(request.dtype)
+    check_format(request.load_in)
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
@@ -100,7 +101,8 @@ def prepare(request: Request) -> Job:
     budget = _choose_budget(request, policy, len(prompt))
     layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
     layout.slots(budget)  # checks the numbers
-    writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device))
+    writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device, load_in=request.load_in))
+    threads.use(writer.model, request.threads)
     if left_out := remark(writer.model):
         console.note(left_out)
     mode = "true" if layout.rotation is None else "slot"
@@ -108,10 +110,10 @@ def prepare(request: Request) -> Job:
 
 
 def sampling_of(request: Request) -> Sampling:
-    """How a request wants tokens to be chosen.
+    """The sampling options of a request.
 
     Raises:
-        InputError: a number is out of its range.
+        InputError: a number is out of range.
     """
     return Sampling(
         max_new_tokens=request.max_new_tokens,
@@ -124,20 +126,13 @@ def sampling_of(request: Request) -> Sampling:
     )
 
 
-def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:
-    """Room for so many tokens and for what the policies protect, and at most `DEFAULT_BUDGET`: more is waste."""
-    if not policy.evicts:
-        return tokens
-    return min(DEFAULT_BUDGET, max(tokens, *(sum(map(int, one.protected(tokens))) for one in (policy, *others))))
-
-
 def engine_for(writer: text.Writer, request: Request, **options: Any) -> Engine:
-    """An engine that reads prompts and keeps tokens as a request asks, whether it is one prompt or many.
+    """An engine for a request, for one prompt or many.
 
     Args:
         writer: the model.
-        request: what the user asked for.
-        options: of `Engine`; they go before what the request says.
+        request: the options of the command.
+        options: options of `Engine` that replace the request's.
     """
     asked = {
         "policy": request.policy,
@@ -161,17 +156,17 @@ def _run_bounded(job: Job, on_text: Callable[[str], object]) -> Result:
 
 
 def _run_full(job: Job) -> Result:
-    """The same prompt with everything kept, whatever else was asked of the bounded cache."""
+    """Run the same prompt with a full cache, without the request's options about the bounded one."""
     total = len(job.prompt) + job.sampling.max_new_tokens
     options = {"policy": "full", "layer_budget": None, "positions": None}
     return _run(job, engine_for(job.writer, job.request, budget=total, rows=1, **options), _ignore)
 
 
 def _run(job: Job, engine: Engine, on_text: Callable[[str], object]) -> Result:
-    """Continue the prompt; each piece of text is handed on as soon as it is final.
+    """Continue the prompt and call ``on_text`` with each piece of text as soon as it is final.
 
     Raises:
-        KVKeepError: the engine does not take the prompt, or a step failed.
+        KVKeepError: the engine refuses the prompt, or a step failed.
     """
     result = None
     for event in engine.stream(engines.Request(prompt=job.prompt, sampling=job.sampling)):
@@ -186,7 +181,7 @@ def _run(job: Job, engine: Engine, on_text: Callable[[str], object]) -> Result:
 
 
 def _ignore(piece: str) -> None:
-    """Show nothing yet."""
+    """Print nothing."""
 
 
 def _serve_one(job: Job) -> None:
@@ -208,7 +203,7 @@ def _serve_comparison(job: Job) -> None:
     console.progress("running the full cache …")
     full = _run_full(job)
     difference = compare.measure(bounded.token_ids, full.token_ids, job.writer.show_token)
-    full_bytes = full.memory.full_bytes  # of the tokens that there are, not of the slots that were made for more
+    full_bytes = full.memory.full_bytes  # bytes of the tokens; the run's slots had room for more
     if job.request.json:
         console.write_json(
             {
@@ -271,7 +266,7 @@ def _summarise(job: Job, result: Result) -> dict[str, str]:
 
 
 def _remark(job: Job, result: Result) -> None:
-    """Notes on what a user may not expect."""
+    """Print notes on results that the user may not expect."""
     total = result.prompt_tokens + len(result.token_ids)
     trained = job.checkpoint.trained_length
     if job.policy.evicts and job.budget >= total:

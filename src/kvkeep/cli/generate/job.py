@@ -1,4 +1,4 @@
-"""The work of ``kvkeep generate --input``: check every line, load the model, and run what is not done yet."""
+"""The work of ``kvkeep generate --input``: check every line, load the model, and run the lines that are not done."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from pathlib import Path
 from kvkeep import budget as budgets
 from kvkeep.cli import console
 from kvkeep.cli.files import read_again
-from kvkeep.cli.generate.completion import default_budget, engine_for, sampling_of
+from kvkeep.cli.generate.completion import engine_for, sampling_of
 from kvkeep.cli.generate.request import Batch, Request
 from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, run
+from kvkeep.cli.options import MAX_TOKENS
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import BudgetError, InputError, PolicyError
-from kvkeep.jobs import aside
 from kvkeep.jobs.lines import BadLine, Line, digest, parse, read
 from kvkeep.jobs.output import Output
-from kvkeep.jobs.survey import Survey
-from kvkeep.models import text
+from kvkeep.jobs.survey import Survey, bad_entries, write_bad
+from kvkeep.models import text, threads
 from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
-from kvkeep.models.fingerprint import fingerprint
 from kvkeep.models.generation import remark
-from kvkeep.models.load import Checkpoint, embedded, find, read_weights
+from kvkeep.models.load import Checkpoint, embedded, find, fingerprint, quiet, read_weights
 from kvkeep.models.packed import pack_weights
-from kvkeep.models.quiet import quiet
+from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
+from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse as parse_policy
 from kvkeep.registry import spec
@@ -40,20 +40,20 @@ Read = Callable[[int, bytes], Line | BadLine]
 
 
 def serve(request: Request, batch: Batch) -> None:
-    """Do what ``kvkeep generate --input`` was asked for.
+    """Run a batch job.
 
     Raises:
-        KVKeepError: something in the request, the file or the model cannot be used.
+        KVKeepError: the request, the input, the output or the model cannot be used.
     """
     parse_dtype(request.dtype)
+    check_format(request.load_in)
     device = parse_device(request.device)
-    with quiet(), enough_memory(device), read_again(batch.input, kind="input") as source:
+    with quiet(), threads.restored(), enough_memory(device), read_again(batch.input, kind="input") as source:
         policy = parse_policy(request.policy)
         budgets.check(1 if request.budget is None else request.budget)
         defaults = sampling_of(request)
-        name = request.model or embedded()
         console.progress(f"reading {batch.input} …")
-        checkpoint = find(name, allow_pickle=request.allow_pickle)
+        checkpoint = find(request.model or embedded(), allow_pickle=request.allow_pickle)
 
         def read_line(number: int, raw: bytes) -> Line | BadLine:
             return parse(number, raw, lambda prompt: _encode(checkpoint, prompt, raw=request.raw), defaults)
@@ -64,12 +64,8 @@ def serve(request: Request, batch: Batch) -> None:
             settings = _settings(request, policy, budget, defaults)
             output.agree(settings)
             output.check(survey.digests)
-            console.progress(f"loading {name} …")
-            model = read_weights(checkpoint, request.dtype, request.device)
-            if left_out := remark(model):
-                console.note(left_out)
-            output.agree({**settings, "weights": fingerprint(model)})
-            engine = _engine(Writer(checkpoint, model), request, batch, survey, budget=budget)
+            writer = _load(request, checkpoint, output, settings)
+            engine = _engine(writer, request, batch, survey, budget=budget)
             if checkpoint.trained_length and survey.longest > checkpoint.trained_length:
                 console.note(
                     f"{survey.longest} tokens in one line are more than the {checkpoint.trained_length} that the "
@@ -91,7 +87,7 @@ def _encode(checkpoint: Checkpoint, prompt: str | Sequence[Mapping[str, str]], *
 
 
 def _survey(source: Path, read_line: Read, batch: Batch) -> Survey:
-    """Read every line once. A bad line stops the job unless such lines are set aside."""
+    """Read every line once. A line that cannot be run stops the job, unless such lines are set aside."""
     survey = Survey()
     for number, raw in read(source):
         line = read_line(number, raw)
@@ -110,7 +106,7 @@ def _open(path: str) -> Output:
 
 
 def _budget(request: Request, policy: Policy, survey: Survey, output: Output) -> int:
-    """The budget that was asked for, that of an earlier run, or one with room for the longest line."""
+    """The budget: from the request, from an earlier run of this job, or with room for the longest line."""
     if request.budget:
         return request.budget
     named = []
@@ -119,8 +115,8 @@ def _budget(request: Request, policy: Policy, survey: Survey, output: Output) ->
             named.append(parse_policy(name))
     default = default_budget(policy, survey.longest, named)
     earlier = output.made_by.get("budget")
-    if type(earlier) is not int or not 1 <= earlier <= console.MAX_TOKENS or earlier == default:
-        return default  # of a number that no job has the output is refused
+    if type(earlier) is not int or not 1 <= earlier <= MAX_TOKENS or earlier == default:
+        return default  # an output with an impossible number is refused later
     console.note(
         f"budget {earlier}, with which {output.name} was begun; with another output file it would be {default}"
     )
@@ -128,10 +124,11 @@ def _budget(request: Request, policy: Policy, survey: Survey, output: Output) ->
 
 
 def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling) -> dict[str, object]:
-    """Everything that completions depend on beside lines and weights: what is not at its default."""
+    """The settings on which completions depend, without lines and weights; options at their defaults are left out."""
     options: dict[str, object] = {
         "raw": request.raw,
         "dtype": None if request.dtype == "auto" else request.dtype,
+        "load_in": request.load_in,
         "layer_budget": request.layer_budget,
         "positions": request.positions,
         "prefill_chunk": request.prefill_chunk,
@@ -141,8 +138,19 @@ def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling)
     return {**always, **{name: value for name, value in options.items() if value is not None and value is not False}}
 
 
+def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: dict[str, object]) -> Writer:
+    """The model, after a check that the output was written with the same weights."""
+    console.progress(f"loading {checkpoint.name} …")
+    model = read_weights(checkpoint, request.dtype, request.device, load_in=request.load_in)
+    threads.use(model, request.threads)
+    if left_out := remark(model):
+        console.note(left_out)
+    output.agree({**settings, "weights": fingerprint(model)})
+    return Writer(checkpoint, model)
+
+
 def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, budget: int) -> Engine:
-    """The engine, with rows for all lines if these are few."""
+    """The engine, with no more rows than lines."""
     lines = len(survey.digests)
     rows = min(lines, batch.max_rows or (lines if batch.kv_memory else DEFAULT_ROWS))
     try:
@@ -162,13 +170,13 @@ def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, b
 
 
 def _todo(source: Path, survey: Survey, engine: Engine, output: Output, batch: Batch) -> dict[int, str]:
-    """The lines that are to be run now, with their fingerprints; those that cannot be run are set aside."""
+    """The lines to run now, with their fingerprints. Lines that cannot be run are set aside."""
     new = [number for number in survey.digests if number not in output.done]
     survey.set_aside(survey.check(engine, new))
     if survey.bad and not batch.skip_bad:
         raise _refusal(*min(survey.bad.items()))
     if survey.bad:
-        _set_aside(aside.entries(read(source), survey.bad), len(survey.bad), batch)
+        _set_aside(bad_entries(read(source), survey.bad), len(survey.bad), batch)
     return {number: found for number, found in survey.digests.items() if number not in output.done}
 
 
@@ -180,18 +188,18 @@ def _refusal(number: int, reason: str) -> InputError:
 
 
 def _set_aside(entries: Iterator[Mapping[str, object]], count: int, batch: Batch) -> None:
-    """Write lines that cannot be run to a file beside the output, or to standard error where there is no such place."""
+    """Write lines that cannot be run to a file beside the output; if the output is a stream, to standard error."""
     place = "below"
     if batch.output != "-":
         place = f"in {batch.output}.bad"
-        aside.write(Path(f"{batch.output}.bad"), entries)
+        write_bad(Path(f"{batch.output}.bad"), entries)
     console.note(f"{console.count(count, 'line')} cannot be run and {'is' if count == 1 else 'are'} set aside {place}")
     if batch.output == "-":
         sys.stderr.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 
 def _lines(source: Path, read_line: Read, todo: Mapping[int, str]) -> Iterator[Line]:
-    """Read lines that were surveyed once more; one whose text has changed since is left out."""
+    """Read the lines to run once more. A line whose text has changed since the survey is left out."""
     for number, raw in read(source):
         if number in todo and digest(raw) == todo[number]:
             line = read_line(number, raw)

@@ -1,16 +1,14 @@
-"""What a user asked ``kvkeep generate`` for, between the command that reads it and the rooms that do the work."""
+"""A request to ``kvkeep generate``: read by the command, done by `completion` and `job`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-DEFAULT_BUDGET = 1024
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asked for; numbers of tokens are numbers, the prompt is text, nothing else is checked yet."""
+    """The options of ``kvkeep generate``. Numbers of tokens and the prompt are read; the rest is not checked."""
 
     model: str | None
     prompt: str
@@ -31,20 +29,22 @@ class Request:
     seed: int
     dtype: str
     device: str
+    load_in: str | None
+    threads: int | None
     allow_pickle: bool
     json: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What the user asked for beside a `Request` whose prompts stand in a file.
+    """The options of a batch job, beside a `Request` without a prompt.
 
     Attributes:
         input: JSONL file of prompts.
         output: JSONL file of completions; ``-`` is standard output.
-        skip_bad: whether lines that cannot be run are set aside instead of stopping the job.
-        max_rows: sequences at once.
-        kv_memory: bytes that they may take together.
+        skip_bad: whether lines that cannot be run are set aside; otherwise they stop the job.
+        max_rows: sequences that run at once.
+        kv_memory: bytes that all sequences may take together.
         compile: whether norms and feed-forward layers are compiled.
     """
 

@@ -1,16 +1,18 @@
-"""The lines of a batch job on their way through the engine, and what is said of them at the end."""
+"""A batch job's lines on their way through the engine, with a progress bar, and a summary at the end."""
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvkeep.cli import console
-from kvkeep.cli.generate.watch import interruptible, progress
 from kvkeep.engine import Engine
 from kvkeep.errors import KVKeepError
 from kvkeep.jobs.lines import Line, reason_of
@@ -18,30 +20,28 @@ from kvkeep.jobs.output import Output
 
 STANDARD_OUTPUT = "standard output"
 INCOMPLETE = 1
-"""Exit code of a job that has come to its end without all of its lines."""
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code of a job that ended without completions for all of its lines."""
 
 
 def run(
     engine: Engine, lines: Iterator[Line], output: Output, *, todo: Mapping[int, str], total: int, as_json: bool
 ) -> None:
-    """Run lines, write their completions, and say how it went.
+    """Run lines, write their completions, and print a summary.
 
     Args:
-        engine: what runs them.
-        lines: the lines that are not done yet, as they are read.
-        output: where completions go.
+        engine: runs the lines.
+        lines: the lines that are not done yet, while they are read.
+        output: takes the completions.
         todo: the numbers of these lines.
-        total: how many lines there are with those that were done before.
+        total: number of all lines, with the lines that were done before.
         as_json: whether the summary is a JSON object.
 
     Raises:
         Exit: the user ended the job, or lines have no completion.
     """
     before = len(output.done)
-    _tell_of_earlier(output, total)
+    if before:
+        console.note(f"{before} of {console.count(total, 'line')} were done before")
     failed: dict[int, str] = {}
     start = time.perf_counter()
     with interruptible() as stopped, progress(total, before) as on_tokens:
@@ -53,24 +53,20 @@ def run(
         stream = sys.stderr if output.name == STANDARD_OUTPUT else sys.stdout
         stream.write(json.dumps({**found, "rows": engine.rows, "row_bytes": engine.row_bytes}) + "\n")
     elif new:
-        console.note(
-            f"{console.count(new, 'token')} in {console.show_seconds(seconds)}: "
-            f"{console.show_rate(new / seconds)} tokens/s"
-        )
+        speed = f"{console.show_rate(new / seconds)} tokens/s"
+        console.note(f"{console.count(new, 'token')} in {console.show_seconds(seconds)}: {speed}")
     unread = set() if stopped() else todo.keys() - output.done.keys() - failed.keys()
     for problem in _problems(output, kept, failed, unread, total):
         console.error(problem)
     if stopped() or len(kept) < total:
-        to_file = output.name != STANDARD_OUTPUT
-        on = "the same command goes on from there" if to_file else "give --output FILE to go on another time"
-        console.note(f"stopped after {len(kept)} of {console.count(total, 'line')}; {on}")
-        raise typer.Exit(INTERRUPTED if stopped() else INCOMPLETE)
+        _say_how_to_resume(output, len(kept), total)
+        raise typer.Exit(console.INTERRUPTED if stopped() else INCOMPLETE)
 
 
-def _tell_of_earlier(output: Output, total: int) -> None:
-    """Say what earlier runs have done."""
-    if output.done:
-        console.note(f"{len(output.done)} of {console.count(total, 'line')} were done before")
+def _say_how_to_resume(output: Output, done: int, total: int) -> None:
+    to_file = output.name != STANDARD_OUTPUT
+    on = "the same command goes on from there" if to_file else "give --output FILE to go on another time"
+    console.note(f"stopped after {done} of {console.count(total, 'line')}; {on}")
 
 
 def _problems(output: Output, kept: set[int], failed: Mapping[int, str], unread: set[int], total: int) -> Iterator[str]:
@@ -98,9 +94,9 @@ def _work(
     on_tokens: Callable[[int, int], None],
     stopped: Callable[[], bool],
 ) -> int:
-    """Feed the engine until all lines are written or the user has had enough; returns the number of new tokens.
+    """Feed the engine until all lines are written or the user stops the job; return the number of new tokens.
 
-    Lines that fail are noted with their reasons, and the others go on.
+    A line that fails is noted with its reason, and the other lines go on.
     """
     running: dict[int, Line] = {}
     new, more = 0, True
@@ -124,3 +120,46 @@ def _work(
         new += sum(event.token_id is not None for event in events)
         on_tokens(len(events), len(finished))
     return new
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Delay the first Ctrl-C: the function that this yields returns True after it. The second one ends the process."""
+    pressed = False
+
+    def press(*args: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def progress(total: int, done: int) -> Iterator[Callable[[int, int], None]]:
+    """A bar with tokens per second and the time left; nothing is drawn where standard error is no terminal."""
+    screen = console.err()
+    columns = (
+        TextColumn("lines"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TextColumn("time left", style="dim"),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True)
+    task = bar.add_task("lines", total=total, completed=done, rate="")
+    start, tokens = time.perf_counter(), 0
+
+    def on_tokens(new: int, finished: int) -> None:
+        nonlocal tokens
+        tokens += new
+        rate = tokens / max(1e-9, time.perf_counter() - start)
+        bar.update(task, advance=finished, rate=f"{console.show_rate(rate)} tokens/s")
+
+    with bar:
+        yield on_tokens

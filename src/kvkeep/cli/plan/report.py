@@ -1,15 +1,24 @@
-"""What ``kvkeep plan`` prints: a table for people, one JSON object for machines."""
+"""The work of ``kvkeep plan``: make the plan and print it, as a table for people or one JSON object for programs.
+
+Importing this module imports torch and transformers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.text import Text
 
 from kvkeep.cli import console
-from kvkeep.cli.console import show_bytes
-from kvkeep.cli.plan.sizing import Plan, name_of
+from kvkeep.errors import show_bytes
+from kvkeep.models.device import parse_device
+from kvkeep.models.load import quiet
+from kvkeep.planning.bandwidth import Bandwidth, measure_bandwidth
 from kvkeep.planning.cost import Cost
+from kvkeep.planning.plan import Plan, plan
+from kvkeep.planning.setting import Setting, name_of
 from kvkeep.registry import spec
 
 COUNTED = (
@@ -25,38 +34,71 @@ NOT_COUNTED = (
 )
 
 
-def show(plan: Plan, *, json: bool) -> None:
-    """Print a plan."""
+@dataclass(frozen=True)
+class Measured:
+    """A bandwidth and the device on which it was measured."""
+
+    bandwidth: Bandwidth
+    device: str
+
+
+def serve(*, measure: bool, device: str, json: bool, **asked: Any) -> None:
+    """Make a plan and print it.
+
+    Args:
+        measure: whether the bandwidth of the device is measured.
+        device: its name.
+        json: whether the plan is printed as a JSON object.
+        asked: arguments of `plan`.
+
+    Raises:
+        KVKeepError: an option or the model cannot be used, or not one row fits.
+    """
+    place = parse_device(device)
+    console.progress("reading the configuration of the model …")
+    with quiet():
+        made = plan(**asked)
+    measured = None
+    if measure:
+        console.progress(f"measuring the memory of {place} …")
+        measured = Measured(measure_bandwidth(place), str(place))
+        made = replace(made, bandwidth=measured.bandwidth.best)
+    show(made, measured, json=json)
+
+
+def show(made: Plan, measured: Measured | None, *, json: bool) -> None:
+    """Print a made."""
     if json:
-        console.write_json(describe(plan))
+        console.write_json(describe(made, measured))
         return
     screen = console.out()
-    screen.print(console.facts(_head(plan)))
+    screen.print(console.facts(_head(made, measured)))
     screen.print()
-    filled = console.table("", "full cache", f"budget {plan.setting.budget}")
+    filled = console.table("", "full cache", f"budget {made.setting.budget}")
     for column in filled.columns[1:]:
         column.justify = "right"
-    for name, cell in _lines(plan).items():
-        filled.add_row(name, cell(plan.full), cell(plan.bounded))
+    for name, cell in _lines(made).items():
+        filled.add_row(name, cell(made.full), cell(made.bounded))
     screen.print(filled)
     screen.print()
-    if missing := _not_asked(plan):
+    if missing := _not_asked(made):
         screen.print(Text(missing, "dim"))
     screen.print(Text(f"counted: {'; '.join(COUNTED)}", "dim"))
     screen.print(Text(f"not counted: {'; '.join(NOT_COUNTED)}", "dim"))
-    for line in notes(plan):
+    for line in notes(made):
         console.note(line)
 
 
-def describe(plan: Plan) -> dict[str, object]:
+def describe(made: Plan, measured: Measured | None) -> dict[str, object]:
     """A plan as plain data; sizes in bytes, speeds in bytes or tokens per second."""
-    setting = plan.setting
+    setting = made.setting
     shape = setting.outline.shape
     return {
         "model": setting.outline.name,
         "parameters": shape.parameters,
         "weights_dtype": name_of(setting.weights_dtype),
-        "weights_bytes": plan.bounded.weight_bytes,
+        "weights_bytes": made.bounded.weight_bytes,
+        "weights_format": setting.weights_format,
         "dtype": name_of(setting.dtype),
         "token_bytes": setting.token_bytes,
         "context_tokens": setting.context,
@@ -64,29 +106,27 @@ def describe(plan: Plan) -> dict[str, object]:
         "policy": spec(setting.policy),
         "budget": setting.budget,
         "layer_budgets": setting.layer_budgets(),
-        "memory_bytes": plan.memory,
-        "bandwidth": _describe_bandwidth(plan),
-        "full": _describe_cost(plan, plan.full),
+        "memory_bytes": made.memory,
+        "bandwidth": _describe_bandwidth(made, measured),
+        "full": _describe_cost(made, made.full),
         "bounded": {
-            **_describe_cost(plan, plan.bounded),
-            "compression": plan.full.row_bytes / plan.bounded.row_bytes,
+            **_describe_cost(made, made.bounded),
+            "compression": made.full.row_bytes / made.bounded.row_bytes,
         },
         "counted": list(COUNTED),
         "not_counted": list(NOT_COUNTED),
-        "notes": notes(plan),
+        "notes": notes(made),
     }
 
 
-def notes(plan: Plan) -> list[str]:
-    """What a user may not expect."""
-    setting, found = plan.setting, plan.setting.outline
+def notes(made: Plan) -> list[str]:
+    """Notes on figures that the user may not expect."""
+    setting, found = made.setting, made.setting.outline
     said = []
     if found.dtype is None:
-        said.append(f"{found.name} names no dtype; what --dtype does not say is counted as float32.")
-    if found.quantised:
-        said.append(
-            f"{found.name} has quantised weights; they are counted as {name_of(setting.weights_dtype)} and take less."
-        )
+        said.append(f"{found.name} names no dtype; without --dtype it is counted as float32.")
+    if found.quantised and setting.weights_memory is None:
+        said.append(_quantised(setting))
     if setting.policy.evicts and setting.budget >= setting.context:
         said.append(
             f"nothing is evicted: the budget of {setting.budget} is not smaller than the context of {setting.context}."
@@ -106,32 +146,47 @@ def notes(plan: Plan) -> list[str]:
     return said
 
 
-def _head(plan: Plan) -> dict[str, str]:
-    setting = plan.setting
+def _quantised(setting: Setting) -> str:
+    """How the bytes of quantised weights were counted."""
+    name, rest = setting.outline.name, name_of(setting.weights_dtype)
+    if setting.scheme is None:
+        return (
+            f"{name} has quantised weights; they are counted as {rest} and take less. If you know their size, give "
+            "--weights-memory."
+        )
+    return (
+        f"quantised weights are counted from {name}'s quantization_config: linear layers in {setting.scheme}; "
+        f"embeddings, norms and what it leaves out in {rest}. The files may differ by some percent; "
+        "--weights-memory takes their size."
+    )
+
+
+def _head(made: Plan, measured: Measured | None) -> dict[str, str]:
+    setting = made.setting
     shape = setting.outline.shape
     cells = {
         "model": setting.outline.name,
-        "weights": f"{_show_count(shape.parameters)} parameters, {show_bytes(plan.bounded.weight_bytes)} in "
-        f"{name_of(setting.weights_dtype)}",
+        "weights": f"{_show_count(shape.parameters)} parameters, {show_bytes(made.bounded.weight_bytes)} "
+        f"{setting.weights_format}",
         "cache": f"{console.count(len(shape.layers), 'layer')}, {show_bytes(setting.token_bytes)} "
         f"per token in {name_of(setting.dtype)}",
-        "policy": f"{spec(setting.policy)}, budget {setting.budget}{_spread(plan)}",
+        "policy": f"{spec(setting.policy)}, budget {setting.budget}{_spread(made)}",
         "rows": f"{setting.context} tokens each, prompts in chunks of {setting.chunk}",
     }
-    if plan.memory is not None:
-        cells["memory"] = f"{show_bytes(plan.memory)} ({plan.memory / 2**30:.4g} GiB)"
-    if plan.bandwidth is not None:
-        how = "given" if plan.device is None else f"measured on {plan.device}"
-        cells["bandwidth"] = f"{show_bytes(round(plan.bandwidth))}/s, {how}"
+    if made.memory is not None:
+        cells["memory"] = f"{show_bytes(made.memory)} ({made.memory / 2**30:.4g} GiB)"
+    if made.bandwidth is not None:
+        how = "given" if measured is None else f"measured on {measured.device}"
+        cells["bandwidth"] = f"{show_bytes(round(made.bandwidth))}/s, {how}"
     return cells
 
 
-def _not_asked(plan: Plan) -> str:
-    """What else could be said."""
+def _not_asked(made: Plan) -> str:
+    """Options that would make the plan say more."""
     hints = []
-    if plan.memory is None:
+    if made.memory is None:
         hints.append("how many rows fit: --memory 24GiB")
-    if plan.bandwidth is None:
+    if made.bandwidth is None:
         hints.append("how fast they are at most: --bandwidth 100GB/s, or --measure")
     return "; ".join(hints)
 
@@ -141,74 +196,74 @@ def _show_count(number: int) -> str:
     return f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million"
 
 
-def _spread(plan: Plan) -> str:
-    per_layer = plan.setting.layer_budgets()
+def _spread(made: Plan) -> str:
+    per_layer = made.setting.layer_budgets()
     return f" ({min(per_layer)} to {max(per_layer)} by layer)" if len(set(per_layer)) > 1 else ""
 
 
-def _lines(plan: Plan) -> dict[str, Callable[[Cost], str]]:
-    """The table: what each line says of a kind of cache."""
+def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
+    """The lines of the table: the name of each, and its cell for one kind of cache."""
     lines: dict[str, Callable[[Cost], str]] = {
         "cache of a row": lambda one: show_bytes(one.row_bytes),
-        "compression": lambda one: console.show_factor(plan.full.row_bytes / one.row_bytes),
+        "compression": lambda one: console.show_factor(made.full.row_bytes / one.row_bytes),
         "working memory of a prompt's chunk": lambda one: show_bytes(one.prompt_bytes),
     }
-    if plan.memory is not None:
-        lines["rows that fit"] = lambda one: f"{_most(plan, one)}"
-    if plan.rows is not None:
-        lines[f"memory for {console.count(plan.rows, 'row')}"] = lambda one: _fits(plan, one, plan.rows or 0)
+    if made.memory is not None:
+        lines["rows that fit"] = lambda one: f"{_most(made, one)}"
+    if made.rows is not None:
+        lines[f"memory for {console.count(made.rows, 'row')}"] = lambda one: _fits(made, one, made.rows or 0)
     lines["a step reads more cache than weights from"] = lambda one: console.count(one.crossover_rows, "row")
-    for name, rows in _speeds(plan).items():
-        lines[f"tokens/s at most, {name}"] = lambda one, rows=rows: _speed(plan, one, rows(one))  # type: ignore[misc]
+    for name, rows in _speeds(made).items():
+        lines[f"tokens/s at most, {name}"] = lambda one, rows=rows: _speed(made, one, rows(one))  # type: ignore[misc]
     return lines
 
 
-def _speeds(plan: Plan) -> dict[str, Callable[[Cost], int]]:
-    """Numbers of rows for which a speed is worth knowing."""
-    if plan.bandwidth is None:
+def _speeds(made: Plan) -> dict[str, Callable[[Cost], int]]:
+    """The numbers of rows whose speed is shown."""
+    if made.bandwidth is None:
         return {}
     cases: dict[str, Callable[[Cost], int]] = {"1 row": lambda one: 1}
-    if plan.memory is not None:
-        cases["all that fit"] = lambda one: _most(plan, one)
-    if plan.rows is not None and plan.rows > 1:
-        cases[f"{plan.rows} rows"] = lambda one: plan.rows or 0
+    if made.memory is not None:
+        cases["all that fit"] = lambda one: _most(made, one)
+    if made.rows is not None and made.rows > 1:
+        cases[f"{made.rows} rows"] = lambda one: made.rows or 0
     return cases
 
 
-def _most(plan: Plan, one: Cost) -> int:
-    return 0 if plan.memory is None else one.most_rows(plan.memory)
+def _most(made: Plan, one: Cost) -> int:
+    return 0 if made.memory is None else one.most_rows(made.memory)
 
 
-def _fits(plan: Plan, one: Cost, rows: int) -> str:
+def _fits(made: Plan, one: Cost, rows: int) -> str:
     peak = one.peak_bytes(rows)
-    verdict = "" if plan.memory is None else ", fits" if peak <= plan.memory else ", too much"
+    verdict = "" if made.memory is None else ", fits" if peak <= made.memory else ", too much"
     return f"{show_bytes(peak)}{verdict}"
 
 
-def _speed(plan: Plan, one: Cost, rows: int) -> str:
-    """Tokens per second of rows that fit; a dash for what does not."""
-    if plan.bandwidth is None or not rows or (plan.memory is not None and rows > _most(plan, one)):
+def _speed(made: Plan, one: Cost, rows: int) -> str:
+    """Tokens per second; a dash for rows that do not fit."""
+    if made.bandwidth is None or not rows or (made.memory is not None and rows > _most(made, one)):
         return "–"
-    return console.show_rate(one.tokens_per_s(rows, plan.bandwidth))
+    return console.show_rate(one.tokens_per_s(rows, made.bandwidth))
 
 
-def _describe_bandwidth(plan: Plan) -> dict[str, object] | None:
-    if plan.bandwidth is None:
+def _describe_bandwidth(made: Plan, measured: Measured | None) -> dict[str, object] | None:
+    if made.bandwidth is None:
         return None
-    if plan.measured is None:
-        return {"bytes_per_s": plan.bandwidth, "source": "given"}
+    if measured is None:
+        return {"bytes_per_s": made.bandwidth, "source": "given"}
     return {
-        "bytes_per_s": plan.bandwidth,
+        "bytes_per_s": made.bandwidth,
         "source": "measured",
-        "device": plan.device,
-        "read_bytes_per_s": plan.measured.read,
-        "copy_bytes_per_s": plan.measured.copy,
+        "device": measured.device,
+        "read_bytes_per_s": measured.bandwidth.read,
+        "copy_bytes_per_s": measured.bandwidth.copy,
     }
 
 
-def _describe_cost(plan: Plan, one: Cost) -> dict[str, object]:
-    """One kind of cache: what a row takes, and what some numbers of rows do."""
-    most = None if plan.memory is None else _most(plan, one)
+def _describe_cost(made: Plan, one: Cost) -> dict[str, object]:
+    """One kind of cache as plain data: bytes of a row, then peaks and speeds of some numbers of rows."""
+    most = None if made.memory is None else _most(made, one)
     return {
         "row_bytes": one.row_bytes,
         "prompt_bytes": one.prompt_bytes,
@@ -221,8 +276,8 @@ def _describe_cost(plan: Plan, one: Cost) -> dict[str, object]:
                 "peak_bytes": one.peak_bytes(rows),
                 "fits": None if most is None else rows <= most,
                 "read_bytes": round(one.read_bytes(rows)),
-                "tokens_per_s": None if plan.bandwidth is None else one.tokens_per_s(rows, plan.bandwidth),
+                "tokens_per_s": None if made.bandwidth is None else one.tokens_per_s(rows, made.bandwidth),
             }
-            for rows in sorted({1, plan.rows or 1, most or 1})
+            for rows in sorted({1, made.rows or 1, most or 1})
         ],
     }

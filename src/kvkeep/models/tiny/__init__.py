@@ -1,7 +1,7 @@
 """The embedded model: a Llama of five million parameters that uses all of its 2 048 tokens of context.
 
-``path()`` is a folder for ``from_pretrained``; the model card stands in its ``README.md``. Questions whose
-answer it has to find in a long text come from :mod:`kvkeep.models.tiny.recall`.
+``path()`` returns a folder for ``from_pretrained``; its ``README.md`` is the model card. `kvkeep.models.tiny.recall`
+makes long texts with questions about them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ CHECKSUM = "model.safetensors.sha256"
 
 
 def path() -> Path:
-    """The folder of the embedded model, after its weights were compared with their checksum.
+    """The folder of the embedded model, after a check of its weights' checksum.
 
     Returns:
         A folder that ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained`` load.
 
     Raises:
-        ModelFileError: The weights are missing or are not those that the package was made with.
+        ModelFileError: The weights are missing or corrupted.
 
     Cost:
         Reads the weights once (10 MB).
@@ -39,7 +39,7 @@ def path() -> Path:
 
 
 def check(weights: Path, expected: str) -> None:
-    """Raise :class:`ModelFileError` unless the file's SHA-256 is the expected one."""
+    """Raise a `ModelFileError` unless the file's SHA-256 is the expected one."""
     if not weights.is_file():
         raise ModelFileError(f"{weights} is missing: the installation is incomplete; install kvkeep again")
     found = hashlib.sha256(weights.read_bytes()).hexdigest()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from kvkeep.models.tiny.wordings import HELD_OUT, Kind, Lexicon
+from kvkeep.models.tiny.wordings import HELD_OUT, SENTENCES, Kind, Lexicon
 
 WORD_KINDS = ("colour", "place", "word", "owner")
 """Kinds whose value is one word; the remaining kind, ``number``, has four digits."""
@@ -139,8 +139,6 @@ def question(
 
 def own_filler(rng: random.Random) -> Iterable[str]:
     """An endless run of this package's own neutral sentences, shuffled anew in every round."""
-    from kvkeep.models.tiny.filler import SENTENCES
-
     while True:
         yield from rng.sample(SENTENCES, len(SENTENCES))
 

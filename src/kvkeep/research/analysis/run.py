@@ -16,9 +16,8 @@ from kvkeep.errors import InputError
 from kvkeep.evals import texts
 from kvkeep.evals.run import fingerprint, versions
 from kvkeep.evals.task import Options
-from kvkeep.models.control import with_random_weights
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer
+from kvkeep.models.text import Writer, with_random_weights
 from kvkeep.research.analysis.groups import MEASUREMENTS
 from kvkeep.research.analysis.measure import Context, Measurement, Mlp, Rows, Skipped, Subject
 from kvkeep.research.analysis.report import Folder

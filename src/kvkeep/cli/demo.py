@@ -1,4 +1,7 @@
-"""The work of ``kvkeep demo``: two scenes on the embedded model, and what to try next."""
+"""``kvkeep demo``: two scenes on the embedded model, in under a minute, and what to try next.
+
+Names of kvkeep are loaded when they are first used, so importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,33 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Annotated, cast
 
-import torch
-from jaxtyping import Int
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
-from kvkeep import budget as budgets
-from kvkeep.cache import BoundedCache
+import kvkeep
 from kvkeep.cli import console
-from kvkeep.cli.demo import SEED, STORY_BUDGET
-from kvkeep.engine import Engine, Event, Request, Result
-from kvkeep.engine.sampling import Sampling
-from kvkeep.models import text
-from kvkeep.models.load import embedded, find, read_weights
-from kvkeep.models.quiet import quiet
-from kvkeep.models.tiny.recall import Question, question
-from kvkeep.registry import parse
+from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.options import Debug, Threads, parse_threads
+from kvkeep.models.threads import restored, use
 
+if TYPE_CHECKING:
+    from jaxtyping import Int
+    from torch import Tensor
+
+    from kvkeep.models.text import Writer
+    from kvkeep.models.tiny.recall import Question
+
+STORY_BUDGET = 128
+SEED = 2
 OPENING = "Once upon a time, there was a little dog named Max. He lived in a big house near the forest."
 STORY_TOKENS = 500
 ANSWER_TOKENS = 8
@@ -52,17 +55,26 @@ NEXT = (
 )
 
 
-def run(seed: int) -> None:
-    """Show everything.
+@one_line_errors
+def demo(
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Another story and another question.")] = SEED,
+    threads: Threads = None,
+    debug: Debug = False,
+) -> None:
+    """Show a story in 128 tokens of memory, and what each policy still knows of a long text.
 
-    Raises:
-        ModelFileError: the embedded model is missing or corrupted.
+    Runs the embedded model on the CPU; nothing is downloaded.
     """
+    number = parse_threads(threads)
+    from kvkeep.models.load import embedded, find, quiet, read_weights
+    from kvkeep.models.text import Writer
+
     screen = console.out()
     started = time.perf_counter()
-    with quiet(), one_thread():
+    with quiet(), restored():
         checkpoint = find(embedded())
-        writer = text.Writer(checkpoint, read_weights(checkpoint, device="cpu"))
+        writer = Writer(checkpoint, read_weights(checkpoint, device="cpu"))
+        use(writer.model, number)
         parameters = sum(p.numel() for p in writer.model.parameters()) / 1e6
         screen.print(
             f"The embedded model: {parameters:.1f} million parameters, trained on texts of "
@@ -74,34 +86,27 @@ def run(seed: int) -> None:
     screen.print(Text(f"\n{console.show_seconds(time.perf_counter() - started)} in all", "dim"))
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """The model is so small that two threads mostly wait for each other, and for whatever else the machine does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def tell_story(screen: Console, writer: text.Writer, seed: int) -> None:
+def tell_story(screen: Console, writer: Writer, seed: int) -> None:
     """The first scene: a story goes on while the cache holds the same few tokens."""
+    from kvkeep.models.text import encode
+
     _title(screen, f"1  A story in a cache of {STORY_BUDGET} tokens")
-    prompt = text.encode(writer.checkpoint, OPENING, raw=True)[0].tolist()
-    sampling = Sampling(max_new_tokens=STORY_TOKENS, temperature=0.8, top_p=0.95, seed=seed)
-    engine = Engine(writer.model, writer.checkpoint.tokenizer, budget=STORY_BUDGET, rows=1, prefill_chunk=None)
+    prompt = encode(writer.checkpoint, OPENING, raw=True)[0].tolist()
+    sampling = kvkeep.Sampling(max_new_tokens=STORY_TOKENS, temperature=0.8, top_p=0.95, seed=seed)
+    engine = kvkeep.Engine(writer.model, writer.checkpoint.tokenizer, budget=STORY_BUDGET, rows=1, prefill_chunk=None)
     with Page(screen, engine) as page:
-        for seen, event in enumerate(engine.stream(Request(prompt=prompt, sampling=sampling)), start=len(prompt)):
+        for seen, event in enumerate(
+            engine.stream(kvkeep.Request(prompt=prompt, sampling=sampling)), start=len(prompt)
+        ):
             page.write(event, seen)
     screen.print("  Each head holds the newest tokens and the heaviest of the older ones, however long the text.\n")
 
 
-def ask_everyone(screen: Console, writer: text.Writer, seed: int) -> None:
+def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
     """The second scene: one question about a fact far back, under each policy."""
     asked, prompt = _question(writer, seed)
     tokens = prompt.shape[1]
-    budget = budgets.from_ratio(KEEP_RATIO, tokens)
+    budget = kvkeep.budget_from_ratio(KEEP_RATIO, tokens)
     _title(screen, f"2  A question about a fact {DISTANCE_TOKENS} tokens ago, with {KEEP_RATIO:.0%} of the cache")
     fact = asked.facts[-1]
     screen.print(f"A text of {tokens} tokens with {len(asked.facts)} facts. One of them: {_stated(asked)!r}")
@@ -131,7 +136,7 @@ def ask_everyone(screen: Console, writer: text.Writer, seed: int) -> None:
 
 
 def show_next(screen: Console) -> None:
-    """Three commands to go on with, as this shell can call them."""
+    """Print three commands, as this shell can call them."""
     _title(screen, "3  What to try next")
     script = Path(sys.argv[0])
     program = os.path.relpath(script) if script.name == "kvkeep" else "python -m kvkeep"
@@ -143,13 +148,13 @@ def show_next(screen: Console) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a policy's cache made of the question.
+    """A policy's answer to the question.
 
     Attributes:
-        policy: its string.
+        policy: the policy's name and options.
         budget: tokens per layer and head.
         text: the reply.
-        held_bytes: everything that its cache holds.
+        held_bytes: keys, values and everything else that the cache holds.
     """
 
     policy: str
@@ -158,21 +163,24 @@ class Answer:
     held_bytes: int
 
 
-def _answers(writer: text.Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterator[Answer]:
-    """Each policy's reply; the full cache comes first."""
+def _answers(writer: Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterator[Answer]:
+    """Each policy's answer; the full cache comes first."""
     tokens = prompt.shape[1]
-    generate = cast(Callable[..., Tensor], writer.model.generate)
+    generate = cast("Callable[..., Tensor]", writer.model.generate)
     for name in POLICIES:
-        policy = parse(name)
+        policy = kvkeep.parse(name)
         room = budget if policy.evicts else tokens + ANSWER_TOKENS
-        cache = BoundedCache(writer.model.config, policy, room)
-        writer.read(prompt[:, :-1], cache)  # cut to the budget here: what follows sees no more than that
+        cache = kvkeep.BoundedCache(writer.model.config, policy, room)
+        writer.read(prompt[:, :-1], cache)  # cuts the text to the budget; the reply sees nothing else
         reply = generate(prompt, past_key_values=cache, max_new_tokens=ANSWER_TOKENS, do_sample=False)[0, tokens:]
         yield Answer(name, room, writer.text_of(reply.tolist()), cache.memory().allocated_bytes)
 
 
-def _question(writer: text.Writer, seed: int) -> tuple[Question, Int[Tensor, "1 T"]]:
+def _question(writer: Writer, seed: int) -> tuple[Question, Int[Tensor, "1 T"]]:
     """A question whose fact stands about `DISTANCE_TOKENS` before the end."""
+    from kvkeep.models.text import encode
+    from kvkeep.models.tiny.recall import question
+
     tokenizer = writer.checkpoint.tokenizer
     asked = question(
         seed,
@@ -182,7 +190,7 @@ def _question(writer: text.Writer, seed: int) -> tuple[Question, Int[Tensor, "1 
         tokens=PROMPT_TOKENS,
         count=lambda sentence: len(tokenizer(sentence)["input_ids"]),
     )
-    return asked, text.encode(writer.checkpoint, asked.prompt)
+    return asked, encode(writer.checkpoint, asked.prompt)
 
 
 def _stated(asked: Question) -> str:
@@ -192,7 +200,7 @@ def _stated(asked: Question) -> str:
 
 
 def _end_line(screen: Console) -> None:
-    """End the last line of a live picture, which only a terminal does by itself."""
+    """End the last line of a live display, which rich does on a terminal only."""
     if not screen.is_terminal:
         screen.print()
 
@@ -202,11 +210,11 @@ def _title(screen: Console, title: str) -> None:
 
 
 class Page:
-    """A text that is being written, with what the cache holds below it; on a terminal it changes in place."""
+    """A growing text with the size of the cache below it; on a terminal it is redrawn in place."""
 
-    def __init__(self, screen: Console, engine: Engine) -> None:
+    def __init__(self, screen: Console, engine: kvkeep.Engine) -> None:
         self._screen, self._engine, self._text, self._seen = screen, engine, Text(OPENING, "dim"), 0
-        self._result: Result | None = None
+        self._result: kvkeep.Result | None = None
         self._live = Live(console=screen, auto_refresh=False, vertical_overflow="visible")
         self._written = 0.0
 
@@ -219,8 +227,13 @@ class Page:
         self._live.stop()
         _end_line(self._screen)
 
-    def write(self, event: Event, seen: int) -> None:
-        """Add a piece of text, after which the model has seen so many tokens; drawn ten times a second at most."""
+    def write(self, event: kvkeep.Event, seen: int) -> None:
+        """Add a piece of text; the page is redrawn at most ten times a second.
+
+        Args:
+            event: the new token.
+            seen: tokens that the model has read by now.
+        """
         self._text.append(console.printable(event.text), "default")
         self._seen, self._result = seen, event.result
         if self._screen.is_terminal and time.perf_counter() - self._written > 0.1:
@@ -238,5 +251,5 @@ class Page:
 
 
 def _bar(mine: int, other: int, width: int = 24) -> Text:
-    """A bar as long as one size is beside the larger of two."""
+    """A bar for one of two sizes; the larger one fills the width."""
     return Text("█" * max(1, round(width * mine / max(mine, other, 1))), "green" if mine <= other else "red")

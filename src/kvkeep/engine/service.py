@@ -1,0 +1,190 @@
+"""Several threads and coroutines on one engine: who may touch it, who steps it, and where its events go.
+
+A single listener steps the engine itself, in its own thread. As soon as there are several, or one that must not block,
+a thread of its own steps the engine until all of them have ended, and the listeners wait for their events.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from kvkeep.engine.interrupts import Uninterrupted
+from kvkeep.engine.request import Event
+from kvkeep.engine.turn import Turn
+
+_T = TypeVar("_T")
+_END: Any = object()
+
+
+class Box:
+    """Events on their way to one listener.
+
+    Attributes:
+        open: numbers of the requests of which more events come.
+        left: whether the listener has gone.
+        blocks: whether the listener may wait for a step in its own thread.
+    """
+
+    blocks = True
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self.open: set[int] = set()
+        self.left = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether no event is there yet."""
+        return self._events.empty()
+
+    def put(self, event: Event | BaseException) -> None:
+        """Append an event, or the failure that ends all requests of this listener."""
+        self._events.put(event)
+
+    def take(self) -> Event:
+        """Wait for the next event and return it.
+
+        Raises:
+            BaseException: the failure of a step.
+        """
+        return self.opened(self._events.get())
+
+    def opened(self, event: Event | BaseException) -> Event:
+        """Return an event that was taken out, or raise the failure."""
+        if isinstance(event, BaseException):
+            self.open.clear()
+            raise event
+        if event.result:
+            self.open.discard(event.id)
+        return event
+
+
+class Service:
+    """Hands the events of an engine to those who listen.
+
+    Attributes:
+        turn: whoever touches the engine has it.
+    """
+
+    def __init__(self) -> None:
+        self.turn = Turn()
+        _services.add(self)
+        self._boxes: dict[int, Box] = {}
+        self._left: deque[Box] = deque()
+        self._thread: threading.Thread | None = None
+
+    def listen(self, number: int, box: Box, step: Callable[[], object]) -> None:
+        """Send the events of a request to a box from now on. The caller has the turn.
+
+        Args:
+            number: the request's number.
+            box: the listener's.
+            step: brings the engine one step further.
+        """
+        box.open.add(number)
+        self._boxes[number] = box
+        if self._thread is None and (not box.blocks or any(one is not box for one in self._boxes.values())):
+            thread = threading.Thread(target=self._serve, args=(step,), name="kvkeep-engine", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def deliver(self, event: Event) -> bool:
+        """Put an event into its listener's box; return whether there is one. The caller has the turn."""
+        box = self._boxes.pop(event.id, None) if event.result else self._boxes.get(event.id)
+        if box is not None:
+            box.put(event)
+            if box.left:
+                self._left.append(box)
+        return box is not None
+
+    def events(self, box: Box, step: Callable[[], object]) -> Iterator[Event]:
+        """Yield the next events of a box: all that are there, at least one. Without a thread that steps, step."""
+        while box.empty and box.open and self._thread is None:
+            step()
+        while box.open:
+            yield box.take()
+            if box.empty:
+                return
+
+    def drain(
+        self,
+        source: Iterator[_T],
+        add: Callable[[_T, Box], object],
+        has_room: Callable[[], bool],
+        *,
+        step: Callable[[], object],
+        end: Callable[[int], object],
+    ) -> Iterator[Event]:
+        """Add requests as there is room for them, and yield their events until all have ended.
+
+        Args:
+            source: the requests.
+            add: queues one, with the box of its events.
+            has_room: returns whether it is time to add more.
+            step: brings the engine one step further.
+            end: cancels the request of a number.
+        """
+        box, more = Box(), True
+        try:
+            while more or box.open:
+                while more and (not box.open or has_room()):
+                    if more := (one := next(source, _END)) is not _END:
+                        add(one, box)
+                yield from self.events(box, step)
+        finally:  # a caller that stops listening wants no more tokens
+            self.leave(box)
+            if not self.turn.mine:  # otherwise it was collected in the middle of a step, which sweeps at its end
+                with Uninterrupted(), self.turn:
+                    self.sweep(end)
+
+    def leave(self, box: Box) -> None:
+        """Note that nobody listens to a box any more; its requests end at the next `sweep`. Never waits."""
+        box.left = True
+        self._left.append(box)
+
+    def sweep(self, end: Callable[[int], object]) -> None:
+        """End the requests to which nobody listens any more. The caller has the turn."""
+        while self._left:
+            box = self._left.popleft()
+            for number in [number for number, one in self._boxes.items() if one is box]:
+                del self._boxes[number]
+                end(number)
+
+    def wait(self) -> None:
+        """Wait until the thread that steps has ended, after everybody has stopped listening."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and not self.turn.mine:
+            thread.join()
+
+    def _serve(self, step: Callable[[], object]) -> None:
+        """Step until nobody listens. A failure reaches all who listen, and the engine goes on without them."""
+        while True:
+            with self.turn:
+                if not self._boxes:
+                    self._thread = None
+                    return
+                try:
+                    step()
+                except BaseException as error:
+                    boxes = set(self._boxes.values())
+                    for box in boxes:
+                        self.leave(box)
+                        box.put(error)
+
+
+_services: weakref.WeakSet[Service] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_services.clear)  # the threads of the parent do not exist there
+
+
+@atexit.register
+def _stop() -> None:
+    """Take the turn of every engine, for good: torch ends the process with an error if Python ends during a step."""
+    for service in list(_services):
+        service.turn.__enter__()

@@ -1,0 +1,172 @@
+"""The token ids that a cache stands for. The next turn of a chat is compared with them before it is fed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kvkeep.errors import InputError, ShapeError
+
+_MOST_PIECES = 256
+_SHOWN_TOKENS = 6
+
+Ids: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
+"""Token ids: of one row, of several rows, or a tokenizer's output with ``input_ids``."""
+
+
+@runtime_checkable
+class Decodes(Protocol):
+    """A tokenizer, as far as errors need one."""
+
+    def decode(self, token_ids: list[int]) -> Any:
+        """Return the text of tokens."""
+
+
+class History:
+    """Token ids of a batch, column by column, padding included.
+
+    Attributes:
+        columns: number of columns that were told.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[Tensor, Tensor]] = []
+        self.columns = 0
+
+    def add(self, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"], *, held: int) -> None:
+        """Append the ids of columns that are about to be fed.
+
+        Args:
+            ids: the token ids.
+            real: which of them are no padding.
+            held: columns that the cache holds.
+        """
+        self.forget_after(held)
+        self._pieces.append((ids.to(torch.int32, copy=True), real.clone()))
+        self.columns += ids.shape[1]
+        if len(self._pieces) > _MOST_PIECES:
+            self._pieces = [self.table()]
+
+    def forget_after(self, columns: int) -> None:
+        """Forget what was told of columns that were never fed."""
+        if columns < self.columns:
+            self._pieces = [(ids[:, :columns], real[:, :columns]) for ids, real in [self.table()]] if columns else []
+            self.columns = columns
+
+    def table(self) -> tuple[Int[Tensor, "B columns"], Bool[Tensor, "B columns"]]:
+        """Return all ids, and which of them are no padding."""
+        ids, real = zip(*self._pieces, strict=True)
+        return torch.cat(ids, dim=1), torch.cat(real, dim=1)
+
+    def select_rows(self, index: Int[Tensor, " n"]) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was."""
+        if self._pieces:
+            self._pieces = [(ids[index.to(ids.device)], real[index.to(ids.device)]) for ids, real in [self.table()]]
+
+    @property
+    def rows(self) -> int | None:
+        """The number of rows; ``None`` before anything was told."""
+        return len(self._pieces[0][0]) if self._pieces else None
+
+    def rest_of(self, rows: Sequence[Tensor], tokenizer: Decodes | None) -> list[Tensor]:
+        """Return what each row has beyond the tokens that were told.
+
+        Raises:
+            InputError: a row does not begin with these tokens, or has no more than them.
+            ShapeError: there is another number of rows.
+        """
+        if not self._pieces:
+            return list(rows)
+        if len(rows) != self.rows:
+            raise ShapeError(
+                f"The cache holds {self.rows} rows, and there are {len(rows)} texts. Call reset() for another batch."
+            )
+        ids, real = self.table()
+        told = [one[mask].cpu() for one, mask in zip(ids, real, strict=True)]
+        name = "The text" if len(rows) == 1 else "Text {}"
+        for i, (old, new) in enumerate(zip(told, rows, strict=True)):
+            _check_begins(old, new, name.format(i), tokenizer)
+        return [new[len(old) :] for old, new in zip(told, rows, strict=True)]
+
+
+def _check_begins(old: Int[Tensor, " n"], new: Int[Tensor, " m"], name: str, tokenizer: Decodes | None) -> None:
+    """Refuse a text that does not begin with the tokens that the cache stands for.
+
+    Raises:
+        InputError: it does not, or has no more than them.
+    """
+    n = min(len(old), len(new))
+    parts = (old[:n] != new[:n]).nonzero()
+    if not len(parts) and len(new) > len(old):
+        return
+    remedy = "Call reset() and feed the whole text, or use a chat template that leaves earlier turns as they are."
+    if not len(parts):
+        same = len(new) == len(old)
+        why = "so there is nothing to feed" if same else "which cannot be taken back"
+        raise InputError(f"{name} has {len(new)} tokens, and the cache holds {len(old)}, {why}. {remedy}")
+    at = int(parts[0])
+    raise InputError(
+        f"{name} and the cache part at token {at} of {len(old)}: the cache has {_shown(old, at, tokenizer)}, the text "
+        f"{_shown(new, at, tokenizer)}. {remedy}"
+    )
+
+
+def _shown(ids: Int[Tensor, " n"], at: int, tokenizer: Decodes | None) -> str:
+    """Return a token as an error shows it: its number, and with a tokenizer the text around it."""
+    number = int(ids[at])
+    if tokenizer is None:
+        return str(number)
+    before = str(tokenizer.decode(ids[max(0, at - _SHOWN_TOKENS) : at].tolist()))
+    after = str(tokenizer.decode(ids[at : at + _SHOWN_TOKENS].tolist()))
+    return f"{number} ({before!r} ▸ {after!r})"
+
+
+def rows_of(ids: Ids, mask: Tensor | None) -> list[Tensor]:
+    """Return the token ids of each row without padding, on the CPU.
+
+    Args:
+        ids: token ids of one row or several; a tokenizer's output brings its own mask.
+        mask: 1 where a token is real; ``None``: everywhere.
+
+    Raises:
+        InputError: there are no token ids, or the mask has another shape.
+    """
+    if isinstance(ids, Mapping):
+        fields: Mapping[str, Any] = ids
+        ids, mask = fields.get("input_ids", ()), fields.get("attention_mask") if mask is None else mask
+    found = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    rows: list[Any] = found if found and isinstance(found[0], Sequence | Tensor) else [found]
+    if mask is not None:
+        shown = torch.as_tensor(mask).reshape(len(rows), -1).bool().tolist()
+        if [len(one) for one in shown] != [len(row) for row in rows]:
+            raise InputError("The attention mask has another shape than the token ids; it covers them alone.")
+        rows = [[token for token, real in zip(*pair, strict=True) if real] for pair in zip(rows, shown, strict=True)]
+    try:
+        tensors = [torch.tensor(list(map(int, row)), dtype=torch.long) for row in rows]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise InputError(
+            "continue_with takes token ids of the whole conversation, for example "
+            "tokenizer.apply_chat_template(messages, add_generation_prompt=True)."
+        ) from None
+    if not all(map(len, tensors)):
+        raise InputError("A text has no tokens.")
+    return tensors
+
+
+def device_of(ids: Ids, otherwise: torch.device) -> torch.device:
+    """Return the device of token ids; lists have none."""
+    found: Any = ids["input_ids"] if isinstance(ids, Mapping) else ids
+    return found.device if isinstance(found, Tensor) else otherwise
+
+
+def padded(rows: Sequence[Tensor]) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """Return rows as one tensor with padding in front, and which tokens are real."""
+    T = max(map(len, rows))
+    ids, real = torch.zeros(len(rows), T, dtype=torch.long), torch.zeros(len(rows), T, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        ids[i, T - len(row) :], real[i, T - len(row) :] = row, True
+    return ids, real

@@ -1,0 +1,113 @@
+"""How many threads a model runs with on a CPU.
+
+Threads of one product wait for each other. That costs more than it saves if a product takes microseconds, as in a
+small model, or if other programs hold the cores. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kvkeep.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+VARIABLE = "KVKEEP_THREADS"
+SMALL_BYTES = 64 * 2**20
+"""Weights of a model for which one thread is chosen. A guess: only a busy machine was measured (docs/log.md)."""
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS, Windows
+        return os.cpu_count() or 1
+
+
+def check(number: int | None) -> int | None:
+    """The same number of threads, or the one of the variable KVKEEP_THREADS if it is ``None``.
+
+    Raises:
+        InputError: the number is below 1 or above the number of cores.
+    """
+    said = f"`threads={number}`"
+    if number is None and os.environ.get(VARIABLE):
+        text = os.environ[VARIABLE]
+        if not (text.isascii() and text.strip().lstrip("+-").isdecimal() and len(text) < 10):
+            raise InputError(f"{VARIABLE}={text!r:.40} is not a number of threads; give 1 to {cores()}, or unset it.")
+        number = int(text)
+        said = f"{VARIABLE}={number}"
+    if number is not None and not 1 <= number <= cores():
+        raise InputError(
+            f"{said} is out of range: this process may use {cores()} of the machine's cores, and more threads "
+            f"than cores slow each other down. Give 1 to {cores()}."
+        )
+    return number
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Give torch its number of threads back after this block."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def use(model: nn.Module, asked: int | None = None) -> int:
+    """Let torch use the number of threads that was asked for, or the `advised` one; return it.
+
+    Raises:
+        InputError: see `check`.
+    """
+    import torch
+
+    number = check(asked)
+    if number is None:
+        number = advised(model)
+    torch.set_num_threads(number)
+    return number
+
+
+def advised(model: nn.Module) -> int:
+    """The number of threads for a model: torch's own choice, one for small models, fewer on a busy machine.
+
+    OMP_NUM_THREADS is obeyed. A model on another device keeps torch's choice.
+    """
+    import torch
+
+    most = torch.get_num_threads()
+    if os.environ.get("OMP_NUM_THREADS") or any(one.device.type != "cpu" for one in model.parameters()):
+        return most
+    from kvkeep.models.quantised import weight_bytes
+
+    return choose(weight_bytes(model), most, _load())
+
+
+def choose(weight_bytes: int, most: int, load: float) -> int:
+    """The number of threads: one for small models; otherwise all that are free, and at least half of them.
+
+    Args:
+        weight_bytes: bytes of weights that a step reads.
+        most: threads on an idle machine.
+        load: cores that other programs keep busy.
+    """
+    if weight_bytes <= SMALL_BYTES:
+        return 1
+    return max(1, most // 2, most - round(load))
+
+
+def _load() -> float:
+    """Cores that were busy during the last minute, as far as the system tells."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):  # Windows
+        return 0.0

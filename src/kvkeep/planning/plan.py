@@ -1,0 +1,204 @@
+"""A plan: how many rows of a model fit into a memory and how fast they can be, from its configuration alone.
+
+    found = plan("Qwen/Qwen3-0.6B", "h2o", budget=1024, context=32_000, memory=24 * 2**30)
+    found.bounded.most_rows(found.memory), found.full.most_rows(found.memory)
+
+``docs/plan.md`` says what is counted and what is not.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from kvkeep import budget as budgets
+from kvkeep.errors import BudgetError, InputError, show_bytes
+from kvkeep.models.device import DTYPES, parse_dtype
+from kvkeep.models.load import embedded
+from kvkeep.planning.cost import Cost
+from kvkeep.planning.setting import Setting
+from kvkeep.planning.shapes import Outline, outline
+from kvkeep.policies.base import Policy
+from kvkeep.registry import parse, spec
+
+DEFAULT_BUDGET = 1024
+DEFAULT_CHUNK = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The costs of a setting with a full cache and with kvkeep's.
+
+    Attributes:
+        setting: the model, the policy and the lengths.
+        full: cost with a full cache.
+        bounded: cost with kvkeep's cache.
+        memory: bytes of memory for everything; ``None`` if unknown.
+        rows: number of rows that was asked about; ``None`` if none was.
+        bandwidth: bytes per second that the memory can be read with; ``None`` if unknown.
+    """
+
+    setting: Setting
+    full: Cost
+    bounded: Cost
+    memory: int | None
+    rows: int | None
+    bandwidth: float | None
+
+
+def plan(  # noqa: PLR0913  each decides about bytes
+    model: str | os.PathLike[str] | None = None,
+    policy: Policy | str = "h2o",
+    budget: int | None = None,
+    *,
+    keep_ratio: float | None = None,
+    context: int | None = None,
+    prefill_chunk: int = DEFAULT_CHUNK,
+    layer_budget: str | list[float] | None = None,
+    positions: Literal["true", "slot"] | None = None,
+    dtype: str = "auto",
+    weights_dtype: str | None = None,
+    weights_memory: int | None = None,
+    memory: int | None = None,
+    rows: int | None = None,
+    bandwidth: float | None = None,
+) -> Plan:
+    """Plan a model's memory and speed before it is loaded; no weights and no tokenizer are read.
+
+    Args:
+        model: a hub name, a folder or a config.json; the embedded model by default.
+        policy: the eviction policy, or its name with options.
+        budget: tokens kept per layer and head; see `default_budget`.
+        keep_ratio: instead of ``budget``: the share of the context that is kept, in (0, 1].
+        context: tokens of a row, prompt and new ones; by default the model's trained length.
+        prefill_chunk: prompt tokens that are fed in one step, of all rows together.
+        layer_budget: how the budget is spread over layers, see `BoundedCache`.
+        positions: ``true`` or ``slot``, see `BoundedCache`.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
+        weights_dtype: dtype of the weights if it differs from the cache's; quantised ones are counted in it, too.
+        weights_memory: bytes of all weights, if you know them better than the configuration says.
+        memory: bytes for weights, rows and working memory together.
+        rows: a number of rows to plan for.
+        bandwidth: bytes per second, e.g. from `measure_bandwidth`.
+
+    Raises:
+        InputError: an argument is out of range, or not one row fits into ``memory``.
+        BudgetError: the budget is out of range, or too small for the policy.
+        PolicyError: there is no such policy, or an option of it is wrong.
+        ModelFileError: the configuration cannot be read.
+        UnsupportedModelError: kvkeep cannot run the model.
+    """
+    chosen = parse(policy) if isinstance(policy, str) else policy
+    kinds = [parse_dtype(text) for text in (dtype, weights_dtype or dtype)]
+    for name, tokens in {"context": context, "prefill_chunk": prefill_chunk}.items():
+        if tokens is not None and tokens < 1:
+            raise InputError(f"{name}={tokens} is not above 0; give 1 token or more.")
+    if weights_memory is not None and weights_memory < 1:
+        raise InputError(f"weights_memory={weights_memory} is not above 0; give the bytes of all weights.")
+    found = outline(embedded() if model is None else model)
+    length = _context(found, context)
+    own = found.dtype or torch.float32
+    setting = Setting(
+        outline=found,
+        policy=chosen,
+        budget=_budget(budget, keep_ratio, chosen, length),
+        layer_budget=layer_budget,
+        positions=positions,
+        context=length,
+        chunk=min(prefill_chunk, length),
+        dtype=kinds[0] if isinstance(kinds[0], torch.dtype) else own,
+        weights_dtype=kinds[1] if isinstance(kinds[1], torch.dtype) else own,
+        scheme=found.scheme if weights_dtype in (None, "auto") else None,
+        weights_memory=weights_memory,
+    )
+    full, bounded = setting.full(), setting.bounded()
+    made = Plan(setting=setting, full=full, bounded=bounded, memory=memory, rows=rows, bandwidth=bandwidth)
+    _check_rows(made)
+    return made
+
+
+def default_budget(policy: Policy, tokens: int, others: Iterable[Policy] = ()) -> int:
+    """The budget of rows of ``tokens`` tokens: all of them if the policy never evicts, else at most `DEFAULT_BUDGET`.
+
+    Args:
+        policy: the eviction policy.
+        tokens: of the longest row; more slots than tokens would be waste.
+        others: policies that share the budget; it holds what each of them protects.
+    """
+    if not policy.evicts:
+        return tokens
+    return min(DEFAULT_BUDGET, max(tokens, *(sum(map(int, one.protected(tokens))) for one in (policy, *others))))
+
+
+def _context(found: Outline, asked: int | None) -> int:
+    """The tokens of a row."""
+    context = asked or found.trained_length
+    if context is None:
+        raise InputError(f"{found.name} does not say what length it was trained for; give `context`, in tokens.")
+    if found.position_limit is not None and context > found.position_limit:
+        raise InputError(
+            f"{found.name} has learned positions for {found.position_limit} tokens, and `context` is {context}. No "
+            "eviction policy changes that: ask for less, or choose a model with rotary positions."
+        )
+    return context
+
+
+def _budget(budget: int | None, keep_ratio: float | None, policy: Policy, context: int) -> int:
+    """The budget in tokens."""
+    if budget is not None and keep_ratio is not None:
+        raise InputError("`budget` and `keep_ratio` were both given; one of them says how much to keep.")
+    if keep_ratio is not None:
+        budget = budgets.from_ratio(keep_ratio, context)
+    if budget is None:
+        return default_budget(policy, context)
+    budgets.check(budget)
+    if not policy.evicts and budget < context:
+        raise BudgetError(
+            f"{spec(policy)} never evicts, so a budget of {budget} does not hold a context of {context} tokens. Give "
+            "that budget, or a policy that evicts."
+        )
+    return budget
+
+
+def _check_rows(made: Plan) -> None:
+    """Refuse a plan without a row, with a remedy."""
+    if made.rows is not None and made.rows < 1:
+        most = "" if made.memory is None else f"; {max(0, made.bounded.most_rows(made.memory))} would fit"
+        raise InputError(f"rows={made.rows} asks for nothing: give 1 or more{most}.")
+    if made.memory is None or made.bounded.most_rows(made.memory):
+        return
+    raise InputError(_too_large(made, made.memory))
+
+
+def _too_large(made: Plan, memory: int) -> str:
+    """The message about a memory into which not one row fits, with values that would fit."""
+    setting, weights, need = made.setting, made.bounded.weight_bytes, made.bounded.peak_bytes(1)
+    row = f"{spec(setting.policy)} with a budget of {setting.budget}"
+    in_dtype = f"the weights take {show_bytes(weights)} {setting.weights_format}"
+    if weights > memory:
+        smaller = min(kind.itemsize for kind in DTYPES.values()) * setting.outline.shape.parameters
+        half = f" ({show_bytes(smaller)} in bfloat16)" if smaller < weights else ""
+        return f"`memory` is {show_bytes(memory)}, and {in_dtype}{half}. One row of {row} fits into {show_bytes(need)}."
+    smaller_budget = _largest(range(setting.policy.least, setting.budget), memory, lambda n: replace(setting, budget=n))
+    shorter_chunk = _largest(range(1, setting.chunk), memory, lambda n: replace(setting, chunk=n))
+    ways = [f"`budget={n}`" for n in smaller_budget] + [f"`prefill_chunk={n}`" for n in shorter_chunk]
+    ways.append(f"`memory={-(-need // 10**6) * 10**6}`")
+    return (
+        f"Not one row fits into the `memory` of {show_bytes(memory)}: {in_dtype}, a row of {row} "
+        f"{show_bytes(made.bounded.row_bytes)}, and a step with {setting.chunk} prompt tokens works in "
+        f"{show_bytes(made.bounded.prompt_bytes)}. What fits: {', or '.join(ways)}."
+    )
+
+
+def _largest(numbers: range, memory: int, change: Callable[[int], Setting]) -> list[int]:
+    """The largest of the numbers with which one row fits, if there is one."""
+    try:
+        fitting = bisect.bisect_left(numbers, True, key=lambda n: change(n).bounded().peak_bytes(1) > memory)
+    except BudgetError:  # the policy, or how the budget is spread, has no use for so small a budget
+        return []
+    return [numbers[fitting - 1]] if fitting else []

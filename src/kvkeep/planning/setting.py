@@ -1,0 +1,127 @@
+"""What a plan is made for: a model, an eviction policy, and the lengths of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
+from kvkeep.cache import BoundedCache
+from kvkeep.planning import cost
+from kvkeep.planning.cost import Cost, Packed
+from kvkeep.planning.quantised import Scheme
+from kvkeep.planning.shapes import Outline
+from kvkeep.policies.base import Policy
+
+_BLOCKS = 3
+_BLOCKS_WITH_NOISE = 9
+"""Blocks of logits that attention holds at once, without and with a random number for each (keyformer)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model, an eviction policy and the lengths of its rows; all values are checked.
+
+    Attributes:
+        outline: the model.
+        policy: the eviction policy.
+        budget: tokens per layer and head on average.
+        layer_budget: how the budget is spread over the layers; ``None``: the policy's own rule.
+        positions: ``true`` or ``slot``; ``None``: the policy's own mode.
+        context: tokens of a row, prompt and new ones.
+        chunk: prompt tokens that are fed in one step, of all rows together.
+        dtype: of the cache.
+        weights_dtype: of the weights, or of the rest if weights are quantised.
+        scheme: how quantised weights are counted; ``None``: all have ``weights_dtype``.
+        weights_memory: bytes of all weights as the user gave them; ``None``: they are counted.
+    """
+
+    outline: Outline
+    policy: Policy
+    budget: int
+    layer_budget: str | list[float] | None
+    positions: Literal["true", "slot"] | None
+    context: int
+    chunk: int
+    dtype: torch.dtype
+    weights_dtype: torch.dtype
+    scheme: Scheme | None = None
+    weights_memory: int | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token in all layers."""
+        return cost.full_bytes(self.outline.shape.layers, 1, self.dtype.itemsize)
+
+    def cache(self) -> BoundedCache:
+        """The cache, which allocates nothing before it is used; a `KVKeepError` if it cannot be made."""
+        return BoundedCache(
+            self.outline.config, self.policy, self.budget, layer_budget=self.layer_budget, positions=self.positions
+        )
+
+    def layer_budgets(self) -> list[int]:
+        """Each layer's budget."""
+        layers = self.cache().bounded_layers()
+        return [max(layers[index].budgets) for index in self.outline.indices]
+
+    def bounded(self) -> Cost:
+        """Cost with kvkeep's cache."""
+        model, size, per_layer = self.outline.shape, self.dtype.itemsize, self.layer_budgets()
+        blocks = [
+            cost.block_bytes(
+                layer,
+                budget,
+                size,
+                states=len(self.policy.slots),
+                own_budgets=layer.kv_heads if self.policy.spreads else 0,
+            )
+            for layer, budget in zip(model.layers, per_layer, strict=True)
+        ]
+        shared = cost.shared_bytes(per_layer[0], per_layer[-1]) if self.policy.cascades else 0
+        fresh = self.chunk == self.context
+        workspace = cost.Workspace(
+            block_bytes=BLOCK_BYTES,
+            blocks=_BLOCKS_WITH_NOISE if self.policy.stochastic else _BLOCKS,
+            widened_slots=WIDEN_SLOTS,
+            turned=self.cache().position_mode == "slot",
+        )
+        return Cost(
+            **self._weights(),
+            row_bytes=sum(blocks) + shared,
+            prompt_bytes=cost.prompt_bytes(model, per_layer, self.chunk, size, fresh=fresh, workspace=workspace),
+            step_bytes=cost.step_bytes(model, per_layer, size, workspace=workspace),
+        )
+
+    def full(self) -> Cost:
+        """Cost with a full cache."""
+        model, size = self.outline.shape, self.dtype.itemsize
+        return Cost(
+            **self._weights(),
+            row_bytes=cost.full_bytes(model.layers, self.context, size),
+            prompt_bytes=cost.full_prompt_bytes(model, self.chunk, size),
+            step_bytes=cost.full_step_bytes(model, size),
+        )
+
+    def _weights(self) -> dict[str, Any]:
+        """The arguments of `Cost` that say what the weights are."""
+        return {
+            "model": self.outline.shape,
+            "weight_itemsize": self.weights_dtype.itemsize,
+            "packed": Packed() if self.scheme is None else self.outline.packed,
+            "known_bytes": self.weights_memory,
+        }
+
+    @property
+    def weights_format(self) -> str:
+        """How the weights are stored, in words."""
+        if self.weights_memory is not None:
+            return "as given"
+        rest = name_of(self.weights_dtype)
+        return f"in {rest}" if self.scheme is None else f"in {self.scheme}; the rest in {rest}"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """A dtype's name without ``torch.``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,189 @@
+"""Requests as people write them: texts, conversations, lists of both; and one clear sentence for everything else."""
+
+import numpy as np
+import pytest
+import torch
+
+import kvkeep
+from kvkeep.engine import Engine, Request
+from kvkeep.engine.sampling import Sampling
+from kvkeep.errors import BudgetError, InputError
+from kvkeep.models.load import embedded, load
+
+from .models import model
+
+SHORT = Sampling(max_new_tokens=4)
+CHAT = [{"role": "user", "content": "What does Anna have?"}]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load(embedded())
+
+
+@pytest.fixture(scope="module")
+def engine(loaded):
+    return Engine(*loaded, policy="local", budget=64, rows=2)
+
+
+def ids_of(loaded, text, **options):
+    return tuple(loaded[1](text, **options)["input_ids"])
+
+
+def test_a_text_goes_through_the_chat_template_and_raw_text_does_not(engine, loaded):
+    chat = loaded[1].apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert "What does Anna have?" in chat != "What does Anna have?"
+    asked = [
+        Request(prompt="What does Anna have?", sampling=SHORT),
+        Request(messages=CHAT, sampling=SHORT),
+        Request(prompt=ids_of(loaded, chat, add_special_tokens=False), sampling=SHORT),
+        Request(prompt="What does Anna have?", raw=True, sampling=SHORT),
+        Request(prompt=ids_of(loaded, "What does Anna have?"), sampling=SHORT),
+    ]
+    found = engine.generate(asked)
+    assert len({(one.token_ids, one.prompt_tokens) for one in found[:3]}) == 1
+    assert len({(one.token_ids, one.prompt_tokens) for one in found[3:]}) == 1
+    assert found[0].prompt_tokens > found[3].prompt_tokens
+
+
+def test_without_a_chat_template_a_text_is_taken_as_it_is(loaded):
+    network, tokenizer = load(embedded())
+    tokenizer.chat_template = None
+    engine = Engine(network, tokenizer, policy="local", budget=64, rows=1)
+    (found,) = engine.generate("Once upon a time", SHORT)
+    assert found.prompt_tokens == len(ids_of(loaded, "Once upon a time"))
+    with pytest.raises(InputError, match="no chat template; give a prompt instead of messages"):
+        engine.generate(Request(messages=CHAT))
+
+
+def test_one_text_or_request_gives_a_list_of_one(engine):
+    (text,) = engine.generate("Once upon a time", SHORT)
+    (request,) = engine.generate(Request(prompt="Once upon a time", sampling=SHORT))
+    assert text.token_ids == request.token_ids
+    assert len(text.token_ids) == 4
+
+
+def test_texts_and_requests_in_one_list(engine, loaded):
+    texts = ["Once upon a time", "The dog saw a"]
+    mixed = [texts[0], Request(prompt=texts[1], sampling=SHORT), Request(messages=CHAT, sampling=SHORT), texts[1]]
+    found = engine.generate(mixed, SHORT)
+    alone = [engine.generate(one, SHORT)[0] for one in mixed]
+    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+    assert dict(engine.run(iter(texts), sampling=SHORT))[1].text == found[1].text
+    assert "".join(event.text for event in engine.stream(texts[1], SHORT)) == found[3].text
+    number = engine.add(texts[0], SHORT)
+    while engine.busy:
+        events = engine.step()
+    assert events[-1].id == number
+    assert events[-1].result.token_ids == found[0].token_ids
+
+
+def test_a_request_that_was_made_cannot_be_changed_through_its_messages(no_checked_annotations):
+    message = dict(CHAT[0])
+    request = Request(messages=[message], sampling=SHORT)
+    message["content"] = "Something else"
+    assert request.messages == tuple(CHAT)
+    assert Request(messages=iter(CHAT)).messages == tuple(CHAT)
+
+
+WRONG = [
+    ({}, "either a prompt .* or messages"),
+    ({"prompt": "a", "messages": CHAT}, "either a prompt .* or messages"),
+    ({"prompt": ""}, "empty text"),
+    ({"prompt": " \n"}, "empty text"),
+    ({"prompt": "a", "raw": 1}, "raw=1 is neither True nor False"),
+    ({"messages": CHAT, "raw": True}, "raw=True leaves the chat template out"),
+    ({"messages": []}, "is no conversation"),
+    ({"messages": "Hello"}, "is no conversation"),
+    ({"messages": CHAT[0]}, "is no conversation"),
+    ({"messages": ["Hello"]}, "is no conversation"),
+    ({"messages": [{"role": "user"}]}, "is no conversation"),
+    ({"messages": [*CHAT, {"role": 1, "content": "a"}]}, "is no conversation"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "is no conversation"),
+    ({"messages": 3}, "is no conversation"),
+    ({"prompt": [[1, 2], [3]]}, r"batch of texts; .*input_ids\[0\]"),
+    ({"prompt": torch.ones(1, 2, dtype=torch.long)}, "batch of texts"),
+    ({"prompt": np.ones((1, 2), dtype=np.int64)}, "batch of texts"),
+    ({"prompt": {"input_ids": [1, 2]}}, "The prompt is a dict; .* prompt.input_ids"),
+    ({"prompt": ["a", "b"]}, "'a' is not a whole number"),
+    ({"prompt": [1.0]}, "1.0 is not a whole number"),
+    ({"prompt": b"a"}, "of the type bytes"),
+    ({"prompt": 3}, "of the type int"),
+    ({"prompt": torch.tensor(3)}, "of the type Tensor"),
+    ({"prompt": []}, "no tokens"),
+]
+
+
+@pytest.mark.parametrize(("asked", "said"), WRONG, ids=range(len(WRONG)))
+def test_what_is_no_prompt_is_refused_in_one_sentence(asked, said, no_checked_annotations):
+    with pytest.raises(InputError, match=said) as found:
+        Request(**asked)
+    assert len(str(found.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (7, "int is no list of requests"),
+        (None, "NoneType is no list"),
+        (b"text", "bytes is no list"),
+        (CHAT[0], "dict is no list"),
+        (CHAT, r"put a conversation into a request: Request\(messages"),
+        ([1, 2, 3], r"1 is no text and no kvkeep.Request; .* Request\(prompt=ids\)"),
+        ([[1, 2, 3]], "no text and no kvkeep.Request"),
+        (torch.tensor([1, 2]), "no text and no kvkeep.Request"),
+        (["a", None], "None is no text"),
+        (["a", " "], "empty text"),
+        (["\ud83d"], "not UTF-8"),
+    ],
+)
+def test_what_is_no_request_is_refused_in_one_sentence(asked, said, engine, no_checked_annotations):
+    with pytest.raises(InputError, match=said):
+        engine.generate(asked)
+    assert not engine.busy
+
+
+@pytest.mark.parametrize("asked", ["Hello", Request(messages=CHAT), Request(prompt="Hello", raw=True)])
+def test_texts_need_a_tokenizer(asked):
+    with pytest.raises(InputError, match=r"no tokenizer, and (a text needs|messages need) one: .*Engine\(model, tok"):
+        Engine(model("llama"), budget=8, rows=1).generate(asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget": 0.2}, "budget=0.2 is not a whole number; for a fraction use budget_from_ratio"),
+        ({"budget": "128"}, "budget='128' is not a whole number"),
+        ({"budget": None}, "budget=None is not a whole number"),
+        ({"budget": True}, "budget=True is not"),
+        ({"budget": -(10**5000)}, "budget is below 1"),
+        ({"rows": 2.0}, "rows=2.0 is not a whole number"),
+        ({"rows": 0}, "rows is below 1"),
+        ({"kv_memory": "2GiB"}, "kv_memory='2GiB' is not a whole number"),
+        ({"kv_memory": 10**5000}, "kv_memory is a number of 16610 bits"),
+        ({"prefill_chunk": "512"}, "prefill_chunk='512' is not a whole number"),
+        ({"tokenizer": "gpt2"}, "A str is no tokenizer"),
+    ],
+)
+def test_an_engine_names_the_argument_that_is_wrong(options, said, no_checked_annotations):
+    with pytest.raises((BudgetError, InputError), match=said):
+        Engine(model("llama"), **options)
+
+
+@pytest.mark.parametrize("wrong", ["gpt2", ("model", "tokenizer"), None])
+def test_an_engine_without_a_model_says_how_to_load_one(wrong, no_checked_annotations):
+    with pytest.raises(InputError, match=r"is no model of transformers\. Load one first: .*kvkeep\.load"):
+        Engine(wrong)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(no_checked_annotations):
+    eight = np.int64(8)
+    engine = Engine(model("llama"), policy="local", budget=eight, rows=np.int32(2), prefill_chunk=np.int64(4))
+    wish = {"budget": torch.tensor(6), "sampling": SHORT}
+    kinds = ([1, 2, 3], np.array([1, 2, 3]), torch.tensor([1, 2, 3]), [np.int64(1), torch.tensor(2), 3])
+    found = engine.generate([Request(prompt=ids, **wish) for ids in kinds])
+    assert len({one.token_ids for one in found}) == 1
+    cache = kvkeep.BoundedCache(model("llama").config, "local", eight, prefill_chunk=np.int64(4))
+    with torch.inference_mode():
+        model("llama")(input_ids=torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]), past_key_values=cache)
+    assert int((cache.positions(0) >= 0).sum(-1).max()) == 8
