@@ -79,3 +79,9 @@ def test_what_cannot_run_is_refused_before_weights_are_read(config, named, tmp_p
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("weights are read"))
     with pytest.raises(UnsupportedModelError, match=named):
         loading.load(folder)
+
+
+def test_the_largest_number_of_experts_of_a_published_family_is_taken():
+    check_numbers("doge", DogeConfig().to_dict())
+    with pytest.raises(UnsupportedModelError, match="at most 20000"):
+        check_numbers("damaged", {"num_experts": 20_001})

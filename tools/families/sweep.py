@@ -17,8 +17,12 @@ import transformers
 from families.trial import UNTRIED, WRONG, Outcome, trial
 from transformers.models.auto import modeling_auto
 
+import kvkeep
+
 LIMIT_S = 120
 Pair = tuple[str, str]
+SHARED = [(transformers, "LlamaForCausalLM"), *((kvkeep, name) for name in ("attach", "BoundedCache", "Engine"))]
+"""Imported once, before the processes part: it takes longer than a trial."""
 
 
 def families() -> list[Pair]:
@@ -34,6 +38,7 @@ def families() -> list[Pair]:
 def sweep(pairs: Iterable[Pair], limit_s: float = LIMIT_S) -> Iterator[Outcome]:
     """The outcome of each family; a process that dies or hangs harms no other."""
     torch.set_num_threads(1)
+    _ = [getattr(module, name) for module, name in SHARED]
     for family, model in pairs:
         handle, path = tempfile.mkstemp(suffix=".json")
         os.close(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import kvkeep
 NEW = 6
 LENGTH = 20
 FULL, SMALL = 64, 8
-LARGEST = 100_000_000
+LARGEST = 120_000_000
 """Numbers of a model that is still tried."""
 
 RUNS, GENERATE, REFUSED, UNTRIED, WRONG = "runs", "runs in generate", "refused", "not tried", "WRONG"
@@ -58,6 +59,7 @@ def trial(family: str, kind: Any) -> Outcome:
 
 
 def _run(family: str, kind: Any) -> str:
+    _step(UNTRIED, lambda: _check_configuration(family))
     model = _step(UNTRIED, lambda: build(family, kind))
     ids = torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(LENGTH) >= torch.tensor([[0], [6]])).long()
@@ -87,6 +89,13 @@ def _step(otherwise: str, run: Any) -> Any:
         raise
     except Exception as error:  # whatever the model's own code raises
         raise TrialError(otherwise, error) from error
+
+
+def _check_configuration(family: str) -> None:
+    """Refuse what the configuration alone shows, whether or not its model can be made here."""
+    config = configured(family)
+    with suppress(AttributeError, TypeError, ValueError):  # what a configuration lacks, its model will say
+        kvkeep.BoundedCache(config, "h2o", FULL)
 
 
 def build(family: str, kind: Any) -> Any:
@@ -155,14 +164,21 @@ def _bounded(model: Any, ids: torch.Tensor) -> None:
 
 
 def _engine(model: Any, ids: torch.Tensor) -> str:
-    """Whether an engine gives what ``generate`` gives."""
-    want = _greedy(model, ids[None], None, kvkeep.BoundedCache(model.config, "h2o", SMALL)).tokens[0, LENGTH:]
-    request = kvkeep.Request(prompt=tuple(ids.tolist()), sampling=kvkeep.Sampling(max_new_tokens=NEW), ignore_end=True)
+    """Whether an engine gives two texts at once what ``generate`` gives each."""
+    texts = (ids, ids.flip(0)[:-3])
+    asked = [
+        kvkeep.Request(
+            prompt=tuple(text.tolist()), sampling=kvkeep.Sampling(max_new_tokens=NEW + 2 * i), ignore_end=True
+        )
+        for i, text in enumerate(texts)
+    ]
     try:
         engine = kvkeep.Engine(model, policy="h2o", budget=SMALL, rows=2, prefill_chunk=None)
     except kvkeep.UnsupportedModelError:
         return GENERATE
-    result = _step(WRONG, lambda: engine.generate([request, request]))[1]
-    if list(result.token_ids) != want.tolist():
-        raise TrialError(WRONG, f"the engine differs from generate ({result.error or 'other tokens'})")
+    results = _step(WRONG, lambda: engine.generate(asked))
+    for text, result in zip(texts, results, strict=True):
+        want = _greedy(model, text[None], None, kvkeep.BoundedCache(model.config, "h2o", SMALL)).tokens[0, len(text) :]
+        if list(result.token_ids)[:NEW] != want.tolist():
+            raise TrialError(WRONG, f"the engine differs from generate ({result.error or 'other tokens'})")
     return RUNS

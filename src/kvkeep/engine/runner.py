@@ -15,8 +15,11 @@ from kvkeep.engine.scheduler import Batch
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.load import Model
 
-_OWN_POSITIONS = {"kosmos-2.5"}
-"""Model types that count positions in a way of their own."""
+_ALONE = {
+    "kosmos-2.5": "counts positions in a way of its own",
+    "recurrent_gemma": "keeps the state of a sequence in the model instead of the cache",
+}
+"""Model types that cannot run several sequences at once, and why."""
 
 
 class Runner:
@@ -31,16 +34,17 @@ class Runner:
         graphs: the recorded steps, or ``None``.
 
     Raises:
-        UnsupportedModelError: the model's forward takes no ``position_ids``, or counts them differently.
+        UnsupportedModelError: the model's forward cannot run sequences of different lengths at once.
     """
 
     def __init__(self, model: Model, *, graphs: bool = False) -> None:
         self._model = model
         known = inspect.signature(model.forward).parameters
-        if "position_ids" not in known or model.config.model_type in _OWN_POSITIONS:
+        why = _ALONE.get(model.config.model_type, None if "position_ids" in known else "takes no position_ids")
+        if why is not None:
             raise UnsupportedModelError(
-                f"{type(model).__name__} takes no position_ids that count from 0, so rows of different lengths cannot "
-                "share a batch. Use model.generate with a BoundedCache."
+                f"{type(model).__name__} {why}, so an engine cannot run sequences of different lengths on it. Use "
+                "model.generate with a BoundedCache."
             )
         self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         self.graphs = Graphs(model, self._options) if graphs else None

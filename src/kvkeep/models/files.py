@@ -27,7 +27,8 @@ from kvkeep.runs import in_full
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAFE = ".safetensors"
 MOST_LAYERS = 1000
-MOST_EXPERTS = 10_000
+MOST_EXPERTS = 20_000
+"""Doge has 16 384."""
 MOST_LABELS = 1_000_000
 _LARGEST = 2**63 - 1
 _RUST_PANIC = "PanicException"

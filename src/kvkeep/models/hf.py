@@ -85,6 +85,15 @@ class PaddingMask:
             )
         return self.real[:, self.q_offset :]
 
+    def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
+        """Which of the ``T`` new tokens of a prompt are padding; ``None``: none that the mask tells.
+
+        Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
+        """
+        if self.real is None or T == 1 or self.real.shape[1] != self.q_offset + T:
+            return None
+        return ~self.real[:, self.q_offset :]
+
 
 def attach(model: _Model) -> _Model:
     """Select kvkeep's attention for a model's text decoder and return the model.
@@ -179,6 +188,8 @@ def attention_forward(
         out = _dense(query, key, value, mask, options)
     else:
         out = _bounded(layer, query, key, value, mask, options)
+    if (padding := mask.padding(query.shape[2])) is not None:
+        out = out.masked_fill(padding.to(out.device)[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous(), None
 
 
