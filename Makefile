@@ -48,7 +48,8 @@ test-all: .venv/.installed  ## what `make test` leaves out: long sweeps, 1 000 s
 	$(BIN)/python -m pytest $(SPREAD) -m slow
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers, with the oldest version that is supported
-	$(OLD)/python -m pytest $(SPREAD) $(addprefix tests/,parity models rotary planning engine evals cli research/analysis)
+	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py \
+		$(addprefix tests/,parity models rotary planning engine evals cli research/analysis)
 
 check: .venv/.installed  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from models import GATED, VOCAB, padded_batch
-from transformers import AutoModelForCausalLM, FalconH1Config, Lfm2Config, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, FalconH1Config, Lfm2Config, Qwen3NextConfig, RecurrentGemmaConfig
 
 import kvkeep
 from kvkeep.engine import Engine, Request
@@ -84,6 +84,23 @@ def test_a_cache_with_states_forgets_and_lets_rows_be_chosen():
     caches = (cache, kvkeep.BoundedCache(model.config, budget=8))
     again, fresh = (model(input_ids=ids, past_key_values=one).logits for one in caches)
     assert torch.equal(again, fresh)
+
+
+@torch.no_grad()
+def test_a_state_in_the_model_itself_takes_nothing_from_padding_and_has_no_engine():
+    torch.manual_seed(0)
+    sizes = {"attention_window_size": 64, "block_types": ["recurrent", "attention", "recurrent"], "lru_width": 32}
+    config = RecurrentGemmaConfig(**GATED | {"num_hidden_layers": 3, "pad_token_id": 0}, head_dim=8, **sizes)
+    model, (ids, mask) = AutoModelForCausalLM.from_config(config).eval(), padded_batch()
+    want = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True
+    )
+    cache = kvkeep.BoundedCache(kvkeep.attach(model).config, budget=64)
+    given = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": NEW}
+    got = model.generate(ids, **given, output_logits=True, return_dict_in_generate=True)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=1e-4, atol=1e-4)
+    with pytest.raises(kvkeep.UnsupportedModelError, match="keeps the state of a sequence in the model"):
+        Engine(model)
 
 
 # the engine

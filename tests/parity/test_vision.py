@@ -78,6 +78,14 @@ def test_images_whose_tokens_see_each_other_are_refused():
 
 
 @pytest.mark.parametrize("family", CONFIGS)
+def test_an_image_token_without_an_image_is_refused(family):
+    model, given = kvkeep.attach(build(family)), prompt(family)
+    text = {name: given[name] for name in ("input_ids", "attention_mask")}
+    with pytest.raises(kvkeep.InputError, match=f"Token {IMAGE} of the prompt stands for an image, and none is given"):
+        greedy(model, text, kvkeep.BoundedCache(model.config, budget=64))
+
+
+@pytest.mark.parametrize("family", CONFIGS)
 def test_the_engine_runs_text_and_refuses_an_image_token(family):
     model = kvkeep.attach(build(family))
     engine = kvkeep.Engine(model, budget=9, rows=2, prefill_chunk=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,7 +20,7 @@ from kvkeep.backends import choose
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import ShapeError, UnsupportedModelError
 from kvkeep.handing import HandingLayer, unwrap
-from kvkeep.models.suitable import check_attention, check_cache, text_config, unwrapped
+from kvkeep.models.suitable import check_attention, check_cache, check_placeholders, text_config, unwrapped
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, AttentionOptions, Slots
 
@@ -129,10 +129,16 @@ def attach(model: _Model) -> _Model:
 
 
 def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a bounded cache which tokens the model is about to feed, see `BoundedCache.continue_with`."""
+    """Tell a bounded cache which tokens the model is about to feed, see `BoundedCache.continue_with`.
+
+    Raises:
+        InputError: a prompt has tokens that stand for an image, and there is none.
+    """
     cache = kwargs.get("past_key_values")
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(cache, BoundedCache) and isinstance(ids, Tensor) and not torch.compiler.is_compiling():
+        if cache.get_seq_length() == 0:
+            check_placeholders(cast(PreTrainedModel, model), ids, kwargs)
         cache.note(ids, kwargs.get("attention_mask"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ from transformers import (
 
 from kvkeep.cache import handing_cache
 from kvkeep.errors import InputError, UnsupportedModelError
+
+_TEXT = {
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "past_key_values",
+    "cache_position",
+}
+"""Arguments that bring no image or sound."""
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
@@ -112,6 +124,36 @@ def placeholders(model: PreTrainedModel) -> dict[int, str]:
     kinds = {"image": "an image", "video": "a video", "audio": "a sound"}
     named = ((getattr(config, f"{kind}_token_{end}", None), kinds[kind]) for kind in kinds for end in ("id", "index"))
     return {token: kind for token, kind in named if isinstance(token, int)}
+
+
+def check_placeholders(model: PreTrainedModel, ids: Tensor, given: Mapping[str, Any]) -> None:
+    """Refuse tokens that stand for an image or a sound where none is given.
+
+    Args:
+        model: the model.
+        ids: token ids of a prompt.
+        given: all arguments of the model's forward.
+
+    Raises:
+        InputError: see above. The model would read the placeholders as if they were words.
+    """
+    kinds = {} if ids.is_meta else placeholders(model)
+    if not kinds or any(name not in _TEXT and _some(value) for name, value in given.items()):
+        return
+    found = set(ids.flatten().tolist()) & kinds.keys()
+    if found:
+        token = min(found)
+        raise InputError(
+            f"Token {token} of the prompt stands for {kinds[token]}, and none is given. Pass the processor's whole "
+            "output to the model (model.generate(**inputs, past_key_values=cache)), or leave the token out."
+        )
+
+
+def _some(value: object) -> bool:
+    """Whether an argument of a model's forward is more than a setting."""
+    if isinstance(value, dict):
+        return any(map(_some, value.values()))
+    return value is not None and not isinstance(value, int)
 
 
 class _Idle:
