@@ -16,7 +16,7 @@ from kvkeep.rotary.ranks import Rotation
 
 _SUPPORTED_TYPES = {
     *("full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp", "hybrid"),
-    "hybrid_sliding",
+    *("hybrid_sliding", "attention"),  # the latter in transformers 5.5
 }
 
 _CHUNKS = "chunked_attention"
@@ -132,6 +132,11 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
         raise UnsupportedModelError(
             f"{type(config).__name__} describes no layers of a decoder that generates text ({error!s:.120})."
         ) from error
+    if not layers:  # transformers 5.5 for Gemma 4
+        raise UnsupportedModelError(
+            f"This version of transformers makes a cache without layers for {type(config).__name__}: nothing that kvkeep "
+            "could bound. Update transformers."
+        )
     return {
         i: layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         for i, layer in enumerate(layers)

@@ -88,8 +88,7 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 HALF_MROPE = {**MROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 TWO_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
 IMAGE_WORDS = {"<image>": 101, "<|extra_200|>": 102, "<|image token|>": 103}
-LINEAR_FULL = ["linear_attention", "full_attention"] * 2
-LINEAR_HYBRID = ["linear_attention", "hybrid"] * 2
+STATE_FULL, STATE_HYBRID = (["mamba", kind] * 2 for kind in ("attention", "hybrid"))  # names that both versions know
 SLIDING_FULL = ["sliding_attention", "full_attention"] * 2
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
@@ -116,7 +115,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "glm_ocr": {"text_config": {"rope_parameters": MROPE}},
     "glmga": {"text_config": {"rope_parameters": HALF_MROPE}},
     "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
-    "granitemoehybrid": {"layer_types": LINEAR_FULL},
+    "granitemoehybrid": {"layer_types": STATE_FULL},
     "hunyuan_vl": {"text_config": {"rope_parameters": MROPE}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -134,8 +133,14 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
     "step3p7": {"text_config": {"sliding_window": 12}},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "attention_hidden_size": 128, "attention_head_dim": 32},
-    "zamba2": {"layers_block_type": LINEAR_HYBRID, "attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "use_mamba_kernels": False,
+    },
+    "zamba2": {"layers_block_type": STATE_HYBRID, "attention_hidden_size": 128, "attention_head_dim": 32},
 }
 """What a family needs beside, by its model type."""
 
