@@ -12,7 +12,7 @@ BIN := .venv/bin
 OLD := .venv-oldest/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest check fix bench peers docs clean
+.PHONY: help demo test test-all test-oldest check fix bench peers docs models clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,6 +35,11 @@ demo: .venv/.installed  ## the main job on the embedded model: a story in 128 to
 
 docs: .venv/.installed  ## write the generated pages
 	$(BIN)/python tools/policies_page.py
+	$(BIN)/python tools/models_page.py
+
+models: .venv/.installed .venv-oldest/.installed  ## try every decoder of the newest and the oldest transformers (10 minutes)
+	$(BIN)/python tools/models_page.py --try
+	$(OLD)/python tools/models_page.py --try
 
 test: .venv/.installed  ## the tests, with the newest transformers (under 5 minutes on 2 cores, no network)
 	$(BIN)/python -m pytest $(SPREAD)
@@ -43,7 +48,8 @@ test-all: .venv/.installed  ## what `make test` leaves out: long sweeps, 1 000 s
 	$(BIN)/python -m pytest $(SPREAD) -m slow
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers, with the oldest version that is supported
-	$(OLD)/python -m pytest $(SPREAD) $(addprefix tests/,parity models rotary planning engine evals cli research/analysis)
+	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py \
+		$(addprefix tests/,parity models rotary planning engine evals cli research/analysis)
 
 check: .venv/.installed  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .

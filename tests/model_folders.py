@@ -14,17 +14,19 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    AutoModelForCausalLM,
+    CLIPVisionConfig,
     FalconConfig,
     GPT2Config,
     Lfm2Config,
     LlamaConfig,
+    LlavaConfig,
     OPTConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
 )
 
 from kvkeep.models.load import quiet
+from kvkeep.models.suitable import auto_class
 
 TRAINED_LENGTH = 40
 POSITIONS = 32
@@ -72,6 +74,10 @@ def config_of(family: str) -> PreTrainedConfig:
     if family == "lfm2":
         kinds = ["conv", "full_attention"]
         return Lfm2Config(**common, **sizes, intermediate_size=48, num_key_value_heads=2, layer_types=kinds)
+    if family == "llava":
+        tower = {"image_size": 16, "patch_size": 8, "projection_dim": 32, "intermediate_size": 48}
+        text, image = config_of("llama"), CLIPVisionConfig(**sizes, **tower)
+        return LlavaConfig(text_config=text, vision_config=image, image_token_index=2, image_seq_length=4)
     return FalconConfig(**common, **sizes)
 
 
@@ -81,7 +87,8 @@ def folder(family: str = "llama") -> Path:
     path = Path(tempfile.mkdtemp(prefix="kvkeep-test-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(family))
+    config = config_of(family)
+    model = auto_class(config).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:

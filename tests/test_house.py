@@ -19,6 +19,7 @@ FLOORS = [
     {"registry", "eviction"},
     {"layer", "layout"},
     {"handing"},
+    {"hybrid"},
     {"cache"},
     {"models", "plots"},
     {"engine", "planning"},
@@ -30,7 +31,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 ABOVE_ALL = {TESTING, "__init__", "__main__"}
 
 ONE_ROOM = {
-    "transformers": {"models", "cache", "handing", "layout", "rotary", "planning"},
+    "transformers": {"models", "cache", "handing", "hybrid", "layout", "rotary", "planning"},
     "tokenizers": {"models"},
     "huggingface_hub": {"models"},
     "triton": {"backends"},

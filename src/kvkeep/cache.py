@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -12,51 +12,16 @@ from transformers import BatchEncoding, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
-from kvkeep.handing import CountingLayer, CountingStepper, PhasedCache
+from kvkeep.handing import BoundedLayer, CountingLayer, CountingStepper, PhasedCache, handing_part, refuse_rollback
 from kvkeep.history import Decodes, History, Ids, device_of, padded, rows_of
+from kvkeep.hybrid import beside_state
 from kvkeep.layer import Layer
-from kvkeep.layout import Layout, windows_of
+from kvkeep.layout import Layout, caches_latents, windows_of
 from kvkeep.memory import Memory
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 from kvkeep.types import Phase
-
-
-class BoundedLayer(CountingLayer):
-    """What transformers sees of a `Layer`: its steps, its length and its rows."""
-
-    layer: Layer
-
-    def __init__(self, layer: Layer):
-        super().__init__(layer, layer.window)
-
-    def reset(self) -> None:
-        """Forget everything; the memory stays allocated."""
-        self.layer.reset()
-
-    def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
-        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
-        self.layer.select_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times, next to itself."""
-        if self.layer.allocated:
-            rows = self.layer.seen.new_tensor(range(len(self.layer.seen)))
-            self.layer.select_rows(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
-        """Keep only the rows ``indices``, in that order."""
-        self.layer.select_rows(indices)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to roll back: evicted tokens cannot be brought back.
-
-        Raises:
-            UnsupportedOperationError: ``tokens_to_remove`` is not 0.
-        """
-        if tokens_to_remove:
-            _refuse_rollback()
 
 
 class BoundedCache(PhasedCache):
@@ -108,7 +73,7 @@ class BoundedCache(PhasedCache):
         self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
         self._first = min(layout.windows, default=0)
         cascade = self.policy.cascades(self._first) if self.policy.cascades else None
-        layers = DynamicCache(config=config).layers
+        layers: list[Any] = DynamicCache(config=config).layers
         for (index, window), numbers in zip(layout.windows.items(), layout.spread(budget), strict=True):
             bounded = Layer(
                 self.policy,
@@ -120,8 +85,9 @@ class BoundedCache(PhasedCache):
                 rotation=layout.rotation,
                 cascade=cascade,
             )
-            layers[index] = BoundedLayer(bounded)
+            layers[index] = beside_state(BoundedLayer(bounded), layers[index])
         super().__init__(layers=layers)
+        self.latent = caches_latents(config)
         self._history: History | None = None
         self._prompt_columns = 0
 
@@ -232,7 +198,8 @@ class BoundedCache(PhasedCache):
 
     def bounded_layers(self) -> dict[int, Layer]:
         """The layers with slots, by their number in the model. State-space and linear layers are left out."""
-        return {i: layer.layer for i, layer in enumerate(self.layers) if isinstance(layer, BoundedLayer)}
+        parts = enumerate(map(handing_part, self.layers))
+        return {i: part.layer for i, part in parts if isinstance(part, BoundedLayer)}
 
     def positions(self, layer: int = 0) -> Int[Tensor, "B Hk capacity"]:
         """True positions of the tokens in a layer's slots, -1 = empty. The tensor is live: do not change it.
@@ -275,7 +242,7 @@ class BoundedCache(PhasedCache):
         Raises:
             UnsupportedOperationError: always.
         """
-        _refuse_rollback()
+        refuse_rollback()
 
     def __repr__(self) -> str:
         return f"BoundedCache(policy='{self.policy}', budget={self.budget}, layers={len(self.layers)})"
@@ -289,12 +256,7 @@ def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingSteppe
     """
     layers: list[Any] = DynamicCache(config=config).layers
     for index, window in windows_of(config).items():
-        layers[index] = CountingLayer(make(index), window)
-    return PhasedCache(layers=layers)
-
-
-def _refuse_rollback() -> NoReturn:
-    raise UnsupportedOperationError(
-        "A bounded cache cannot be cropped: tokens that are evicted cannot come back, so a rollback would leave a "
-        "history that never was. Assisted decoding needs rollbacks: run it with transformers' DynamicCache."
-    )
+        layers[index] = beside_state(CountingLayer(make(index), window), layers[index])
+    cache = PhasedCache(layers=layers)
+    cache.latent = caches_latents(config)
+    return cache

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvkeep.errors import UnsupportedModelError
+from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
+from kvkeep.layer import Layer
 from kvkeep.types import Phase, Stepper
+
+_BYPASSED = (
+    "The model computes attention itself instead of handing keys and values to kvkeep. If it was not attached, call "
+    "model = kvkeep.attach(model) first; otherwise kvkeep does not support it."
+)
 
 
 class HandedKeys(Tensor):
     """New keys on their way from the cache to kvkeep's attention.
 
     Any other attention would see only the tokens of this step and compute nonsense, so every other use of these keys
-    is an error. Reading their shape, dtype and device is allowed.
+    is an error. Reading their shape, dtype and device is allowed. A model with latent attention (DeepSeek) makes keys
+    and values of each head from them first; the results are handed keys as well.
     """
 
     layer: HandingLayer
@@ -27,26 +35,26 @@ class HandedKeys(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let attributes be read and compilers trace, and refuse everything else.
+        """Let attributes be read, compilers trace and latents be expanded, and refuse everything else.
 
         Raises:
             UnsupportedModelError: the model computes attention itself.
         """
-        if func.__name__ != "__get__" and not torch.compiler.is_compiling():
-            raise UnsupportedModelError(
-                "The model computes attention itself instead of handing keys and values to kvkeep. If it was not "
-                "attached, call model = kvkeep.attach(model) first; otherwise kvkeep does not support it."
-            )
+        source = next((one.layer for one in tree_leaves((args, kwargs)) if isinstance(one, cls)), None)
+        latent = source is not None and source.latent
+        if func.__name__ != "__get__" and not latent and not torch.compiler.is_compiling():
+            raise UnsupportedModelError(_BYPASSED)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        return tree_map_only(Tensor, source.tag, result) if latent and source is not None else result
 
 
-def unwrap(keys: Tensor) -> tuple[Tensor, HandingLayer | None]:
-    """Ordinary keys, and the layer that handed them on; ``None`` if they come from another cache or from none."""
+def unwrap(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, HandingLayer | None]:
+    """Ordinary keys and values, and the layer that handed them on; ``None`` if they come from no such layer."""
     if not isinstance(keys, HandedKeys):
-        return keys, None
+        return keys, values, None
     with torch._C.DisableTorchFunctionSubclass():
-        return keys.as_subclass(Tensor), keys.layer
+        return keys.as_subclass(Tensor), values.as_subclass(Tensor), keys.layer
 
 
 class HandingLayer(CacheLayerMixin):
@@ -59,6 +67,7 @@ class HandingLayer(CacheLayerMixin):
     Attributes:
         stepper: takes the steps; may be replaced by a wrapper around it.
         phase: phase of the next step's tokens; ``None``: see `phase_of`.
+        latent: whether the model expands what it caches before it attends.
     """
 
     is_compileable = False
@@ -71,6 +80,7 @@ class HandingLayer(CacheLayerMixin):
         self.window = window
         self.handed = False
         self.phase: Phase | None = None
+        self.latent = False
         self.is_sliding = window is not None
 
     @property
@@ -91,10 +101,14 @@ class HandingLayer(CacheLayerMixin):
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
         """Hand the new keys and values on; the keys lead attention back to this layer."""
-        handed = key_states.as_subclass(HandedKeys)
-        handed.layer = self
         self.handed = True
-        return handed, value_states
+        return self.tag(key_states), value_states
+
+    def tag(self, tensor: Tensor) -> HandedKeys:
+        """The tensor, marked as this layer's."""
+        handed = tensor.as_subclass(HandedKeys)
+        handed.layer = self
+        return handed
 
     def phase_of(self, T: int) -> Phase:
         """The phase of ``T`` new tokens. Unless the cache says it, a single token after the first call is generated.
@@ -161,14 +175,58 @@ class CountingLayer(HandingLayer):
         return self.layer.columns
 
 
+class BoundedLayer(CountingLayer):
+    """What transformers sees of a `Layer`: its steps, its length and its rows."""
+
+    layer: Layer
+
+    def __init__(self, layer: Layer):
+        super().__init__(layer, layer.window)
+
+    def reset(self) -> None:
+        """Forget everything; the memory stays allocated."""
+        self.layer.reset()
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
+        """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""
+        self.layer.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row ``repeats`` times, next to itself."""
+        if self.layer.allocated:
+            rows = self.layer.seen.new_tensor(range(len(self.layer.seen)))
+            self.layer.select_rows(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Int[Tensor, " n"]) -> None:
+        """Keep only the rows ``indices``, in that order."""
+        self.layer.select_rows(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to roll back: evicted tokens cannot be brought back.
+
+        Raises:
+            UnsupportedOperationError: ``tokens_to_remove`` is not 0.
+        """
+        if tokens_to_remove:
+            refuse_rollback()
+
+
+def handing_part(layer: object) -> HandingLayer | None:
+    """The part of a cache's layer that hands keys on; ``None`` if it has none."""
+    part = getattr(layer, "keys_part", layer)
+    return part if isinstance(part, HandingLayer) else None
+
+
 class PhasedCache(Cache):
     """A cache whose owner can set the phase of the next call's tokens.
 
     Attributes:
         phase: the phase; ``None``: see `HandingLayer.phase_of`.
+        latent: see `HandingLayer`.
     """
 
     phase: Phase | None = None
+    latent = False
 
     def phase_at(self, columns: int) -> Phase | None:
         """Return the phase of tokens after so many columns, where the cache knows it and its owner does not say it."""
@@ -182,8 +240,25 @@ class PhasedCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand new keys and values to a layer, and set its phase."""
-        layer = self.layers[layer_idx]
-        if isinstance(layer, HandingLayer):
-            layer.phase = self.phase or self.phase_at(layer.columns)
+        """Hand new keys and values to a layer, and set its phase.
+
+        Raises:
+            UnsupportedModelError: the model attended to latents by itself.
+        """
+        if (layer := handing_part(self.layers[layer_idx])) is not None:
+            layer.phase, layer.latent = self.phase or self.phase_at(layer.columns), self.latent
+            if self.latent and any(part.handed for part in map(handing_part, self.layers) if part is not None):
+                raise UnsupportedModelError(_BYPASSED)  # a layer before this one, or the last one of the last step
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def refuse_rollback() -> NoReturn:
+    """Refuse to remove the newest tokens of a cache.
+
+    Raises:
+        UnsupportedOperationError: always.
+    """
+    raise UnsupportedOperationError(
+        "A bounded cache cannot be cropped: tokens that are evicted cannot come back, so a rollback would leave a "
+        "history that never was. Assisted decoding needs rollbacks: run it with transformers' DynamicCache."
+    )

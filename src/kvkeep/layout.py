@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvkeep import budget as budgets
@@ -14,7 +14,31 @@ from kvkeep.policies.base import Policy
 from kvkeep.rotary.embedding import rotation_for
 from kvkeep.rotary.ranks import Rotation
 
-_SUPPORTED_TYPES = {"full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp"}
+_SUPPORTED_TYPES = {
+    *("full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp", "hybrid"),
+    *("hybrid_sliding", "attention"),  # the latter in transformers 5.5
+}
+
+_CHUNKS = "chunked_attention"
+_SHARED = "layers that share the keys of others"
+_CROSS = "layers that attend to an image (cross-attention)"
+_SEARCH = "each step searches all earlier tokens, so none may be evicted"
+
+_REASONS = {
+    _CHUNKS: "a token sees its own chunk of the text only, which kvkeep's attention does not compute",
+    _SHARED: "a layer without keys of its own reads them after another layer has evicted some",
+    _CROSS: "their keys belong to the image and grow with no token",
+    "indexed_attention": _SEARCH,
+    "compressed_sparse_attention": _SEARCH,
+    "heavily_compressed_attention": "its cache holds summaries of several tokens each, not keys of tokens",
+    "reference_sliding_attention": "some tokens outside the sliding window stay visible",
+}
+"""Why a kind of layer cannot be bounded."""
+
+_WITH_KEYS = (
+    *(DynamicLayer, DynamicSlidingWindowLayer, cache_utils.LinearAttentionAndFullAttentionLayer),
+    getattr(cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", DynamicLayer),  # not in transformers 5.5
+)
 
 
 @dataclass(frozen=True)
@@ -96,27 +120,46 @@ class Layout:
 def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
     """Sliding window of each layer with keys and values, by its number in the model; ``None`` for full attention.
 
-    Layers with a state of fixed size (state-space, convolution) are left out.
+    Layers that have nothing but a state of fixed size (state-space, convolution) are left out.
 
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
     _check_layer_types(config.get_text_config(decoder=True))
+    try:
+        layers = DynamicCache(config=config).layers
+    except AttributeError as error:
+        raise UnsupportedModelError(
+            f"{type(config).__name__} describes no layers of a decoder that generates text ({error!s:.120})."
+        ) from error
+    if not layers:  # transformers 5.5 for Gemma 4
+        raise UnsupportedModelError(
+            f"This version of transformers makes a cache without layers for {type(config).__name__}: nothing that kvkeep "
+            "could bound. Update transformers."
+        )
     return {
         i: layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
-        for i, layer in enumerate(DynamicCache(config=config).layers)
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+        for i, layer in enumerate(layers)
+        if type(layer) in _WITH_KEYS
     }
+
+
+def caches_latents(config: PreTrainedConfig) -> bool:
+    """Whether the model may cache a latent of each token, which it expands to keys and values before it attends."""
+    return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
 
 
 def _check_layer_types(config: PreTrainedConfig) -> None:
     types = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "attention_chunk_size", None) is not None:
-        types.add("chunked_attention")
-    if getattr(config, "num_kv_shared_layers", None):
-        types.add("layers that share the keys of others")
-    if strange := types - _SUPPORTED_TYPES:
+        types.add(_CHUNKS)
+    if getattr(config, "num_kv_shared_layers", None) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ()):
+        types.add(_SHARED)
+    if getattr(config, "cross_attention_layers", None):
+        types.add(_CROSS)
+    if strange := sorted(types - _SUPPORTED_TYPES):
+        why = _REASONS.get(strange[0], "kvkeep does not know how such a layer remembers")
         raise UnsupportedModelError(
-            f"{type(config).__name__} has {', '.join(sorted(strange))}, whose cache kvkeep cannot bound. Supported "
-            f"layer types: {', '.join(sorted(_SUPPORTED_TYPES))}."
+            f"{type(config).__name__} has {', '.join(strange)}, whose cache kvkeep cannot bound: {why}. Run this model "
+            "without kvkeep."
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 import model_folders
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -466,7 +467,7 @@ def test_what_is_too_large_for_its_weights_is_refused_before_memory_is_taken(
     def read(*args: object, **kwargs: object) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", read)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", read)
     with pytest.raises(ModelFileError, match=r"describes [0-9]{12} numbers"):
         loading.load(folder)
 

@@ -1,12 +1,14 @@
 """Models that mix attention with linear or convolution layers: the latter keep their own, already constant, state."""
 
+import copy
 import functools
+import pickle
 import random
 
 import pytest
 import torch
 from models import GATED, VOCAB, padded_batch
-from transformers import AutoModelForCausalLM, Lfm2Config, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, FalconH1Config, Lfm2Config, Qwen3NextConfig, RecurrentGemmaConfig
 
 import kvkeep
 from kvkeep.engine import Engine, Request
@@ -16,6 +18,9 @@ from kvkeep.memory import bytes_of
 NEW = 10
 
 CONFIGS = {
+    "falcon-h1": lambda: FalconH1Config(
+        **GATED, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8
+    ),
     "lfm2": lambda: Lfm2Config(
         **{**GATED, "num_hidden_layers": 3}, layer_types=["conv", "full_attention", "conv"], block_ff_dim=48
     ),
@@ -47,9 +52,55 @@ def test_only_the_attention_layers_are_bounded(family):
     assert torch.equal(model.generate(ids, past_key_values=kvkeep.BoundedCache(model.config, budget=64), **how), want)
     cache = kvkeep.BoundedCache(model.config, budget=8)
     model.generate(ids, past_key_values=cache, **how)
-    attention = [i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
+    attention = [i for i, kind in enumerate(model.config.layer_types) if kind in ("full_attention", "hybrid")]
     assert list(cache.bounded_layers()) == attention
     assert ((cache.positions(attention[0]) >= 0).sum(-1) == 8).all()
+
+
+@torch.no_grad()
+def test_a_copy_of_a_cache_has_states_of_its_own():
+    model, ids = attached("falcon-h1"), torch.arange(3, 20)[None]
+    cache = kvkeep.BoundedCache(model.config, budget=8)
+    model(input_ids=ids, past_key_values=cache)
+    twin, other = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))
+    want = model(input_ids=ids[:, :1], past_key_values=cache).logits
+    assert torch.equal(model(input_ids=ids[:, :1], past_key_values=twin).logits, want)
+    assert torch.equal(model(input_ids=ids[:, :1], past_key_values=other).logits, want)
+
+
+def test_a_cache_with_states_forgets_and_lets_rows_be_chosen():
+    model, (ids, _) = attached("falcon-h1"), padded_batch()
+    cache = kvkeep.BoundedCache(model.config, budget=8)
+    ids = ids.masked_fill(ids == 0, 5)
+    model(input_ids=ids, past_key_values=cache)
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+    both = model(input_ids=ids[[2, 2, 0], :1], past_key_values=cache).logits
+    assert torch.equal(both[0], both[1])
+    assert not torch.equal(both[0], both[2])
+    with pytest.raises(kvkeep.UnsupportedOperationError, match="cannot be repeated"):
+        cache.batch_repeat_interleave(2)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    caches = (cache, kvkeep.BoundedCache(model.config, budget=8))
+    again, fresh = (model(input_ids=ids, past_key_values=one).logits for one in caches)
+    assert torch.equal(again, fresh)
+
+
+@torch.no_grad()
+def test_a_state_in_the_model_itself_takes_nothing_from_padding_and_has_no_engine():
+    torch.manual_seed(0)
+    sizes = {"attention_window_size": 64, "block_types": ["recurrent", "attention", "recurrent"], "lru_width": 32}
+    config = RecurrentGemmaConfig(**GATED | {"num_hidden_layers": 3, "pad_token_id": 0}, head_dim=8, **sizes)
+    model, (ids, mask) = AutoModelForCausalLM.from_config(config).eval(), padded_batch()
+    want = model.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True
+    )
+    cache = kvkeep.BoundedCache(kvkeep.attach(model).config, budget=64)
+    given = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": NEW}
+    got = model.generate(ids, **given, output_logits=True, return_dict_in_generate=True)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=1e-4, atol=1e-4)
+    with pytest.raises(kvkeep.UnsupportedModelError, match="keeps the state of a sequence in the model"):
+        Engine(model)
 
 
 # the engine

@@ -20,6 +20,7 @@ from kvkeep.layout import Layout
 from kvkeep.models import text
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Checkpoint, Model, Tokenizer, position_limit
+from kvkeep.models.suitable import placeholders
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 
@@ -63,6 +64,7 @@ class Admission:
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+        self._placeholders = placeholders(model)
         self._layouts = {policy: Layout.of(model.config, policy, **options)}
 
     def check(self, request: Request, number: int) -> Generation:
@@ -95,6 +97,11 @@ class Admission:
             )
         if max(prompt) >= self._vocabulary or min(prompt) < 0:
             raise InputError(f"The prompt has tokens outside of the model's vocabulary of {self._vocabulary}.")
+        if (image := next((token for token in prompt if token in self._placeholders), None)) is not None:
+            raise InputError(
+                f"Token {image} of the prompt stands for {self._placeholders[image]}, and an engine takes text only. "
+                "Leave it out, or give the processor's output to model.generate together with a BoundedCache."
+            )
         if request.stop and self._tokenizer is None:
             raise InputError("Stop texts need a tokenizer: make the engine with one.")
         ends = frozenset() if request.ignore_end else self._end_ids

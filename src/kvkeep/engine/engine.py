@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from torch import nn
+
 from kvkeep import budget as budgets
 from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission, usable
@@ -25,7 +27,8 @@ from kvkeep.errors import InputError, NoNumbersError
 from kvkeep.memory import Memory
 from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
-from kvkeep.models.load import Model, Tokenizer
+from kvkeep.models.load import Tokenizer
+from kvkeep.models.suitable import unwrapped
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 
@@ -57,7 +60,7 @@ class Engine:
 
     def __init__(  # noqa: PLR0913  the choices of a user
         self,
-        model: Model,
+        model: nn.Module,
         tokenizer: Tokenizer | None = None,
         *,
         policy: str | Policy = DEFAULT,
@@ -72,7 +75,7 @@ class Engine:
         numbers = {"budget": budget, "rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk}
         for name, number in numbers.items():
             budgets.check_one(1 if number is None and name != "budget" else number, name)
-        self.model, self.tokenizer = attach(model), tokenizer
+        self.model, self.tokenizer = unwrapped(attach(model)), tokenizer
         self.policy, self.budget, self._chunk = usable(policy), budget, prefill_chunk
         options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
         if has_states := keeps_states(self.model):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvkeep.cache import BoundedCache
+from kvkeep.hybrid import state_part
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
 from kvkeep.store import Cascade
@@ -34,7 +35,7 @@ class Own:
 
 
 def keeps_states(model: Decoder) -> bool:
-    """Whether a model has layers without slots. Such a model runs one row at a time and reads every prompt whole.
+    """Whether a model has layers with a state. Such a model runs one row at a time and reads every prompt whole.
 
     Raises:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
@@ -43,9 +44,8 @@ def keeps_states(model: Decoder) -> bool:
 
 
 def states_of(cache: BoundedCache) -> dict[int, Any]:
-    """The layers of a cache that have no slots, by their number in the model."""
-    bounded = cache.bounded_layers()
-    return {i: layer for i, layer in enumerate(cache.layers) if i not in bounded}
+    """The layers of a cache that have a state, or the state beside a layer's slots, by their number in the model."""
+    return {i: state for i, layer in enumerate(cache.layers) if (state := state_part(layer)) is not None}
 
 
 def _tensors(layer: object) -> Iterator[Tensor]:

@@ -12,8 +12,9 @@ from kvkeep.cache import BoundedCache
 from kvkeep.engine.own import Own, states_of
 from kvkeep.engine.segments import Segment, Segments, segments
 from kvkeep.handing import HandingLayer, PhasedCache
+from kvkeep.hybrid import beside_state
 from kvkeep.layer import Layer
-from kvkeep.layout import Layout
+from kvkeep.layout import Layout, caches_latents
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
 from kvkeep.policies.base import Policy
@@ -74,10 +75,10 @@ class Rows:
         probe = BoundedCache(model.config, "full", 1)
         with torch.inference_mode():  # one token shows the shapes of every layer
             model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
-        self._first = min(probe.bounded_layers(), default=0)
-        layers = probe.bounded_layers().values()
-        self._like = [layer.store.slots() for layer in layers]
-        self._windows = [layer.window for layer in layers]
+        layers = probe.bounded_layers()
+        self._first = min(layers, default=0)
+        self._like = [layer.store.slots() for layer in layers.values()]
+        self._windows = {index: layer.window for index, layer in layers.items()}
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
         self.alone = policy.cascades is not None or self._has_states
@@ -237,13 +238,14 @@ class Rows:
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int) -> PhasedCache:
         """Some rows of all layers, as a cache for the model."""
-        layers: list[Any] = [
-            HandingLayer(self._layer(i, parts, columns), window) for i, window in enumerate(self._windows)
-        ]
         own = self._own[parts[0].start]
-        for i, state in sorted(own.states.items()) if own else ():
-            layers.insert(i, state)
-        return PhasedCache(layers=layers)
+        layers: dict[int, Any] = dict(own.states) if own else {}
+        for i, (index, window) in enumerate(self._windows.items()):
+            handing = HandingLayer(self._layer(i, parts, columns), window)
+            layers[index] = beside_state(handing, layers.get(index))
+        cache = PhasedCache(layers=[layers[index] for index in sorted(layers)])
+        cache.latent = caches_latents(self._config)
+        return cache
 
     def _layer(self, index: int, parts: tuple[Segment, ...], columns: int) -> Stepper:
         """Some rows of one layer, under one policy or several."""

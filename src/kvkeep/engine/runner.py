@@ -15,6 +15,12 @@ from kvkeep.engine.scheduler import Batch
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models.load import Model
 
+_ALONE = {
+    "kosmos-2.5": "counts positions in a way of its own",
+    "recurrent_gemma": "keeps the state of a sequence in the model instead of the cache",
+}
+"""Model types that cannot run several sequences at once, and why."""
+
 
 class Runner:
     """Feeds batches to a model.
@@ -28,15 +34,16 @@ class Runner:
         graphs: the recorded steps, or ``None``.
 
     Raises:
-        UnsupportedModelError: the model's forward takes no ``position_ids``.
+        UnsupportedModelError: the model's forward cannot run sequences of different lengths at once.
     """
 
     def __init__(self, model: Model, *, graphs: bool = False) -> None:
         self._model = model
         known = inspect.signature(model.forward).parameters
-        if "position_ids" not in known:
+        why = _ALONE.get(model.config.model_type, None if "position_ids" in known else "takes no position_ids")
+        if why is not None:
             raise UnsupportedModelError(
-                f"{type(model).__name__} takes no position_ids, so rows of different lengths cannot share a batch. Use "
+                f"{type(model).__name__} {why}, so an engine cannot run sequences of different lengths on it. Use "
                 "model.generate with a BoundedCache."
             )
         self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}

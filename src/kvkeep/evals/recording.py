@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.backends import reference
-from kvkeep.cache import BoundedCache, BoundedLayer
+from kvkeep.cache import BoundedCache
+from kvkeep.handing import BoundedLayer, handing_part
 from kvkeep.layer import Layer
 from kvkeep.types import AttentionOptions, Phase, Stepper
 
@@ -106,7 +107,7 @@ class Recorder:
 def record(cache: BoundedCache) -> dict[int, Recorder]:
     """Put a recorder around every layer of a cache that has slots; by the layer's number in the model."""
     recorders = {}
-    for index, outer in enumerate(cache.layers):
+    for index, outer in enumerate(map(handing_part, cache.layers)):
         if isinstance(outer, BoundedLayer):
             outer.stepper = recorders[index] = Recorder(outer.layer)
     return recorders

@@ -1,7 +1,7 @@
 """The files of a model: where they are, checks before they are used, and clear errors when reading them fails.
 
-A model folder cannot be trusted. Its files may be pipes that never end, its index may name files outside of the folder,
-and its numbers may ask for more memory than there is. Nothing here reads weights.
+A model folder cannot be trusted. Its files may be pipes that never end, and its numbers may ask for more memory than
+there is. Nothing here reads weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 from huggingface_hub import errors as hub
 from huggingface_hub.utils._validators import validate_repo_id
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
 from transformers.utils.hub import cached_file
 
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
@@ -28,10 +27,9 @@ from kvkeep.runs import in_full
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAFE = ".safetensors"
 MOST_LAYERS = 1000
-MOST_EXPERTS = 10_000
+MOST_EXPERTS = 20_000
+"""Doge has 16 384."""
 MOST_LABELS = 1_000_000
-PARAMETERS_PER_BYTE = 16
-"""No format stores a weight in less than half a bit."""
 _LARGEST = 2**63 - 1
 _RUST_PANIC = "PanicException"
 """Raised by tokenizers and safetensors when their Rust code panics; no subclass of `Exception`, nor importable."""
@@ -65,6 +63,7 @@ def check_folder(folder: Path, allow_pickle: bool) -> None:
         ModelFileError: the folder is refused.
     """
     _check_regular(folder)
+    check_adapter(str(folder))
     if not (folder / "config.json").is_file():
         raise ModelFileError(f"The folder {folder} has no config.json, so it is not a model in transformers' format.")
     if any(folder.glob(f"*{SAFE}")):
@@ -76,35 +75,28 @@ def check_folder(folder: Path, allow_pickle: bool) -> None:
         raise ModelFileError(refusal(f"The weights in {folder} ({pickles[0]})"))
 
 
-def check_index(name: str, config: PreTrainedConfig, allow_pickle: bool) -> None:
-    """Refuse an index of weights, or a configuration, that names pickles or files outside of the model's folder.
+def check_adapter(name: str) -> None:
+    """Refuse an adapter of PEFT: transformers would load it, and the model that it names, where peft is installed.
 
     Args:
         name: a folder, or a hub name.
-        config: may name a file of weights too.
-        allow_pickle: whether weights may be pickles.
 
     Raises:
-        ModelFileError: such a file is named.
+        ModelFileError: see above.
     """
-    named = getattr(config, "transformers_weights", None)
-    if named is not None and not (isinstance(named, str) and named.endswith(SAFE)):
-        raise ModelFileError(
-            f"{name}: The weights that its config.json names ({named!r:.80}) are no safetensors file, and no other "
-            "kind is read by name. Remove transformers_weights from that file if the usual files are there, too."
-        )
-    for file in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME) if allow_pickle else (SAFE_WEIGHTS_INDEX_NAME,):
-        path = optional(name, file)
-        if path is None:
-            continue
-        for shard in _shards(path):
-            if not shard.endswith(SAFE) and not allow_pickle:
-                raise ModelFileError(refusal(f"The weights of {name} ({shard!r:.80}, named by {path.name})"))
-            if not _is_inside(path.parent, shard):
-                raise ModelFileError(
-                    f"{path} names {shard!r:.80} as a file of weights, which is no regular file in the model's own "
-                    "folder. Only files of the folder are read; copy it there, or download the model again."
-                )
+    path = optional(name, "adapter_config.json")
+    if path is None:
+        return
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        base = None
+    known = f"{base!r:.100}" if isinstance(base, str) and base else "another model"
+    raise ModelFileError(
+        f"{name} holds an adapter of PEFT for {known} (adapter_config.json), which kvkeep does not load. Load both "
+        "with peft, call merge_and_unload() and save_pretrained(), and give that folder; or attach the PeftModel in "
+        "Python."
+    )
 
 
 def check_numbers(name: str, fields: object) -> None:
@@ -143,23 +135,6 @@ def check_shape(name: str, config: PreTrainedConfig) -> None:
             )
 
 
-def check_size(name: str, parameters: int) -> None:
-    """Refuse a folder with far fewer weights than its configuration describes; transformers would make up the rest.
-
-    Raises:
-        ModelFileError: the files are too small for so many parameters.
-    """
-    if not Path(name).is_dir():
-        return  # files of the hub are downloaded later
-    files = (path for pattern in (f"*{SAFE}", *PICKLES) for path in Path(name).rglob(pattern))
-    stored = sum(path.stat().st_size for path in files if path.is_file())
-    if parameters > PARAMETERS_PER_BYTE * stored:
-        raise ModelFileError(
-            f"{name}: Its weights cannot be read (they take {stored} bytes, and its config.json describes {parameters} "
-            "numbers). Download the model again: a partial download or a Git LFS pointer looks like this."
-        )
-
-
 def refusal(subject: str) -> str:
     """The message about weights that are pickles."""
     return (
@@ -187,43 +162,6 @@ def optional(name: str, file: str) -> Path | None:
         name, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
     )
     return None if found is None else Path(found)
-
-
-def _shards(index: Path) -> list[str]:
-    """The files that an index names.
-
-    Raises:
-        ModelFileError: the file is not an index of weights.
-    """
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{index} cannot be read ({error}). Download the model again.") from error
-    names = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(names, dict) or not names or not all(isinstance(one, str) for one in names.values()):
-        raise ModelFileError(f"{index} does not map tensors to files (weight_map). Download the model again.")
-    if not isinstance(found.get("metadata", {}), dict):
-        raise ModelFileError(f"{index} has metadata that are no JSON object. Download the model again.")
-    return sorted(set(names.values()))
-
-
-def _is_inside(folder: Path, shard: str) -> bool:
-    """Whether a shard's name and its file lie in the folder. A missing file is reported later.
-
-    In the hub's cache, ``snapshots/REVISION/FILE`` is a link into ``blobs``, beside ``snapshots``.
-    """
-    parts = re.split(r"[/\\]", shard)
-    if "\0" in shard or len(os.fsencode(shard)) > 255 or any(part in ("", ".", "..") for part in parts):
-        return False
-    path, home = folder / shard, folder.resolve()
-    if not os.path.lexists(path):
-        return True
-    try:
-        target = path.resolve(strict=True)
-    except (OSError, RuntimeError):  # a link that leads nowhere, or to itself
-        return False
-    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    return target.is_file() and any(target.is_relative_to(place) for place in homes)
 
 
 def _numbers(key: str, value: Any) -> list[tuple[str, int]]:

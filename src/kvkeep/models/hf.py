@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -18,8 +18,9 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from kvkeep.backends import choose
 from kvkeep.cache import BoundedCache
-from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
+from kvkeep.errors import ShapeError, UnsupportedModelError
 from kvkeep.handing import HandingLayer, unwrap
+from kvkeep.models.suitable import check_attention, check_cache, check_placeholders, text_config, unwrapped
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, AttentionOptions, Slots
 
@@ -29,7 +30,7 @@ ATTENTION = "kvkeep"
 Decoder: TypeAlias = PreTrainedModel
 """A decoder of transformers, for rooms that do not import transformers themselves."""
 
-_Model = TypeVar("_Model", bound=PreTrainedModel)
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 # without `to` and `device`: tools that move a model's inputs between devices ask whether these exist
 _TENSOR_ATTRIBUTES = {"contiguous", "dim", "dtype", "expand", "ndim", "shape", "size", "unsqueeze", "view"}
@@ -37,19 +38,21 @@ _TENSOR_ATTRIBUTES = {"contiguous", "dim", "dtype", "expand", "ndim", "shape", "
 
 @dataclass(frozen=True)
 class PaddingMask:
-    """Which columns of a batch are padding. Causality and sliding windows follow from positions.
+    """The columns of a batch that are padding. Causality and sliding windows follow from positions.
 
     Attributes:
         real: which columns of the logical key axis hold real tokens; ``None``: all.
         q_offset: column of the first query.
         kv_offset: column of the first key, for caches that drop old keys.
         window: sliding window that the model asked for.
+        honoured: whether this is all that the model asked for.
     """
 
     real: Bool[Tensor, "B columns"] | None
     q_offset: int
     kv_offset: int
     window: int | None
+    honoured: bool = True
 
     def __getattr__(self, name: str) -> NoReturn:
         """Say why there is no mask tensor if a model or cache uses this as one.
@@ -82,44 +85,60 @@ class PaddingMask:
             )
         return self.real[:, self.q_offset :]
 
+    def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
+        """Which of the ``T`` new tokens of a prompt are padding; ``None``: none that the mask tells.
+
+        Attention of padding is 0, as torch computes it. Otherwise it would leak into states (RecurrentGemma).
+        """
+        if self.real is None or T == 1 or self.real.shape[1] != self.q_offset + T:
+            return None
+        return ~self.real[:, self.q_offset :]
+
 
 def attach(model: _Model) -> _Model:
-    """Select kvkeep's attention for a model and return the model.
+    """Select kvkeep's attention for a model's text decoder and return the model.
 
-    With a dynamic cache, or without a cache, the model computes what it did before. A run is refused if it needs what
-    kvkeep's attention cannot compute: attention dropout, 4-D masks, packed sequences, static caches.
+    With a dynamic cache, or without a cache, the model computes what it did before. A run is refused if it needs
+    something that kvkeep's attention does not compute: attention dropout, 4-D masks, packed sequences, attention
+    matrices, static caches. Encoders of images and sounds keep their own attention.
     ``model.set_attn_implementation("sdpa")`` undoes it.
 
     Args:
-        model: any decoder of transformers whose attention goes through its attention interface.
+        model: any decoder of transformers whose attention goes through its attention interface, also if
+            ``torch.compile`` or an adapter of PEFT is wrapped around it.
 
     Raises:
         InputError: ``model`` is no model of transformers.
-        UnsupportedModelError: the interface does not reach this model's attention.
+        UnsupportedModelError: the interface does not reach this model's attention, or its cache is no KV cache.
     """
-    name = type(model).__name__
-    if not hasattr(model, "_can_set_attn_implementation"):
-        raise InputError(
-            f"A {name} is no model of transformers. Load one first: model, tokenizer = kvkeep.load(name_or_path)."
-        )
-    if not model._can_set_attn_implementation():
-        raise UnsupportedModelError(
-            f"{name} computes attention itself instead of through transformers' attention interface, so kvkeep "
-            "cannot reach it. Models of the Llama, Mistral, Qwen, Gemma, Phi, GPT-2, GPT-NeoX and OPT families work."
-        )
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder model; kvkeep bounds the cache of decoders only.")
-    model.set_attn_implementation(ATTENTION)
-    if _tell_ids not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_tell_ids, with_kwargs=True)
+    inner = unwrapped(model)
+    check_cache(inner)
+    text = text_config(inner)
+    decoders = [part for part in inner.modules() if isinstance(part, PreTrainedModel) and part.config is text]
+    for part in decoders or [inner]:
+        check_attention(part)
+    if inner.config is text or not decoders:
+        inner.set_attn_implementation(ATTENTION)
+    else:
+        decoders[0].set_attn_implementation(ATTENTION)
+        if inner._can_set_attn_implementation():
+            inner.set_attn_implementation({"": ATTENTION})  # for the masks that the outer model makes
+    if _tell_ids not in inner._forward_pre_hooks.values():
+        inner.register_forward_pre_hook(_tell_ids, with_kwargs=True)
     return model
 
 
 def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell a bounded cache which tokens the model is about to feed, see `BoundedCache.continue_with`."""
+    """Tell a bounded cache which tokens the model is about to feed, see `BoundedCache.continue_with`.
+
+    Raises:
+        InputError: a prompt has tokens that stand for an image, and there is none.
+    """
     cache = kwargs.get("past_key_values")
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(cache, BoundedCache) and isinstance(ids, Tensor) and not torch.compiler.is_compiling():
+        if cache.get_seq_length() == 0:
+            check_placeholders(cast(PreTrainedModel, model), ids, kwargs)
         cache.note(ids, kwargs.get("attention_mask"))
 
 
@@ -148,11 +167,22 @@ def attention_forward(
             f"{type(module).__name__} asks for dropout, a position bias or attention that is not causal, which "
             "kvkeep's attention does not compute. Call model.eval() if the model is in training mode."
         )
+    if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
+        raise UnsupportedModelError(
+            "output_attentions=True asks for a matrix of all attention probabilities, which kvkeep never has. Leave it "
+            'out, or go back to the model\'s own attention with model.set_attn_implementation("eager").'
+        )
     if isinstance(attention_mask, Tensor):
         raise UnsupportedModelError(
             "A 4-D attention mask was passed; kvkeep derives causality from positions. Pass a 2-D padding mask."
         )
-    key, layer = unwrap(key)
+    if attention_mask is not None and not attention_mask.honoured:
+        raise UnsupportedModelError(
+            "The model wants a mask that is neither causal nor a sliding window: image tokens that see each other, "
+            "several texts packed into a row, chunked attention, or an encoder. kvkeep derives visibility from "
+            "positions and cannot honour it."
+        )
+    key, value, layer = unwrap(key, value)
     mask = attention_mask or PaddingMask(None, key.shape[2] - query.shape[2], 0, kwargs.get("sliding_window"))
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -164,6 +194,8 @@ def attention_forward(
         out = _dense(query, key, value, mask, options)
     else:
         out = _bounded(layer, query, key, value, mask, options)
+    if (padding := mask.padding(query.shape[2])) is not None:
+        out = out.masked_fill(padding.to(out.device)[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -228,18 +260,13 @@ def padding_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> PaddingMask:
-    """The mask function of transformers' interface: keep the padding, and check that positions say all the rest.
+    """The mask function of transformers' interface: keep the padding, and note whether positions say all the rest.
 
-    Raises:
-        UnsupportedModelError: the model overlays a mask that is neither causal nor a sliding window.
+    A mask that cannot be honoured is refused when attention uses it; some models make masks that they never use.
     """
     expected = causal_mask_function if local_size is None else sliding_window_causal_mask_function(local_size)
-    if q_length > 1 and not _same_function(mask_function, expected):
-        raise UnsupportedModelError(
-            "The model overlays a mask that is neither causal nor a sliding window (packed sequences, bidirectional "
-            "image tokens, chunked attention). kvkeep derives visibility from positions and cannot honour it."
-        )
-    return PaddingMask(attention_mask, int(q_offset), kv_offset, local_size)
+    honoured = q_length == 1 or _same_function(mask_function, expected)
+    return PaddingMask(attention_mask, int(q_offset), kv_offset, local_size, honoured)
 
 
 def _same_function(one: object, two: object) -> bool:

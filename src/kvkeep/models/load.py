@@ -18,9 +18,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,19 +30,13 @@ from kvkeep.cache import BoundedCache
 from kvkeep.errors import ModelFileError, UnsupportedModelError
 from kvkeep.models import tiny
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
-from kvkeep.models.files import (
-    check_folder,
-    check_index,
-    check_numbers,
-    check_shape,
-    check_size,
-    explained,
-    locate,
-)
+from kvkeep.models.files import check_folder, check_numbers, check_shape, explained, locate
 from kvkeep.models.generation import check_generation_config
 from kvkeep.models.hf import attach
 from kvkeep.models.hub import cached_if_unreachable, no_conversion_service
 from kvkeep.models.quantised import check_format, check_readable, options, parts
+from kvkeep.models.shards import check_index, check_size
+from kvkeep.models.suitable import auto_class, generates_text, try_out
 
 Model: TypeAlias = PreTrainedModel
 Tokenizer: TypeAlias = PreTrainedTokenizerBase
@@ -123,6 +115,8 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) ->
     with cached_if_unreachable(name):
         config = read_config(name)
         skeleton = build_empty(name, config)
+        with quiet():
+            try_out(skeleton)
         check_generation_config(name)
         tokenizer = _read_tokenizer(name, config)
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
@@ -154,7 +148,8 @@ def _read(
     check_index(checkpoint.name, checkpoint.config, checkpoint.allow_pickle)
     check_size(checkpoint.name, checkpoint.parameters)
     with enough_memory(place), explained(checkpoint.name, "Its weights cannot be read"), no_conversion_service():
-        read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], AutoModelForCausalLM.from_pretrained)
+        from_pretrained = auto_class(checkpoint.config).from_pretrained
+        read = cast(Callable[..., tuple[PreTrainedModel, dict[str, Any]]], from_pretrained)
         model, report = read(
             checkpoint.name,
             config=checkpoint.config,
@@ -224,7 +219,7 @@ def read_config(name: str) -> PreTrainedConfig:
         )
     with explained(name, "Its config.json holds values that cannot be used"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not generates_text(config):
         raise UnsupportedModelError(
             f"{name} is of type {kind!r}, which transformers does not offer as a decoder that generates text."
         )
@@ -242,7 +237,7 @@ def build_empty(name: str, config: PreTrainedConfig) -> PreTrainedModel:
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
     with explained(name, "Its config.json holds values that cannot be used"), torch.device("meta"):
-        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        skeleton: PreTrainedModel = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False)
         BoundedCache(config, "full", budget=1)
         return attach(skeleton)
 

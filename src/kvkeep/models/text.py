@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvkeep.errors import InputError
@@ -17,6 +17,7 @@ from kvkeep.models.device import enough_memory
 from kvkeep.models.files import explained
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Checkpoint
+from kvkeep.models.suitable import auto_class
 from kvkeep.models.templates import fill
 
 
@@ -149,6 +150,6 @@ def with_random_weights(writer: Writer, seed: int) -> Writer:
     with torch.random.fork_rng(devices=[]), enough_memory(writer.model.device):
         torch.manual_seed(seed)
         config = copy.deepcopy(writer.model.config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
         torch.nn.Module.to(model, writer.model.device, writer.model.dtype)
     return replace(writer, model=attach(model.eval()))
