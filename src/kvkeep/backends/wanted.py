@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.statistic import Low, Mass, MassAndLast, Nothing, Statistic
+from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
 
 
 class Wanted(NamedTuple):
@@ -48,3 +49,43 @@ def wanted(statistic: Statistic) -> Wanted | None:
     if isinstance(statistic, Low):
         return Wanted("low", statistic.rows, theta=statistic.theta, live=statistic.live)
     return None
+
+
+class Sums(NamedTuple):
+    """The report of many rows: sums over rows, each with a weight per row.
+
+    Attributes:
+        masses: weights of the sums of probabilities.
+        lows: weights of the sums that count keys below their share.
+        gain: factor on the logits of the probabilities that are summed, per row of the batch; ``None`` for 1.
+        theta: see `Low`.
+        live: see `Low`.
+    """
+
+    masses: list[Float[Tensor, "B T"]]
+    lows: list[Float[Tensor, "B T"]]
+    gain: Float[Tensor, " B"] | None = None
+    theta: float = 1.0
+    live: bool = False
+
+
+def sums_wanted(statistic: Statistic, queries: Int[Tensor, "B T"]) -> Sums | None:
+    """What a statistic sums over rows at these positions, in the order of its fields; ``None`` for another kind."""
+    kind, selected = type(statistic), statistic.selects(queries)
+    if kind is Nothing:
+        return Sums([], [])
+    if isinstance(statistic, LowRows):
+        masses = [*statistic.weights(selected, queries).values()]
+        return Sums(masses[:2], masses[2:], theta=statistic.theta, live=statistic.live)
+    if isinstance(statistic, Low):
+        return Sums([selected.float()], [selected.float()], theta=statistic.theta, live=statistic.live)
+    if kind not in (Mass, MassAndLast) or cast(Mass, statistic).noise is not None:
+        return None
+    mass = cast(Mass, statistic)
+    plain = isinstance(mass.gain, float) and mass.gain == 1.0
+    gain = None if plain else torch.as_tensor(mass.gain, dtype=torch.float32, device=queries.device)
+    masses = [mass.weights(selected, queries)]
+    if isinstance(statistic, MassAndLast):
+        newest = torch.as_tensor(mass.last, device=queries.device).view(-1, 1)
+        masses.append(mass.weights(selected & (queries == newest), queries))
+    return Sums(masses, [], None if gain is None else gain.expand(len(queries)))

@@ -1,7 +1,7 @@
-"""Decode steps in C++, compiled for this machine at first use.
+"""Attention and decode steps in C++, compiled for this machine at first use.
 
-`build` compiles and loads the kernel, and `ops` are its functions on tensors. `native` returns the kernel, or why there
-is none.
+`build` compiles and loads the kernel. `ops` are its functions on tensors, `prefill_ops` those for many tokens per row.
+`native` returns the kernel, or why there is none.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.native import ops
+from kvkeep.backends.native import ops, prefill_ops
 from kvkeep.backends.native.build import Native, native
 from kvkeep.backends.protocol import Added, Backend, Limits
 from kvkeep.backends.torch import TorchBackend
@@ -21,10 +21,11 @@ __all__ = ["Native", "NativeBackend", "native"]
 
 
 class NativeBackend(Backend):
-    """The kernel for one token per row, torch for everything else.
+    """The kernels, and torch for what they cannot do.
 
     Cost of `attend`:
-        for one token, the visible part of ``B·Hk·S·(D + E)`` elements is read once.
+        for one token, the visible part of ``B·Hk·S·(D + E)`` elements is read once. For more, ``2·B·Hq·T·S·(D + E)``
+        FLOPs, half of it for a causal chunk; extra memory for a float32 copy of the keys and values of some heads.
     """
 
     name = "native"
@@ -42,9 +43,12 @@ class NativeBackend(Backend):
         statistic: Statistic,
         options: AttentionOptions,
     ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """See `Backend.attend`. A padded query of one token, and one that sees nothing, give zeros."""
+        """See `Backend.attend`. A padded query, and one that sees nothing, give zeros."""
+        if query.shape[2] > 1:
+            read = prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
+            return read or self._torch.attend(query, slots, now, statistic=statistic, options=options)
         found = None
-        if query.shape[2] == 1 and options.top is None and is_known(statistic):
+        if options.top is None and is_known(statistic):
             keys, values, positions = slots
             found = ops.attend(query, keys, values, now, positions, options=options, wanted=wanted(statistic))
         if found is None:

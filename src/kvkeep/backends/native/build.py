@@ -24,7 +24,7 @@ from pathlib import Path
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 COMPILERS = ("g++", "clang++", "c++")
-FUNCTIONS = ("kvkeep_attend", "kvkeep_write", "kvkeep_expire", "kvkeep_count_over", "kvkeep_evict", "kvkeep_step")
+FUNCTIONS = tuple(f"kvkeep_{name}" for name in ("attend", "prefill", "step", "write", "expire", "count_over", "evict"))
 
 # without -ffast-math: see the head of vectors.h
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")

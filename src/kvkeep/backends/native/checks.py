@@ -26,25 +26,44 @@ def attendable(
     wanted: Wanted | None,
 ) -> bool:
     """Whether dtypes and shapes are those that `attend` promises to the kernel."""
-    (B, Hq, T, D), (_, Hk, S, E) = query.shape, values.shape
-    if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype:
+    B, _, T, _ = query.shape
+    if T != 1 or now.shape != (B, 1) or not _is_cache(query, keys, values, positions) or not _is_asked(query, options):
         return False
-    if T != 1 or S == 0 or Hq % Hk or keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
-        return False
-    if now.dtype not in _WHOLE or positions.dtype not in _WHOLE or now.shape != (B, 1):
-        return False
-    if positions.shape != (B, Hk, S) and positions.shape != (B, 1, S):
-        return False
-    if options.window is not None and options.window < 0:
-        return False
-    sinks = options.sinks
-    if sinks is not None and (
-        not sinks.is_cpu or sinks.shape != (Hq,) or (sinks.requires_grad and torch.is_grad_enabled())
-    ):
+    if now.dtype not in _WHOLE:
         return False
     if wanted is None:
         return True
     return _is_per_row(wanted.counts, B) and _is_per_row(wanted.gain, B) and _is_per_row(wanted.last, B)
+
+
+def readable(
+    query: Tensor, keys: Tensor, values: Tensor, now: Tensor, positions: Tensor, *, options: AttentionOptions
+) -> bool:
+    """Whether dtypes and shapes are those that `prefill` promises to the kernel."""
+    B, _, T, _ = query.shape
+    if now.shape != (B, T) or now.dtype not in _WHOLE or not now.is_cpu:
+        return False
+    return _is_cache(query, keys, values, positions) and _is_asked(query, options)
+
+
+def _is_cache(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> bool:
+    """Whether these keys and values can be attended to by the queries."""
+    (B, Hq, _, D), (_, Hk, S, E) = query.shape, values.shape
+    if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype or positions.dtype not in _WHOLE:
+        return False
+    if S == 0 or Hq % Hk or keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
+        return False
+    return positions.shape in ((B, Hk, S), (B, 1, S))
+
+
+def _is_asked(query: Tensor, options: AttentionOptions) -> bool:
+    """Whether window and sinks are as the kernel expects them."""
+    if options.window is not None and options.window < 0:
+        return False
+    sinks = options.sinks
+    if sinks is None:
+        return True
+    return sinks.is_cpu and sinks.shape == (query.shape[1],) and not (sinks.requires_grad and torch.is_grad_enabled())
 
 
 def writable(keys: Tensor, values: Tensor, positions: Tensor, new: tuple[Tensor, Tensor], now: Tensor) -> bool:

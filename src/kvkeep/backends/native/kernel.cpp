@@ -2,6 +2,7 @@
 // returns -1 if there was no memory; then nothing has been done.
 
 #include "attend.h"
+#include "prefill.h"
 #include "slots.h"
 
 // A whole decode step: write the token into a free slot, attend, add the mass to the policy's sums, expire and evict.
@@ -97,6 +98,14 @@ extern "C" int64_t kvkeep_attend(const Attend *a) {
         case 0: return attend_as<Float32>(*a);
         case 1: return attend_as<BFloat16>(*a);
         default: return attend_as<Float16>(*a);
+    }
+}
+
+extern "C" int64_t kvkeep_prefill(const Prefill *a) {
+    switch (a->type) {
+        case 0: return prefill_as<Float32>(*a);
+        case 1: return prefill_as<BFloat16>(*a);
+        default: return prefill_as<Float16>(*a);
     }
 }
 

@@ -26,7 +26,7 @@ _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d")
 _WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q")
 _SLOTS = struct.Struct("4q 3q 3q 3q q 3q 4q")
 _STEP = struct.Struct("3q 3q 2q 3q 3q 3q 4q d")
-_LAST = 2**31 - 1
+LAST = 2**31 - 1
 """The largest position: the kernel counts positions in 32 bits."""
 
 
@@ -48,7 +48,7 @@ def attend(
         The output ``(B, Hq, 1, E)`` in the query's dtype; if wanted, then the mass and the second field of the report,
         ``(B, Hk, S)`` float32.
     """
-    library = _library(query, keys, values, now, positions)
+    library = library_for(query, keys, values, now, positions)
     if library is None or not checks.attendable(query, keys, values, now, positions, options=options, wanted=wanted):
         return None
     positions, now = _as(positions, torch.int32), _as(now, torch.int64)
@@ -72,7 +72,7 @@ def step(
     ``wanted`` asks for the mass alone; it is ``None`` if the policy has no sums.
     """
     keys, values, positions = slots
-    library = _library(query, *slots, *new, now, limits.seen, *added.states)
+    library = library_for(query, *slots, *new, now, limits.seen, *added.states)
     if library is None or not checks.attendable(query, keys, values, now, positions, options=options, wanted=wanted):
         return None
     if not checks.writable(*slots, new, now) or not checks.countable(
@@ -89,11 +89,11 @@ def step(
     packed = call.packed + _STEP.pack(
         *(new[0].data_ptr(), *new[0].stride()[:2]),
         *(new[1].data_ptr(), *new[1].stride()[:2]),
-        *(_pointer(total), _pointer(other)),
+        *(pointer(total), pointer(other)),
         *((0, 0) if total is None else total.stride()[:2]),
         *(added.is_score, seen.data_ptr(), seen.stride(0), _bounded(limits.sinks)),
-        *(_pointer(recents), 0 if recents is None else recents.stride(0), recent),
-        *(_pointer(most), *((0, 0) if most is None else _strides(most)), limit),
+        *(pointer(recents), 0 if recents is None else recents.stride(0), recent),
+        *(pointer(most), *((0, 0) if most is None else _strides(most)), limit),
         1.0 if wanted is None else wanted.decay,
     )
     return None if library.kvkeep_step(packed) else call.results[0]
@@ -108,7 +108,7 @@ def write(
     now: Int[Tensor, "B 1"],
 ) -> Int[Tensor, "B Hk 1"] | None:
     """`Backend.append`, where the new token has the dtype of the slots."""
-    library = _library(keys, values, positions, *new, now)
+    library = library_for(keys, values, positions, *new, now)
     new_keys, new_values = new
     if library is None or not checks.writable(keys, values, positions, new, now):
         return None
@@ -130,7 +130,7 @@ def write(
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:
     """`Backend.expire`."""
-    library = _library(positions, seen)
+    library = library_for(positions, seen)
     if library is None or not checks.countable(positions, seen):
         return None
     call = _slots(positions, seen, window=window)
@@ -139,7 +139,7 @@ def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: in
 
 def count_over(positions: Int[Tensor, "B Hk S"], limit: Budget) -> int | None:
     """The number of heads that hold more tokens than their limit."""
-    library = _library(positions)
+    library = library_for(positions)
     if library is None or not checks.countable(positions, limit=limit):
         return None
     call = _slots(positions, limit=limit)
@@ -157,7 +157,7 @@ def evict(
     limit: Budget,
 ) -> bool | None:
     """`Backend.evict`."""
-    library = _library(positions, scores, seen)
+    library = library_for(positions, scores, seen)
     if library is None or not checks.countable(positions, seen, recent, limit):
         return None
     if scores.dtype != torch.float32 or scores.shape != positions.shape:
@@ -210,10 +210,10 @@ def _attention(
         *(values.data_ptr(), *values.stride()[:3]),
         *(positions.data_ptr(), positions.stride(0), positions.stride(1) if positions.shape[1] > 1 else 0),
         *(now.data_ptr(), now.stride(0)),
-        *(out, _pointer(sinks), min(options.window or 0, _LAST)),
+        *(out, pointer(sinks), min(options.window or 0, LAST)),
         *(kind, mass, second),
-        *(_pointer(counted), counts, _pointer(gains), wanted.gain is not None),
-        *(_pointer(newest), last, wanted.live),
+        *(pointer(counted), counts, pointer(gains), wanted.gain is not None),
+        *(pointer(newest), last, wanted.live),
         *(options.scaling, options.softcap or 0.0, gain, wanted.decay, wanted.theta),
     )
     return _Attention(packed, results, (sinks, counted, gains, newest))
@@ -248,10 +248,10 @@ def _slots(
     packed = _SLOTS.pack(
         *(*positions.shape, torch.get_num_threads()),
         *(positions.data_ptr(), *positions.stride()[:2]),
-        *(_pointer(seen), 0 if seen is None else seen.stride(0), _bounded(window)),
-        *(_pointer(scores), *((0, 0) if scores is None else scores.stride()[:2]), _bounded(sinks)),
-        *(_pointer(recents), 0 if recents is None else recents.stride(0), newest),
-        *(_pointer(limits), *((0, 0) if limits is None else _strides(limits)), most),
+        *(pointer(seen), 0 if seen is None else seen.stride(0), _bounded(window)),
+        *(pointer(scores), *((0, 0) if scores is None else scores.stride()[:2]), _bounded(sinks)),
+        *(pointer(recents), 0 if recents is None else recents.stride(0), newest),
+        *(pointer(limits), *((0, 0) if limits is None else _strides(limits)), most),
     )
     return _Call(packed, (seen, recents, limits))
 
@@ -268,7 +268,7 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _bounded(value: Budget) -> Budget:
     """The value, limited so that the kernel can subtract it from a position without an overflow."""
-    return value.to(torch.int64).clamp(-_LAST, _LAST) if isinstance(value, Tensor) else max(-_LAST, min(value, _LAST))
+    return value.to(torch.int64).clamp(-LAST, LAST) if isinstance(value, Tensor) else max(-LAST, min(value, LAST))
 
 
 def _either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | None, int | float]:
@@ -276,11 +276,12 @@ def _either(value: int | float | Tensor, dtype: torch.dtype) -> tuple[Tensor | N
     return (value.to(dtype).contiguous(), 0) if isinstance(value, Tensor) else (None, value)
 
 
-def _pointer(tensor: Tensor | None) -> int:
+def pointer(tensor: Tensor | None) -> int:
+    """The tensor's address; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _library(*tensors: Tensor) -> ctypes.CDLL | None:
+def library_for(*tensors: Tensor) -> ctypes.CDLL | None:
     """The kernel, if the tensors are ordinary ones in main memory, dense in the last axis, without gradients."""
     library = native().library
     if library is None or torch.compiler.is_compiling():

@@ -1,0 +1,238 @@
+// Attention of a prompt's tokens, block by block, and the sums over their rows.
+
+#pragma once
+
+#include "tiles.h"
+
+namespace {
+
+// One block of query rows of one head. Rows are sorted by token, then by query head.
+template <class X>
+class Block {
+    const Plan &plan;
+    const Prefill &a;
+    const Packed held;
+    const int64_t row, head, first, tokens, rows, width;
+    float *const p, *const tempered, *const query, *const out, *const scale, *const temper, *const weights;
+    float *const shares;
+    int32_t *const at, *const ids;
+    int64_t active = 0;
+
+   public:
+    Block(const Plan &plan, Packed held, int64_t i, int64_t block, float *scratch)
+        : plan(plan), a(plan.a), held(held), row(i / a.kv_heads), head(i % a.kv_heads),
+          first(block * plan.tokens_each), tokens(std::min(plan.tokens_each, a.tokens - first)),
+          rows(up(tokens * a.group, ROWS)), width(plan.width), p(scratch),
+          tempered(p + plan.rows_each * width), query(tempered + (a.gains ? plan.rows_each * width : 0)),
+          out(query + plan.rows_each * plan.dim.floats()), scale(out + plan.rows_each * plan.value_dim.floats()),
+          temper(scale + plan.rows_each), weights(temper + plan.rows_each),
+          shares(weights + plan.tokens_each * (a.masses + a.lows)), at((int32_t *)(shares + plan.tokens_each)),
+          ids(at + plan.tokens_each) {}
+
+    // Write the outputs, and add to the sums, which are `stride` floats apart.
+    void run(float *sums, int64_t stride) {
+        find_panels();
+        load_queries();
+        for (int64_t c = 0; c < active; c++)
+            for (int64_t r = 0; r < rows; r += ROWS)
+                dots(query + r * plan.dim.floats(), plan.dim.floats(), held.keys + ids[c] * PANEL * plan.dim.floats(),
+                     p + r * width + c * PANEL, width);
+        for (int64_t r = 0; r < tokens * a.group; r++) normalise(r);
+        write_outputs();
+        if (!load_weights()) return;
+        for (int64_t c = 0; c < active; c++)
+            for (int64_t i = 0; i < TILE; i++) {
+                if (a.lows) count(c, i, sums + ids[c] * PANEL + i * W, stride);
+                else add(c, i, sums + ids[c] * PANEL + i * W, stride);
+            }
+    }
+
+   private:
+    // The newest position behind the window.
+    int32_t behind(int32_t now) const { return a.window ? (int32_t)(now - a.window) : INT32_MIN; }
+
+    // List the panels with a key that some row sees. Keys behind the window count as low, so they are seen there.
+    void find_panels() {
+        int32_t least = INT32_MAX, most = -1;
+        for (int64_t t = 0; t < tokens; t++) {
+            at[t] = (int32_t)a.now[row * a.tokens + first + t];
+            most = std::max(most, at[t]);
+            if (at[t] >= 0) least = std::min(least, at[t]);
+        }
+        const int32_t hidden = a.lows ? INT32_MIN : behind(least);
+        for (int64_t panel = 0; panel < plan.panels; panel++)
+            if (held.most[panel] > hidden && held.most[panel] >= 0 && held.least[panel] <= most)
+                ids[active++] = (int32_t)panel;
+    }
+
+    void load_queries() {
+        typedef typename X::T T;
+        const int64_t dim = plan.dim.floats();
+        const float scaling = (float)a.scaling;
+        for (int64_t r = 0; r < rows; r++) {
+            const bool real = r < tokens * a.group;
+            const T *from = (const T *)a.query + row * a.query_row + (head * a.group + r % a.group) * a.query_head +
+                            (first + r / a.group) * a.query_token;
+            for (int64_t i = 0; i < plan.dim.n; i++) {
+                const Pair q = pair_of<X>(real ? from : nullptr, plan.dim, i);
+                store(query + r * dim + i * 2 * W, q.a * scaling);
+                store(query + r * dim + i * 2 * W + W, q.b * scaling);
+            }
+        }
+    }
+
+    // Turn the logits of a row into probabilities times 1 / scale.
+    void normalise(int64_t r) {
+        const int32_t now = at[r / a.group], hidden = behind(now);
+        const float softcap = (float)a.softcap, sink = a.sinks ? a.sinks[head * a.group + r % a.group] : -INFINITY;
+        float *x = p + r * width, *other = tempered + r * width;
+        Floats top = all(sink);
+        int64_t seen = 0;
+        for (int64_t c = 0; c < active; c++) {
+            const bool whole = !held.gaps[ids[c]] && held.most[ids[c]] <= now && held.least[ids[c]] > hidden;
+            for (int64_t i = c * PANEL; i < (c + 1) * PANEL; i += W) {
+                Floats logits = load<Floats>(x + i);
+                if (softcap != 0.0f) logits = tanh(logits / softcap) * softcap;
+                if (!whole) {
+                    const Ints k = load<Ints>(held.positions + ids[c] * PANEL + i - c * PANEL);
+                    const Ints known = (k >= 0) & (k <= now);
+                    seen -= sum(known);
+                    logits = select(known & (k > hidden), logits, all(-INFINITY));
+                }
+                if (!whole || softcap != 0.0f) store(x + i, logits);
+                top = select(logits > top, logits, top);
+            }
+            if (whole) seen += PANEL;
+        }
+        if (r % a.group == 0) shares[r / a.group] = a.live ? (float)seen : (float)now + 1.0f;
+        const float most = largest(top);
+        if (most == -INFINITY) {
+            scale[r] = temper[r] = 0.0f;
+            std::memset(x, 0, active * PANEL * sizeof *x);
+            if (a.gains) std::memset(other, 0, active * PANEL * sizeof *x);
+            return;
+        }
+        const float gain = a.gains ? a.gains[row] : 1.0f;
+        Floats total = {}, tempered_total = {};
+        for (int64_t i = 0; i < active * PANEL; i += W) {
+            const Floats logits = load<Floats>(x + i) - most, e = exp(logits);
+            store(x + i, e);
+            total += e;
+            if (a.gains) {
+                const Floats t = select(logits > -INFINITY, exp(logits * gain), Floats{});
+                store(other + i, t);
+                tempered_total += t;
+            }
+        }
+        scale[r] = 1.0f / (sum(total) + (a.sinks ? std::exp(sink - most) : 0.0f));
+        temper[r] = a.gains ? 1.0f / std::max(sum(tempered_total), 1e-37f) : scale[r];
+    }
+
+    void write_outputs() {
+        const int64_t dim = plan.value_dim.floats();
+        std::memset(out, 0, rows * dim * sizeof *out);
+        for (int64_t c = 0, n; c < active; c += n) {
+            n = c + 1 < active && ids[c + 1] == ids[c] + 1 ? 2 : 1;
+            const float *values = held.values + ids[c] * PANEL * dim;
+            for (int64_t r = 0; r < rows; r += ROWS) {
+                const float *weights = p + r * width + c * PANEL;
+                int64_t d = 0;
+                for (; d + TILE * W <= dim; d += TILE * W)
+                    mix<TILE>(weights, width, n * PANEL, values + d, dim, out + r * dim + d);
+                for (; d < dim; d += 2 * W) mix<2>(weights, width, n * PANEL, values + d, dim, out + r * dim + d);
+            }
+        }
+        typedef typename X::T T;
+        const int64_t E = a.value_dim;
+        for (int64_t r = 0; r < tokens * a.group; r++) {
+            const int64_t query_head = (row * a.kv_heads + head) * a.group + r % a.group;
+            T *to = (T *)a.out + (query_head * a.tokens + first + r / a.group) * E;
+            for (int64_t d = 0; d < E; d += 2 * W) {
+                const float *from = out + r * dim + d;
+                const Pair mixed = {load<Floats>(from) * scale[r], load<Floats>(from + W) * scale[r]};
+                if (d + 2 * W <= E) X::narrow(mixed, to + d);
+                else narrow<X>(mixed, to + d, E - d);
+            }
+        }
+    }
+
+    // Copy the weights of the block's tokens; false if all are 0. A mean over the group is part of them.
+    bool load_weights() {
+        bool some = false;
+        for (int64_t f = 0; f < a.masses + a.lows; f++)
+            for (int64_t t = 0; t < tokens; t++) {
+                const float weight = a.weights[(f * a.rows + row) * a.tokens + first + t];
+                weights[f * tokens + t] = weight;
+                some |= weight != 0.0f;
+            }
+        return some;
+    }
+
+    // Add W keys' probabilities to the sums.
+    void add(int64_t c, int64_t i, float *sums, int64_t stride) {
+        const float *from = (a.gains ? tempered : p) + c * PANEL + i * W;
+        for (int64_t f = 0; f < a.masses; f++) {
+            Floats total = load<Floats>(sums + f * stride);
+            for (int64_t r = 0; r < tokens * a.group; r++) {
+                const float weight = weights[f * tokens + r / a.group] / (float)a.group;
+                total += load<Floats>(from + r * width) * (weight * temper[r]);
+            }
+            store(sums + f * stride, total);
+        }
+    }
+
+    // Add W keys' probabilities, and the weights of the rows that find them low.
+    void count(int64_t c, int64_t i, float *sums, int64_t stride) {
+        const float *from = p + c * PANEL + i * W;
+        const Ints k = load<Ints>(held.positions + ids[c] * PANEL + i * W);
+        for (int64_t t = 0; t < tokens; t++) {
+            Floats mean = {};
+            for (int64_t r = t * a.group; r < (t + 1) * a.group; r++) mean += load<Floats>(from + r * width) * scale[r];
+            mean /= (float)a.group;
+            const Ints low = (mean * shares[t] * (float)a.theta < 1.0f) & (k >= 0) & (k <= at[t]);
+            for (int64_t f = 0; f < a.masses + a.lows; f++) {
+                const float weight = weights[f * tokens + t];
+                if (weight == 0.0f) continue;
+                const Floats more = f < a.masses ? mean * weight : select(low, all(weight), Floats{});
+                store(sums + f * stride, load<Floats>(sums + f * stride) + more);
+            }
+        }
+    }
+};
+
+template <class X>
+int64_t prefill_as(const Prefill &a) {
+    const Plan plan(a);
+    const int64_t heads = a.rows * a.kv_heads, fields = a.masses + a.lows, padded = plan.panels * PANEL;
+    const Scratch memory(plan.heads_each * plan.packed), partial(plan.heads_each * plan.parts * plan.partial);
+    if (!memory.get() || !partial.get()) return -1;
+    for (int64_t start = 0; start < heads; start += plan.heads_each) {
+        const int64_t n = std::min(plan.heads_each, heads - start), bytes = n * padded * a.tokens * 4;
+        const auto held = [&](int64_t i) { return plan.head(memory.get() + i * plan.packed); };
+        bool done = for_each(n * plan.panels, bytes, a.threads, 0, [&](int64_t i, float *) {
+            const int64_t which = start + i / plan.panels;
+            pack<X>(plan, which / a.kv_heads, which % a.kv_heads, i % plan.panels, held(i / plan.panels));
+        });
+        done = done && for_each(n * plan.parts, bytes, a.threads, plan.scratch, [&](int64_t i, float *scratch) {
+            const int64_t part = plan.parts - 1 - i / n, which = i % n;  // the last ones see most keys
+            float *sums = partial.get() + (which * plan.parts + part) * plan.partial;
+            std::memset(sums, 0, plan.partial * sizeof *sums);
+            for (int64_t b = part * plan.blocks / plan.parts; b < (part + 1) * plan.blocks / plan.parts; b++)
+                Block<X>(plan, held(which), start + which, b, scratch).run(sums, padded);
+        });
+        done = done && for_each(n * fields, bytes, a.threads, 0, [&](int64_t i, float *) {
+            const int64_t which = i / fields, field = i % fields;
+            float *to = a.sums + (field * heads + start + which) * plan.slots;
+            const float *from = partial.get() + which * plan.parts * plan.partial + field * padded;
+            for (int64_t j = 0; j < plan.slots; j++) {
+                float total = 0.0f;
+                for (int64_t part = 0; part < plan.parts; part++) total += from[part * plan.partial + j];
+                to[j] = total;
+            }
+        });
+        if (!done) return -1;
+    }
+    return 0;
+}
+
+}  // namespace

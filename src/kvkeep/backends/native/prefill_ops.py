@@ -1,0 +1,76 @@
+"""Attention of many tokens per row in the kernel.
+
+The kernel takes bare addresses. `checks.readable` makes sure that everything it relies on holds.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.backends.native import checks, ops
+from kvkeep.backends.wanted import sums_wanted
+from kvkeep.statistic import Statistic
+from kvkeep.types import AttentionOptions, Report, Slots
+
+_SHAPE = struct.Struct("8q 4q")
+_PIECE = struct.Struct("q 4q 4q 3q")
+_REST = struct.Struct("4q 4q 2q 3d")
+_NO_PIECE = bytes(_PIECE.size)
+
+
+def attend(
+    query: Float[Tensor, "B Hq T D"],
+    slots: Slots,
+    now: Int[Tensor, "B T"],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+) -> tuple[Float[Tensor, "B Hq T E"], Report] | None:
+    """`Backend.attend` of several tokens; ``None`` if the kernel cannot do it. `AttentionOptions.top` is ignored.
+
+    A padded query (position -1), and a query that sees nothing, give zeros.
+    """
+    keys, values, positions = slots
+    library = ops.library_for(query, keys, values, positions)
+    if library is None or not checks.readable(query, keys, values, now, positions, options=options):
+        return None
+    if (wanted := sums_wanted(statistic, now)) is None:
+        return None
+    (B, Hq, T, D), (Hk, S, E) = query.shape, values.shape[1:]
+    now, positions = now.to(torch.int64).contiguous(), positions.to(torch.int32)
+    sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+    every = [*wanted.masses, *wanted.lows]
+    weights = torch.stack(every).float().contiguous() if every else None
+    gain = None if wanted.gain is None else wanted.gain.float().contiguous()
+    out, sums = query.new_empty((B, Hq, T, E)), torch.empty((len(every), B, Hk, S), dtype=torch.float32)
+    packed = _SHAPE.pack(
+        *(B, Hk, Hq // Hk, T, D, E, torch.get_num_threads(), checks.TYPES[query.dtype]),
+        *(query.data_ptr(), *query.stride()[:3]),
+    )
+    packed += _NO_PIECE + _piece(keys, values, positions)
+    packed += _REST.pack(
+        *(now.data_ptr(), out.data_ptr(), ops.pointer(sinks), min(options.window or 0, ops.LAST)),
+        *(len(wanted.masses), len(wanted.lows), ops.pointer(weights), sums.data_ptr()),
+        *(ops.pointer(gain), wanted.live),
+        *(options.scaling, options.softcap or 0.0, wanted.theta),
+    )
+    if library.kvkeep_prefill(packed):
+        return None
+    return out, Report(dict(zip(statistic.fields, sums, strict=True)))
+
+
+def _piece(
+    keys: Float[Tensor, "B Hk S D"], values: Float[Tensor, "B Hk S E"], positions: Int[Tensor, "B H S"]
+) -> bytes:
+    """Keys and values that lie together, with their positions: per head, or one row of them for all heads."""
+    step = positions.stride(1) if positions.shape[1] > 1 else 0
+    return _PIECE.pack(
+        keys.shape[2],
+        *(keys.data_ptr(), *keys.stride()[:3]),
+        *(values.data_ptr(), *values.stride()[:3]),
+        *(positions.data_ptr(), positions.stride(0), step),
+    )

@@ -1,0 +1,171 @@
+// The parts of attention of many tokens per row: what is asked, how it is cut into work, and products of tiles.
+//
+// A block of query rows meets all keys that it sees at once: its logits, at most ROOM floats, stay in the second-level
+// cache, where they become probabilities, are summed over the rows, and weigh the values. Keys are transposed once per
+// head, a panel of PANEL keys at a time. Panels that no row of a block sees are skipped, so a causal chunk costs half.
+//
+// One head's rows are cut into parts whose number does not depend on the number of threads. One thread does a part from
+// beginning to end, and the sums of the parts are added in order, so results do not depend on the threads.
+
+#pragma once
+
+#include <algorithm>
+
+#include "heads.h"
+#include "vectors.h"
+
+// Keys and values that lie together. Strides count elements; the last axis is dense.
+extern "C" struct Piece {
+    int64_t slots;
+    const char *keys;
+    int64_t key_row, key_head, key_slot;
+    const char *values;
+    int64_t value_row, value_head, value_slot;
+    const int32_t *positions;
+    int64_t position_row, position_head;
+};
+
+extern "C" struct Prefill {
+    int64_t rows, kv_heads, group, tokens, dim, value_dim, threads, type;  // as in Attend
+    const char *query;
+    int64_t query_row, query_head, query_token;
+    Piece pieces[2];
+    const int64_t *now;  // positions of the queries, -1 for padding; (rows, tokens), dense
+    char *out;           // (rows, query heads, tokens, value_dim), dense
+    const float *sinks;  // per query head, or null
+    int64_t window;      // 0 for none
+    int64_t masses, lows;
+    const float *weights;  // (masses + lows, rows, tokens), dense: of each token's row in each sum
+    float *sums;           // (masses + lows, rows, kv_heads, slots of both pieces), dense
+    const float *gains;    // per row, on the logits of `masses`; null for none
+    int64_t live;
+    double scaling, softcap, theta;
+};
+
+namespace {
+
+constexpr int ROWS = 6;  // with TILE vectors of keys, the sums fill the registers
+constexpr int64_t PANEL = TILE * W;
+constexpr int64_t PARTS = 16, HEADS_AT_ONCE = 32;
+constexpr int64_t MOST_ROWS = 48, ROOM = 48 * 4096;
+
+// One head's keys and values, packed: panels of transposed keys, values in pairs, positions.
+struct Packed {
+    float *keys, *values;
+    int32_t *positions, *least, *most;  // per panel: the smallest of its positions, empty slots aside, and the largest
+    int32_t *gaps;                      // per panel: whether it has empty slots
+};
+
+// How a call is cut into work.
+struct Plan {
+    const Prefill &a;
+    Pairs dim, value_dim;
+    int64_t slots, panels, tokens_each, rows_each, blocks, parts, heads_each, packed, partial, width, scratch;
+
+    explicit Plan(const Prefill &a) : a(a), dim(a.dim), value_dim(a.value_dim) {
+        slots = a.pieces[0].slots + a.pieces[1].slots;
+        panels = (slots + PANEL - 1) / PANEL;
+        const int64_t rows = std::max<int64_t>(ROWS, std::min(MOST_ROWS, ROOM / (panels * PANEL)));
+        tokens_each = std::max<int64_t>(1, std::min(rows / a.group, a.tokens));
+        rows_each = up(tokens_each * a.group, ROWS);
+        blocks = (a.tokens + tokens_each - 1) / tokens_each;
+        parts = std::min(blocks, PARTS);
+        heads_each = std::min((HEADS_AT_ONCE + parts - 1) / parts, a.rows * a.kv_heads);
+        packed = up(panels * (PANEL * (dim.floats() + value_dim.floats() + 1) + 3), W);
+        partial = (a.masses + a.lows) * panels * PANEL;
+        width = panels * PANEL + W;  // no power of two, which would crowd a few sets of the cache
+        scratch = rows_each * ((a.gains ? 2 : 1) * width + dim.floats() + value_dim.floats() + 2) +
+                  tokens_each * (a.masses + a.lows + 2) + panels;
+    }
+
+    Packed head(float *memory) const {
+        float *values = memory + panels * PANEL * dim.floats();
+        int32_t *positions = (int32_t *)(values + panels * PANEL * value_dim.floats());
+        int32_t *least = positions + panels * PANEL;
+        return {memory, values, positions, least, least + panels, least + 2 * panels};
+    }
+};
+
+// The pair p of a vector, padded with zeros; all zeros for a null pointer.
+template <class X>
+inline Pair pair_of(const typename X::T *from, Pairs pairs, int64_t p) {
+    const int64_t rest = pairs.dim - p * 2 * W;
+    if (!from) return {Floats{}, Floats{}};
+    return rest >= 2 * W ? X::widen(from + p * 2 * W) : widen<X>(from + p * 2 * W, rest);
+}
+
+// Pack one panel of a head. Empty slots become zeros.
+template <class X>
+void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to) {
+    typedef typename X::T T;
+    const Pairs dim = plan.dim, value_dim = plan.value_dim;
+    float *keys = to.keys + panel * PANEL * dim.floats(), *values = to.values + panel * PANEL * value_dim.floats();
+    int32_t *positions = to.positions + panel * PANEL, least = INT32_MAX, most = -1;
+    const T *found[PANEL];
+    for (int64_t j = 0; j < PANEL; j++) {
+        const int64_t held = plan.a.pieces[0].slots, all = panel * PANEL + j;
+        const Piece &piece = plan.a.pieces[all >= held];
+        const int64_t i = all >= held ? all - held : all;
+        const int32_t *known = piece.positions + row * piece.position_row + head * piece.position_head;
+        const T *key = (const T *)piece.keys + row * piece.key_row + head * piece.key_head;
+        const T *value = (const T *)piece.values + row * piece.value_row + head * piece.value_head;
+        positions[j] = i < piece.slots ? known[i] : -1;
+        const bool real = positions[j] >= 0;
+        least = real ? std::min(least, positions[j]) : least;
+        most = std::max(most, positions[j]);
+        found[j] = real ? key + i * piece.key_slot : nullptr;
+        for (int64_t p = 0; p < value_dim.n; p++) {
+            const Pair v = pair_of<X>(real ? value + i * piece.value_slot : nullptr, value_dim, p);
+            store(values + j * value_dim.floats() + p * 2 * W, v.a);
+            store(values + j * value_dim.floats() + p * 2 * W + W, v.b);
+        }
+    }
+    to.least[panel] = least;
+    to.most[panel] = most;
+    to.gaps[panel] = std::find(positions, positions + PANEL, -1) != positions + PANEL;
+    float part[PANEL][2 * W];
+    for (int64_t p = 0; p < dim.n; p++) {
+        for (int64_t j = 0; j < PANEL; j++) {
+            const Pair k = pair_of<X>(found[j], dim, p);
+            store(part[j], k.a);
+            store(part[j] + W, k.b);
+        }
+        for (int64_t d = 0; d < 2 * W; d++)
+            for (int64_t j = 0; j < PANEL; j++) keys[(p * 2 * W + d) * PANEL + j] = part[j][d];
+    }
+}
+
+// Dot products of ROWS queries with a panel of keys.
+inline void dots(const float *query, int64_t dim, const float *keys, float *to, int64_t width) {
+    Floats acc[ROWS][TILE] = {};
+    for (int64_t d = 0; d < dim; d++) {
+        Floats k[TILE];
+        for (int i = 0; i < TILE; i++) k[i] = load<Floats>(keys + d * PANEL + i * W);
+        for (int r = 0; r < ROWS; r++) {
+            const Floats q = in_register(all(query[r * dim + d]));
+            for (int i = 0; i < TILE; i++) acc[r][i] += q * k[i];
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < TILE; i++) store(to + r * width + i * W, acc[r][i]);
+}
+
+// Add n values, weighted by the probabilities of ROWS queries, to N vectors of the outputs.
+template <int N>
+inline void mix(const float *p, int64_t width, int64_t n, const float *values, int64_t dim, float *out) {
+    Floats acc[ROWS][N];
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < N; i++) acc[r][i] = load<Floats>(out + r * dim + i * W);
+    for (int64_t j = 0; j < n; j++) {
+        Floats v[N];
+        for (int i = 0; i < N; i++) v[i] = load<Floats>(values + j * dim + i * W);
+        for (int r = 0; r < ROWS; r++) {
+            const Floats weight = in_register(all(p[r * width + j]));
+            for (int i = 0; i < N; i++) acc[r][i] += weight * v[i];
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < N; i++) store(out + r * dim + i * W, acc[r][i]);
+}
+
+}  // namespace

@@ -1,0 +1,141 @@
+"""What the native kernel promises for many tokens per row, beside what every backend must do."""
+
+import pytest
+import torch
+from conformance.cases import OF_CHUNK, ON_CHUNK, chunk
+
+from kvkeep.backends.native import NativeBackend, checks, native, prefill_ops
+from kvkeep.backends.torch import TorchBackend
+from kvkeep.noise import Gumbel
+from kvkeep.statistic import LastHit, Low, LowRows, Mass, MassAndLast, Nothing
+from kvkeep.types import AttentionOptions, Slots
+
+pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)
+
+PLAIN = AttentionOptions(scaling=0.2)
+WORDS = LowRows(rows=40, words=2, last=torch.tensor([1090, 1087]), due=7)
+KNOWN = [Nothing(), Mass(), Mass(rows=9, gain=2.5, decay=0.9, last=1090), MassAndLast(last=1090), Low(live=True), WORDS]
+
+
+def by_kernel(query, slots, now, statistic, options=PLAIN):
+    found = prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("statistic", KNOWN, ids=lambda one: type(one).__name__)
+def test_every_known_statistic_comes_from_the_kernel_and_is_that_of_torch(statistic):
+    """Larger than what the loops of the judge can do: many panels of keys, blocks of rows, parts and heads."""
+    given = chunk(T=512, S=579, D=80, G=3, Hk=3, pads=3)
+    for options in (PLAIN, OF_CHUNK["window"], AttentionOptions(scaling=0.1, window=200, softcap=2.0)):
+        out, report = by_kernel(*given, statistic, options)
+        query, slots, now = given
+        wide = query.double(), slots._replace(keys=slots.keys.double(), values=slots.values.double()), now
+        want, expected = TorchBackend().attend(*wide, statistic=statistic, options=options)
+        real = (now >= 0)[:, None, :, None].expand_as(want)
+        torch.testing.assert_close(out[real].double(), want[real], rtol=1e-5, atol=5e-6)
+        for name, found in report.sums.items():
+            if name.startswith("low"):
+                assert (found != expected.sums[name]).float().mean() < 1e-3  # only next to the threshold
+            else:
+                torch.testing.assert_close(found, expected.sums[name].float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("statistic", KNOWN, ids=lambda one: type(one).__name__)
+def test_neither_the_number_of_threads_nor_other_rows_change_anything(statistic):
+    query, slots, now = chunk(T=200, S=100, D=64, G=2, Hk=3, B=2)
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        try:
+            found.append(by_kernel(query, slots, now, statistic))
+        finally:
+            torch.set_num_threads(1)
+    alone = [
+        by_kernel(query[i : i + 1], Slots(*(x[i : i + 1] for x in slots)), now[i : i + 1], of_row(statistic, i))
+        for i in (0, 1)
+    ]
+    found.append((torch.cat([out for out, _ in alone]), _joined([report for _, report in alone])))
+    for out, report in found[1:]:
+        assert torch.equal(out, found[0][0])
+        for name, tensor in report.sums.items():
+            assert torch.equal(tensor, found[0][1].sums[name])
+
+
+def of_row(statistic, row):
+    """The statistic of one row of the batch."""
+    if not isinstance(statistic, LowRows):
+        return statistic
+    return LowRows(rows=40, words=2, last=statistic.last[row : row + 1], due=7)
+
+
+def _joined(reports):
+    first = reports[0]
+    return type(first)({name: torch.cat([report.sums[name] for report in reports]) for name in first.sums})
+
+
+@pytest.mark.parametrize("statistic", [LastHit(), Mass(noise=Gumbel(1, 1, torch.arange(2)))], ids=["last hit", "noise"])
+def test_what_the_kernel_does_not_know_is_left_to_torch(statistic, monkeypatch):
+    asked, honest = [], TorchBackend.attend
+    monkeypatch.setattr(TorchBackend, "attend", lambda *one, **more: asked.append(1) or honest(*one, **more))
+    NativeBackend().attend(*chunk(), statistic=ON_CHUNK["window"], options=PLAIN)
+    assert asked == []
+    NativeBackend().attend(*chunk(), statistic=statistic, options=PLAIN)
+    assert asked == [1]
+
+
+WRONG = {
+    "double precision": lambda q, k, v, p, n: (q.double(), k.double(), v.double(), p, n),
+    "different dtypes": lambda q, k, v, p, n: (q.half(), k, v, p, n),
+    "positions of queries as floats": lambda q, k, v, p, n: (q, k, v, p, n.float()),
+    "positions of fewer queries": lambda q, k, v, p, n: (q, k, v, p, n[:, 1:]),
+    "positions of queries on another device": lambda q, k, v, p, n: (q, k, v, p, n.to("meta")),
+    "positions of slots as floats": lambda q, k, v, p, n: (q, k, v, p.float(), n),
+    "positions of fewer slots": lambda q, k, v, p, n: (q, k, v, p[:, :, 1:], n),
+    "fewer values": lambda q, k, v, p, n: (q, k, v[:, :, 1:], p, n),
+    "other head dims": lambda q, k, v, p, n: (q, k[..., 1:], v, p, n),
+    "heads that are no multiple": lambda q, k, v, p, n: (q[:, :3], k, v, p, n),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_what_would_make_the_kernel_read_elsewhere_is_refused(change):
+    query, (keys, values, positions), now = chunk(S=40)
+    assert checks.readable(query, keys, values, now, positions, options=PLAIN)
+    q, k, v, p, n = change(query, keys, values, positions, now)
+    assert not checks.readable(q, k, v, n, p, options=PLAIN)
+
+
+def test_tensors_and_options_that_the_kernel_does_not_take():
+    query, (keys, values, positions), now = chunk(S=40)
+
+    def taken(query=query, keys=keys, options=PLAIN):
+        slots = Slots(keys, values, positions)
+        return prefill_ops.attend(query, slots, now, statistic=Mass(), options=options) is not None
+
+    assert taken()
+    assert not taken(keys=keys.mT.contiguous().mT)
+    assert not taken(options=AttentionOptions(scaling=0.2, window=-1))
+    assert not taken(options=AttentionOptions(scaling=0.2, sinks=torch.zeros(3)))
+    with torch.enable_grad():
+        assert not taken(query.clone().requires_grad_())
+
+
+def test_a_window_skips_panels_that_nobody_sees():
+    """Keys behind the window are not even read: what lies there may be anything."""
+    query, (keys, values, positions), now = chunk(T=512, S=1, D=64, G=1, B=1)
+    given = Slots(keys, values, positions)
+    out, report = by_kernel(query[:, :, 300:], given, now[:, 300:], Mass(), AttentionOptions(scaling=0.2, window=30))
+    keys[:, :, :200], values[:, :, :200] = torch.nan, torch.nan
+    same, again = by_kernel(query[:, :, 300:], given, now[:, 300:], Mass(), AttentionOptions(scaling=0.2, window=30))
+    assert torch.equal(out, same)
+    assert torch.equal(report.mass, again.mass)
+
+
+def test_padding_and_rows_that_see_nothing_are_zeros():
+    query, slots, now = chunk(T=40, S=30, pads=12)
+    out, report = by_kernel(query, slots, now, Mass())
+    assert not out[-1, :, :12].any()
+    blind, _ = by_kernel(query, slots._replace(positions=torch.full_like(slots.positions, -1)), now, Nothing())
+    assert not blind.any()
+    torch.testing.assert_close(report.mass.sum(dim=-1)[1], torch.tensor([28.0, 28.0]))
