@@ -45,6 +45,7 @@ def evaluate(
             metavar="LIST",
             help="Policies with their options, e.g. full,local,h2o:recent=32,sinks=4,tova. "
             "full is run once, with room for the whole text.",
+            show_default="full, local, h2o and the default policy",
             rich_help_panel=_GRID,
         ),
     ] = f"full,local,h2o,{DEFAULT}",
