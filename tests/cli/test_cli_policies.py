@@ -48,6 +48,18 @@ def test_list_begins_with_three_to_start_from(monkeypatch: pytest.MonkeyPatch, w
         assert kvkeep.spec(kvkeep.parse(policy)) == policy
 
 
+@pytest.mark.parametrize("command", ["generate", "plan", "eval"])
+def test_help_shows_the_whole_default(monkeypatch: pytest.MonkeyPatch, command: str):
+    """The default's name is longer than a line of the help, which would cut it off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = invoke(command, "--help").stdout
+    words = " ".join(shown.replace("│", " ").split())
+    assert (
+        "full, local, h2o and the default policy" if command == "eval" else "first that kvkeep policies names"
+    ) in words
+    assert "…" not in shown
+
+
 def test_each_policy_is_of_one_kind():
     names = [name for kind in policies._by_kind(kvkeep.available_policies()).values() for name in kind]
     assert sorted(names) == sorted(kvkeep.available_policies())

@@ -104,6 +104,7 @@ Policy = Annotated[
         metavar="POLICY",
         help="Eviction policy, with its options if need be: h2o:recent=32. See [b]kvkeep policies[/b].",
         autocompletion=complete.policies,
+        show_default="the first that kvkeep policies names",
         rich_help_panel=MEMORY,
     ),
 ]
@@ -131,8 +132,8 @@ PrefillChunk = Annotated[
     str | None,
     typer.Option(
         metavar="TOKENS",
-        help="Read prompts in chunks of this size, which bounds the memory of prefill; the policy evicts before it has read "
-        "a question at the end. Default: whole prompts.",
+        help="Read prompts in chunks of this size, which bounds the memory of prefill; the policy evicts before it has "
+        "read a question at the end. Default: whole prompts.",
         rich_help_panel=MEMORY,
     ),
 ]

@@ -47,6 +47,7 @@ def evaluate(
             help="Policies with their options, e.g. full,local,h2o:recent=32,sinks=4,tova. "
             "full is run once, with room for the whole text.",
             autocompletion=complete.policy_list,
+            show_default="full, local, h2o and the default policy",
             rich_help_panel=_GRID,
         ),
     ] = f"full,local,h2o,{DEFAULT}",
