@@ -216,7 +216,7 @@ def test_facts_of_packages_and_graphics_cards(monkeypatch: pytest.MonkeyPatch):
     assert facts["devices"][1:] == [{"name": "cuda:0", "model": "Card 0", "memory_bytes": 24 * 10**9}]
     shown = [line.split() for line in invoke("env").stdout.splitlines()]
     assert ["nowhere-to-be-found", "–"] in shown
-    assert "cuda:0: Card 0, 24.0 GB".split() in shown
+    assert ["cuda:0:", "Card", "0,", "24.0", "GB"] in shown
 
 
 # arguments of Python as flags
