@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import util
 from pathlib import Path
+from types import ModuleType
 
 import model_folders
 import pytest
@@ -156,6 +158,21 @@ def test_formats_for_cuda_are_read_right_onto_the_card(monkeypatch: pytest.Monke
     assert getattr(found["quantization_config"], field)
     if form == "4bit":
         assert found["quantization_config"].bnb_4bit_quant_type == "nf4"
+
+
+@pytest.mark.parametrize(("form", "name"), [("int8", "Int8WeightOnlyConfig"), ("fp8", "Float8WeightOnlyConfig")])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.usefixtures("no_checked_annotations")
+def test_formats_of_torchao_go_wherever_the_model_goes(
+    monkeypatch: pytest.MonkeyPatch, form: str, name: str, device: str
+):
+    package = ModuleType("torchao.quantization")
+    setattr(package, name, lambda: name)
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", package)
+    monkeypatch.setattr(quantised, "find_spec", lambda name: name)
+    monkeypatch.setattr(quantised, "TorchAoConfig", lambda kind: ("torchao", kind))
+    assert quantised.options(form, WIDE, torch.device(device)) == {"quantization_config": ("torchao", name)}
 
 
 def test_the_bytes_of_a_tensor_are_those_of_its_parts():

@@ -247,11 +247,12 @@ def test_memory_that_does_not_hold_one_row_says_which_arguments_would():
     assert made("h2o", 4000, memory=int(ways["memory"]), **options)
 
 
-def test_no_budget_is_named_where_layers_get_less_than_the_policy_protects():
-    options = {"context": 5000, "prefill_chunk": 1, "layer_budget": "ramp:0.5"}
-    found = made("h2o:recent=6", 4000, **options).bounded
+def test_no_budget_is_named_where_even_the_smallest_is_too_large():
+    options = {"context": 5000, "prefill_chunk": 1}
+    policy = "snapkv:window=2,decode=grow,room=3"  # refuses a budget of 5, which leaves nothing to choose
+    found = made(policy, 4000, **options).bounded
     with pytest.raises(InputError, match=r"^Not one row fits") as caught:
-        made("h2o:recent=6", 4000, memory=found.weight_bytes + 1, **options)
+        made(policy, 4000, memory=found.weight_bytes + 1, **options)
     assert "What fits: `memory=" in str(caught.value)
     assert "`budget=" not in str(caught.value)
 
