@@ -200,6 +200,8 @@ def test_an_interrupt_that_comes_together_with_the_turn_hands_it_on(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         turn.__enter__()
     assert not turn._waiting
+    assert not turn._taken
+    monkeypatch.undo()
     with turn:
         assert turn.mine
 
