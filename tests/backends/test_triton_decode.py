@@ -7,6 +7,7 @@ from phases import phase_of
 
 import kvkeep
 from kvkeep.backends import SWITCH
+from kvkeep.backends.protocol import Added, Limits
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, gpu, ops, prefill_ops
 from kvkeep.noise import Gumbel
@@ -60,13 +61,81 @@ def test_where_kernels_run(monkeypatch):
         gpu.kernels.cache_clear()
 
 
+def test_without_triton_there_are_no_kernels_and_a_remedy(monkeypatch):
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    found = gpu.kernels.__wrapped__()
+    assert found.devices == set()
+    assert found.detail == "Triton is not installed; pip install kvkeep[gpu]"
+
+
+@pytest.mark.parametrize(
+    ("capability", "roomy"),
+    [
+        ((7, 5), False),
+        ((8, 0), True),
+        ((8, 6), False),
+        ((8, 7), True),
+        ((8, 9), False),
+        ((9, 0), True),
+        ((12, 0), False),
+    ],
+    ids=str,
+)
+def test_large_tiles_are_for_gpus_with_much_shared_memory(monkeypatch, capability, roomy):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert gpu._is_roomy.__wrapped__(torch.device("cuda")) is roomy
+
+
+def test_slots_that_no_kernel_takes_are_evicted_by_torch():
+    """Positions of a view that is not dense, which the kernels do not read."""
+    positions = torch.arange(24, dtype=torch.int32).view(2, 2, 6)
+    seen, score = torch.tensor([6, 24]), torch.rand(2, 2, 6)
+    for do in (
+        lambda backend, slots: backend.expire(slots, seen, 4),
+        lambda backend, slots: backend.evict(slots, score, Limits(seen, 1, 1, 3)),
+    ):
+        spread, plain = positions.mT.contiguous().mT, positions.clone()
+        do(TritonBackend(), spread)
+        do(TorchBackend(), plain)
+        assert torch.equal(spread, plain)
+        assert (plain < 0).any()
+
+
+def test_whether_a_budget_is_exceeded_is_torchs_answer():
+    positions = torch.tensor([[[0, 1, -1]]], dtype=torch.int32)
+    assert [TritonBackend().is_over(positions, limit) for limit in (1, 2, 3)] == [True, False, False]
+
+
 def test_tensors_that_are_differentiated_or_spread_are_left_to_torch():
     q, (k, _, _), _ = on("triton", token(20, 16, 2))[0]
     assert gpu.runs(q, k)
     assert not gpu.runs(q, k.mT.contiguous().mT)
     assert not gpu.runs(q, torch.nn.Parameter(k))
+    assert not gpu.runs(q, k.clone().requires_grad_())
+    assert not gpu.runs(q.to("meta"))
     with torch.no_grad():
         assert gpu.runs(q, k.clone().requires_grad_())
+
+
+def test_attention_that_is_differentiated_is_torchs():
+    query, slots, now = on("triton", token(20, 16, 2))[0]
+    query.requires_grad_()
+    found, want = (
+        backend.attend(query, slots, now, statistic=Nothing(), options=PLAIN)[0]
+        for backend in (TritonBackend(), TorchBackend())
+    )
+    assert torch.equal(found, want)
+    assert found.requires_grad
+
+
+@pytest.mark.parametrize(("statistic", "gradient"), [(LastHit(), False), (Mass(), True)], ids=["last hit", "gradient"])
+def test_a_step_that_no_kernel_knows_is_not_fused_and_changes_nothing(statistic, gradient):
+    query, slots, now = on("triton", token(20, 16, 2))[0]
+    before = slots.positions.clone()
+    new = slots.keys[:, :, :1].clone().requires_grad_(gradient), slots.values[:, :, :1]
+    more = {"added": Added((), is_score=False), "limits": Limits(now[:, 0].int() + 1)}
+    assert TritonBackend().step(query, slots, new, now, statistic=statistic, options=PLAIN, **more) is None
+    assert torch.equal(slots.positions, before)
 
 
 @pytest.mark.parametrize(("policy", "fused"), [("h2o", 2), ("local", 2), ("h2o:graduate=replace", 0), ("tova", 0)])

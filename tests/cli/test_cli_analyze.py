@@ -1,12 +1,16 @@
 """``kvkeep analyze``: what it prints and writes, how it goes on, and every bad input as one line and exit code 2."""
 
+import io
 import json
 
 import model_folders
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkeep import plots
+from kvkeep.cli import console
+from kvkeep.cli.analyze import analysis
 from kvkeep.cli.main import app
 from kvkeep.research.analysis import run as running
 
@@ -134,3 +138,23 @@ def test_options_that_are_missing_are_named(novel, tmp_path):
     result = invoke("--output", tmp_path)
     assert result.exit_code == 2
     assert "--text" in result.stderr
+
+
+def test_the_bar_of_a_terminal_names_the_stage_that_runs(monkeypatch):
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    monkeypatch.setattr(console, "err", lambda: screen)
+    with analysis._progress() as on_stage:
+        on_stage("reading the text", 1.0)
+        shown = screen.file.getvalue()
+        on_stage("budgets", 0.5)
+        later = screen.file.getvalue()[len(shown) :]
+    assert "reading the text" in shown
+    assert "budgets" in later
+    assert "reading the text" not in later
+
+
+def test_an_interrupt_says_how_to_go_on(monkeypatch, capsys):
+    with pytest.raises(KeyboardInterrupt), analysis._progress():
+        raise KeyboardInterrupt
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == "note: stopped. What is finished is on the disk; run the same command again to go on."

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 import kvkeep
-from kvkeep.cli import console, main, options
+from kvkeep.cli import console, env, main, options
 from kvkeep.errors import InputError, KVKeepError
 
 KVKEEP = [sys.executable, "-c", "from kvkeep.cli.main import run; run()"]
@@ -64,6 +69,73 @@ def test_run_ends_with_130_after_an_interrupt(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SystemExit) as stop:
         main.run()
     assert stop.value.code == 130
+
+
+def test_python_m_kvkeep_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["kvkeep", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("kvkeep", run_name="__main__")
+    assert not stop.value.code
+    assert capsys.readouterr().out == f"kvkeep {kvkeep.__version__}\n"
+
+
+def end_of_run(monkeypatch: pytest.MonkeyPatch, stdout: int | None, command: Callable[[], None]) -> SystemExit:
+    """How ``kvkeep`` ends with this file as its standard output and a command of our own."""
+    monkeypatch.setattr(main, "app", command)
+    with open(os.devnull if stdout is None else stdout, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as stop:
+            main.run()
+    return stop.value
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_standard_output_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    full = os.open("/dev/full", os.O_WRONLY)
+    assert end_of_run(monkeypatch, full, lambda: print("text")).code == 1
+    assert capsys.readouterr().err == "error: Standard output cannot be written: No space left on device.\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes of another kind")
+def test_a_standard_output_that_nobody_reads_ends_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert end_of_run(monkeypatch, writer, lambda: print("text")).code == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_what_the_system_refuses_is_no_fault_of_the_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refused() -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    assert end_of_run(monkeypatch, None, refused).code == 1
+    assert capsys.readouterr().err == "error: The system refused what this command needs: Cannot allocate memory.\n"
+
+
+def test_an_error_of_a_file_that_no_command_expects_is_not_hidden(monkeypatch: pytest.MonkeyPatch):
+    def fail() -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "weights")
+
+    monkeypatch.setattr(main, "app", fail)
+    with pytest.raises(FileNotFoundError, match="weights"):
+        main.run()
+
+
+def test_a_closed_standard_stream_gets_a_file_that_fails_as_it_does(monkeypatch: pytest.MonkeyPatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    main._open_closed_streams()
+    stdin, stdout, stderr = sys.stdin, sys.stdout, sys.stderr
+    with stderr:
+        stderr.write("nobody reads this\n")
+    with stdin, pytest.raises(OSError, match="Bad file descriptor"):
+        stdin.read()
+    with pytest.raises(OSError, match="Bad file descriptor"), stdout:
+        print("text", file=stdout, flush=True)
 
 
 def test_interrupt_in_a_command_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch):
@@ -131,6 +203,20 @@ assert len(names) == 8
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_facts_of_packages_and_graphics_cards(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(env, "_PACKAGES", ("torch", "nowhere-to-be-found"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=24 * 10**9))
+    facts = json.loads(invoke("env", "--json").stdout)
+    assert facts["torch"] == torch.__version__
+    assert facts["nowhere-to-be-found"] is None
+    assert facts["devices"][1:] == [{"name": "cuda:0", "model": "Card 0", "memory_bytes": 24 * 10**9}]
+    shown = [line.split() for line in invoke("env").stdout.splitlines()]
+    assert ["nowhere-to-be-found", "–"] in shown
+    assert ["cuda:0:", "Card", "0,", "24.0", "GB"] in shown
 
 
 # arguments of Python as flags

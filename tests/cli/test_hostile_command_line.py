@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import time
+from types import SimpleNamespace
 
 import model_folders
 import pytest
@@ -81,6 +82,13 @@ def test_ratios_that_are_none_are_refused(tmp_path, content):
         parse_layer_budget(f"calibrated:{tmp_path / 'ratios'}")
 
 
+@pytest.mark.parametrize("content", ["[0.5, 1.01]", '{"persistence": [-0.1]}'])
+def test_ratios_out_of_range_are_refused(tmp_path, content):
+    (tmp_path / "ratios").write_text(content)
+    with pytest.raises(InputError, match="a persistence ratio is a share from 0 to 1"):
+        parse_layer_budget(f"calibrated:{tmp_path / 'ratios'}")
+
+
 def test_names_that_are_no_utf8_can_be_written_and_read_again(tmp_path):
     name = os.fsdecode(b"caf\xe9.txt")
     folder = Folder(tmp_path)
@@ -141,6 +149,34 @@ def test_no_place_for_a_copy_is_named(monkeypatch):
     monkeypatch.setattr(tempfile, "TemporaryDirectory", no_folder)
     with pytest.raises(InputError, match=r"No usable temporary directory found\. Set TMPDIR"):
         files.read_again("-", kind="input").__enter__()
+
+
+def test_an_input_that_cannot_be_copied_is_named(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.shutil, "copyfileobj", full)
+    with pytest.raises(
+        InputError, match=r"^Standard input cannot be read, or copied to .*: No space left on device\.$"
+    ):
+        files.read_again("-", kind="input").__enter__()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    holder = os.open(pipe, os.O_RDWR)  # opening a pipe waits for the other end
+    try:
+        with pytest.raises(InputError, match=rf"^The input {pipe} cannot be read, or copied to .*: No space left"):
+            files.read_again(str(pipe), kind="input").__enter__()
+    finally:
+        os.close(holder)
+
+
+def test_a_device_is_refused_although_standard_input_is_closed(monkeypatch):
+    def closed(number):
+        raise OSError(9, "Bad file descriptor")
+
+    monkeypatch.setattr(files, "os", SimpleNamespace(fstat=closed))
+    with pytest.raises(InputError, match="/dev/zero is a device"):
+        files.read_again("/dev/zero", kind="input").__enter__()
 
 
 def test_standard_output_is_not_blamed_for_other_failures(monkeypatch, capsys):

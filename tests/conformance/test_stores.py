@@ -247,3 +247,10 @@ def test_a_layer_that_starts_anew_keeps_its_kind_of_store(kind):
     layer.step(query, *new, options=AttentionOptions(scaling=0.3), phase=phase_of(query))
     assert type(layer.store) is kind
     assert layer.store.slots().keys.shape[:3] == (2, HK, BUDGET + 1)
+
+
+def test_a_store_elsewhere_does_not_wait_to_count_its_slots(kind):
+    store, (keys, values, _) = filled(kind)
+    assert store.used() == 5
+    assert store.capacity == SLOTS
+    assert kind(keys.to("meta"), values.to("meta"), SLOTS).used() == SLOTS

@@ -7,6 +7,7 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep.testing import LAWS, Case
+from kvkeep.testing.case import run
 
 SMALL = {"adakv": "window=2", "ahakv": "recent=2", "snapkv": "window=2", "pyramidkv": "window=2", "nacl": "sinks=1"}
 """Options for policies whose defaults need larger budgets than these."""
@@ -79,3 +80,15 @@ def test_law(law, policy, case):
 def test_protected_tokens_survive_thousands_of_evictions(policy):
     case = Case(rows=1, heads=1, group=1, dim=2, prompt=10, steps=2000, budget=8)
     LAWS["protected_tokens_stay"](kvkeep.parse(policy), case)
+
+
+def test_a_case_without_a_prompt_begins_with_its_first_token():
+    case = Case(prompt=0, steps=5, padding=0, budget=3)
+    kept = [moment.positions[0, 0].tolist() for moment in run(kvkeep.parse("local"), case)]
+    assert [[position for position in held if position >= 0] for held in kept] == [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [1, 2, 3],
+        [2, 3, 4],
+    ]

@@ -12,6 +12,7 @@ from kvkeep.backends.torch import TorchBackend
 from kvkeep.policies.full import Full
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.local import Local
+from kvkeep.types import Phase
 
 OPTIONS = AttentionOptions(scaling=0.5)
 
@@ -255,3 +256,12 @@ def test_a_budget_of_the_sliding_window_evicts_nothing_that_can_be_seen(policy):
         seen += T
         for head in layer.store.positions.flatten(0, 1).tolist():
             assert set(range(seen - 7, seen)) <= set(head)
+
+
+def test_room_is_left_only_in_rows_whose_budget_is_smaller_than_the_window():
+    layer = Layer(kvkeep.parse("snapkv:window=2,decode=grow,room=3"), [6, 100], window=8)
+    query, keys, values = (torch.randn(2, heads, 21, 4) for heads in (4, 2, 2))
+    options = kvkeep.AttentionOptions(scaling=0.5, window=8)
+    layer.step(query, keys, values, options=options, phase=Phase.PREFILL)
+    assert (layer.store.positions >= 0).sum(dim=-1).tolist() == [[3, 3], [7, 7]]
+    assert set(range(14, 21)) <= set(layer.store.positions[1, 0].tolist())  # all that the next token sees

@@ -2,6 +2,7 @@ import dataclasses
 import importlib
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 from typer.testing import CliRunner
@@ -78,6 +79,7 @@ class Newest(Policy):
         ("h2o:recent=1.5", "not a whole number"),
         ("h2o:recent=-1", "recent=-1 is out of range"),
         ("h2o:graduate=replac", "not a choice. Did you mean 'replace'?"),
+        ("ahakv:kernel=4", "kernel=4 has no middle; use an odd number."),
         ("tova:per_head=yes", "neither true nor false"),
         ("local:x=1", "has no option 'x'. Known: none."),
     ],
@@ -175,6 +177,46 @@ def test_a_broken_third_party_package_is_named_not_traced(tmp_path):
     ]
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """Sets the entry points of installed packages."""
+
+    def install(**points):
+        found = [EntryPoint(name, value, registry.ENTRY_POINT_GROUP) for name, value in points.items()]
+        monkeypatch.setattr(registry, "entry_points", lambda group: found)
+        registry.available.cache_clear()
+
+    yield install
+    registry.available.cache_clear()
+
+
+def test_third_party_policies_come_after_the_built_in_ones_in_alphabetical_order(installed):
+    installed(zulu=f"{__name__}:Newest", alpha="kvkeep.policies.h2o:H2O")
+    assert list(kvkeep.available_policies())[-2:] == ["alpha", "zulu"]
+    assert kvkeep.parse("zulu:sinks=2") == Newest(sinks=2)
+    assert kvkeep.spec(Newest(sinks=2)) == "zulu:sinks=2"
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ({"h2o": "mine:H2O"}, "Entry point 'mine:H2O' wants the policy name 'h2o', which is taken."),
+        (
+            {"mine": "nowhere_to_be_found:Mine"},
+            "Policy 'mine' cannot be loaded from 'nowhere_to_be_found:Mine': No module named 'nowhere_to_be_found'",
+        ),
+        ({"mine": "os:nothing"}, "Policy 'mine' cannot be loaded from 'os:nothing': "),
+        ({"mine": "os.path:join"}, "Entry point 'os.path:join' is not a subclass of kvkeep.policies.base.Policy."),
+        ({"mine": "pathlib:Path"}, "Entry point 'pathlib:Path' is not a subclass of kvkeep.policies.base.Policy."),
+    ],
+)
+def test_an_entry_point_that_is_no_policy_of_its_own_is_named(installed, points, message):
+    installed(**points)
+    with pytest.raises(kvkeep.PolicyError) as caught:
+        kvkeep.parse("h2o")
+    assert message in str(caught.value)
+
+
 # ------------------------------------------------------------------ module:Class
 
 MODULES = {
@@ -192,6 +234,9 @@ class Fails(EveryOther):
 @dataclass(frozen=True, kw_only=True)
 class Unknown(EveryOther):
     what: "Nowhere" = 3
+@dataclass(frozen=True, kw_only=True)
+class Named(EveryOther):
+    label: str = "none"
 """,
     "raises": "1 / 0",
     "exits": "import sys; sys.exit(3)",
@@ -269,6 +314,12 @@ def test_a_wrong_module_or_class_ends_in_one_line(here, text, message):
         kvkeep.parse(text)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_option_may_be_any_text(here):
+    policy = kvkeep.parse("needs_for_kvkeep:Named:label= a b ,sinks=2")
+    assert (policy.label, policy.sinks) == ("a b", 2)
+    assert kvkeep.spec(policy) == "needs_for_kvkeep:Named:sinks=2,label=a b"
 
 
 def test_a_registered_name_goes_before_a_module(here):

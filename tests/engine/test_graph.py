@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo import eval_frame
 from torch.utils._python_dispatch import _disable_current_modes
 
 import kvkeep
@@ -12,7 +13,7 @@ from kvkeep import backends
 from kvkeep.backends import torch as plain
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import gpu
-from kvkeep.engine import Engine, Request
+from kvkeep.engine import Engine, Request, graph
 from kvkeep.engine.graph import Graphs, NoWaiting, WaitError, _Step, bucket, refusal
 from kvkeep.engine.sampling import Sampling
 
@@ -193,6 +194,24 @@ def test_a_policy_that_waits_is_run_without(caplog, monkeypatch):
     assert "waits for the device in aten::_local_scalar_dense, test_graph.py:" in reason
     assert reason in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_refused_policies_are_forgotten_in_time():
+    graphs = Graphs(model("llama"), {})
+    for sinks in range(graph.MOST_REFUSED + 1):
+        graphs._refuse(kvkeep.parse(f"streaming_llm:sinks={sinks}"), "it waits")
+    assert [policy.sinks for policy in graphs.refused] == [graph.MOST_REFUSED]
+
+
+def test_a_watch_that_cannot_begin_leaves_nothing_behind(monkeypatch):
+    def fail():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(graph, "_Methods", fail)
+    with pytest.raises(KeyboardInterrupt), NoWaiting():
+        pass
+    assert torch.ones(1).sum().item() == 1.0
+    assert eval_frame._stance.stance == "default"
 
 
 def test_one_number_of_rows_that_is_refused_lets_go_of_the_others(monkeypatch):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import kvkeep
 from kvkeep.engine import Engine, Request
@@ -16,7 +16,15 @@ from kvkeep.engine.request import Generation
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.scheduler import Scheduler
-from kvkeep.errors import BrokenCacheError, BudgetError, CapacityError, InputError, PolicyError
+from kvkeep.engine.service import Box
+from kvkeep.errors import (
+    BrokenCacheError,
+    BudgetError,
+    CapacityError,
+    InputError,
+    PolicyError,
+    UnsupportedModelError,
+)
 from kvkeep.policies.base import Policy
 
 from .models import CONFIGS, alone, model
@@ -83,6 +91,75 @@ def test_what_is_remembered_of_requests_is_bounded():
         if isinstance(value, dict | set | list)
     ]
     assert max(sizes) <= 64
+
+
+def test_layouts_of_the_policies_that_rows_met_are_forgotten_in_time():
+    engine = Engine(model("llama"), policy="local", budget=1000, rows=2)
+    for sinks in range(80):
+        assert engine._rows.takes(kvkeep.parse(f"streaming_llm:sinks={sinks}"))
+        assert len(engine._rows._layouts) <= 64
+
+
+class Ill(Unregistered):
+    """Cannot be compared with another policy."""
+
+    def __eq__(self, other):
+        raise RuntimeError("not comparable")
+
+    __hash__ = Policy.__hash__
+
+
+def test_a_policy_that_fails_when_it_is_compared_is_refused():
+    with pytest.raises(PolicyError, match="Policies of Ill cannot be told apart by their options"):
+        Engine(model("llama"), policy=Ill(), budget=8)
+
+
+class Wordless:
+    """A tokenizer that breaks down in the middle of a text."""
+
+    name_or_path = "wordless"
+
+    def decode(self, token_ids, **options):
+        if len(token_ids) > 2:
+            raise RuntimeError("no words left")
+        return "\ufffd" * len(token_ids)
+
+
+def test_a_tokenizer_that_fails_ends_the_request_with_the_text_so_far(no_checked_annotations):
+    engine = Engine(model("llama"), Wordless(), policy="local", budget=8, rows=1)
+    (result,) = engine.generate([Request(prompt=(1, 2), sampling=new(5))])
+    assert result.finish_reason == "error"
+    assert "no words left" in result.error
+    assert result.text == ""
+
+
+class NoPositions(LlamaForCausalLM):
+    """Decides itself where tokens are, as models with ALiBi do."""
+
+    def forward(self, input_ids=None, past_key_values=None, attention_mask=None, **options):
+        return super().forward(
+            input_ids=input_ids, past_key_values=past_key_values, attention_mask=attention_mask, **options
+        )
+
+
+def test_a_model_that_takes_no_positions_is_refused():
+    made = kvkeep.attach(NoPositions(CONFIGS["llama"]).eval())
+    with pytest.raises(UnsupportedModelError, match=r"NoPositions takes no position_ids.* model.generate"):
+        Engine(made, policy="local", budget=8)
+
+
+def test_a_listener_that_leaves_while_its_request_is_checked_adds_nothing(monkeypatch):
+    engine = Engine(model("llama"), policy="local", budget=8, rows=1)
+    box, check = Box(), engine._admission.check
+
+    def leave(request, number):
+        box.left = True
+        return check(request, number)
+
+    monkeypatch.setattr(engine._admission, "check", leave)
+    engine._add(Request(prompt=(1, 2), sampling=new(5)), None, box)
+    assert not engine.busy
+    assert not box.open
 
 
 def test_checking_a_request_makes_no_cache(monkeypatch):

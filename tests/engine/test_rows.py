@@ -3,6 +3,7 @@
 import contextlib
 import random
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from sweeps import sweep
 from kvkeep import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.admission import free_bytes
+from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
+from kvkeep.policies.base import Policy
 
 from .models import VOCABULARY, alone, model
 
@@ -92,6 +95,45 @@ def test_rows_that_no_memory_holds_are_refused_before_they_are_made():
     for options in ({"rows": 1}, {}, {"kv_memory": 2**49}, {"kv_memory": 2**20}):
         with pytest.raises(BudgetError, match=r"Out of memory|Not one row fits"):
             Engine(model("llama"), policy="full", budget=2**31 - 1, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half(Policy):
+    """Protects half of its budget and ten tokens more, which `least` does not know of."""
+
+    def protected(self, budget):
+        return 0, budget // 2 + 10 if budget else 0
+
+    def score(self, view, state):
+        return view.positions.float()
+
+
+def test_no_budget_is_advised_where_the_policy_refuses_small_ones():
+    with pytest.raises(BudgetError, match=r"Not one row fits.* Give more memory\.$"):
+        Engine(model("llama"), policy=Half(), budget=40, kv_memory=1000)
+
+
+def test_a_device_that_reports_exhaustion_itself_is_not_asked():
+    assert free_bytes(torch.device("meta")) is None
+
+
+def test_rows_that_could_not_be_allocated_are_none(monkeypatch):
+    rows = Engine(model("llama"), policy="h2o", budget=20, rows=2)._rows
+    made, block = [], Rows._block
+
+    def fail(self, *args):
+        if made:
+            raise MemoryError
+        made.append(block(self, *args))
+        return made[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Rows, "_block", fail)
+        with pytest.raises(MemoryError):
+            rows.allocate(3)
+    assert rows.count == 0
+    rows.allocate(3)
+    assert rows.count == 3
 
 
 def test_free_memory_bounds_the_rows(monkeypatch):
@@ -197,18 +239,19 @@ def test_rows_close_up_when_nobody_waits():
 
 def test_bad_requests_are_refused_and_do_no_harm():
     engine = Engine(model("gpt2"), budget=8, rows=2)
-    for error, request in [
-        (BudgetError, Request(prompt=(1,), budget=9)),
-        (BudgetError, Request(prompt=(1,), policy="h2o:recent=9")),
-        (PolicyError, Request(prompt=(1,), policy="h20")),
-        (CapacityError, Request(prompt=(1, 2, 3), policy="full", sampling=Sampling(max_new_tokens=7))),
-        (CapacityError, Request(prompt=(1,) * 9, policy="snapkv:window=2,decode=grow")),
-        (InputError, Request(prompt=(VOCABULARY,))),
-        (InputError, Request(prompt=(-1,))),
-        (InputError, Request(prompt=(1,) * 100, sampling=Sampling(max_new_tokens=30))),
-        (InputError, Request(prompt=(1,), stop=("end",))),
+    few, outside = Sampling(max_new_tokens=7), "outside of the model's vocabulary of 61"
+    for error, said, request in [
+        (BudgetError, "more than the engine's 8", Request(prompt=(1,), budget=9)),
+        (BudgetError, "protects", Request(prompt=(1,), policy="h2o:recent=9")),
+        (PolicyError, "Unknown policy 'h20'", Request(prompt=(1,), policy="h20")),
+        (CapacityError, "need 9 slots", Request(prompt=(1, 2, 3), policy="full", sampling=few)),
+        (CapacityError, "does not evict", Request(prompt=(1,) * 9, policy="snapkv:window=2,decode=grow")),
+        (InputError, outside, Request(prompt=(VOCABULARY,), sampling=few)),
+        (InputError, outside, Request(prompt=(-1,), sampling=few)),
+        (InputError, "128 tokens; the request needs 129", Request(prompt=(1,) * 123, sampling=few)),
+        (InputError, "Stop texts need a tokenizer", Request(prompt=(1,), stop=("end",), sampling=few)),
     ]:
-        with pytest.raises(error):
+        with pytest.raises(error, match=said):
             engine.add(request)
     with pytest.raises(InputError):
         Request(prompt=())

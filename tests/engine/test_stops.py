@@ -41,6 +41,15 @@ def test_equals_a_search_in_the_whole_text(tokens, endings):
         assert "".join(pieces) == tail.text == letters(tokens)
 
 
+def test_nothing_is_said_after_a_stop_text():
+    tail = StopText(letters, ["b"])
+    assert tail.add(0) == ("a", False)
+    assert tail.add(1) == ("", True)
+    assert tail.add(0) == ("", True)
+    assert tail.end() == ""
+    assert tail.text == "a"
+
+
 @pytest.fixture(scope="module")
 def loaded():
     return load(tiny.path(), dtype="float32")

@@ -12,10 +12,11 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
-from kvkeep.engine import Engine, Request
+from kvkeep.engine import Engine, Request, service
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.turn import Turn
@@ -174,6 +175,62 @@ def test_an_interrupt_while_waiting_for_the_turn_gives_it_up():
     holder.join()
     with turn:
         assert turn.mine
+
+
+def test_an_interrupt_that_comes_together_with_the_turn_hands_it_on(monkeypatch):
+    turn = Turn()
+
+    class Gate:
+        """Opened by the owner of the turn just before the interrupt."""
+
+        taken = 0
+
+        def acquire(self):
+            Gate.taken += 1
+            if Gate.taken == 2:
+                turn.__exit__()
+                raise KeyboardInterrupt
+
+        def release(self):
+            pass
+
+    turn.__enter__()
+    turn._owner = None  # a thread that is not this one
+    monkeypatch.setattr("kvkeep.engine.turn.threading", SimpleNamespace(Lock=Gate, get_ident=threading.get_ident))
+    with pytest.raises(KeyboardInterrupt):
+        turn.__enter__()
+    assert not turn._waiting
+    assert not turn._taken
+    monkeypatch.undo()
+    with turn:
+        assert turn.mine
+
+
+def test_the_end_of_python_waits_for_the_step_of_every_engine_and_lets_none_begin(monkeypatch):
+    monkeypatch.setattr(service, "_services", weakref.WeakSet())
+    engines = [service.Service(), service.Service()]
+    held, release, stopped = threading.Event(), threading.Event(), threading.Event()
+
+    def step():
+        with engines[0].turn:
+            held.set()
+            release.wait()
+
+    def stop():
+        service._stop()
+        assert all(one.turn.mine for one in engines)
+        stopped.set()
+
+    threads = [threading.Thread(target=step), threading.Thread(target=stop)]
+    threads[0].start()
+    held.wait()
+    threads[1].start()
+    assert not stopped.wait(0.05)
+    release.set()
+    assert stopped.wait(5)
+    for thread in threads:
+        thread.join()
+    assert all(one.turn._taken for one in engines)
 
 
 @pytest.mark.parametrize("how", ["break", "close", "raise", "collect"])

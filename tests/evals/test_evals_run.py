@@ -95,6 +95,13 @@ def test_a_budget_below_the_protected_tokens_names_the_cell():
         laid_out("h2o:recent=10")
 
 
+def test_a_policy_that_keeps_every_new_token_needs_room_for_them():
+    said = r"agreement .*room=4,window=2 keeps every new token, and up to 5 follow the text\. Give it room=5 or more"
+    with pytest.raises(BudgetError, match=said):
+        laid_out("snapkv:window=2,decode=grow,room=4", tasks="agreement")
+    assert laid_out("snapkv:window=2,decode=grow,room=5", (Asked(tokens=8),), tasks="agreement").planned
+
+
 def test_a_note_where_nothing_is_evicted():
     grid = laid_out(budgets=(Asked(tokens=40), Asked(tokens=39)))
     assert plan.notes(grid.planned) == [

@@ -11,6 +11,8 @@ from importlib import resources
 import model_folders
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from kvkeep import BoundedCache, parse
 from kvkeep.errors import InputError
@@ -97,6 +99,15 @@ def test_seeds_take_windows_in_turn():
     few = [texts.windows(writer().checkpoint, Options(text=text, seed=seed), rows=n + 1, length=21) for seed in (0, 1)]
     assert torch.equal(*few)
     assert len(few[0]) == n
+
+
+def test_own_sentences_are_enough_for_tokens_of_any_size():
+    """A vocabulary in which whole sentences are tokens needs more of them than one of letters."""
+    inner = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split(".", "merged_with_previous")
+    coarse = PreTrainedTokenizerFast(tokenizer_object=inner)
+    checkpoint = dataclasses.replace(writer().checkpoint, tokenizer=coarse)
+    assert texts.windows(checkpoint, Options(), rows=2, length=30).tolist() == [[0] * 30] * 2
 
 
 def test_a_short_file_is_one_short_window_and_a_very_short_one_is_refused():
@@ -494,6 +505,7 @@ def test_tasks_by_name():
         {"contexts": ()},
         {"depths": (1.5,)},
         {"stride": 0},
+        {"window": 1},
         {"seed": -1},
         {"ask": "never"},
     ],

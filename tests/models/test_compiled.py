@@ -190,6 +190,16 @@ def test_a_kind_that_cannot_be_compiled_as_a_whole_stays_plain(caplog, monkeypat
     assert "LlamaMLP: Unsupported" in line
 
 
+@pytest.mark.parametrize("answer", [lambda x: (x, x), lambda x: x[..., :1]], ids=["a pair", "another width"])
+def test_a_kind_that_makes_no_vector_of_a_vector_stays_plain(caplog, monkeypatch, answer):
+    made = model()
+    kind = type(made.model.layers[0].mlp)
+    monkeypatch.setattr(kind, "forward", lambda self, x: answer(x))
+    assert compile_layers(made, backend="eager") == 2 * 2
+    (line,) = said(caplog)
+    assert "LlamaMLP: it does not turn one vector per token into another" in line
+
+
 def test_layers_with_hooks_stay_plain():
     made = model()
     first, second = made.model.layers

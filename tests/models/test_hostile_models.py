@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import model_folders
@@ -13,11 +14,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
-from kvkeep.errors import ModelFileError, UnsupportedModelError
+from kvkeep.errors import InputError, ModelFileError, UnsupportedModelError
 from kvkeep.models import load as loading
+from kvkeep.models.text import encode
 
 DEEP = "[" * 100_000 + "]" * 100_000
 DEEP_OBJECT = '{"a":' * 100_000 + "1" + "}" * 100_000
@@ -479,3 +483,11 @@ def test_too_many_layers_are_refused_before_one_is_built(layers: int, tmp_path: 
     monkeypatch.setattr(loading, "build_empty", lambda *args: pytest.fail("it is built"))
     with pytest.raises(UnsupportedModelError, match=f"num_hidden_layers={layers} .* at most 1000"):
         loading.find(folder)
+
+
+def test_a_prompt_of_which_the_tokenizer_knows_nothing():
+    inner = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
+    checkpoint = replace(loading.find(model_folders.folder()), tokenizer=inner)
+    assert encode(checkpoint, "a?").tolist() == [[0]]
+    with pytest.raises(InputError, match="The prompt has no tokens"):
+        encode(checkpoint, "?")

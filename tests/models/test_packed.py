@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvkeep.engine import Engine, Request
@@ -84,6 +85,16 @@ def test_tied_hooked_and_other_layers_stay():
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.model.layers[0].mlp.up_proj is hooked
     assert model.model.layers[0].mlp.down_proj is other
+
+
+@needs_onednn
+def test_quantised_layers_stay():
+    model = llama()
+    layer = model.model.layers[0].mlp.up_proj
+    weight = layer.weight.detach()
+    layer.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    assert pack_weights(model) == 2 * 7
+    assert model.model.layers[0].mlp.up_proj is layer
 
 
 def test_without_the_operations_nothing_changes(monkeypatch):

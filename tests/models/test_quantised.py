@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import util
 from pathlib import Path
+from types import ModuleType
 
 import model_folders
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
@@ -144,6 +147,41 @@ def test_formats_for_cuda_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch, 
     assert code == 2
     assert f"--load-in {form} needs CUDA" in err
     assert "--load-in int8" in err
+
+
+@pytest.mark.parametrize(("form", "field"), [("4bit", "load_in_4bit"), ("8bit", "load_in_8bit")])
+def test_formats_for_cuda_are_read_right_onto_the_card(monkeypatch: pytest.MonkeyPatch, form: str, field: str):
+    monkeypatch.setattr(quantised, "find_spec", lambda name: name)
+    card = torch.device("cuda", 1)
+    found = quantised.options(form, WIDE, card)
+    assert found["device_map"] == {"": card}
+    assert getattr(found["quantization_config"], field)
+    if form == "4bit":
+        assert found["quantization_config"].bnb_4bit_quant_type == "nf4"
+
+
+@pytest.mark.parametrize(("form", "name"), [("int8", "Int8WeightOnlyConfig"), ("fp8", "Float8WeightOnlyConfig")])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.usefixtures("no_checked_annotations")
+def test_formats_of_torchao_go_wherever_the_model_goes(
+    monkeypatch: pytest.MonkeyPatch, form: str, name: str, device: str
+):
+    package = ModuleType("torchao.quantization")
+    setattr(package, name, lambda: name)
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", package)
+    monkeypatch.setattr(quantised, "find_spec", lambda name: name)
+    monkeypatch.setattr(quantised, "TorchAoConfig", lambda kind: ("torchao", kind))
+    assert quantised.options(form, WIDE, torch.device(device)) == {"quantization_config": ("torchao", name)}
+
+
+def test_the_bytes_of_a_tensor_are_those_of_its_parts():
+    layer = torch.nn.Linear(4, 3)  # 12 weights and 3 biases of 4 bytes
+    assert quantised.weight_bytes(layer) == 60
+    data, scales = torch.zeros(3, 4), torch.ones(3, 4)
+    layer.weight = torch.nn.Parameter(TwoTensor(data, TwoTensor(scales, scales.clone())), requires_grad=False)
+    assert [part.data_ptr() for part in quantised.parts(layer.weight)][:2] == [data.data_ptr(), scales.data_ptr()]
+    assert quantised.weight_bytes(layer) == 3 * 48 + 12
 
 
 @pytest.mark.parametrize("form", ["int88", "", "INT8", "5bit", "x" * 5000])

@@ -13,6 +13,7 @@ from kvkeep.cli import main
 from kvkeep.errors import InputError
 from kvkeep.models import threads
 
+cores = threads.cores  # the tests replace it
 SMALL, LARGE = threads.SMALL_BYTES, 100 * threads.SMALL_BYTES
 
 
@@ -98,3 +99,13 @@ def test_generate_uses_the_number_and_gives_torch_its_own_back():
     result = CliRunner().invoke(main.app, ["generate", folder, "-p", "the quick", "-n", "2", "--threads", "3"])
     assert result.exit_code == 0, result.stderr
     assert seen == [3, 8]
+
+
+def test_cores_are_those_of_the_process_or_of_the_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3, 5}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    assert cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS and Windows have none
+    assert cores() == 16
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert cores() == 1

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvkeep.errors import ModelFileError
 from kvkeep.models import tiny
+from kvkeep.models.tiny import recall
 from kvkeep.models.tiny.recall import Question, draw_facts, own_filler, question
 from kvkeep.models.tiny.wordings import HELD_OUT, SENTENCES
 
@@ -148,6 +149,12 @@ def test_a_corrected_fact_is_said_twice_and_the_last_counts():
     assert len(about) == 2
     assert target.value in about[1]
     assert target.value not in about[0]
+
+
+def test_a_correction_is_never_what_was_said_before():
+    rng = random.Random(0)
+    facts = draw_facts(HELD_OUT, rng, 16, KINDS)
+    assert all(recall._other_value(fact, rng) != fact.value for fact in facts for _ in range(30))
 
 
 def test_filler_has_no_held_out_names():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvkeep
-from kvkeep import BudgetError
+from kvkeep import BudgetError, PolicyError
 
 from .by_hand import row, step
 from .cases import CHAT, DECODE, Case, family, variant
@@ -118,6 +118,11 @@ def test_growing_past_the_budget_is_refused():
     refuse_last_turn(case)
     compare(replace(case, turns=case.turns[:-1]))
     refuse_last_turn(Case("snapkv:window=4,decode=grow", 12, (20, 1)))
+
+
+def test_room_without_growth_is_refused():
+    with pytest.raises(PolicyError, match=r"room=3 is only of use with decode=grow, where slots are left free"):
+        make_layer(Case("snapkv:window=4,room=3", 20, (1,)))
 
 
 @pytest.mark.parametrize(

@@ -120,3 +120,29 @@ def test_the_tables_are_counted():
     other.step(query[:1], keys[:1], values[:1], options=AttentionOptions(scaling=D**-0.5), phase=phase_of(query))
     tables = 9 * (8 + 4 + 8)  # positions, importance and what is held, for each slot
     assert layer.memory().allocated_bytes == other.memory().allocated_bytes + tables
+
+
+def test_rows_that_move_take_their_importance_along():
+    """Beam search: what comes after rows were chosen is what rows that were read in that order would give."""
+    tensors = [draw(40, seed) for seed in (1, 2)]
+
+    def steps(rows, columns, caches):
+        for at in columns:
+            for i, layer in enumerate(caches):
+                parts = [torch.stack([tensors[row][which][i, :, at] for row in rows]) for which in range(3)]
+                layer.step(*parts, options=AttentionOptions(scaling=D**-0.5), phase=phase_of(parts[0]))
+
+    def layers():
+        cascade = Cascade(0)
+        return [Layer(parse("spatten"), 8, index=i, cascade=cascade) for i in range(LAYERS)]
+
+    prompt, moved, straight = [slice(0, 24), slice(24, 25)], layers(), layers()
+    steps([0, 1], prompt, moved)
+    for layer in moved:
+        layer.select_rows(torch.tensor([1, 0, 1]))
+    steps([1, 0, 1], prompt, straight)
+    generated = [slice(at, at + 1) for at in range(25, 40)]
+    steps([1, 0, 1], generated, moved)
+    steps([1, 0, 1], generated, straight)
+    for one, other in zip(moved, straight, strict=True):
+        assert torch.equal(one.store.positions.sort(dim=-1).values, other.store.positions.sort(dim=-1).values)

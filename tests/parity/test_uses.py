@@ -311,6 +311,13 @@ def test_budgets_that_cannot_work_are_refused_at_construction(model, policy, bud
         bounded(model, budget, policy)
 
 
+def test_what_is_no_configuration_or_no_policy_is_refused(model, no_checked_annotations):
+    with pytest.raises(kvkeep.InputError, match=r"not LlamaForCausalLM: pass model\.config"):
+        kvkeep.BoundedCache(model, "h2o", 8)
+    with pytest.raises(kvkeep.PolicyError, match="8 is neither a policy nor the name of one"):
+        kvkeep.BoundedCache(model.config, 8)
+
+
 def test_prefill_chunk_below_one_is_refused(model):
     with pytest.raises(kvkeep.BudgetError, match="The prefill chunk 0"):
         bounded(model, prefill_chunk=0)

@@ -257,6 +257,16 @@ def test_memory_that_does_not_hold_one_row_says_which_arguments_would():
     assert made("h2o", 4000, memory=int(ways["memory"]), **options)
 
 
+def test_no_budget_is_named_where_even_the_smallest_is_too_large():
+    options = {"context": 5000, "prefill_chunk": 1}
+    policy = "snapkv:window=2,decode=grow,room=3"  # refuses a budget of 5, which leaves nothing to choose
+    found = made(policy, 4000, **options).bounded
+    with pytest.raises(InputError, match=r"^Not one row fits") as caught:
+        made(policy, 4000, memory=found.weight_bytes + 1, **options)
+    assert "What fits: `memory=" in str(caught.value)
+    assert "`budget=" not in str(caught.value)
+
+
 def test_learned_positions_end():
     gpt2 = model_folders.folder("gpt2")
     with pytest.raises(InputError, match=f"positions for {model_folders.POSITIONS} tokens, and `context` is 33"):

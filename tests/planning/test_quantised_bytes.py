@@ -48,6 +48,11 @@ def by_hand(bits: float, scale: float, group: int, extra: float = 0.0) -> int:
         ({"load_in_8bit": True}, by_hand(8, 32, 10**9)),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, by_hand(4, 32, 64)),
         ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, by_hand(8, 16, 10**9)),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, by_hand(4, 32, 128)),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "Float8WeightOnlyConfig"}}},
+            by_hand(8, 32, 10**9),
+        ),
         ({"quant_method": "fbgemm_fp8"}, by_hand(8, 32, 10**9)),
     ],
     ids=str,
@@ -94,6 +99,19 @@ def test_experts_are_quantised_and_read_in_part(tmp_path: Path):
         ratio = small.bounded._read_weights(rows) / plain.bounded._read_weights(rows)
         assert 0.5 < ratio < 0.6
         assert small.bounded._read_weights(rows) <= small.bounded.weight_bytes
+
+
+def test_a_format_for_experts_alone(tmp_path: Path):
+    config = MixtralConfig(
+        **SMALL, num_attention_heads=4, num_key_value_heads=4, num_local_experts=8, dtype="bfloat16"
+    ).to_dict()
+    experts = 2 * 8 * 3 * 256 * 512
+    plain = planned(tmp_path, config).bounded.weight_bytes
+    small = planned(tmp_path, {**config, "quantization_config": {"quant_method": "mxfp4"}}).bounded.weight_bytes
+    assert plain - small == 2 * experts - experts * (4 + 8 / 32) / 8  # four bits, and eight for 32 of them
+    fields = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.0.mlp.experts"]}
+    half = planned(tmp_path, {**config, "quantization_config": fields}).bounded.weight_bytes
+    assert plain - half == (plain - small) / 2
 
 
 def test_a_size_that_the_user_knows(tmp_path: Path):

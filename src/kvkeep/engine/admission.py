@@ -77,8 +77,6 @@ class Admission:
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
         """
-        if not isinstance(request, Request):
-            raise InputError(f"{request!r:.80} is no kvkeep.Request.")
         policy = self._policy if request.policy is None else usable(request.policy)
         budget = self._budget if request.budget is None else request.budget
         if budget > self._budget:

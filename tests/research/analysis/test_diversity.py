@@ -1,5 +1,7 @@
 """Generations under policies: the same draws as plain loops, and readings of constructed numbers."""
 
+import math
+
 import pytest
 import torch
 from constructed import Axes, context
@@ -71,6 +73,11 @@ def test_difference_is_paired():
     assert error == pytest.approx(0.0, abs=1e-12)
     mean, error = diversity.difference([1.0, 3.0], [0.0, 0.0])
     assert (mean, error) == pytest.approx((2.0, 1.0))  # deviation √2 over √2 texts
+
+
+def test_the_difference_of_one_prompt_may_be_chance():
+    assert diversity.difference([1.0], [0.25]) == (0.75, math.inf)
+    assert Diversity.reading(made(full=[0.1], h2o=[0.1], local=[0.9])).verdict == "cannot tell"
 
 
 @pytest.mark.usefixtures("short")

@@ -7,6 +7,7 @@ import torch
 from constructed import Axes
 from shown import context, hide_future, logits_of, random_logits, show
 
+from kvkeep.research.analysis.groups import entropy
 from kvkeep.research.analysis.groups.entropy import Entropy, entropies, gains, slope, variance
 
 
@@ -81,6 +82,14 @@ def test_every_sampled_row_lands_in_its_place():
     last = [row for row in rows if math.log((row + 1) / 17) / math.log((rows[-1] + 1) / 17) >= 23 / 24]
     assert curves["i"][-1] == pytest.approx(sum(last) / len(last) + 1)
     assert curves["entropy"][-1] == pytest.approx(sum(math.log(counts[row]) for row in last) / len(last), abs=1e-4)
+
+
+def test_blocks_without_a_sampled_row_change_nothing(monkeypatch):
+    monkeypatch.setattr(entropy, "SAMPLES", 10)
+    logits = random_logits(2, 2, 120, 120)
+    whole, cut = (show(Entropy(context(120, layers=2, heads=2)), logits, block=n).result() for n in (120, 5))
+    assert cut["slope"] == pytest.approx(whole["slope"])
+    assert cut["curves"]["entropy"] == pytest.approx(whole["curves"]["entropy"])
 
 
 def test_slope_of_a_line():

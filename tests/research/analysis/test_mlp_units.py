@@ -89,6 +89,19 @@ def test_silent_units_are_columns_of_zeros(family):
     assert not torch.allclose(hushed, before, atol=1e-2)
 
 
+def test_layers_with_two_activation_functions_cannot_be_silenced():
+    with quiet():
+        model = copy.deepcopy(writer().model)
+    model.model.layers[1].mlp.other = torch.nn.ReLU()
+    silent = [torch.zeros(48, dtype=torch.bool)] * 2
+    with pytest.raises(Skipped, match="a decoder layer has 2 activation functions"):
+        units.Hushed(model, silent)
+    del model.model.layers[1].mlp.other
+    model.config.num_hidden_layers = 3
+    with pytest.raises(Skipped, match="list of decoder layers was not found"):
+        units.Hushed(model, silent)
+
+
 def test_chosen_units_are_equally_many():
     frequency = [torch.tensor([0.9, 0.1, 0.5, 0.4, 0.3, 0.8, 0.2, 0.7, 0.6, 0.05])]
     sets = mlp_units.chosen(frequency, 0.2, seed=0)

@@ -230,6 +230,16 @@ def test_budgets_compare_by_standard_errors():
     assert Budgets.reading({**FOUND, "policies": worse}).verdict == "differ"
 
 
+def test_budgets_that_all_cost_too_much_are_said_so():
+    dear = {
+        name: {**found, "excess": [None, 0.3, 0.2, 0.1], "error": [None, 0.0, 0.0, 0.0]}
+        for name, found in FOUND["policies"].items()
+    }
+    reading = Budgets.reading({**FOUND, "policies": dear})
+    assert reading.meaning.startswith("No policy here is within 2 % of the full cache's perplexity at any of these")
+    assert reading.verdict == "differ"
+
+
 def test_what_is_left_of_a_second_reading():
     """Losses made by hand: 2 nats, passages again 1; a bounded cache has 1.5 there, and 0.25 more in the text."""
     plan = budgets.Plan.of(torch.arange(600), 600)
@@ -251,3 +261,16 @@ def test_what_is_left_of_a_second_reading():
     assert facts["gain"] == pytest.approx(1.0)
     assert facts["nll"] == pytest.approx(2.0)
     assert budgets.compare(plan, full, None)["kept"] is None
+
+
+def test_an_error_of_kvkeeps_own_is_not_blamed_on_the_file(tmp_path, monkeypatch):
+    def fail(result):
+        raise InputError("The model is too large.")
+
+    folder = Folder(tmp_path)
+    monkeypatch.setattr(Sparsity, "reading", fail)
+    about = {"version": Sparsity.VERSION, "seconds": 1.0}
+    folder.write("run.json", RUN)
+    folder.write("sparsity.json", {"name": "sparsity", **about, "result": SPARSE})
+    with pytest.raises(InputError, match=r"^The model is too large\.$"):
+        report.read(folder)

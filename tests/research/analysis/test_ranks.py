@@ -41,6 +41,13 @@ def test_partial_correlation_of_what_the_control_explains_fully_has_no_value():
     assert stats.partial(3 * z + 1, torch.sin(40 * z), z[:, None]) is None
 
 
+def test_partial_correlation_needs_more_values_than_controls():
+    draw = torch.Generator().manual_seed(1)
+    x, y, z = torch.randn(3, 4, generator=draw)
+    assert stats.partial(x[:3], y[:3], z[:3, None]) is None
+    assert stats.partial(x, y, z[:, None]) is not None
+
+
 def test_interval_by_fisher():
     low, high = stats.interval(0.5, 28)
     assert math.atanh(high) - math.atanh(0.5) == pytest.approx(1.96 / 5)

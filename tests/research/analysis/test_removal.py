@@ -1,6 +1,7 @@
 """Hiding keys under uniform attention, where sums fall with the position: losses against plain loops."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from uniform_model import loss_when, subject, tokens, uniform
 from kvkeep.research import hindsight
 from kvkeep.research.analysis.groups import removal
 from kvkeep.research.analysis.groups.removal import Removal
+from kvkeep.research.analysis.measure import Skipped
 
 LENGTH = 30
 
@@ -83,3 +85,28 @@ def test_the_picture_has_all_sets():
     axes = Axes()
     Removal.draw(found(heavy=5.0), axes)
     assert sum(name == "plot" for name, _, _ in axes.calls) == 4
+
+
+def test_a_picture_of_great_harm_has_a_logarithmic_axis():
+    shown = {}
+    for heavy in (5.0, 20.0):
+        axes = Axes()
+        Removal.draw(found(heavy=heavy), axes)
+        shown[heavy] = [args for name, args, _ in axes.calls if name == "set_yscale"]
+    assert shown == {5.0: [], 20.0: [("log",)]}
+
+
+def test_a_loss_that_is_no_number_is_a_reason_to_skip(monkeypatch):
+    monkeypatch.setattr(removal, "WINDOW", LENGTH)
+    monkeypatch.setattr(removal._shared, "loss", lambda *_: math.nan)
+    text = tokens(LENGTH)
+    with pytest.raises(Skipped, match="the model's loss on this text is no number"):
+        Removal(context(text)).runs(subject(uniform(), text), lambda share: None)
+
+
+def test_a_model_with_few_positions_has_no_window_beside_new_tokens():
+    few = replace(uniform(), checkpoint=replace(uniform().checkpoint, position_limit=20))
+    given = subject(few, tokens(LENGTH))
+    assert removal._shared.windows(given, rows=1, length=LENGTH, room=18).shape == (1, 2)
+    with pytest.raises(Skipped, match="has 20 positions, too few for a window of text and 19 new tokens"):
+        removal._shared.windows(given, rows=1, length=LENGTH, room=19)

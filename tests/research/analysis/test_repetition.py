@@ -127,3 +127,9 @@ def test_it_draws_the_control_too():
     ]
     pattern, control = RepetitivePatterns.claims(result_of(0.6, 0.1, (0.33, 0.32)))
     assert (pattern.verdict, control.verdict) == ("agree", "agree")
+
+
+def test_without_the_control_there_is_one_claim():
+    (pattern,) = RepetitivePatterns.claims(result_of(0.6, 0.1))
+    assert pattern.text == "Distant rows attend to the same positions"
+    assert pattern.verdict == "cannot tell"

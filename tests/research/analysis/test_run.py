@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from dataclasses import replace
 
 import model_folders
 import pytest
@@ -63,6 +64,17 @@ class Running(Sums):
         type(self).calls += 1
         progress(0.5)
         self.weight = float(subject.model(input_ids=subject.tokens[None]).logits.shape[1])
+
+
+class Both(Running):
+    name, control, reads = "both", True, frozenset({"attention", "model"})
+
+    def rows(self, rows):
+        self.entries.append(rows.layer)
+
+
+class Units(Sums):
+    name, reads = "units", frozenset({"units"})
 
 
 class Stopped(Running):
@@ -146,6 +158,45 @@ def test_random_weights_are_other_weights_of_the_same_seed(writer):
 def test_skips_say_why(finished):
     assert result_of(finished[0], "refusing")["skipped"] == "This cannot be."
     assert "36 tokens; this needs 10000" in result_of(finished[0], "long")["skipped"]
+
+
+@pytest.mark.parametrize("part", ["no_mlp", "no_units"])
+def test_what_the_model_does_not_show_is_a_reason_to_skip(writer, tmp_path, monkeypatch, part):
+    look = running.look
+    monkeypatch.setattr(running, "look", lambda *args: replace(look(*args), **{part: "it has none"}))
+    run(job(writer, (Sums, Units)), writer, Folder(tmp_path))
+    reasons = {name: result_of(tmp_path, name).get("skipped") for name in ("sums", "units")}
+    assert (
+        reasons
+        == {
+            "no_mlp": {"sums": "The model's MLP blocks cannot be shown: it has none.", "units": None},
+            "no_units": {
+                "sums": None,
+                "units": "The hidden units of the model's MLP blocks cannot be shown: it has none.",
+            },
+        }[part]
+    )
+
+
+def test_a_measurement_may_read_run_and_have_a_control(writer, tmp_path):
+    run(job(writer, (Both,)), writer, Folder(tmp_path))
+    found = result_of(tmp_path, "both")["result"]
+    assert found["weight"] == N  # of its run
+    assert found["order"] == found["random"]["order"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("reads", "part", "said"),
+    [
+        ("attention", "rows", "lacking reads attention but takes no rows"),
+        ("mlp", "mlp", "lacking reads MLP blocks but takes none"),
+        ("model", "runs", "lacking reads the model but has no runs"),
+    ],
+)
+def test_a_measurement_that_lacks_what_it_declares_is_named(writer, tmp_path, reads, part, said):
+    parts = {"name": "lacking", "reads": frozenset({reads}), part: getattr(Measurement, part)}
+    with pytest.raises(NotImplementedError, match=said):
+        run(job(writer, (type("Lacking", (Sums,), parts),)), writer, Folder(tmp_path))
 
 
 def test_runs_of_their_own_and_stages(finished):

@@ -42,6 +42,13 @@ def test_negligible_scores_are_left_out():
     assert (found["dropped"], found["median"]) == (0.5, pytest.approx(1.0))
 
 
+def test_without_a_kept_key_there_is_no_change_to_report():
+    found = change(torch.full((1, 2, 4), 0.25), torch.zeros(1, 2, 4))
+    assert (found["dropped"], found["lost_mass"], found["median"]) == (1.0, pytest.approx(1.0), None)
+    assert found["quantiles"] == [None] * 5
+    assert sum(found["histogram"]) == 0.0
+
+
 @pytest.fixture(scope="module")
 def measured():
     """256 tokens through a random model; with the full cache's rows and those of the replay."""

@@ -176,6 +176,33 @@ def test_a_block_that_does_not_add_up_is_not_shown(ids):
     assert look(model, 3).no_mlp == reasons[0]
 
 
+def test_a_model_whose_layers_are_nowhere_is_not_shown():
+    model = make(models.CONFIGS["llama"]())
+    model.config.num_hidden_layers = 5
+    reasons = []
+    with mlp_blocks.Watched(model, {0: 0}, lambda mlp: None, reasons.append):
+        assert not any(module._forward_hooks for module in model.modules())
+    assert reasons == ["the model's list of decoder layers was not found"]
+
+
+def test_units_of_a_function_that_is_called_twice_are_not_shown(monkeypatch, ids):
+    model = make(models.CONFIGS["llama"]())
+    kind = type(model.model.layers[0].mlp)
+    twice = lambda mlp, x: mlp.down_proj(mlp.act_fn(mlp.act_fn(mlp.gate_proj(x))) * mlp.up_proj(x))  # noqa: E731
+    monkeypatch.setattr(kind, "forward", twice)
+    kept = walked(model, ids)
+    assert [block.units for block in kept.blocks[0]] == [None] * 3
+    assert look(model, 3).no_mlp is None
+    assert "units" in look(model, 3).no_units
+
+
+def test_a_block_whose_projections_are_no_modules_is_not_understood():
+    x = torch.randn(3, 4)
+    trace = mlp_blocks.Trace([mlp_blocks.Call(torch.nn.ReLU(), x @ torch.ones(4, 4), x.relu())])
+    with pytest.raises(mlp_blocks.NotUnderstood, match="projections around a layer's activation function"):
+        mlp_blocks.find_block(trace, x)
+
+
 def test_progress_ends_at_one(ids):
     shares = []
     walked(make(models.CONFIGS["llama"]()), ids, progress=shares.append)

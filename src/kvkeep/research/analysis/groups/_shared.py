@@ -94,7 +94,7 @@ _DASHES = ("-", "--", "-.", ":")
 _COLOURS = ("#1f5fa8", "#b3400e", "#2f7d32", "#6a3d9a", "#444444", "#8a6d00", "#a0246e", "#007a7a")
 
 
-def lines(axes: Axes, series: Mapping[str, Line], *, x: str, y: str, labels: str = "legend") -> None:
+def lines(axes: Axes, series: Mapping[str, Line], *, x: str, y: str) -> None:
     """Draw lines that are legible without colour: each has a marker, a dash and a name.
 
     Args:
@@ -102,7 +102,6 @@ def lines(axes: Axes, series: Mapping[str, Line], *, x: str, y: str, labels: str
         series: name → places and values.
         x: label of the horizontal axis, with its unit.
         y: label of the vertical axis, with its unit.
-        labels: ``legend``, or ``ends`` to write each name at the right end of its line, for lines that end far apart.
     """
     for number, (name, (places, values)) in enumerate(series.items()):
         points = [(place, value) for place, value in zip(places, values, strict=True) if value is not None]
@@ -119,13 +118,10 @@ def lines(axes: Axes, series: Mapping[str, Line], *, x: str, y: str, labels: str
             linewidth=1.4,
             label=name,
         )
-        if labels == "ends":
-            axes.annotate(name, points[-1], xytext=(5, 0), textcoords="offset points", fontsize=8, va="center")
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(visible=True, alpha=0.25)
-    if labels == "legend":
-        axes.legend(fontsize=8)
+    axes.legend(fontsize=8)
 
 
 def by_layer(axes: Axes, series: Mapping[str, Sequence[float | None]], *, y: str) -> None:
