@@ -66,8 +66,8 @@ def cases() -> list[object]:
 def place(tmp_path, monkeypatch):
     """A folder with the files that the pages name."""
     monkeypatch.chdir(tmp_path)
-    for name in ("report.txt", "novel.txt", "book.txt"):
-        (tmp_path / name).write_text("the quick brown fox jumps over the lazy dog and the cat " * 8)
+    for name, times in (("report.txt", 8), ("novel.txt", 8), ("book.txt", 200)):
+        (tmp_path / name).write_text("the quick brown fox jumps over the lazy dog and the cat " * times)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
     return tmp_path
 
