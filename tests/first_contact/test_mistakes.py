@@ -40,6 +40,11 @@ MISTAKES = {
     "policies show h3o": "Did you mean 'h2o'?",
     "env x": "takes nothing but options",
     "demo gpt2": "takes nothing but options",
+    "--": "Missing command",
+    "''": "kvkeep --help lists all commands",
+    "policies --json show h2o": "Options follow the command: kvkeep policies show",
+    "policies show h2o tova": "takes 1 word and options",
+    "plan {model} x": "takes 1 word and options",
     # names of options
     "generate --bugdet 16 -p Once": "Did you mean --budget?",
     "generate --max_new_tokens 16 -p Once": "Did you mean --max-new-tokens?",
@@ -61,6 +66,8 @@ MISTAKES = {
     # values that are missing or too many
     "generate -p": "-p needs a value: -p TEXT",
     "generate -p --budget 16": "-p has no value, since --budget follows it",
+    "generate -p Once -n=4": "write -n 4",
+    "generate -p=Once": "write -p Once",
     "generate -p Once -n": "-n needs a value: -n TOKENS",
     "generate -p Once --policy": "--policy needs a value: --policy POLICY",
     "generate -p Once --policy --json": "--policy has no value, since --json follows it",
@@ -79,6 +86,11 @@ MISTAKES = {
     "generate -p Once upon a": "needs quotes: -p 'Once upon a'",
     "generate -p Once upon a time": "needs quotes: -p 'Once upon a time'",
     "generate {model} -p Once upon a time": "needs quotes: -p 'Once upon a time'",
+    "generate {model} -p Once -b 16 32": "Unexpected argument '32'",
+    "generate -p “Once upon a time”": "needs quotes: -p 'Once upon a time'",
+    "generate ' '": "leave it out for the embedded model",
+    "generate -f ''": "The name of the prompt file is empty",
+    "generate -- -p": "Give --prompt TEXT",
     "generate Once upon a time": "needs quotes: -p 'Once upon a time'",
     "generate -p ''": "The prompt is empty",
     "generate -p ' '": "The prompt is empty",
@@ -195,6 +207,24 @@ def test_the_message_names_the_remedy(line, place):
     assert MISTAKES[line].replace("{model}", folder) in said
     assert len(said) <= MOST_LINES * WIDTH
     assert not (place / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["generate -p --help", "generate --bugdet 3 --help", "plan a b c --help", "analyze --help"]
+)
+def test_help_is_shown_whatever_else_is_wrong(line):
+    result = CliRunner().invoke(app, shlex.split(line))
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"Usage: kvkeep {line.split()[0]} ")
+
+
+@pytest.mark.parametrize(
+    "line", ["generate {model} -p '-5 degrees'", "generate {model} -p '— a list'", "generate {model} -p '-' "]
+)
+def test_texts_that_look_like_options_are_no_mistakes(line):
+    words = shlex.split(line.replace("{model}", str(model_folders.folder())))
+    with model_folders.one_thread():
+        assert CliRunner().invoke(app, [*words, "-n", "1"], input="a text").exit_code == 0
 
 
 def test_there_are_enough_of_them():

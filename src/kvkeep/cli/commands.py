@@ -22,6 +22,8 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words after the command."""
+        if "--help" in args and not ctx.resilient_parsing:
+            args = ["--help"]  # whatever else is still missing or wrong
         with usage.explained(ctx, tuple(args)):
             if not ctx.resilient_parsing:
                 usage.check(ctx, args, group=False)
@@ -76,7 +78,9 @@ class Group(TyperGroup):
         except usage.CommandLineError as error:
             console.error(str(error))
             sys.exit(console.BAD_INPUT)
-        except usage.UsageError as error:  # help was shown for want of words
+        except usage.UsageError as error:
+            if said := getattr(error, "message", ""):  # otherwise help was shown for want of words
+                console.error(f"{said} See {NAME} --help.")
             sys.exit(getattr(error, "exit_code", console.BAD_INPUT))
         except typer.Abort:
             sys.exit(1)

@@ -23,7 +23,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "eval": {
         "kvkeep eval MODEL -o results": "Measure four policies at four budgets",
-        "kvkeep eval --tasks recall --limit 5 -o results": "A first look at the embedded model, in under a minute",
+        "kvkeep eval --tasks recall --limit 5 -o results": "A first look at the embedded model",
         "kvkeep eval --report results": "Show the table and draw the plots again",
     },
     "analyze": {

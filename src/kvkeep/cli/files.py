@@ -28,6 +28,8 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
     Raises:
         InputError: the file cannot be read, is not UTF-8, or is empty.
     """
+    if not file:
+        raise InputError(f"The name of the {kind} is empty. Give a path, or - for standard input.")
     source = "Standard input" if file == STANDARD_INPUT else f"The {kind} {file}"
     try:
         data = sys.stdin.buffer.read() if file == STANDARD_INPUT else in_full(file).read_bytes()

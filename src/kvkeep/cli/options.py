@@ -33,7 +33,7 @@ def given(model: str | None) -> str | None:
 
     An empty one is refused, since it comes from a variable that a script has not set, and so is a text.
     """
-    if model == "":
+    if model is not None and not model.strip():
         raise typer.BadParameter("it is empty; leave it out for the embedded model")
     if model is None or not any(letter.isspace() for letter in model) or exists(model) or _is_path(model):
         return model

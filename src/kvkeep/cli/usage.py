@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from kvkeep.cli.console import count
 from kvkeep.errors import KVKeepError
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -18,6 +19,8 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _BREAKS = ("–", "—", "−")
 """Dashes that word processors write for two hyphens."""
+_CURLY = "“”„‘’"
+"""Quotes of word processors, which shells do not know."""
 _MOST_SHOWN = 40
 _ALIKE = 0.7
 """How alike two options must be for one to be a misspelling of the other."""
@@ -123,9 +126,11 @@ def check(ctx: Any, words: Sequence[str], *, group: bool) -> None:
                 example = f"{waiting} {known[waiting].metavar or 'VALUE'}"
                 raise CommandLineError(f"{waiting} has no value, since {word} follows it. Write {example}.")
             waiting = None
-        elif name in known:
-            waiting = name if name == word and not known[name].is_flag else None
-        elif word.startswith(_BREAKS):
+        elif word in known:
+            waiting = None if known[word].is_flag else word
+        elif len(name) == 2 and name in known and word != name:
+            raise CommandLineError(f"Names of one letter take no equals sign: write {name} {quoted(word[3:])}")
+        elif word.startswith(_BREAKS) and _undashed(word)[:1].isalpha():
             raise CommandLineError(f"{word} begins with a dash. Write options with hyphens: --{_undashed(word)}.")
         elif len(name) > 2 and f"-{name}" in known:
             raise CommandLineError(f"{name} needs two hyphens: -{word}.")
@@ -162,13 +167,13 @@ def text_of(words: Sequence[str]) -> str | None:
 
 def quotes_missing(text: str) -> str:
     """The remedy for a prompt that shells have split."""
-    return f"Text of several words needs quotes: -p {quoted(text)}"
+    return f"Text of several words needs quotes: -p {quoted(text.strip(_CURLY))}"
 
 
 def exists(name: str, *, folder: bool = True) -> bool:
     """Whether there is a file of this name, or a folder if that counts."""
     try:
-        return Path(name).is_file() or (folder and Path(name).is_dir())
+        return name != "" and (Path(name).is_file() or (folder and Path(name).is_dir()))
     except (OSError, ValueError):  # too long for a name, or no text
         return False
 
@@ -238,13 +243,14 @@ def _given(param: Any, words: Sequence[str]) -> str:
 
 def _unexpected(ctx: Any, words: Sequence[str]) -> str:
     """Words that the command has no use for."""
-    text = text_of(words)
-    if "--prompt" in dict(_options(ctx)):
-        return quotes_missing(text or " ".join(word for word in words if not word.startswith("-")))
+    above = getattr(ctx.parent.command, "commands", {})
+    if named := [word for word in words if word in above]:
+        return f"Options follow the command: {ctx.parent.command_path} {named[0]} … {words[0]}"
+    text = text_of(words) or " ".join(word for word in words if not word.startswith("-"))
+    if "--prompt" in dict(_options(ctx)) and " " in text:
+        return quotes_missing(text)
     taken = sum(param.param_type_name == "argument" for param in ctx.command.params)
-    place = (
-        "nothing but options" if not taken else "one word and options" if taken == 1 else f"{taken} words and options"
-    )
+    place = "nothing but options" if not taken else f"{count(taken, 'word')} and options"
     return f"{ctx.command_path} takes {place}. {_see(ctx)}"
 
 

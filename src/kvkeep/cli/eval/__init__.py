@@ -44,7 +44,7 @@ def evaluate(
         str,
         typer.Option(
             metavar="LIST",
-            help="Policies with their options, e.g. full,local,h2o:recent=32,sinks=4,tova. "
+            help="Policies with their options, e.g. full,local,h2o:recent=8,sinks=4,tova. "
             "full is run once, with room for the whole text.",
             autocompletion=complete.policy_list,
             show_default="full, local, h2o and the default policy",

@@ -252,7 +252,7 @@ def generate(
             completion.serve(request)
         except ModelFileError as error:
             if remedy := word_of_prompt(model, prompt):
-                raise ModelFileError(f"{remedy}. Otherwise: {error}") from error
+                raise ModelFileError(f"{remedy}. If {model} is the model: {error}") from error
             raise
 
 

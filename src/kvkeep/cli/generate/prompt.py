@@ -23,7 +23,8 @@ def standard_input(
         return model, file
     if source != STANDARD_INPUT:
         if prompt is not None:
-            raise InputError(quotes_missing(" ".join(filter(None, (prompt, model, source)))))
+            parts = (prompt, source) if model is None or exists(model) else (prompt, model, source)
+            raise InputError(f"Unexpected argument {shown(source)}. {quotes_missing(' '.join(parts))}")
         raise InputError(
             f"Unexpected argument {shown(source)}: after the model only - may follow. For a prompt: -p {quoted(source)}"
         )
@@ -66,7 +67,7 @@ def _advice(model: str | None) -> str:
     """How to give a prompt; a word in the model's place may have been meant as one."""
     if model is not None and exists(model, folder=False):
         return f"{model} is a file, not a model; to continue its text: --prompt-file {quoted(model)}"
-    if model is not None and "/" not in model and not exists(model):
+    if model is not None and "/" not in model and not model.startswith("-") and not exists(model):
         return f"If {quoted(model)} is the prompt: -p {quoted(model)}"
     return "Give --prompt TEXT, --prompt-file FILE, or - for standard input."
 

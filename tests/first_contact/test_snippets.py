@@ -1,0 +1,126 @@
+"""What the pages and ``--help`` show works: every command that needs no network, every piece of Python, every option.
+
+The README's own snippets, those of the engine's page and the examples run in ``tests/docs``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import model_folders
+import pytest
+import result_folders
+import torch
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from kvkeep.cli.examples import EXAMPLES
+from kvkeep.cli.main import app
+from kvkeep.models.load import load, quiet
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+ELSEWHERE = ("README.md", "engine.md", "index.md")
+"""Pages whose Python runs in ``tests/docs``."""
+ANYWHERE = {"generate": ["-n", "3"], "eval": ["--tasks", "agreement", "--limit", "1", "--no-plots"], "demo": ["--help"]}
+"""Options that make a command short."""
+NEEDS_MORE = ("--load-in", "--device cuda")
+"""Options that need packages or devices that a first user may not have."""
+
+
+def fences(page: Path, language: str = r"\w*") -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    """The commands of all pages, and of all examples."""
+    shown = [line for page in PAGES for block in fences(page) for line in block.replace("\\\n", " ").splitlines()]
+    shown += [line for examples in EXAMPLES.values() for line in examples]
+    lines = [re.sub(r"\s+", " ", line.partition(" # ")[0]).strip() for line in shown]
+    return sorted({line for line in lines if re.match(r"(cat \S+ \| )?kvkeep ", line)})
+
+
+def words_of(line: str) -> list[str]:
+    """The words of a command for a small model in a folder with files of these names."""
+    folder = str(model_folders.folder())
+    names = {"Qwen/Qwen3-0.6B": folder, "MODEL": folder, "path/to/model": folder}
+    names["path/to/config.json"] = f"{folder}/config.json"
+    words = [names.get(word, word) for word in shlex.split(line.rpartition("| ")[2])]
+    if words[1] == "eval" and "Qwen/Qwen3-0.6B" in line:
+        words.remove(folder)  # budgets in percent are too small for texts of its length
+    return [*words[1:], *ANYWHERE.get(words[1], [])] if "--report" not in words else words[1:]
+
+
+def cases() -> list[object]:
+    """The commands; measurements on the embedded model are slow."""
+    slow = [re.match("kvkeep (eval|analyze) ", line) and not re.search("MODEL|--report", line) for line in commands()]
+    return [
+        pytest.param(line, marks=[pytest.mark.slow] if late else [], id=line)
+        for line, late in zip(commands(), slow, strict=True)
+    ]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with the files that the pages name."""
+    monkeypatch.chdir(tmp_path)
+    for name, times in (("report.txt", 8), ("novel.txt", 8), ("book.txt", 200)):
+        (tmp_path / name).write_text("the quick brown fox jumps over the lazy dog and the cat " * times)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", cases())
+def test_the_command_runs(line, place):
+    if any(option in line for option in NEEDS_MORE):
+        pytest.skip("needs a package or a device")
+    if "--report" in line:
+        result_folders.evaluation(place / "results")
+    words = words_of(line)
+    if "--system" in words:
+        words[1] = str(model_folders.copy(place / "chat"))
+        model_folders.edit_json(place / "chat" / "tokenizer_config.json", chat_template=model_folders.TEMPLATE)
+    with model_folders.one_thread():
+        done = CliRunner().invoke(app, words, input=(place / "report.txt").read_text() if "|" in line else None)
+    assert done.exit_code == 0, done.output
+
+
+def test_there_are_commands_and_examples():
+    found = commands()
+    assert len(found) > 30
+    assert sum("MODEL" in line for line in found) >= 10
+
+
+def options_by_command() -> dict[str, set[str]]:
+    """The options of each command; those of ``policies`` with its subcommands."""
+    found: dict[str, set[str]] = {}
+    for name, command in get_command(app).commands.items():
+        nested = [command, *getattr(command, "commands", {}).values()]
+        params = [param for one in nested for param in one.params]
+        found[name] = {"--help", *(name for param in params for name in (*param.opts, *param.secondary_opts))}
+    return found
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_commands_in_the_text_have_the_options_that_it_names(page):
+    options = options_by_command()
+    for line in re.findall(r"`(kvkeep [^`]+)`", page.read_text()):
+        _, name, *words = line.split()
+        if name.startswith("-"):
+            continue
+        assert name in options, line
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options[name], line
+
+
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [(page.name, code) for page in PAGES if page.name not in ELSEWHERE for code in fences(page, "python")],
+    ids=lambda value: value if value.endswith(".md") else "code",
+)
+def test_python_of_the_pages_runs(page, code, place):
+    with quiet():
+        model, tokenizer = load(model_folders.folder())
+    ids = torch.tensor([tokenizer("the quick brown fox jumps over the lazy dog and the cat" * 2)["input_ids"]])
+    exec(code.replace("Qwen/Qwen3-0.6B", str(model_folders.folder())), {"model": model, "ids": ids})
