@@ -129,7 +129,16 @@ def test_bad_lines_go_to_a_file_of_errors_each_in_its_format(tmp_path, target):
     write(source, chat("a"), chat("b"))
     assert run("-i", source, "-o", target, *SMALL, "--skip-bad").exit_code == 0
     assert set(answers(target)) == {"a", "b"}
-    assert not Path(f"{target}.bad").exists()  # its lines are answered now
+    assert Path(f"{target}.bad").exists()  # "{nope" is nowhere else
+
+
+def test_errors_of_lines_that_were_mended_go_away(tmp_path, target):
+    source, aside = write(tmp_path / "in.jsonl", chat("a"), chat("b", tools=[1])), Path(f"{target}.bad")
+    assert run("-i", source, "-o", target, *SMALL, "--skip-bad").exit_code == 0
+    assert aside.exists()
+    write(source, chat("a"), chat("b"))
+    assert run("-i", source, "-o", target, *SMALL).exit_code == 0
+    assert (set(answers(target)), aside.exists()) == ({"a", "b"}, False)
 
 
 def test_lines_that_the_engine_refuses(tmp_path, target):
@@ -214,6 +223,20 @@ def test_errors_of_a_job_to_standard_output(tmp_path):
     assert set(answers(out)) == {"a"}
     (entry,) = [json.loads(line) for line in err.read_text().splitlines() if line.startswith("{")]
     assert (entry["custom_id"], entry["response"]["status_code"]) == ("b", 400)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lines_that_are_in_the_file_of_errors_alone_are_not_lost(tmp_path, target, monkeypatch, fails):
+    aside = Path(f"{target}.bad")
+    source = write(tmp_path / "in.jsonl", chat("a"), {"prompt": "Hello", "seed": 7})
+    assert run("-i", source, "-o", target, *SMALL, "--skip-bad").exit_code == 0
+    before = aside.read_bytes()
+    write(source, chat("a"), {"prompt": "Tom"})
+    if fails:
+        failing(monkeypatch, {0})
+    result = run("-i", source, "-o", target, *SMALL)
+    assert (result.exit_code, "holds something else" in result.said) == (int(fails), fails)
+    assert aside.read_bytes() == before
 
 
 # ------------------------------------------------------------------ going on
