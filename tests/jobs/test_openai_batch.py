@@ -398,6 +398,16 @@ def test_names_of_any_characters_and_length(tmp_path, target):
     assert set(answers(target)) == set(names)
 
 
+@pytest.mark.parametrize("model", ["\ud83d", "\x1b[31m", "x" * 10**5, "a`b=1`", "\n\n"])
+def test_models_of_any_name_are_said_in_a_line(tmp_path, target, model):
+    source = write(tmp_path / "in.jsonl", chat("a", model=model, max_tokens=1))
+    result = run("-i", source, "-o", target, *SMALL)
+    assert result.exit_code == 0, result.said
+    assert "embedded answers all lines" in result.said
+    assert "\x1b" not in result.output
+    assert len(result.output) < 500
+
+
 def test_what_is_kept_of_a_name_does_not_grow_with_its_length():
     survey = Survey()
     for number, name in enumerate(("x" * 10**6, "y" * 10**6), start=1):

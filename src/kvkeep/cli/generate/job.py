@@ -129,7 +129,8 @@ def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
             "trained for."
         )
     if others := sorted(survey.models - {name}):
-        console.note(f"lines name the model {', '.join(others)}; {name} answers all lines")
+        named = ", ".join(f"{console.visible(other):.60}" for other in others)
+        console.note(f"lines name the model {named}; {name} answers all lines")
 
 
 def _survey(source: Path, read_line: Read, batch: Batch) -> Survey:
