@@ -78,7 +78,7 @@ def test_several_texts_for_one_prompt(tmp_path, target):
     source = write(
         tmp_path / "in.jsonl",
         text("a", n=3, temperature=5.0, max_tokens=8),
-        text("b", ["Once", [5, 6, 7]], n=2, logprobs=1),
+        text("b", ["Once", [5, 6, 7]], n=2, logprobs=1, temperature=0),
         chat("c", n=2, seed=5, temperature=5.0, max_tokens=8),
         chat("d", n=2, seed=5, temperature=5.0, max_tokens=8),
     )
@@ -179,7 +179,13 @@ def failing(monkeypatch, numbers):
 
 
 def test_a_line_fails_with_any_of_its_requests_and_is_tried_again(tmp_path, target, monkeypatch):
-    source = write(tmp_path / "in.jsonl", chat("a", n=3), {"prompt": "Hello"}, chat("b", n=2), {"prompt": "Tom"})
+    source = write(
+        tmp_path / "in.jsonl",
+        chat("a", n=3, temperature=1),
+        {"prompt": "Hello"},
+        chat("b", n=2, seed=1, temperature=1),
+        {"prompt": "Tom"},
+    )
     failing(monkeypatch, {1, 6})
     result = run("-i", source, "-o", target, *SMALL, "--max-rows", 2)
     assert result.exit_code == 1
@@ -242,7 +248,12 @@ def test_lines_that_are_in_the_file_of_errors_alone_are_not_lost(tmp_path, targe
 # ------------------------------------------------------------------ going on
 
 
-MIXED = [chat("a", n=2), {"prompt": "Hello", "id": 1}, text("c", logprobs=1), {"prompt": "b", "url": "x"}]
+MIXED = [
+    chat("a", n=2, temperature=1),
+    {"prompt": "Hello", "id": 1},
+    text("c", logprobs=1),
+    {"prompt": "b", "url": "x"},
+]
 RAW = [json.dumps(line).encode() for line in MIXED]
 LINES = [parse(n, raw, lambda prompt, raw=False: [1], Sampling()) for n, raw in enumerate(RAW, start=1)]
 
@@ -371,6 +382,7 @@ def test_wrong_values_in_every_field(name):
         ({**chat("a"), "prompt": "x"}, 'its field "prompt" is none of'),
         ({"custom_id": "a", "method": "POST"}, "has no url"),
         ({"body": {"messages": []}}, "has no custom_id"),
+        (chat("a", n=2), "the parameter n is 2, and all texts are equal without a temperature"),
         ({"url": "x", "text": "y"}, 'either "prompt" or "messages"'),
         ({"body": "y"}, 'either "prompt" or "messages"'),
     ],

@@ -1,1 +1,1 @@
-"""Batch jobs: reading lines (`lines`, `survey`, `openai`), writing completions (`output`), resuming, progress (`pace`)."""
+"""Batch jobs: reading lines (`lines`, `survey`, `openai`), writing completions (`output`), and resuming."""
