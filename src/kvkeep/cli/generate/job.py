@@ -57,13 +57,7 @@ def serve(request: Request, batch: Batch) -> None:
         defaults = sampling_of(request)
         console.progress(f"reading {batch.input} …")
         checkpoint = find(request.model or embedded(), allow_pickle=request.allow_pickle)
-
-        def encode(prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
-            return _encode(checkpoint, prompt, raw=raw or request.raw)
-
-        def read_line(number: int, raw: bytes) -> Line | BadLine:
-            return parse(number, raw, encode, defaults)
-
+        read_line = _reader(checkpoint, request, defaults)
         survey = _survey(source, read_line, batch)
         with _open(batch.output) as output:
             budget = _budget(request, policy, survey, output)
@@ -90,6 +84,15 @@ def serve(request: Request, batch: Batch) -> None:
                 as_json=request.json,
                 set_aside=lambda failed: _set_aside(source, survey, failed, batch),
             )
+
+
+def _reader(checkpoint: Checkpoint, request: Request, defaults: Sampling) -> Read:
+    """A function that reads a line with the model's tokenizer."""
+
+    def encode(prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
+        return _encode(checkpoint, prompt, raw=raw or request.raw)
+
+    return lambda number, raw: parse(number, raw, encode, defaults)
 
 
 def _encode(checkpoint: Checkpoint, prompt: Prompt, *, raw: bool) -> list[int]:
