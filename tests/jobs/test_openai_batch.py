@@ -1,7 +1,9 @@
 """OpenAI's batch files: answered in their own format beside other lines, resumed after a kill, errors in a file."""
 
 import json
+import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -332,6 +334,19 @@ def test_a_job_of_two_formats_that_is_killed_goes_on(tmp_path, target):
     for name, entry in found.items():
         same = texts if isinstance(name, str) else lambda one: one["completion"]["text"]
         assert same(entry) == same(other[name])
+
+
+def test_ctrl_c_between_the_texts_of_a_line_costs_that_line_alone(tmp_path, target, monkeypatch):
+    lines = [{"prompt": "Hello"}, *(chat(name, n=3, temperature=1) for name in "abc")]
+    source = write(tmp_path / "in.jsonl", *lines)
+    kept = Output.write
+    monkeypatch.setattr(Output, "write", lambda self, *a: (kept(self, *a), os.kill(os.getpid(), signal.SIGINT))[0])
+    result = run("-i", source, "-o", target, *SMALL, "--max-rows", 2)
+    assert (result.exit_code, "goes on from there" in result.said) == (130, True)
+    assert 1 <= len(answers(target)) < 4
+    monkeypatch.undo()
+    assert run("-i", source, "-o", target, *SMALL, "--max-rows", 2).exit_code == 0
+    assert set(answers(target)) == {1, "a", "b", "c"}
 
 
 def test_a_full_disk_loses_nothing():
