@@ -112,6 +112,5 @@ def progress(engine: Engine, work: Work, total: int, done: int) -> Iterator[Bar]
         drawn.update(task, completed=tokens, total=of, description=lines, speed=speed)
 
     bar = Bar(work, total, done, show)
-    with drawn:
-        with watched(engine.model, bar.read_in_part) if is_shown else nullcontext():
-            yield bar
+    with drawn, watched(engine.model, bar.read_in_part) if is_shown else nullcontext():
+        yield bar
