@@ -1,7 +1,9 @@
 """OpenAI's batch files: answered in their own format beside other lines, resumed after a kill, errors in a file."""
 
 import json
+import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -78,7 +80,7 @@ def test_several_texts_for_one_prompt(tmp_path, target):
     source = write(
         tmp_path / "in.jsonl",
         text("a", n=3, temperature=5.0, max_tokens=8),
-        text("b", ["Once", [5, 6, 7]], n=2, logprobs=1),
+        text("b", ["Once", [5, 6, 7]], n=2, logprobs=1, temperature=0),
         chat("c", n=2, seed=5, temperature=5.0, max_tokens=8),
         chat("d", n=2, seed=5, temperature=5.0, max_tokens=8),
     )
@@ -129,7 +131,16 @@ def test_bad_lines_go_to_a_file_of_errors_each_in_its_format(tmp_path, target):
     write(source, chat("a"), chat("b"))
     assert run("-i", source, "-o", target, *SMALL, "--skip-bad").exit_code == 0
     assert set(answers(target)) == {"a", "b"}
-    assert not Path(f"{target}.bad").exists()  # its lines are answered now
+    assert Path(f"{target}.bad").exists()  # "{nope" is nowhere else
+
+
+def test_errors_of_lines_that_were_mended_go_away(tmp_path, target):
+    source, aside = write(tmp_path / "in.jsonl", chat("a"), chat("b", tools=[1])), Path(f"{target}.bad")
+    assert run("-i", source, "-o", target, *SMALL, "--skip-bad").exit_code == 0
+    assert aside.exists()
+    write(source, chat("a"), chat("b"))
+    assert run("-i", source, "-o", target, *SMALL).exit_code == 0
+    assert (set(answers(target)), aside.exists()) == ({"a", "b"}, False)
 
 
 def test_lines_that_the_engine_refuses(tmp_path, target):
@@ -170,7 +181,13 @@ def failing(monkeypatch, numbers):
 
 
 def test_a_line_fails_with_any_of_its_requests_and_is_tried_again(tmp_path, target, monkeypatch):
-    source = write(tmp_path / "in.jsonl", chat("a", n=3), {"prompt": "Hello"}, chat("b", n=2), {"prompt": "Tom"})
+    source = write(
+        tmp_path / "in.jsonl",
+        chat("a", n=3, temperature=1),
+        {"prompt": "Hello"},
+        chat("b", n=2, seed=1, temperature=1),
+        {"prompt": "Tom"},
+    )
     failing(monkeypatch, {1, 6})
     result = run("-i", source, "-o", target, *SMALL, "--max-rows", 2)
     assert result.exit_code == 1
@@ -216,10 +233,29 @@ def test_errors_of_a_job_to_standard_output(tmp_path):
     assert (entry["custom_id"], entry["response"]["status_code"]) == ("b", 400)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_lines_that_are_in_the_file_of_errors_alone_are_not_lost(tmp_path, target, monkeypatch, fails):
+    aside = Path(f"{target}.bad")
+    source = write(tmp_path / "in.jsonl", chat("a"), {"prompt": "Hello", "seed": 7})
+    assert run("-i", source, "-o", target, *SMALL, "--skip-bad").exit_code == 0
+    before = aside.read_bytes()
+    write(source, chat("a"), {"prompt": "Tom"})
+    if fails:
+        failing(monkeypatch, {0})
+    result = run("-i", source, "-o", target, *SMALL)
+    assert (result.exit_code, "holds something else" in result.said) == (int(fails), fails)
+    assert aside.read_bytes() == before
+
+
 # ------------------------------------------------------------------ going on
 
 
-MIXED = [chat("a", n=2), {"prompt": "Hello", "id": 1}, text("c", logprobs=1), {"prompt": "b", "url": "x"}]
+MIXED = [
+    chat("a", n=2, temperature=1),
+    {"prompt": "Hello", "id": 1},
+    text("c", logprobs=1),
+    {"prompt": "b", "url": "x"},
+]
 RAW = [json.dumps(line).encode() for line in MIXED]
 LINES = [parse(n, raw, lambda prompt, raw=False: [1], Sampling()) for n, raw in enumerate(RAW, start=1)]
 
@@ -300,6 +336,19 @@ def test_a_job_of_two_formats_that_is_killed_goes_on(tmp_path, target):
         assert same(entry) == same(other[name])
 
 
+def test_ctrl_c_between_the_texts_of_a_line_costs_that_line_alone(tmp_path, target, monkeypatch):
+    lines = [{"prompt": "Hello"}, *(chat(name, n=3, temperature=1) for name in "abc")]
+    source = write(tmp_path / "in.jsonl", *lines)
+    kept = Output.write
+    monkeypatch.setattr(Output, "write", lambda self, *a: (kept(self, *a), os.kill(os.getpid(), signal.SIGINT))[0])
+    result = run("-i", source, "-o", target, *SMALL, "--max-rows", 2)
+    assert (result.exit_code, "goes on from there" in result.said) == (130, True)
+    assert 1 <= len(answers(target)) < 4
+    monkeypatch.undo()
+    assert run("-i", source, "-o", target, *SMALL, "--max-rows", 2).exit_code == 0
+    assert set(answers(target)) == {1, "a", "b", "c"}
+
+
 def test_a_full_disk_loses_nothing():
     with pytest.raises(InputError, match="No space left"), Output.open(Path("/dev/full")) as output:
         output.write(LINES[0], result_of(), result_of())
@@ -348,6 +397,7 @@ def test_wrong_values_in_every_field(name):
         ({**chat("a"), "prompt": "x"}, 'its field "prompt" is none of'),
         ({"custom_id": "a", "method": "POST"}, "has no url"),
         ({"body": {"messages": []}}, "has no custom_id"),
+        (chat("a", n=2), "the parameter n is 2, and all texts are equal without a temperature"),
         ({"url": "x", "text": "y"}, 'either "prompt" or "messages"'),
         ({"body": "y"}, 'either "prompt" or "messages"'),
     ],
@@ -373,6 +423,16 @@ def test_names_of_any_characters_and_length(tmp_path, target):
         result = run("-i", source, "-o", target, *SMALL)
         assert result.exit_code == 0, result.said[:500]
     assert set(answers(target)) == set(names)
+
+
+@pytest.mark.parametrize("model", ["\ud83d", "\x1b[31m", "x" * 10**5, "a`b=1`", "\n\n"])
+def test_models_of_any_name_are_said_in_a_line(tmp_path, target, model):
+    source = write(tmp_path / "in.jsonl", chat("a", model=model, max_tokens=1))
+    result = run("-i", source, "-o", target, *SMALL)
+    assert result.exit_code == 0, result.said
+    assert "embedded answers all lines" in result.said
+    assert "\x1b" not in result.output
+    assert len(result.output) < 500
 
 
 def test_what_is_kept_of_a_name_does_not_grow_with_its_length():

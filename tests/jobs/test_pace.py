@@ -122,6 +122,15 @@ def test_a_job_of_one_line_shows_progress(tmp_path, monkeypatch, width):
     assert max(map(len, found)) <= width + 20  # with codes that move the cursor
 
 
+def test_a_job_with_nothing_to_do_draws_no_bar(tmp_path, monkeypatch):
+    source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "options": {"max_new_tokens": 2}})
+    assert run("-i", source, "-o", tmp_path / "out.jsonl").exit_code == 0
+    screen = drawn(monkeypatch, 80)
+    assert run("-i", source, "-o", tmp_path / "out.jsonl").exit_code == 0
+    assert "1 of 1 line were done before" in screen.getvalue()
+    assert "%" not in screen.getvalue()
+
+
 def test_the_share_grows_while_one_line_is_read_and_written(tmp_path, monkeypatch):
     seen, draw = [], bars.Bar._draw
     monkeypatch.setattr(bars.Bar, "_draw", lambda self: (draw(self), seen.append(self._pace.done / self._pace.total)))

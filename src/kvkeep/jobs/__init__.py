@@ -1,1 +1,1 @@
-"""Batch jobs: reading lines of requests (`lines`, `survey`), writing completions (`output`), and resuming."""
+"""Batch jobs: reading lines (`lines`, `survey`, `openai`), writing completions (`output`), and resuming."""

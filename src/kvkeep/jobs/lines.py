@@ -22,7 +22,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.jobs.openai import batch
 from kvkeep.jobs.openai.batch import custom_id_of, is_batch_line
-from kvkeep.jobs.openai.requests import COMPLETIONS, Asked, Prompt, in_words_of
+from kvkeep.jobs.openai.requests import COMPLETIONS, Asked, ParameterError, Prompt, in_words_of
 from kvkeep.jobs.options import OPTIONS, check_place, request_of
 
 
@@ -171,6 +171,8 @@ def _batch_line(number: int, found: str, fields: dict[str, Any], encode: Encode,
     The first choice is drawn as the completion of a line in kvkeep's format is, and each other one in its own way.
     """
     asked = batch.read(fields)
+    if asked.n > 1 and "temperature" not in asked.options and not defaults.temperature:
+        raise ParameterError("n", f"is {asked.n}, and all texts are equal without a temperature; give temperature: 1")
     off: dict[str, Any] = dict.fromkeys(asked.unset)
     defaults = dataclasses.replace(defaults, **off)
     made = []

@@ -96,6 +96,17 @@ class Survey:
             if number in reasons:
                 yield _entry(number, raw, reasons[number], self._params.get(number), failed=number in failed)
 
+    def is_settled(self, entry: Mapping[str, Any]) -> bool:
+        """Whether the line of an entry by an earlier run is here and can be run.
+
+        The text of a line in kvkeep's format must be unchanged: perhaps it is nowhere else.
+        """
+        if "text" in entry:
+            number, text = entry["line"], str(entry["text"])
+            return isinstance(number, int) and self.digests.get(number) == digest(text.encode(errors="replace"))
+        name = entry["custom_id"]
+        return isinstance(name, str) and self._names.get(_key(name)) in self.digests
+
     @property
     def requests(self) -> int:
         """The number of all requests."""
@@ -192,8 +203,8 @@ def write_bad(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
         raise InputError(f"{path}, for lines that cannot be run, cannot be written: {error.strerror}.") from error
 
 
-def remove_bad(path: Path) -> None:
-    """Remove the file of lines without an answer that an earlier job has written; anything else stays.
+def remove_bad(path: Path, survey: Survey) -> None:
+    """Remove the file of lines without an answer that an earlier job has written, if all its lines can be run now.
 
     Raises:
         InputError: another job writes to it, or it cannot be removed.
@@ -202,7 +213,8 @@ def remove_bad(path: Path) -> None:
         if path.is_file() and not path.is_symlink():
             with path.open("rb") as file:
                 runs.Lock(file, str(path))
-                if _are_entries(file):
+                entries = [_entry_of(raw) for raw in file]
+                if entries and all(entry is not None and survey.is_settled(entry) for entry in entries):
                     path.unlink()
     except OSError as error:
         raise InputError(f"{path}, which an earlier job has written, cannot be removed: {error.strerror}.") from error
@@ -218,28 +230,34 @@ def _free(path: Path) -> Iterator[None]:
     if not os.path.lexists(path):
         yield
         return
-    foreign = InputError(
-        f"{path}, where lines that cannot be run are set aside, exists and holds something else. Rename it, or give "
-        "another output file."
-    )
     if not path.is_file():
-        raise foreign
+        raise foreign(path)
     with path.open("rb") as file:
         runs.Lock(file, str(path))
         if not _are_entries(file):
-            raise foreign
+            raise foreign(path)
         yield
 
 
+def foreign(path: Path) -> InputError:
+    """The error for a file that stands where lines without an answer are set aside, and that must not be replaced."""
+    return InputError(
+        f"{path}, where lines that cannot be run are set aside, exists and holds something else. Rename it, or give "
+        "another output file."
+    )
+
+
 def _are_entries(file: IO[bytes]) -> bool:
-    """Whether a file has lines, and each is an entry of a bad line."""
-    found = [_is_entry(raw) for raw in file]
+    """Whether a file has lines, and each is an entry of a line without an answer."""
+    found = [_entry_of(raw) is not None for raw in file]
     return bool(found) and all(found)
 
 
-def _is_entry(raw: bytes) -> bool:
+def _entry_of(raw: bytes) -> dict[str, Any] | None:
+    """The entry of a line without an answer; ``None`` if this is none."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and (found.keys() == _BAD_FIELDS or batch.is_error_line(found))
+        return None
+    is_entry = isinstance(found, dict) and (found.keys() == _BAD_FIELDS or batch.is_error_line(found))
+    return found if is_entry else None

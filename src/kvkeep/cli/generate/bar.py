@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
@@ -104,16 +104,13 @@ def progress(engine: Engine, work: Work, total: int, done: int) -> Iterator[Bar]
         TaskProgressColumn(),
         TextColumn("{task.fields[speed]}"),
     )
-    drawn = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True, expand=True)
+    is_shown = screen.is_terminal and sum(work) > 0
+    drawn = Progress(*columns, console=screen, disable=not is_shown, transient=True, expand=True)
     task = drawn.add_task("", total=None, speed="")
 
     def show(tokens: float, of: float, lines: str, speed: str) -> None:
         drawn.update(task, completed=tokens, total=of, description=lines, speed=speed)
 
     bar = Bar(work, total, done, show)
-    with drawn:
-        if not screen.is_terminal:
-            yield bar
-        else:
-            with watched(engine.model, bar.read_in_part):
-                yield bar
+    with drawn, watched(engine.model, bar.read_in_part) if is_shown else nullcontext():
+        yield bar

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,7 @@ from kvkeep.jobs.lines import BadLine, Line, digest, parse, read
 from kvkeep.jobs.openai.answers import Show
 from kvkeep.jobs.openai.requests import Prompt
 from kvkeep.jobs.output import Output
-from kvkeep.jobs.survey import Survey, remove_bad, write_bad
+from kvkeep.jobs.survey import Survey, foreign, remove_bad, write_bad
 from kvkeep.models import text, threads
 from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
@@ -56,13 +57,7 @@ def serve(request: Request, batch: Batch) -> None:
         defaults = sampling_of(request)
         console.progress(f"reading {batch.input} …")
         checkpoint = find(request.model or embedded(), allow_pickle=request.allow_pickle)
-
-        def encode(prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
-            return _encode(checkpoint, prompt, raw=raw or request.raw)
-
-        def read_line(number: int, raw: bytes) -> Line | BadLine:
-            return parse(number, raw, encode, defaults)
-
+        read_line = _reader(checkpoint, request, defaults)
         survey = _survey(source, read_line, batch)
         with _open(batch.output) as output:
             budget = _budget(request, policy, survey, output)
@@ -89,6 +84,15 @@ def serve(request: Request, batch: Batch) -> None:
                 as_json=request.json,
                 set_aside=lambda failed: _set_aside(source, survey, failed, batch),
             )
+
+
+def _reader(checkpoint: Checkpoint, request: Request, defaults: Sampling) -> Read:
+    """A function that reads a line with the model's tokenizer."""
+
+    def encode(prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
+        return _encode(checkpoint, prompt, raw=raw or request.raw)
+
+    return lambda number, raw: parse(number, raw, encode, defaults)
 
 
 def _encode(checkpoint: Checkpoint, prompt: Prompt, *, raw: bool) -> list[int]:
@@ -128,7 +132,8 @@ def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
             "trained for."
         )
     if others := sorted(survey.models - {name}):
-        console.note(f"lines name the model {', '.join(others)}; {name} answers all lines")
+        named = ", ".join(f"{console.visible(other):.60}" for other in others)
+        console.note(f"lines name the model {named}; {name} answers all lines")
 
 
 def _survey(source: Path, read_line: Read, batch: Batch) -> Survey:
@@ -216,7 +221,7 @@ def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, b
 def _todo(source: Path, survey: Survey, engine: Engine, output: Output, batch: Batch) -> dict[int, str]:
     """The lines to run now, with their fingerprints. Lines that cannot be run are set aside.
 
-    What an earlier run has set aside is removed if there is nothing to set aside now.
+    What an earlier run has set aside is removed if all of it can be run now.
     """
     new = [number for number in survey.digests if number not in output.done]
     survey.set_aside(survey.check(engine, new))
@@ -225,7 +230,7 @@ def _todo(source: Path, survey: Survey, engine: Engine, output: Output, batch: B
     if survey.bad:
         _set_aside(source, survey, {}, batch)
     elif batch.output != "-":
-        remove_bad(Path(f"{batch.output}.bad"))
+        remove_bad(_beside(batch), survey)
     return {number: found for number, found in survey.digests.items() if number not in output.done}
 
 
@@ -248,13 +253,20 @@ def _set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: B
     to_file = batch.output != "-"
     entries = survey.entries(read(source), failed, bad=to_file or not failed)
     if to_file:
-        write_bad(Path(f"{batch.output}.bad"), entries)
+        if not survey.bad and os.path.lexists(_beside(batch)):  # lines of an earlier run that are nowhere else
+            raise foreign(_beside(batch))
+        write_bad(_beside(batch), entries)
     count = console.count(len(failed or survey.bad), "line")
     are = "is" if len(failed or survey.bad) == 1 else "are"
     problem = f"{count} failed" if failed else f"{count} cannot be run"
-    console.note(f"{problem} and {are} set aside {f'in {batch.output}.bad' if to_file else 'below'}")
+    console.note(f"{problem} and {are} set aside {f'in {_beside(batch)}' if to_file else 'below'}")
     if not to_file:
         sys.stderr.writelines(json.dumps(entry) + "\n" for entry in entries)
+
+
+def _beside(batch: Batch) -> Path:
+    """The file for lines without an answer."""
+    return Path(f"{batch.output}.bad")
 
 
 def _lines(source: Path, read_line: Read, todo: Mapping[int, str]) -> Iterator[Line]:

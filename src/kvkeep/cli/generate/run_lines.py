@@ -61,19 +61,25 @@ def run(
     kept, failed = output.finish(), answers.failed
     if failed:
         _report(failed, set_aside)
-    if as_json:
-        found = {"lines": total, "done": len(kept), "failed": len(failed), "new_tokens": new, "seconds": seconds}
-        stream = sys.stderr if output.name == STANDARD_OUTPUT else sys.stdout
-        stream.write(json.dumps({**found, "rows": engine.rows, "row_bytes": engine.row_bytes}) + "\n")
-    elif new:
-        speed = f"{console.show_rate(new / seconds)} tokens/s"
-        console.note(f"{console.count(new, 'token')} in {console.show_seconds(seconds)}: {speed}")
+    found = {"lines": total, "done": len(kept), "failed": len(failed), "new_tokens": new, "seconds": seconds}
+    _summarise({**found, "rows": engine.rows, "row_bytes": engine.row_bytes}, output, as_json=as_json)
     unread = set() if stopped() else todo.keys() - output.done.keys() - failed.keys()
     for problem in _problems(output, kept, failed, unread, total):
         console.error(problem)
     if stopped() or len(kept) < total:
         _say_how_to_resume(output, len(kept), total)
         raise typer.Exit(console.INTERRUPTED if stopped() else INCOMPLETE)
+
+
+def _summarise(found: Mapping[str, int | float], output: Output, *, as_json: bool) -> None:
+    """Print the numbers of a job, as JSON or in words."""
+    new, seconds = found["new_tokens"], found["seconds"]
+    if as_json:
+        stream = sys.stderr if output.name == STANDARD_OUTPUT else sys.stdout
+        stream.write(json.dumps(found) + "\n")
+    elif new:
+        speed = f"{console.show_rate(new / seconds)} tokens/s"
+        console.note(f"{console.count(int(new), 'token')} in {console.show_seconds(seconds)}: {speed}")
 
 
 def _report(failed: Mapping[int, str], set_aside: Callable[[Mapping[int, str]], object]) -> None:

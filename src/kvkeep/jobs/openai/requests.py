@@ -265,7 +265,7 @@ def _shares(given: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
     found = {name: given[name] for name in _OFF if name in given}
     on = {name: value for name, value in found.items() if value not in _OFF[name]}
     try:
-        checked = {name: value if name == "top_k" else float(value) for name, value in on.items()}
+        checked: dict[str, Any] = {name: value if name == "top_k" else float(value) for name, value in on.items()}
         Sampling(temperature=1.0, **checked)  # checks the numbers, also where they have no effect
     except KVKeepError as error:
         name = next((name for name in on if str(error).startswith(f"{name}=")), "top_p")
