@@ -50,10 +50,30 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
             _check_adapter(inner)
             inner = inner.get_base_model()
         else:
-            raise InputError(
-                f"A {type(inner).__name__} is no model of transformers. Load one first: "
-                "model, tokenizer = kvkeep.load(name_or_path)."
-            )
+            raise InputError(f"A {type(inner).__name__} is no model of transformers{_remedy(inner)}")
+    return inner
+
+
+def _remedy(other: object) -> str:
+    """The end of the message about something that is no model of transformers."""
+    parts = other.named_modules() if isinstance(other, nn.Module) else ()
+    if inside := next((name for name, part in parts if isinstance(part, PreTrainedModel)), None):
+        return f", but holds one: give its part `{inside}`."
+    return ". Load one first: model, tokenizer = kvkeep.load(name_or_path)."
+
+
+def generator(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers that generates text, see `unwrapped`.
+
+    Raises:
+        InputError: there is no model, or it computes no logits.
+    """
+    inner = unwrapped(model)
+    if not inner.can_generate():
+        raise InputError(
+            f"A {type(inner).__name__} computes no logits for tokens, so it cannot generate. Load the whole model, for "
+            "example with kvkeep.load or AutoModelForCausalLM."
+        )
     return inner
 
 
