@@ -201,8 +201,8 @@ def try_out(skeleton: PreTrainedModel) -> None:
     try:
         with torch.inference_mode():
             trial(input_ids=ids, past_key_values=handing_cache(trial.config, lambda index: _Idle()))
-    except UnsupportedModelError:
-        raise
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{type(skeleton).__name__} cannot run with kvkeep. {error}") from error
     except Exception:  # a model's own code may need numbers; then its first step will show it
         return
 
