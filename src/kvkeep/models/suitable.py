@@ -194,9 +194,13 @@ class _Idle:
 def try_out(skeleton: PreTrainedModel) -> None:
     """Run two tokens through tensors without memory, which shows what kvkeep's attention has to refuse.
 
+    Args:
+        skeleton: the model on the meta device; it becomes bfloat16, since some kernels for experts take no other dtype.
+
     Raises:
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
+    nn.Module.to(skeleton, torch.bfloat16)
     trial, ids = copy.copy(skeleton).eval(), torch.zeros((1, 2), dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode():
