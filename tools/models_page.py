@@ -96,7 +96,6 @@ REASONS = {
     "share the keys": "layers without keys of their own read the keys of others",
     "attend to an image": "some layers attend to an image (cross-attention)",
     "each step searches": "each step searches all earlier tokens, so none may be evicted (sparse attention)",
-    "summaries of several tokens": "the cache holds summaries of several tokens each",
     "outside the sliding window": "some tokens outside the sliding window stay visible",
     "asks for a sliding window of": "the configuration names a sliding window that the model ignores",
     "makes a cache without layers": "this version of transformers makes a cache without layers",

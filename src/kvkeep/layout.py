@@ -134,8 +134,8 @@ def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:
         ) from error
     if not layers:  # transformers 5.5 for Gemma 4
         raise UnsupportedModelError(
-            f"This version of transformers makes a cache without layers for {type(config).__name__}: nothing that kvkeep "
-            "could bound. Update transformers."
+            f"This version of transformers makes a cache without layers for {type(config).__name__}: there is nothing "
+            "to bound. Update transformers."
         )
     return {
         i: layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None

@@ -1,6 +1,7 @@
 """The page of models agrees with its records, and the records with what a sample of families does here."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,12 @@ def outcomes(text):
 
 def test_the_page_is_up_to_date():
     run("import models_page as p; assert p.PAGE.read_text() == p.page(p.recorded()), 'run make docs'")
+
+
+def test_the_readme_counts_the_model_types_that_run():
+    page, readme = ((TOOLS.parent / name).read_text() for name in ("docs/models.md", "README.md"))
+    runs = sum(map(int, re.findall(r"^(\d+) model types:$", page, flags=re.MULTILINE)))
+    assert f"{runs} model types of transformers" in readme
 
 
 def test_every_outcome_has_a_reason_of_the_page_and_none_is_wrong():

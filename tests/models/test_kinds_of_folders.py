@@ -4,13 +4,15 @@ import json
 
 import model_folders
 import pytest
-from transformers import AutoModelForCausalLM, DiffLlamaConfig, DogeConfig, LlavaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, DiffLlamaConfig, DogeConfig, LlavaConfig, MambaConfig, MixtralConfig
 from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli.main import app
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.models import load as loading
+from kvkeep.models import suitable
+from kvkeep.models.files import check_numbers
 
 
 def generate(folder, *more):
@@ -68,8 +70,11 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size"
     ("config", "named"),
     [
         (MambaConfig(**SIZES, state_size=4), "takes no past_key_values"),
-        (DogeConfig(**SIZES, **HEADS, num_experts=16), "wants a mask tensor"),
-        (DiffLlamaConfig(**SIZES, **HEADS), "several times|computes attention itself"),
+        (DogeConfig(**SIZES, **HEADS, num_experts=16), "DogeForCausalLM cannot run with kvkeep.*wants a mask tensor"),
+        (
+            DiffLlamaConfig(**SIZES, **HEADS),
+            "DiffLlamaForCausalLM (cannot run.*several times|computes attention itself)",
+        ),
     ],
     ids=["mamba", "doge", "diffllama"],
 )
@@ -85,3 +90,12 @@ def test_the_largest_number_of_experts_of_a_published_family_is_taken():
     check_numbers("doge", DogeConfig().to_dict())
     with pytest.raises(UnsupportedModelError, match="at most 20000"):
         check_numbers("damaged", {"num_experts": 20_001})
+
+
+def test_a_trial_reaches_every_layer_also_past_experts(monkeypatch):
+    seen = []
+    step = suitable._Idle.step
+    monkeypatch.setattr(suitable._Idle, "step", lambda *a, **k: seen.append(1) or step(*a, **k))
+    config = MixtralConfig(**SIZES, **HEADS, num_local_experts=4)
+    suitable.try_out(loading.build_empty("mixtral", config))
+    assert len(seen) == 2

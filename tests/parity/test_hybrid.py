@@ -95,7 +95,10 @@ def test_a_state_in_the_model_itself_takes_nothing_from_padding_and_has_no_engin
     want = model.generate(
         ids, attention_mask=mask, max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True
     )
-    cache = kvkeep.BoundedCache(kvkeep.attach(model).config, budget=64)
+    try:
+        cache = kvkeep.BoundedCache(kvkeep.attach(model).config, budget=64)
+    except kvkeep.UnsupportedModelError:
+        pytest.skip("this version of transformers has it compute attention past the interface")
     given = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": NEW}
     got = model.generate(ids, **given, output_logits=True, return_dict_in_generate=True)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=1e-4, atol=1e-4)

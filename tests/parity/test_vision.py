@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 from vision import CONFIGS, IMAGE, build, prompt
 
 import kvkeep
@@ -37,6 +38,19 @@ def test_with_an_image_a_budget_of_the_whole_length_is_the_full_cache(family, ro
         assert torch.equal(got.sequences, want.sequences)
         torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=1e-4, atol=1e-4)
         assert cache.get_seq_length() == given["input_ids"].shape[1] + NEW - 1
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_a_second_turn_after_an_image_too(family):
+    model, given, found = build(family), prompt(family), []
+    for kind in ("transformers", "kvkeep"):
+        model = kvkeep.attach(model) if kind == "kvkeep" else model
+        cache = kvkeep.BoundedCache(model.config, budget=64) if kind == "kvkeep" else DynamicCache(config=model.config)
+        first = greedy(model, given, cache).sequences
+        ids = torch.cat([first, torch.arange(5, 11)[None]], dim=1)
+        second = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        found.append(torch.stack(greedy(model, second, cache).logits))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

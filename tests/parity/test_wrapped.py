@@ -64,6 +64,21 @@ def test_what_is_no_model_is_refused(no_checked_annotations):
         kvkeep.attach(torch.nn.Linear(2, 2))
 
 
+def test_a_wrapper_that_is_not_known_is_refused_with_the_model_inside(no_checked_annotations):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    wrappers = {"module": torch.nn.DataParallel(build("llama"))}
+    wrappers["base_model.model"] = peft.PeftMixedModel(build("llama"), config, "default")
+    for inside, wrapper in wrappers.items():
+        with pytest.raises(kvkeep.InputError, match=f"but holds one: give its part `{inside}`"):
+            kvkeep.attach(wrapper)
+        kvkeep.attach(wrapper.get_submodule(inside))
+
+
+def test_an_engine_needs_a_model_with_logits():
+    with pytest.raises(kvkeep.InputError, match="LlamaModel computes no logits"):
+        kvkeep.Engine(build("llama").model)
+
+
 COMPILED = """
 import torch
 import kvkeep

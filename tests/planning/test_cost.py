@@ -397,5 +397,5 @@ def test_outline_refuses_what_kvkeep_cannot_run(tmp_path: Path):
         outline(bert)
     mamba = tmp_path / "mamba.json"
     mamba.write_text(json.dumps({"model_type": "mamba", "num_hidden_layers": 1}))
-    with pytest.raises(UnsupportedModelError, match="no layer with keys and values"):
+    with pytest.raises(UnsupportedModelError, match="nothing that kvkeep could bound"):
         outline(mamba)

@@ -28,7 +28,7 @@ from kvkeep.memory import Memory
 from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
-from kvkeep.models.suitable import unwrapped
+from kvkeep.models.suitable import generator
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 
@@ -75,7 +75,7 @@ class Engine:
         numbers = {"budget": budget, "rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk}
         for name, number in numbers.items():
             budgets.check_one(1 if number is None and name != "budget" else number, name)
-        self.model, self.tokenizer = unwrapped(attach(model)), tokenizer
+        self.model, self.tokenizer = generator(attach(model)), tokenizer
         self.policy, self.budget, self._chunk = usable(policy), budget, prefill_chunk
         options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
         if has_states := keeps_states(self.model):

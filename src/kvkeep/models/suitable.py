@@ -50,10 +50,30 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
             _check_adapter(inner)
             inner = inner.get_base_model()
         else:
-            raise InputError(
-                f"A {type(inner).__name__} is no model of transformers. Load one first: "
-                "model, tokenizer = kvkeep.load(name_or_path)."
-            )
+            raise InputError(f"A {type(inner).__name__} is no model of transformers{_remedy(inner)}")
+    return inner
+
+
+def _remedy(other: object) -> str:
+    """The end of the message about something that is no model of transformers."""
+    parts = other.named_modules() if isinstance(other, nn.Module) else ()
+    if inside := next((name for name, part in parts if isinstance(part, PreTrainedModel)), None):
+        return f", but holds one: give its part `{inside}`."
+    return ". Load one first: model, tokenizer = kvkeep.load(name_or_path)."
+
+
+def generator(model: nn.Module) -> PreTrainedModel:
+    """The model of transformers that generates text, see `unwrapped`.
+
+    Raises:
+        InputError: there is no model, or it computes no logits.
+    """
+    inner = unwrapped(model)
+    if not inner.can_generate():
+        raise InputError(
+            f"A {type(inner).__name__} computes no logits for tokens, so it cannot generate. Load the whole model, for "
+            "example with kvkeep.load or AutoModelForCausalLM."
+        )
     return inner
 
 
@@ -174,15 +194,19 @@ class _Idle:
 def try_out(skeleton: PreTrainedModel) -> None:
     """Run two tokens through tensors without memory, which shows what kvkeep's attention has to refuse.
 
+    Args:
+        skeleton: the model on the meta device; it becomes bfloat16, since some kernels for experts take no other dtype.
+
     Raises:
         UnsupportedModelError: kvkeep cannot run this architecture.
     """
+    nn.Module.to(skeleton, torch.bfloat16)
     trial, ids = copy.copy(skeleton).eval(), torch.zeros((1, 2), dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode():
             trial(input_ids=ids, past_key_values=handing_cache(trial.config, lambda index: _Idle()))
-    except UnsupportedModelError:
-        raise
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{type(skeleton).__name__} cannot run with kvkeep. {error}") from error
     except Exception:  # a model's own code may need numbers; then its first step will show it
         return
 
