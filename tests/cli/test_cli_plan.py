@@ -229,7 +229,7 @@ def test_help_has_its_groups_and_options(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = CliRunner().invoke(app, ["plan", "--help"]).stdout
     for group in ("KV memory", "Model", "Machine", "Output"):
-        assert f"─ {group} ─" in text
+        assert f"\n{group}\n" in text
     for option in ("--memory", "--budget", "--context", "--rows", "--bandwidth", "--measure", "--prefill-chunk"):
         assert option in text
     assert max(map(len, text.splitlines())) <= 80
