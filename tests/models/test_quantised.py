@@ -201,25 +201,26 @@ def already(folder: Path, fields: object) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fields", "package"),
+    ("fields", "packages"),
     [
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, "gptqmodel"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "optimum"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "accelerate"),
-        ({"load_in_8bit": True}, "accelerate"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "accelerate bitsandbytes"),
+        ({"load_in_8bit": True}, "accelerate bitsandbytes"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "accelerate"),
-        ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed.tensors"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed_tensors"),
         ({"quant_method": "quanto", "weights": "int8"}, "quanto"),
     ],
     ids=lambda value: value.get("quant_method", "8bit") if isinstance(value, dict) else None,
 )
-def test_the_package_of_a_quantised_checkpoint_is_named(tmp_path: Path, fields: dict[str, object], package: str):
-    if util.find_spec("accelerate") is not None:
-        pytest.skip("packages for quantised weights are installed")
+def test_the_package_of_a_quantised_checkpoint_is_named(tmp_path: Path, fields: dict[str, object], packages: str):
+    package = next((name for name in packages.split() if util.find_spec(name) is None), None)
+    if package is None:
+        pytest.skip(f"{packages} is installed")
     code, out, err = generate(model=already(tmp_path / "m", fields))
     assert (code, out) == (2, "")
     assert "Traceback" not in err
-    assert package in err.replace("_", "-") or package.replace(".", "-") in err.replace("_", "-")
+    assert package in err.replace("-", "_")
     assert len(err) < 500
 
 
