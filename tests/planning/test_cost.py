@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import kvkeep
+from kvkeep.backends import SWITCH
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.layer import Layer
@@ -245,8 +246,11 @@ def saved(folder: Path, config: PreTrainedConfig) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_working_memory_is_not_more_than_planned(tmp_path: Path, family: str, dtype: torch.dtype):
-    """A first chunk, a later chunk and a decode step of several rows, each against the plan."""
+def test_working_memory_is_not_more_than_planned(
+    tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """A first chunk, a later chunk and a decode step of several rows in plain torch, which needs the most memory."""
+    monkeypatch.setenv(SWITCH, "torch")
     shape = outline(saved(tmp_path / family, FAMILIES[family])).shape
     budgets, chunk, rows, size = [64] * len(shape.layers), 384, 5, dtype.itemsize
     with quiet(), torch.inference_mode():

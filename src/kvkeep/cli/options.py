@@ -104,7 +104,6 @@ Policy = Annotated[
         metavar="POLICY",
         help="Eviction policy, with its options if need be: h2o:recent=32. See [b]kvkeep policies[/b].",
         autocompletion=complete.policies,
-        show_default="the first that kvkeep policies names",
         rich_help_panel=MEMORY,
     ),
 ]

@@ -69,8 +69,8 @@ def list_policies(json: Json = False, debug: Debug = False) -> None:
     screen = console.out()
     screen.print(Text("to start from", "bold"))
     for purpose, policy in STARTS.items():
-        screen.print(Padding(purpose, (0, 0, 0, 2)))
-        screen.print(Text(f"    --policy {policy}", "cyan"), soft_wrap=True)
+        screen.print(Text(f"{purpose}:"))
+        screen.print(Text(f"  --policy {policy}", "cyan"), soft_wrap=True)
     width = max(map(len, lines))
     for kind, names in _by_kind(lines).items():
         screen.print(Text(f"\n{kind}", "bold"))

@@ -47,7 +47,6 @@ def evaluate(
             help="Policies with their options, e.g. full,local,h2o:recent=8,sinks=4,tova. "
             "full is run once, with room for the whole text.",
             autocompletion=complete.policy_list,
-            show_default="full, local, h2o and the default policy",
             rich_help_panel=_GRID,
         ),
     ] = f"full,local,h2o,{DEFAULT}",
