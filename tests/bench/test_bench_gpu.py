@@ -33,6 +33,7 @@ def run(monkeypatch, capsys, *arguments):
     return "\n".join(lines), json.loads(last)
 
 
+@pytest.mark.slow
 def test_all_parts(monkeypatch, capsys, tmp_path):
     out = tmp_path / "gpu.json"
     text, data = run(monkeypatch, capsys, "--out", str(out))

@@ -104,7 +104,10 @@ assert list(engine.generate([request])[0].token_ids) == want[0, ids.shape[1]:].t
 """
 
 
-@pytest.mark.parametrize("how", ["forward", "module", "in place"])
+SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("module", "in place")]
+
+
+@pytest.mark.parametrize("how", ["forward", *SLOW])
 def test_compiled_models_generate_the_same(how):
     # in a process of its own: the compiler does not follow the type checks of the tests
     code, folder = COMPILED.replace("HOW", repr(how)), Path(__file__).parent
