@@ -81,7 +81,7 @@ class Rotation:
         return known
 
     def angles_now(self, positions: Int[Tensor, "B 1"], dtype: torch.dtype) -> Float[Tensor, "B F2"]:
-        """Cosines and sines of positions on the CPU. All layers of a step ask for the same, so the last ones are kept."""
+        """`angles` of positions on the CPU. The last result is kept, because all layers of a step ask for the same."""
         known, asked = self._latest.get(dtype), positions.tolist()
         if known is None or known[0] != asked:
             self._latest[dtype] = known = (asked, self.angles(positions[:, 0], dtype))

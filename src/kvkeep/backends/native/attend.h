@@ -52,7 +52,7 @@ constexpr int64_t AHEAD = 4096;  // bytes of keys or values that are fetched ahe
 struct Layout {
     Pairs dim, value_dim;
     Halves halves;
-    int64_t slots, width, query, logits, tempered, out, shown, scale, turned, ranks, ranker, size;
+    int64_t slots, width, query, logits, tempered, out, shown, scale, turned, ranks, size;
 
     explicit Layout(const Attend &a)
         : dim(a.dim), value_dim(a.value_dim), halves(a.dim, a.half), slots(up(a.slots, W)) {
@@ -65,8 +65,7 @@ struct Layout {
         scale = shown + slots;
         turned = up(scale + 2 * a.group, W);
         ranks = turned + (a.angles ? W * width : 0);
-        ranker = ranks + (a.angles ? slots : 0);
-        size = ranker + (a.angles ? Ranker::FLOATS * slots : 0);
+        size = ranks + (a.angles ? Ranks::FLOATS * slots : 0);
     }
 };
 
@@ -171,8 +170,8 @@ class Head {
     const int64_t row, head, now;
     const int32_t *positions;
     float *query, *logits, *tempered, *out, *scale, *turned, *const mass, *const extra;
-    int32_t *shown, *ranks;
-    const Ranker ranker;
+    int32_t *shown;
+    Ranks ranks;
     float gain;
     bool tempers;         // whether the reported probabilities differ from those that attention uses
     int64_t visible = 0;  // slots whose token is not after the query, sliding windows aside
@@ -184,15 +183,14 @@ class Head {
           positions(a.positions + row * a.position_row + head * a.position_head), query(scratch + at.query),
           logits(scratch + at.logits), tempered(scratch + at.tempered), out(scratch + at.out),
           scale(scratch + at.scale), turned(scratch + at.turned), mass(mass), extra(extra),
-          shown((int32_t *)(scratch + at.shown)), ranks((int32_t *)(scratch + at.ranks)),
-          ranker(a.slots, scratch + at.ranker),
+          shown((int32_t *)(scratch + at.shown)), ranks(a.slots, scratch + at.ranks),
           gain(a.gains ? a.gains[row] : (float)a.gain), tempers(a.has_gain && (gain != 1.0f || a.sinks)) {}
 
     void run() {
         std::memset(out, 0, a.group * at.value_dim.floats() * sizeof *out);
         if (now >= 0) {
             if (a.angles) {
-                ranker.find(positions, a.slots, ranks);
+                ranks.read(positions, a.slots);
                 read_unrotated_query();
             } else {
                 read_query();
@@ -222,7 +220,7 @@ class Head {
     void read_unrotated_query() {
         const T *from = (const T *)a.query + row * a.query_row + head * a.group * a.query_head;
         const T *back = a.back ? (const T *)a.back + row * 2 * a.half : nullptr;
-        const T *own = angles(rank_of(now, positions, a.slots));
+        const T *own = angles(ranks.of((int32_t)now));
         for (int64_t g = 0; g < a.group; g++)
             turn_query<X>(from + g * a.query_head, back, own, at.halves, (float)a.scaling, query + g * at.width);
     }
@@ -232,10 +230,11 @@ class Head {
         const int64_t n = a.slots - s < W ? a.slots - s : W;
         for (int64_t i = 0; i < n; i++) {
             fetch(later.at(i), a.dim);
+            const T *own = angles(ranks.of(positions[s + i]));
             if (at.halves.part.in_place())
-                turn_key<X, true>(block.at(i), angles(ranks[s + i]), at.halves, turned + i * at.width);
+                turn_key<X, true>(block.at(i), own, at.halves, turned + i * at.width);
             else
-                turn_key<X, false>(block.at(i), angles(ranks[s + i]), at.halves, turned + i * at.width);
+                turn_key<X, false>(block.at(i), own, at.halves, turned + i * at.width);
         }
     }
 

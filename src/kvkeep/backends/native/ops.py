@@ -51,9 +51,9 @@ def attend(
         ``(B, Hk, S)`` float32.
     """
     library = library_for(query, keys, values, now, positions)
-    if library is None or not checks.attendable(query, keys, values, now, positions, options=options, wanted=wanted):
-        return None
-    if turn is not None and not turn.fits(query, keys.shape[2]):
+    if library is None or not checks.attendable(
+        query, keys, values, now, positions, options=options, wanted=wanted, turn=turn
+    ):
         return None
     positions, now = _as(positions, torch.int32), _as(now, torch.int64)
     call = _attention(query, (keys, values, positions), now, options=options, wanted=wanted, turn=turn)
@@ -78,21 +78,19 @@ def step(
     """
     (query, *new), (keys, values, positions) = token, slots
     library = library_for(query, *slots, *new, now, limits.seen, *added.states)
-    if library is None or not checks.attendable(query, keys, values, now, positions, options=options, wanted=wanted):
-        return None
-    if turn is not None and (turn.back is None or not turn.fits(query, keys.shape[2])):
-        return None
-    if not checks.writable(*slots, token[1:], now) or not checks.countable(
-        positions, limits.seen, limits.recent, limits.stay
+    if library is None or not checks.attendable(
+        query, keys, values, now, positions, options=options, wanted=wanted, turn=turn
     ):
         return None
-    if not checks.addable(added, positions, wanted):
+    if not checks.writable(*slots, token[1:], now) or not checks.addable(added, positions, wanted):
+        return None
+    if not checks.countable(positions, limits.seen, limits.recent, limits.stay):
         return None
     now, seen = _as(now, torch.int64), _as(limits.seen, torch.int64)
     recents, recent = _either(_bounded(limits.recent), torch.int64)
     most, limit = _either(_bounded(limits.stay), torch.int64)
     total, other = (*added.states, None, None)[:2]
-    call = _attention(query, slots, now, options=options, wanted=wanted, reports=False, turn=turn)
+    call = _attention(query, slots, now, options=options, wanted=wanted, turn=turn, reports=False)
     packed = call.packed + _STEP.pack(
         *(new[0].data_ptr(), *new[0].stride()[:2]),
         *(new[1].data_ptr(), *new[1].stride()[:2]),

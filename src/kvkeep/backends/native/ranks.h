@@ -93,50 +93,50 @@ inline void unturn_key(const typename X::T *key, const typename X::T *back, int6
     }
 }
 
-// What it takes to find the ranks of a head's tokens: a bit for each of the newest positions, with the number of tokens
-// before each word of bits, and a list of the tokens that are older, as (position, slot) in one number.
-struct Ranker {
-    static constexpr int64_t FLOATS = 8;  // per slot
+// The ranks of a head's tokens, oldest first: a bit for each of the newest positions, with the number of tokens before
+// each word of bits, and the sorted positions of tokens that are older.
+struct Ranks {
+    static constexpr int64_t FLOATS = 7;  // per slot
     int64_t words;                        // room for bits
-    uint64_t *bits, *old;
-    int32_t *before;
+    uint64_t *bits;
+    int32_t *before, *old, first = 0, most = 0;  // `first` and `most`: the positions of the first and the last bit
+    int32_t older = 0, tokens = 0;
 
-    Ranker(int64_t slots, float *memory)
-        : words(2 * slots), bits((uint64_t *)memory), old(bits + words), before((int32_t *)(old + slots)) {}
+    Ranks(int64_t slots, float *memory)
+        : words(2 * slots), bits((uint64_t *)memory), before((int32_t *)(bits + words)), old(before + words) {}
 
-    // Find the rank of each slot's token, oldest first; 0 for an empty slot.
-    void find(const int32_t *positions, int64_t slots, int32_t *ranks) const {
-        int32_t most = -1;
+    void read(const int32_t *positions, int64_t slots) {
+        most = 0;
         for (int64_t s = 0; s < slots; s++) most = positions[s] > most ? positions[s] : most;
-        const int32_t first = (int32_t)std::max<int64_t>(0, most - 64 * words + 1);
-        const int64_t used = (most - first) / 64 + 1;
+        first = (int32_t)std::max<int64_t>(0, most - 64 * words + 1);
+        const int64_t used = (most - first) / 64 + 1, each = slots / 4;
         std::memset(bits, 0, used * sizeof *bits);
-        int32_t n = 0;
-        for (int64_t s = 0; s < slots; s++) {
-            const int32_t at = positions[s] - first;
-            if (at >= 0) bits[at / 64] |= (uint64_t)1 << at % 64;
-            else if (positions[s] >= 0) old[n++] = (uint64_t)positions[s] << 32 | (uint64_t)s;
-        }
-        std::sort(old, old + n);
-        int32_t found = n;
+        older = 0;
+        for (int64_t s = 0; s < each; s++)  // neighbours share a word, which would have to wait for itself
+            for (int64_t part = 0; part < 4; part++) add(positions[part * each + s]);
+        for (int64_t s = 4 * each; s < slots; s++) add(positions[s]);
+        std::sort(old, old + older);
+        tokens = older;
         for (int64_t i = 0; i < used; i++) {
-            before[i] = found;
-            found += __builtin_popcountll(bits[i]);
+            before[i] = tokens;
+            tokens += __builtin_popcountll(bits[i]);
         }
-        for (int64_t s = 0; s < slots; s++) {
-            const uint32_t at = (uint32_t)std::max(0, positions[s] - first);
-            const uint64_t below = bits[at / 64] & (((uint64_t)1 << at % 64) - 1);
-            ranks[s] = before[at / 64] + __builtin_popcountll(below);
-        }
-        for (int32_t i = 0; i < n; i++) ranks[(uint32_t)old[i]] = i;
+    }
+
+    // The number of tokens at lower positions.
+    int64_t of(int32_t position) const {
+        if (position > most) return tokens;
+        const int64_t at = (int64_t)position - first;
+        if (at < 0) return std::lower_bound(old, old + older, position) - old;
+        return before[at / 64] + __builtin_popcountll(bits[at / 64] & (((uint64_t)1 << at % 64) - 1));
+    }
+
+   private:
+    void add(int32_t position) {
+        const int64_t at = (int64_t)position - first;
+        if (at >= 0) bits[at / 64] |= (uint64_t)1 << at % 64;
+        else if (position >= 0) old[older++] = position;
     }
 };
-
-// The rank of a token at this position.
-inline int64_t rank_of(int64_t now, const int32_t *positions, int64_t slots) {
-    int32_t older = 0;
-    for (int64_t s = 0; s < slots; s++) older += (positions[s] >= 0) & (positions[s] < (int32_t)now);
-    return older;
-}
 
 }  // namespace
