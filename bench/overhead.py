@@ -2,9 +2,9 @@
 
     python bench/overhead.py [--policies all] [--rows 8] [--budget 1024] [--repeats 15]
 
-Steps of all policies are interleaved in one run. Two figures: the whole step of a 12-layer model with packed weights,
-and the cache alone (append, attend, observe, evict) in one of its layers. The title says whether the native kernel is
-active; with KVKEEP_BACKEND=torch in the environment torch does the work.
+Steps of all policies are interleaved in one run. Two figures, both with the policy's own positions: the whole step of a
+12-layer model with packed weights, and the cache alone (append, attend, observe, evict) in one of its layers. The title
+says whether the native kernel is active; with KVKEEP_BACKEND=torch in the environment torch does the work.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from lib import arguments, finish, interleaved, kernel, median_ms, positive, sho
 from transformers import LlamaConfig
 
 import kvkeep
+from kvkeep.rotary.embedding import rotation_for
 from kvkeep.types import Phase
 
 OPTIONS = kvkeep.AttentionOptions(scaling=0.125)
@@ -49,8 +50,10 @@ def model_steps(policies: list[str], rows: int, budget: int, layers: int, dtype:
 def layer_steps(policies: list[str], rows: int, budget: int, dtype: torch.dtype):
     config = speed_config(1)
 
-    def stepper(policy: str):
-        layer = kvkeep.Layer(kvkeep.parse(policy), budget)
+    def stepper(name: str):
+        policy = kvkeep.parse(name)
+        rotation = rotation_for(config, None, own=policy.defaults.positions)
+        layer = kvkeep.Layer(policy, budget, rotation=rotation)
         layer.step(*random_tokens(config, rows, budget + 8, dtype), options=OPTIONS, phase=Phase.PREFILL)
         new = random_tokens(config, rows, 1, dtype)
         return lambda: layer.step(*new, options=OPTIONS, phase=Phase.DECODE)

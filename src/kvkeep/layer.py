@@ -23,7 +23,7 @@ from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, Unsupported
 from kvkeep.eviction import append, check_room, cut, evict, fused, fuses, in_chunks
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
-from kvkeep.rotary.ranks import AsItIs, Rotation
+from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import Alone, Block, Cascade, DenseStore, Store, inference
 from kvkeep.types import AttentionOptions, Phase, Report, Slots, State, View
 
@@ -77,7 +77,7 @@ class Layer:
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index, self._sequences = index, sequences
         self._prefill_chunk = None if prefill_chunk is None else int(prefill_chunk)
-        self._rotation = rotation or AsItIs()
+        self._rotation = rotation
         self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
 
     @inference
@@ -201,17 +201,13 @@ class Layer:
             )
             if done is not None:
                 return done
-        query, keys = self._rotation.unrotated(query, keys, positions)
+        if self._rotation is not None:
+            query, keys = self._rotation.unrotated(query, keys, positions)
         append(self.policy, self.block, keys, values, positions, backend=backend)
         view = self._view(slots, new=positions >= 0, phase=Phase.DECODE)
-        query, turned = self._rotation.at_ranks(query, slots.keys, slots.positions, positions)
-        out, report = backend.attend(
-            query,
-            slots._replace(keys=turned),
-            positions,
-            statistic=self.policy.wants(view),
-            options=replace(options, top=focus.top(self.policy, view)) if (focus := self.policy.focuses) else options,
-        )
+        if (focus := self.policy.focuses) is not None:
+            options = replace(options, top=focus.top(self.policy, view))
+        out, report = backend.attend(query, slots, positions, statistic=self.policy.wants(view), options=options)
         self._shared.add(slots.positions[:, 0], report)
         self.block.remember(self.policy.observe(self.state, view, report))
         evict(self.policy, self.block, view, window=self.window, backend=backend)
@@ -231,14 +227,14 @@ class Layer:
         used = 0 if first else self.store.used()
         new = self.block.advance(query.shape[2], real, Phase.PREFILL)
         self.columns += query.shape[2]
-        query, keys = self._rotation.unrotated(query, keys, new)
+        if self._rotation is not None:
+            query, keys = self._rotation.unrotated(query, keys, new)
         shared = new.to(torch.int32)[:, None]
         slots, state = self.block.beside(keys, values, shared, starts=self.policy.slots, used=used)
         positions = slots.positions
         left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
         view = self._view(slots._replace(positions=left), new=new >= 0, phase=Phase.PREFILL)
-        query, turned = self._rotation.at_ranks(query, slots.keys, positions, new)
-        attended, wanted = Slots(turned, slots.values, shared if first else positions), self.policy.wants(view)
+        attended, wanted = slots._replace(positions=shared if first else positions), self.policy.wants(view)
         out, report = self._backend.attend(query, attended, new, statistic=wanted, options=options)
         self._shared.add(left[:, 0], report)
         cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
@@ -255,12 +251,11 @@ class Layer:
     ) -> Float[Tensor, "B Hq T E"]:
         """Attend over the slots and the probes so far, and report the attention of the slots to the policy."""
         held, now = self.store.capacity, self.block.following(query.shape[2], real)
-        query, keys = self._rotation.unrotated(query, keys, now)
+        if self._rotation is not None:
+            query, keys = self._rotation.unrotated(query, keys, now)
         slots, _ = self.block.beside(keys, values, now.to(torch.int32)[:, None], starts={}, used=held)
         view = self._view(self.store.slots(), new=now >= 0, phase=Phase.PROBE)
-        query, turned = self._rotation.at_ranks(query, slots.keys, slots.positions, now)
-        slots, wanted = slots._replace(keys=turned), self.policy.wants(view)
-        out, report = self._backend.attend(query, slots, now, statistic=wanted, options=options)
+        out, report = self._backend.attend(query, slots, now, statistic=self.policy.wants(view), options=options)
         mine = Report({name: tensor[..., :held] for name, tensor in report.sums.items()})
         self.block.remember(self.policy.observe(self.state, view, mine))
         return out
@@ -296,5 +291,6 @@ class Layer:
     def hold(self, block: Block, *, columns: int) -> None:
         """Use a block that has seen ``columns`` columns, with the backend for its device and dtype."""
         self.block, self.allocated, self.columns, self._kind = block, True, columns, type(block.store)
-        self._backend = choose(block.seen.device, block.store.slots().keys.dtype)
-        self._fuses = isinstance(self._rotation, AsItIs) and fuses(self.policy, self._backend)
+        backend = choose(block.seen.device, block.store.slots().keys.dtype)
+        self._backend = backend if self._rotation is None else backend.at_ranks(self._rotation)
+        self._fuses = fuses(self.policy, self._backend)

@@ -8,14 +8,18 @@ from conformance.cases import GREAT_SINK_AND_ALL, token
 
 from kvkeep.backends.native import NativeBackend, native, ops
 from kvkeep.backends.torch import TorchBackend
+from kvkeep.layer import Layer
 from kvkeep.noise import Gumbel
+from kvkeep.registry import parse
+from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import LastHit, Mass, Nothing
-from kvkeep.types import AttentionOptions, Slots, Top
+from kvkeep.types import AttentionOptions, Phase, Slots, Top
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)
 
 HALVES = [torch.bfloat16, torch.float16]
 PLAIN = AttentionOptions(scaling=0.2)
+ROTATION = Rotation(1.0 / 100 ** (torch.arange(0, 64, 2) / 64))
 
 
 def by_kernel(query, slots, now, *, options=PLAIN):
@@ -24,13 +28,14 @@ def by_kernel(query, slots, now, *, options=PLAIN):
     return None if found is None else found[0]
 
 
-def test_the_number_of_threads_changes_nothing():
+@pytest.mark.parametrize("backend", [NativeBackend(), NativeBackend().at_ranks(ROTATION)], ids=["true", "slot"])
+def test_the_number_of_threads_changes_nothing(backend):
     arguments = token(1024, 64, 3)
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            out, report = NativeBackend().attend(*arguments, statistic=Mass(gain=1.5), options=GREAT_SINK_AND_ALL)
+            out, report = backend.attend(*arguments, statistic=Mass(gain=1.5), options=GREAT_SINK_AND_ALL)
         finally:
             torch.set_num_threads(1)
         found.append((out, report.mass))
@@ -89,3 +94,37 @@ def test_tensors_that_the_kernel_does_not_take():
     assert not taken(q, torch.nn.Parameter(k), v)
     with torch.no_grad():
         assert taken(q, k, v.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("policy", ["streaming_llm", "h2o", "tova"])
+def test_a_decode_step_under_slot_positions_rotates_no_copy_of_the_keys(policy, dtype, monkeypatch):
+    def tokens(T):
+        return (torch.randn(2, heads, T, 64, dtype=dtype) for heads in (4, 2, 2))
+
+    layer = Layer(parse(policy), 8, rotation=ROTATION)
+    layer.step(*tokens(20), options=PLAIN, phase=Phase.PREFILL)
+    monkeypatch.delattr(Rotation, "at_ranks")
+    for _ in range(12):
+        assert layer.step(*tokens(1), options=PLAIN, phase=Phase.DECODE).isfinite().all()
+
+
+@pytest.mark.parametrize("policy", ["streaming_llm", "h2o"])
+def test_rows_that_change_places_under_slot_positions(policy):
+    """The kernel remembers nothing between steps: rows may be swapped, repeated and forgotten."""
+    g = torch.Generator().manual_seed(0)
+    prompt = [torch.randn(3, heads, 20, 64, generator=g) for heads in (4, 2, 2)]
+    later = [[torch.randn(3, heads, 1, 64, generator=g) for heads in (4, 2, 2)] for _ in range(20)]
+    index = torch.tensor([2, 0, 2, 1])
+
+    def run(rows, moves):
+        layer = Layer(parse(policy), 8, rotation=ROTATION)
+        layer.step(*(x[rows] for x in prompt), options=PLAIN, phase=Phase.PREFILL)
+        for step, tokens in enumerate(later):
+            if step == 10 and moves:
+                layer.select_rows(index)
+                rows = rows[index]
+            out = layer.step(*(x[rows] for x in tokens), options=PLAIN, phase=Phase.DECODE)
+        return out
+
+    assert torch.equal(run(torch.arange(3), moves=True), run(index, moves=False))

@@ -5,6 +5,7 @@ import torch
 
 from kvkeep import scores
 from kvkeep.backends.native import native, ops
+from kvkeep.backends.native.turn import Turn
 from kvkeep.types import AttentionOptions
 
 pytestmark = [
@@ -68,7 +69,25 @@ def wanted(**changes):
     return {"wanted": ops.Wanted(**changes)}
 
 
+def turn(angles=None, back=None):
+    return {"turn": Turn(torch.zeros(S + 1, 6) if angles is None else angles, back)}
+
+
+def test_angles_that_fit_are_taken(library):
+    assert attention(**turn(), wanted=None) is not None
+    assert attention(**turn(back=torch.zeros(B, 6)), wanted=None) is not None
+    assert library.called
+
+
 TENSORS = {
+    "angles of fewer ranks": turn(torch.zeros(S, 6)),
+    "angles of more dims than a head has": turn(torch.zeros(S + 1, D + 2)),
+    "cosines without sines": turn(torch.zeros(S + 1, 5)),
+    "angles of another type": turn(torch.zeros(S + 1, 6, dtype=torch.float64)),
+    "angles that are not dense": turn(torch.zeros(S + 1, 8)[:, :6]),
+    "angles on another device": turn(torch.zeros(S + 1, 6, device="meta")),
+    "positions of fewer rows to turn back from": turn(back=torch.zeros(B - 1, 6)),
+    "fewer dims to turn back": turn(back=torch.zeros(B, 4)),
     "positions of queries as floats": {"now": torch.tensor([[5.0], [7.0]])},
     "positions of queries as truths": {"now": torch.tensor([[True], [True]])},
     "a position for every head": {"now": torch.zeros(B, HK, dtype=torch.int64)},

@@ -10,20 +10,22 @@ from phases import phase_of
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.triton import prefill_ops
+from kvkeep.rotary.ranks import Rotation
 from kvkeep.types import AttentionOptions, Phase
 
 from .cases import BACKENDS, SLOW, backend_of, device_of
 
 STEPS, FEW = 30, 5
+ROTATION = Rotation(1.0 / 100 ** (torch.arange(0, 12, 2) / 12), scaling=1.1)
 POLICIES = ["local", "full", "streaming_llm", "h2o", "h2o:recent=0,decay=0.5", "h2o:sinks=2,recent=3", "h2o_avg",
             "h2o:graduate=replace,sinks=2", "tova", "ahakv:recent=3", "scissorhands", "snapkv:window=4",
             "snapkv:window=4,decode=score", "adakv:window=4", "random", "knorm"]  # fmt: skip
 
 
-def run(name, policy, budget, *, window=None, steps=STEPS, equal=False):
+def run(name, policy, budget, *, window=None, steps=STEPS, equal=False, rotation=None):
     """A ragged prompt and single tokens, one of them padding; with `equal` all keys are alike, so all masses tie."""
     g, device = torch.Generator().manual_seed(3), device_of(name)
-    layer = kvkeep.Layer(kvkeep.parse(policy), budget, window=window)
+    layer = kvkeep.Layer(kvkeep.parse(policy), budget, window=window, rotation=rotation)
     options = AttentionOptions(scaling=0.5, window=window)
     for step in range(steps):
         T = 1 if step else 31
@@ -38,18 +40,18 @@ def run(name, policy, budget, *, window=None, steps=STEPS, equal=False):
 
 
 @functools.cache
-def reference(policy, budget, window, equal):
+def reference(policy, budget, **given):
     """What the definition does."""
-    return list(run("reference", policy, budget, window=window, equal=equal))
+    return list(run("reference", policy, budget, **given))
 
 
-def check(name, monkeypatch, policy, budget, *, window=None, equal=False):
+def check(name, monkeypatch, policy, budget, **given):
     backend_of(name)
     monkeypatch.setitem(backends.KINDS, name, BACKENDS[name])
     monkeypatch.setenv(backends.SWITCH, "reference")
-    wanted = reference(policy, budget, window, equal)
+    wanted = reference(policy, budget, **given)
     monkeypatch.setenv(backends.SWITCH, name)
-    found = list(run(name, policy, budget, window=window, equal=equal, steps=FEW if name in SLOW else STEPS))
+    found = list(run(name, policy, budget, **given, steps=FEW if name in SLOW else STEPS))
     for (out, positions, state), (want, want_positions, want_state) in zip(found, wanted, strict=False):
         assert torch.equal(positions, want_positions)
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
@@ -78,6 +80,13 @@ def prompts_by_torch(monkeypatch):
 @pytest.mark.parametrize(("name", "policy", "window"), ASKED)
 def test_a_layer_holds_the_tokens_of_the_definition(name, policy, window, monkeypatch):
     check(name, monkeypatch, policy, 70 if policy == "full" else 20, window=window)
+
+
+@pytest.mark.parametrize("window", [None, 14])
+@pytest.mark.parametrize("policy", ["local", "streaming_llm", "h2o:recent=0,decay=0.5", "tova", "knorm"])
+@pytest.mark.parametrize("name", FAST)
+def test_a_stream_under_slot_positions(name, policy, window, monkeypatch):
+    check(name, monkeypatch, policy, 20, window=window, rotation=ROTATION)
 
 
 @pytest.mark.parametrize("name", JUDGED)

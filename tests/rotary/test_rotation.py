@@ -70,6 +70,26 @@ def test_undo_is_the_inverse_even_four_million_tokens_on(dtype):
     torch.testing.assert_close(back, x, rtol=0, atol=6e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_token_loses_its_rotation_as_many_do(dtype):
+    rotation = Rotation(1.0 / 10_000 ** (torch.arange(0, 12, 2) / 12), scaling=1.3)
+    query, keys = (torch.randn(3, heads, 1, 16).to(dtype) for heads in (4, 2))
+    for positions in (torch.tensor([[7], [-1], [4_000_000]]), torch.tensor([[8], [0], [4_000_001]])):
+        for _ in range(2):  # the second time the angles are at hand
+            found = rotation.unrotated(query, keys, positions)
+            assert torch.equal(found[0], rotation.undo(query, positions[:, None]))
+            assert torch.equal(found[1], rotation.undo(keys, positions[:, None]))
+
+
+def test_a_table_of_angles_grows_with_the_cache():
+    rotation = Rotation(1.0 / 10_000 ** (torch.arange(0, 12, 2) / 12), scaling=1.3)
+    for n in (5, 3, 9):
+        table = rotation.table(n, torch.bfloat16)
+        assert len(table) >= n
+        assert torch.equal(table, rotation.angles(torch.arange(len(table)), torch.bfloat16))
+    assert rotation.table(4, torch.bfloat16) is table
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_stream_in_slot_positions_is_the_short_text_that_is_left(name):

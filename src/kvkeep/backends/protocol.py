@@ -13,6 +13,7 @@ from typing import ClassVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
@@ -129,3 +130,60 @@ class Backend(abc.ABC):
         Returns ``None``, and does nothing, if the backend cannot do it.
         """
         return None
+
+    def at_ranks(self, rotation: Rotation) -> Backend:
+        """This backend for slot positions: attention rotates each key to its rank among the tokens of its head.
+
+        Args:
+            rotation: the model's rotary embedding.
+
+        Returns:
+            A backend whose `attend` and `append` take queries and keys unrotated. Its `step` takes them as the model
+            rotated them.
+        """
+        return AtRanks(self, rotation)
+
+
+class AtRanks(Backend):
+    """Attention under slot positions by any backend: all keys are rotated before it starts.
+
+    Args:
+        backend: does the work.
+        rotation: the model's rotary embedding.
+    """
+
+    name = "at_ranks"
+
+    def __init__(self, backend: Backend, rotation: Rotation):
+        self.backend, self.rotation = backend, rotation
+
+    def attend(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """See `Backend.attend`; query and keys are unrotated."""
+        query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
+        return self.backend.attend(query, slots._replace(keys=keys), now, statistic=statistic, options=options)
+
+    def append(
+        self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
+    ) -> Int[Tensor, "B Hk 1"]:
+        """See `Backend.append`; keys are unrotated."""
+        return self.backend.append(slots, keys, values, now)
+
+    def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
+        """See `Backend.expire`."""
+        self.backend.expire(positions, seen, window)
+
+    def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
+        """See `Backend.is_over`."""
+        return self.backend.is_over(positions, limit)
+
+    def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
+        """See `Backend.evict`."""
+        self.backend.evict(positions, score, limits)

@@ -26,11 +26,13 @@ class Rotation:
     frequencies: Float[Tensor, " F"]
     scaling: float = 1.0
     _there: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _tables: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _latest: dict[torch.dtype, tuple[list[list[int]], Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def apply(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
         """Rotate each vector to its position."""
         first, second, rest = self._split(x)
-        cos, sin = self._angles(x, positions)
+        cos, sin = self._wide(self.angles(positions, x.dtype))
         return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1).to(x.dtype)
 
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
@@ -38,22 +40,23 @@ class Rotation:
 
         At position four million float32 angles are off by a quarter of a radian. With equal rounding the error cancels.
         """
-        first, second, rest = self._split(x)
-        cos, sin = self._angles(x, positions)
-        size = cos * cos + sin * sin
-        unturned = [(first * cos + second * sin) / size, (second * cos - first * sin) / size]
-        return torch.cat([*unturned, *rest], dim=-1).to(x.dtype)
+        return self._undone(x, self._wide(self.angles(positions, x.dtype)))
 
-    def unrotated(self, query: Tensor, keys: Tensor, positions: Int[Tensor, "B T"]) -> tuple[Tensor, Tensor]:
+    def unrotated(
+        self, query: Float[Tensor, "B Hq T D"], keys: Float[Tensor, "B Hk T D"], positions: Int[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B Hq T D"], Float[Tensor, "B Hk T D"]]:
         """New queries and keys without the rotation to their true positions."""
-        at = positions[:, None]
-        return self.undo(query, at), self.undo(keys, at)
+        if positions.shape[1] > 1 or not positions.is_cpu:
+            return self.undo(query, positions[:, None]), self.undo(keys, positions[:, None])
+        angles = self.angles_now(positions, query.dtype)[:, None, None]
+        both = self._undone(torch.cat([query, keys], dim=1), self._wide(angles))
+        return both[:, : query.shape[1]], both[:, query.shape[1] :]
 
     def at_ranks(
         self,
         query: Float[Tensor, "B Hq T D"],
         keys: Float[Tensor, "B Hk S D"],
-        positions: Int[Tensor, "B Hk S"],
+        positions: Int[Tensor, "B #Hk S"],
         new: Int[Tensor, "B T"],
     ) -> tuple[Tensor, Tensor]:
         """Queries and keys, given unrotated, rotated to the ranks of their tokens in each KV head.
@@ -61,14 +64,33 @@ class Rotation:
         Args:
             query: new queries.
             keys: all keys that can be attended, new ones included.
-            positions: true positions of the keys, -1 = empty.
+            positions: true positions of the keys, -1 = empty. One head's positions if all heads agree.
             new: true positions of the queries, -1 = padding.
         """
         first = new.amax(dim=1, keepdim=True) - (new >= 0).sum(dim=1, keepdim=True) + 1
         older = ((positions >= 0) & (positions < first[:, None])).sum(dim=-1, keepdim=True)
         own = older + (new - first).clamp(min=0)[:, None]
-        own = own.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+        own = own.repeat_interleave(query.shape[1] // positions.shape[1], dim=1)
         return self.apply(query, own), self.apply(keys, ranks(positions))
+
+    def table(self, n: int, dtype: torch.dtype) -> Float[Tensor, "m F2"]:
+        """Cosines and sines of positions 0 to at least ``n - 1``, on the CPU; worked out once."""
+        known = self._tables.get(dtype)
+        if known is None or len(known) < n:
+            self._tables[dtype] = known = self.angles(torch.arange(n), dtype)
+        return known
+
+    def angles_now(self, positions: Int[Tensor, "B 1"], dtype: torch.dtype) -> Float[Tensor, "B F2"]:
+        """`angles` of positions on the CPU. The last result is kept, because all layers of a step ask for the same."""
+        known, asked = self._latest.get(dtype), positions.tolist()
+        if known is None or known[0] != asked:
+            self._latest[dtype] = known = (asked, self.angles(positions[:, 0], dtype))
+        return known[1]
+
+    def angles(self, positions: Int[Tensor, "*A"], dtype: torch.dtype) -> Float[Tensor, "*A F2"]:
+        """Cosines, then sines, rounded to a dtype. Padding (position -1) counts as position 0."""
+        angles = positions.clamp(min=0)[..., None].float() * self._on(positions.device)
+        return (torch.cat([angles.cos(), angles.sin()], dim=-1) * self.scaling).to(dtype)
 
     def _on(self, device: torch.device) -> Float[Tensor, " F"]:
         """The frequencies on a device, copied there once."""
@@ -83,23 +105,17 @@ class Rotation:
         rest = x[..., 2 * half :]
         return x[..., :half], x[..., half : 2 * half], [rest] if rest.shape[-1] else []
 
-    def _angles(self, x: Tensor, positions: Int[Tensor, "B #H T"]) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, rounded to the vectors' dtype. Padding (position -1) counts as position 0."""
-        angles = positions.clamp(min=0)[..., None].float() * self._on(x.device)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return (angles.cos() * self.scaling).to(x.dtype).to(wide), (angles.sin() * self.scaling).to(x.dtype).to(wide)
+    def _undone(self, x: Float[Tensor, "B H T D"], angles: tuple[Tensor, Tensor]) -> Float[Tensor, "B H T D"]:
+        """The vectors without a rotation, given its cosines and sines."""
+        (first, second, rest), (cos, sin) = self._split(x), angles
+        size = cos * cos + sin * sin
+        unturned = [(first * cos + second * sin) / size, (second * cos - first * sin) / size]
+        return torch.cat([*unturned, *rest], dim=-1).to(x.dtype)
 
-
-class AsItIs:
-    """The rotation under true positions, which leaves queries and keys as the model rotated them."""
-
-    def unrotated(self, query: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys unchanged."""
-        return query, keys
-
-    def at_ranks(self, query: Tensor, keys: Tensor, positions: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys unchanged."""
-        return query, keys
+    def _wide(self, angles: Float[Tensor, "*A F2"]) -> tuple[Float[Tensor, "*A F"], Float[Tensor, "*A F"]]:
+        """Cosines and sines, in float32 or wider."""
+        cos, sin = angles.to(torch.promote_types(angles.dtype, torch.float32)).chunk(2, dim=-1)
+        return cos, sin
 
 
 def ranks(positions: Int[Tensor, "B H S"]) -> Int[Tensor, "B H S"]:

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from kvkeep.backends.native import ops, prefill_ops
 from kvkeep.backends.native.build import Native, native
-from kvkeep.backends.protocol import Added, Backend, Limits
+from kvkeep.backends.native.turn import turn_of
+from kvkeep.backends.protocol import Added, AtRanks, Backend, Limits
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.wanted import is_known, wanted
+from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
@@ -95,4 +97,54 @@ class NativeBackend(Backend):
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
         report = wanted(statistic) if added.states else None
-        return ops.step(query, slots, new, now, options=options, wanted=report, added=added, limits=limits)
+        return ops.step((query, *new), slots, now, options=options, wanted=report, added=added, limits=limits)
+
+    def at_ranks(self, rotation: Rotation) -> Backend:
+        """See `Backend.at_ranks`."""
+        return NativeAtRanks(self, rotation)
+
+
+class NativeAtRanks(AtRanks):
+    """The kernels, which rotate each key while they read it, in decode steps; prompts are rotated before."""
+
+    fuses = True
+
+    def attend(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """See `AtRanks.attend`."""
+        found = None
+        if query.shape[2] == 1 and options.top is None and is_known(statistic):
+            (keys, values, positions), turn = slots, turn_of(self.rotation, slots.keys.shape[2], slots.keys.dtype)
+            given = query, keys, values, now, positions
+            found = ops.attend(*given, options=options, wanted=wanted(statistic), turn=turn)
+        if found is None:
+            return super().attend(query, slots, now, statistic=statistic, options=options)
+        out, *sums = found
+        return out, Report(dict(zip(statistic.fields, sums, strict=False)))
+
+    def step(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        slots: Slots,
+        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+        now: Int[Tensor, "B 1"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        added: Added,
+        limits: Limits,
+    ) -> Float[Tensor, "B Hq 1 E"] | None:
+        """See `Backend.step`; the token is rotated to its position, the slots' keys are unrotated."""
+        if options.top is not None or options.window != limits.window or not is_known(statistic):
+            return None
+        report = wanted(statistic) if added.states else None
+        turn = turn_of(self.rotation, slots.keys.shape[2], slots.keys.dtype, rotated_at=now)
+        token = query, *new
+        return ops.step(token, slots, now, options=options, wanted=report, added=added, limits=limits, turn=turn)

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "heads.h"
+#include "ranks.h"
 #include "vectors.h"
 
 enum Kind { NOTHING, MASS, MASS_AND_LAST, MASS_AND_LOW };
@@ -36,6 +37,9 @@ extern "C" struct Attend {
     const int64_t *newest;  // per row, the position from which decay counts; null: `last` for all
     int64_t last, live;
     double scaling, softcap, gain, decay, theta;  // softcap 0 for none
+    const char *angles;  // of ranks 0 to `slots`, dense; null where keys are attended as they are
+    const char *back;    // of the queries' positions, dense; null if queries are unrotated
+    int64_t half;        // F of ranks.h
 };
 
 namespace {
@@ -47,16 +51,21 @@ constexpr int64_t AHEAD = 4096;  // bytes of keys or values that are fetched ahe
 // The scratch memory of one head: offsets in floats.
 struct Layout {
     Pairs dim, value_dim;
-    int64_t slots, query, logits, tempered, out, shown, scale, size;
+    Halves halves;
+    int64_t slots, width, query, logits, tempered, out, shown, scale, turned, ranks, size;
 
-    explicit Layout(const Attend &a) : dim(a.dim), value_dim(a.value_dim), slots(up(a.slots, W)) {
+    explicit Layout(const Attend &a)
+        : dim(a.dim), value_dim(a.value_dim), halves(a.dim, a.half), slots(up(a.slots, W)) {
+        width = a.angles ? halves.floats() : dim.floats();  // floats of a query
         query = 0;
-        logits = query + a.group * dim.floats();
+        logits = query + a.group * width;
         tempered = logits + a.group * slots;
         out = tempered + (a.has_gain ? a.group * slots : 0);
         shown = out + a.group * value_dim.floats();
         scale = shown + slots;
-        size = scale + 2 * a.group;
+        turned = up(scale + 2 * a.group, W);
+        ranks = turned + (a.angles ? W * width : 0);
+        size = ranks + (a.angles ? Ranks::FLOATS * slots : 0);
     }
 };
 
@@ -82,7 +91,7 @@ inline int64_t rows_ahead(int64_t dim) {
 }
 
 // Dot products of N queries with the W keys of a block, of which n exist; the last one is repeated for the others.
-// `later` are the rows to fetch ahead.
+// `later` are the rows to fetch ahead; none if they start nowhere.
 template <class X, int N, bool IN_PLACE>
 inline void dots(const float *query, Pairs pairs, Rows<typename X::T> keys, int64_t n, Rows<typename X::T> later,
                  Floats *logits) {
@@ -90,7 +99,8 @@ inline void dots(const float *query, Pairs pairs, Rows<typename X::T> keys, int6
     for (int s = 0; s < W; s += TILE) {
         const typename X::T *key[TILE];
         for (int i = 0; i < TILE; i++) key[i] = keys.at(s + i < n ? s + i : n - 1);
-        for (int i = 0; i < TILE; i++) fetch(later.at(s + i), pairs.dim);
+        if (later.first)
+            for (int i = 0; i < TILE; i++) fetch(later.at(s + i), pairs.dim);
         Floats acc[N][TILE] = {};
         const auto add = [&](int64_t at, int64_t begin) {
             Pair k[TILE];
@@ -159,8 +169,9 @@ class Head {
     const Layout at;
     const int64_t row, head, now;
     const int32_t *positions;
-    float *query, *logits, *tempered, *out, *scale, *const mass, *const extra;
+    float *query, *logits, *tempered, *out, *scale, *turned, *const mass, *const extra;
     int32_t *shown;
+    Ranks ranks;
     float gain;
     bool tempers;         // whether the reported probabilities differ from those that attention uses
     int64_t visible = 0;  // slots whose token is not after the query, sliding windows aside
@@ -171,13 +182,19 @@ class Head {
         : a(a), at(a), row(index / a.kv_heads), head(index % a.kv_heads), now(a.now[row * a.now_row]),
           positions(a.positions + row * a.position_row + head * a.position_head), query(scratch + at.query),
           logits(scratch + at.logits), tempered(scratch + at.tempered), out(scratch + at.out),
-          scale(scratch + at.scale), mass(mass), extra(extra), shown((int32_t *)(scratch + at.shown)),
+          scale(scratch + at.scale), turned(scratch + at.turned), mass(mass), extra(extra),
+          shown((int32_t *)(scratch + at.shown)), ranks(a.slots, scratch + at.ranks),
           gain(a.gains ? a.gains[row] : (float)a.gain), tempers(a.has_gain && (gain != 1.0f || a.sinks)) {}
 
     void run() {
         std::memset(out, 0, a.group * at.value_dim.floats() * sizeof *out);
         if (now >= 0) {
-            read_query();
+            if (a.angles) {
+                ranks.read(positions, a.slots);
+                read_unrotated_query();
+            } else {
+                read_query();
+            }
             score();
             for (int64_t g = 0; g < a.group; g++) soften(g);
             weigh_values();
@@ -196,6 +213,29 @@ class Head {
                 Float32::narrow({q.a * (float)a.scaling, q.b * (float)a.scaling},
                                 query + g * at.dim.floats() + 2 * i * W);
             }
+    }
+
+    const T *angles(int64_t rank) const { return (const T *)a.angles + rank * 2 * a.half; }
+
+    void read_unrotated_query() {
+        const T *from = (const T *)a.query + row * a.query_row + head * a.group * a.query_head;
+        const T *back = a.back ? (const T *)a.back + row * 2 * a.half : nullptr;
+        const T *own = angles(ranks.of((int32_t)now));
+        for (int64_t g = 0; g < a.group; g++)
+            turn_query<X>(from + g * a.query_head, back, own, at.halves, (float)a.scaling, query + g * at.width);
+    }
+
+    // Turn the keys of a block that starts with slot s.
+    void turn_keys(int64_t s, Rows<T> block, Rows<T> later) {
+        const int64_t n = a.slots - s < W ? a.slots - s : W;
+        for (int64_t i = 0; i < n; i++) {
+            fetch(later.at(i), a.dim);
+            const T *own = angles(ranks.of(positions[s + i]));
+            if (at.halves.part.in_place())
+                turn_key<X, true>(block.at(i), own, at.halves, turned + i * at.width);
+            else
+                turn_key<X, false>(block.at(i), own, at.halves, turned + i * at.width);
+        }
     }
 
     Rows<T> keys() const {
@@ -222,10 +262,13 @@ class Head {
             const int64_t ahead = s + rows_ahead<X>(a.dim);
             const Rows<T> block = keys.from(s);
             const Rows<T> later = ahead < a.slots ? keys.from(ahead) : values.from(ahead - a.slots);
+            if (a.angles) turn_keys(s, block, later);
             by_group(a.group, [&](int64_t g, auto n) {
                 Floats found[n.value];
-                const float *q = query + g * at.dim.floats();
-                if (at.dim.in_place())
+                const float *q = query + g * at.width;
+                if (a.angles)
+                    dots<Float32, n.value, true>(q, Pairs(at.width), {turned, at.width}, a.slots - s, {}, found);
+                else if (at.dim.in_place())
                     dots<X, n.value, true>(q, at.dim, block, a.slots - s, later, found);
                 else
                     dots<X, n.value, false>(q, at.dim, block, a.slots - s, later, found);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvkeep.backends.native.turn import Turn
 from kvkeep.backends.protocol import Added
 from kvkeep.backends.wanted import Wanted
 from kvkeep.types import AttentionOptions, Budget
@@ -24,12 +25,13 @@ def attendable(
     *,
     options: AttentionOptions,
     wanted: Wanted | None,
+    turn: Turn | None = None,
 ) -> bool:
     """Whether dtypes and shapes are those that `attend` promises to the kernel."""
     B, _, T, _ = query.shape
     if T != 1 or now.shape != (B, 1) or not _is_cache(query, keys, values, positions) or not _is_asked(query, options):
         return False
-    if now.dtype not in _WHOLE:
+    if now.dtype not in _WHOLE or (turn is not None and not turn.fits(query, keys.shape[2])):
         return False
     if wanted is None:
         return True

@@ -62,6 +62,16 @@ Slots slots_of(const Step &s) {
             s.recents, s.recents_row, s.recent, s.limits, s.limits_row, s.limits_head, s.limit};
 }
 
+// Remove the rotation from the key that has been written into slot `own`.
+template <class X>
+void unrotate(const Step &s, int64_t row, int64_t head, int64_t own) {
+    typedef typename X::T T;
+    const Attend &a = s.attend;
+    const T *key = (const T *)s.new_keys + row * s.new_key_row + head * s.new_key_head;
+    T *to = (T *)const_cast<char *>(a.keys) + row * a.key_row + head * a.key_head + own * a.key_slot;
+    unturn_key<X>(key, (const T *)a.back + row * 2 * a.half, a.half, to);
+}
+
 template <class X>
 int64_t step_as(const Step &s) {
     const Attend &a = s.attend;
@@ -72,6 +82,7 @@ int64_t step_as(const Step &s) {
     const auto work = [&](int64_t i, float *scratch) {
         const int64_t row = i / a.kv_heads, head = i % a.kv_heads;
         const int64_t own = write_head(write, row, head);
+        if (a.back) unrotate<X>(s, row, head, own);
         float *mass = scratch + attention, *spare = mass + slots;
         Head<X>(a, i, scratch, mass, nullptr).run();
         const float keep = a.now[row * a.now_row] < 0 ? 1.0f : (float)s.keep;

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from kvkeep.backends.native import checks
 from kvkeep.backends.native.build import native
+from kvkeep.backends.native.turn import Turn
 from kvkeep.backends.protocol import Added, Limits
 from kvkeep.backends.wanted import Wanted
 from kvkeep.types import AttentionOptions, Budget, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
 _NOTHING = Wanted()
-_ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d")
+_ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q")
 _WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q")
 _SLOTS = struct.Struct("4q 3q 3q 3q q 3q 4q")
 _STEP = struct.Struct("3q 3q 2q 3q 3q 3q 4q d")
@@ -39,8 +40,9 @@ def attend(
     *,
     options: AttentionOptions,
     wanted: Wanted | None,
+    turn: Turn | None = None,
 ) -> list[Tensor] | None:
-    """Attention of one token per row, in one pass over keys and values.
+    """Attention of one token per row, in one pass over keys and values; with a ``turn`` keys are unrotated.
 
     A padded query (position -1), and a query that sees nothing, give zeros. `AttentionOptions.top` is ignored.
 
@@ -49,43 +51,46 @@ def attend(
         ``(B, Hk, S)`` float32.
     """
     library = library_for(query, keys, values, now, positions)
-    if library is None or not checks.attendable(query, keys, values, now, positions, options=options, wanted=wanted):
+    if library is None or not checks.attendable(
+        query, keys, values, now, positions, options=options, wanted=wanted, turn=turn
+    ):
         return None
     positions, now = _as(positions, torch.int32), _as(now, torch.int64)
-    call = _attention(query, keys, values, now, positions, options=options, wanted=wanted)
+    call = _attention(query, (keys, values, positions), now, options=options, wanted=wanted, turn=turn)
     return None if library.kvkeep_attend(call.packed) else call.results
 
 
 def step(
-    query: Float[Tensor, "B Hq 1 D"],
+    token: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
     slots: Slots,
-    new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
     now: Int[Tensor, "B 1"],
     *,
     options: AttentionOptions,
     wanted: Wanted | None,
     added: Added,
     limits: Limits,
+    turn: Turn | None = None,
 ) -> Float[Tensor, "B Hq 1 E"] | None:
     """`Backend.step` in one pass over keys and values, where both windows are the same.
 
-    ``wanted`` asks for the mass alone; it is ``None`` if the policy has no sums.
+    ``wanted`` asks for the mass alone; it is ``None`` if the policy has no sums. With a ``turn`` the slots' keys are
+    unrotated, and the token is rotated to its position.
     """
-    keys, values, positions = slots
+    (query, *new), (keys, values, positions) = token, slots
     library = library_for(query, *slots, *new, now, limits.seen, *added.states)
-    if library is None or not checks.attendable(query, keys, values, now, positions, options=options, wanted=wanted):
-        return None
-    if not checks.writable(*slots, new, now) or not checks.countable(
-        positions, limits.seen, limits.recent, limits.stay
+    if library is None or not checks.attendable(
+        query, keys, values, now, positions, options=options, wanted=wanted, turn=turn
     ):
         return None
-    if not checks.addable(added, positions, wanted):
+    if not checks.writable(*slots, token[1:], now) or not checks.addable(added, positions, wanted):
+        return None
+    if not checks.countable(positions, limits.seen, limits.recent, limits.stay):
         return None
     now, seen = _as(now, torch.int64), _as(limits.seen, torch.int64)
     recents, recent = _either(_bounded(limits.recent), torch.int64)
     most, limit = _either(_bounded(limits.stay), torch.int64)
     total, other = (*added.states, None, None)[:2]
-    call = _attention(query, keys, values, now, positions, options=options, wanted=wanted, reports=False)
+    call = _attention(query, slots, now, options=options, wanted=wanted, turn=turn, reports=False)
     packed = call.packed + _STEP.pack(
         *(new[0].data_ptr(), *new[0].stride()[:2]),
         *(new[1].data_ptr(), *new[1].stride()[:2]),
@@ -182,17 +187,16 @@ class _Attention(NamedTuple):
 
 def _attention(
     query: Float[Tensor, "B Hq 1 D"],
-    keys: Float[Tensor, "B Hk S D"],
-    values: Float[Tensor, "B Hk S E"],
+    slots: tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"], Int[Tensor, "B #Hk S"]],
     now: Int[Tensor, "B 1"],
-    positions: Int[Tensor, "B #Hk S"],
     *,
     options: AttentionOptions,
     wanted: Wanted | None,
+    turn: Turn | None,
     reports: bool = True,
 ) -> _Attention:
     """Pack the arguments of attention; without ``reports`` the kernel keeps the mass to itself."""
-    B, Hq, _, D = query.shape
+    (keys, values, positions), (B, Hq, _, D) = slots, query.shape
     Hk, S = keys.shape[1:3]
     kind = _KINDS[wanted.second] if wanted else 0
     results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
@@ -215,8 +219,9 @@ def _attention(
         *(pointer(counted), counts, pointer(gains), wanted.gain is not None),
         *(pointer(newest), last, wanted.live),
         *(options.scaling, options.softcap or 0.0, gain, wanted.decay, wanted.theta),
+        *((0, 0, 0) if turn is None else turn.packed()),
     )
-    return _Attention(packed, results, (sinks, counted, gains, newest))
+    return _Attention(packed, results, (sinks, counted, gains, newest, *(turn or ())))
 
 
 class _Call(NamedTuple):
