@@ -190,6 +190,24 @@ def test_modules_with_hooks_or_in_training_stay():
     assert second.self_attn.k_proj._together is None
 
 
+def test_parts_that_are_replaced_or_watched_later_are_called():
+    model, _ = fused_copy(made())
+    mlp = model.model.layers[0].mlp
+    seen = []
+    with torch.inference_mode():
+        x = torch.randn(1, 1, 64)
+        before = mlp(x)
+        handle = mlp.up_proj.register_forward_hook(lambda *_: seen.append("up"))
+        torch.testing.assert_close(mlp(x), before)
+        handle.remove()
+        mlp.down_proj.forward = lambda x: (seen.append("down"), FusedLinear.forward(mlp.down_proj, x))[1]
+        torch.testing.assert_close(mlp(x), before)
+        del mlp.down_proj.forward
+        mlp.gate_proj = nn.Sequential(mlp.gate_proj, nn.Tanh())
+        assert not torch.equal(mlp(x), before)
+    assert seen == ["up", "down"]
+
+
 def test_other_kinds_of_weights_and_compiled_modules_stay():
     class Quantised(nn.Parameter):
         pass

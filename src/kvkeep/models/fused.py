@@ -69,9 +69,9 @@ class _FusedGate(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output."""
-        out = None
-        if len(args) == 1 and not kwargs:
-            out = small.gated(args[0], self.gate_proj, self.up_proj, self.down_proj)
+        out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
+        if len(args) == 1 and not kwargs and all(map(_is_bare, parts)):
+            out = small.gated(args[0], *parts)
         return super().forward(*args, **kwargs) if out is None else out
 
 
@@ -90,6 +90,13 @@ class _FusedNorm(nn.Module):
         return super().forward(*args, **kwargs) if out is None else out
 
 
+def _is_bare(layer: nn.Module) -> bool:
+    """Whether nobody has replaced a fused layer, or wants to see its calls, since it was fused."""
+    return type(layer) is FusedLinear and not (
+        layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
+    )
+
+
 FUSED = (FusedLinear, _FusedGate, _FusedNorm)
 """Classes of fused modules."""
 
@@ -99,7 +106,8 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False) ->
 
     Changed are norms by the root mean square, feed-forward layers ``down(silu(gate(x)) * up(x))``, and linear layers.
     Each is a single call then, for steps of a few rows outside of autograd; everything else runs as before. Weights,
-    names and `state_dict` stay as they are, so the model can still be saved and trained.
+    names and `state_dict` stay as they are, so the model can still be saved and trained, and hooks that come later are
+    called.
 
     Some modules stay as they are: those with hooks or another ``forward`` of their own, in training, on another device
     or in another dtype, quantised or packed ones (`kvkeep.pack_weights` goes first), parts of compiled modules, and
@@ -124,13 +132,15 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False) ->
     return len(norms) + len(linear) + len(gates)
 
 
-def prepare(model: nn.Module, rows: int) -> None:
-    """Lay out a model that runs on a CPU for steps of so many rows: fused, packed or plain, where each is fastest."""
-    if rows <= FEW_ROWS:
-        fuse_modules(model, rows, if_faster=True)
-    pack_weights(model, rows, if_faster=True)
-    if rows > FEW_ROWS:
-        fuse_modules(model, rows, if_faster=True)
+def prepare(model: nn.Module, rows: int) -> tuple[int, int]:
+    """Fuse and pack the modules of a model for steps of so many rows, where that is faster.
+
+    Returns:
+        The number of modules that were fused, and of layers that were packed.
+    """
+    first = fuse_modules(model, rows, if_faster=True) if rows <= FEW_ROWS else 0
+    packed = pack_weights(model, rows, if_faster=True)
+    return first or fuse_modules(model, rows, if_faster=True), packed
 
 
 def _twin(layer: nn.Linear) -> nn.Module:

@@ -29,6 +29,7 @@ from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.fused import prepare
 from kvkeep.models.generation import remark
 from kvkeep.models.load import Checkpoint, embedded, find, fingerprint, quiet, read_weights
+from kvkeep.models.packed import pack_weights
 from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
 from kvkeep.planning.plan import default_budget
@@ -162,8 +163,10 @@ def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, b
             f"Line {survey.longest_line} cannot be run: {request.policy} keeps all of its {survey.longest} tokens. "
             f"{error} Nothing was generated. Ask for fewer new tokens in that line, or give --budget."
         ) from error
-    prepare(writer.model, engine.rows)
-    if batch.compile:
+    if not batch.compile:
+        prepare(writer.model, engine.rows)
+    else:
+        pack_weights(writer.model, engine.rows, if_faster=True)
         console.progress("compiling …")
         console.note(f"{console.count(compile_layers(writer.model), 'layer')} compiled")
     return engine
