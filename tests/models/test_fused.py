@@ -1,4 +1,5 @@
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -206,6 +207,25 @@ def test_parts_that_are_replaced_or_watched_later_are_called():
         mlp.gate_proj = nn.Sequential(mlp.gate_proj, nn.Tanh())
         assert not torch.equal(mlp(x), before)
     assert seen == ["up", "down"]
+
+
+def test_fused_layers_are_not_compiled():
+    model, _ = fused_copy(made())
+    assert kvkeep.compile_layers(kvkeep.attach(model), backend="eager") == 0
+
+
+def test_several_threads_may_run_the_same_model():
+    model, _ = fused_copy(made())
+    tokens = [torch.tensor([[token]]) for token in range(3, 7)]
+
+    @torch.inference_mode()
+    def logits(token):
+        return [model(token).logits for _ in range(30)]
+
+    expected = [logits(token)[0] for token in tokens]
+    with ThreadPoolExecutor(len(tokens)) as pool:
+        for found, alone in zip(pool.map(logits, tokens), expected, strict=True):
+            assert all(torch.equal(one, alone) for one in found)
 
 
 def test_other_kinds_of_weights_and_compiled_modules_stay():
