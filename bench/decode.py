@@ -38,6 +38,7 @@ from peers import transformers as dense
 from transformers import LlamaForCausalLM
 
 import kvkeep
+from kvkeep.models.fused import prepare
 from kvkeep.planning.bandwidth import measure_bandwidth
 
 DYNAMIC, STATIC, FULL = "DynamicCache", "StaticCache", "kvkeep full"
@@ -76,8 +77,11 @@ class Models:
         second = LlamaForCausalLM(speed_config(options.layers)).eval()
         second.load_state_dict(first.state_dict(), assign=True)
         if not options.no_pack:
-            packed = kvkeep.pack_weights(second, rows, if_faster=True)
-            print(f"Weights with {counted(rows)}: {'packed' if packed else 'plain, which is as fast'}")
+            if options.compile:  # fused layers are not compiled
+                fused, packed = 0, kvkeep.pack_weights(second, rows, if_faster=True)
+            else:
+                fused, packed = prepare(second, rows)
+            print(f"Modules with {counted(rows)}: {fused} fused, {packed} packed")
         third = kvkeep.attach(twin(second)) if options.compile else None
         if third is not None:
             print(f"Layers compiled: {kvkeep.compile_layers(third)}")
@@ -178,7 +182,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive, default=9)
     parser.add_argument("--memory", type=float, default=half_of_memory() / GIB, help="GiB for caches at one time")
     parser.add_argument("--compile", action="store_true", help="kvkeep with compiled layers as well")
-    parser.add_argument("--no-pack", action="store_true", help="leave kvkeep's weights as torch has them")
+    parser.add_argument("--no-pack", action="store_true", help="leave kvkeep's layers as transformers has them")
     options = parser.parse_args()
     options.rows = options.rows or ([1, 8, 32] if options.full else [1, 8])
     options.contexts = options.contexts or ([512, 2048, 8192] if options.full else [512, 2048])

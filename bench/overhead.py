@@ -3,7 +3,7 @@
     python bench/overhead.py [--policies all] [--rows 8] [--budget 1024] [--repeats 15]
 
 Steps of all policies are interleaved in one run. Two figures, both with the policy's own positions: the whole step of a
-12-layer model with packed weights, and the cache alone (append, attend, observe, evict) in one of its layers. The title
+12-layer model, fused or packed, and the cache alone (append, attend, observe, evict) in one of its layers. The title
 says whether the native kernel is active; with KVKEEP_BACKEND=torch in the environment torch does the work.
 """
 
@@ -14,6 +14,7 @@ from lib import arguments, finish, interleaved, kernel, median_ms, positive, sho
 from transformers import LlamaConfig
 
 import kvkeep
+from kvkeep.models.fused import prepare
 from kvkeep.rotary.embedding import rotation_for
 from kvkeep.types import Phase
 
@@ -30,7 +31,7 @@ def random_tokens(config: LlamaConfig, rows: int, T: int, dtype: torch.dtype) ->
 
 def model_steps(policies: list[str], rows: int, budget: int, layers: int, dtype: torch.dtype):
     model = speed_model(dtype, layers)
-    kvkeep.pack_weights(model, rows, if_faster=True)
+    prepare(model, rows)
     token = torch.randint(0, model.config.vocab_size, (rows, 1))
 
     def stepper(policy: str):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
+from kvkeep.models.fused import prepare
 from kvkeep.store import Block, inference
 from kvkeep.types import Phase
 from peers import Outcome, Prompt, Run, Unavailable, Work
@@ -21,7 +22,7 @@ from peers import Outcome, Prompt, Run, Unavailable, Work
 def load(work: Work) -> Run:
     torch.set_num_threads(work.threads)
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype)).eval()
-    kvkeep.pack_weights(model, work.requests, if_faster=True)
+    prepare(model, work.requests)
     options = work.options
 
     def run(prompts: list[Prompt], new_tokens: int) -> Outcome:

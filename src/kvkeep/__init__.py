@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvkeep.layer import Layer
     from kvkeep.memory import Memory
     from kvkeep.models.compiled import compile_layers
+    from kvkeep.models.fused import fuse_modules
     from kvkeep.models.hf import attach
     from kvkeep.models.packed import pack_weights
     from kvkeep.models.ready import load
@@ -75,6 +76,7 @@ _HOME = {
     "attach": "models.hf:attach",
     "budget_from_ratio": "budget:from_ratio",
     "compile_layers": "models.compiled:compile_layers",
+    "fuse_modules": "models.fused:fuse_modules",
     "load": "models.ready:load",
     "option": "policies.base:option",
     "pack_weights": "models.packed:pack_weights",
@@ -117,6 +119,7 @@ __all__ = [
     "available_policies",
     "budget_from_ratio",
     "compile_layers",
+    "fuse_modules",
     "load",
     "option",
     "pack_weights",

@@ -385,7 +385,7 @@ def test_too_little_memory_is_one_line(files, monkeypatch, error, place):
     target, name = {
         "loading": ("transformers.AutoModelForCausalLM", "from_pretrained"),
         "encoding": ("kvkeep.cli.generate.job", "_encode"),
-        "packing": ("kvkeep.cli.generate.job", "pack_weights"),
+        "packing": ("kvkeep.cli.generate.job", "prepare"),
         "step": ("kvkeep.engine.Engine", "step"),
     }[place]
     monkeypatch.setattr(f"{target}.{name}", raising(error))

@@ -148,6 +148,6 @@ def test_a_sample_of_the_weights_is_timed(monkeypatch):
     monkeypatch.setattr(packed, "PackedLinear", Watched)
     monkeypatch.setattr(packed, "_TIMED_BYTES", 40_000)
     monkeypatch.setattr(packed, "_works", lambda dtype: True)
-    packed._faster([m for m in llama().modules() if type(m) is nn.Linear], 5)
+    packed.faster([m for m in llama().modules() if type(m) is nn.Linear], 5)
     assert 20_000 < sum(size for size, _ in made) <= 40_000
     assert {rows for _, rows in made} == {5}

@@ -1,6 +1,7 @@
 """Backends do the work of a layer's step. `choose` alone decides which one, for a device and a dtype.
 
-`protocol` says what a backend does. `reference` is the definition that all others are tested against.
+`protocol` says what a backend does. `reference` is the definition that all others are tested against. `small` are the
+operators between two attentions, for backends that have them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import torch
 
 from kvkeep.backends.native import NativeBackend, native
+from kvkeep.backends.native import small_ops as small
 from kvkeep.backends.native.checks import TYPES
 from kvkeep.backends.protocol import Added, Backend, Limits
 from kvkeep.backends.reference import ReferenceBackend
@@ -18,7 +20,7 @@ from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, gpu
 from kvkeep.errors import InputError
 
-__all__ = ["KINDS", "SWITCH", "Added", "Backend", "Limits", "choose", "why"]
+__all__ = ["KINDS", "SWITCH", "Added", "Backend", "Limits", "choose", "small", "why"]
 
 SWITCH = "KVKEEP_BACKEND"
 """Environment variable: the name of the backend to use; by default the fastest one that can run."""

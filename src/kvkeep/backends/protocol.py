@@ -58,10 +58,12 @@ class Backend(abc.ABC):
     Attributes:
         name: the name for ``KVKEEP_BACKEND``.
         fuses: whether `step` ever does anything.
+        small: whether the functions of `kvkeep.backends.small` run beside it.
     """
 
     name: ClassVar[str]
     fuses: ClassVar[bool] = False
+    small: ClassVar[bool] = False
 
     @abc.abstractmethod
     def attend(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvkeep.models.fused import FUSED
 from kvkeep.models.packed import PackedLinear
 
 _log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ def compile_layers(model: PreTrainedModel, backend: Backend = "inductor") -> int
     """Compile norms and feed-forward layers of a decoder, in place, and return how many were compiled.
 
     Attention and other modules that use the KV cache stay as they are. So do modules that are a single operation of
-    torch, have hooks, or hold packed weights (pack first). The first layer of each kind is compiled and run now, on
+    torch, have hooks, or are packed or fused (both go first). The first layer of each kind is compiled and run now, on
     zeros. A kind stays plain if it does not turn one vector per token into another, if torch cannot compile it as a
     whole, or if there is no compiler (CUDA: Triton, CPU: C++). The log says why, once.
 
@@ -69,12 +70,13 @@ def _reaches_cache(module: nn.Module) -> bool:
 
 
 def _is_open(module: nn.Module) -> bool:
-    """Whether a module is more than one operation, and has neither packed weights nor hooks."""
+    """Whether a module is more than one operation, and is neither packed nor fused, without hooks."""
     if type(module).__module__.startswith("torch.nn.") and not any(module.children()):
         return False
+    if any(isinstance(part, (PackedLinear, *FUSED)) for part in module.modules()):
+        return False
     return not any(
-        isinstance(part, PackedLinear) or part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part)
-        for part in module.modules()
+        part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in module.modules()
     )
 
 

@@ -1,6 +1,7 @@
 """Attention and decode steps in C++, compiled for this machine at first use.
 
-`build` compiles and loads the kernel. `ops` are its functions on tensors, `prefill_ops` those for many tokens per row.
+`build` compiles and loads the kernel. `ops` are its functions on tensors, `prefill_ops` those for many tokens per row,
+`small_ops` the operators between two attentions.
 `native` returns the kernel, or why there is none.
 """
 
@@ -32,6 +33,7 @@ class NativeBackend(Backend):
 
     name = "native"
     fuses = True
+    small = True
 
     def __init__(self) -> None:
         self._torch = TorchBackend()

@@ -24,7 +24,8 @@ from pathlib import Path
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 COMPILERS = ("g++", "clang++", "c++")
-FUNCTIONS = tuple(f"kvkeep_{name}" for name in ("attend", "prefill", "step", "write", "expire", "count_over", "evict"))
+NAMES = ("attend", "prefill", "step", "write", "expire", "count_over", "evict", "products", "gated", "norm")
+FUNCTIONS = tuple(f"kvkeep_{name}" for name in NAMES)
 
 # without -ffast-math: see the head of vectors.h
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")

@@ -3,6 +3,7 @@
 
 #include "attend.h"
 #include "prefill.h"
+#include "small.h"
 #include "slots.h"
 
 // A whole decode step: write the token into a free slot, attend, add the mass to the policy's sums, expire and evict.
@@ -125,6 +126,30 @@ extern "C" int64_t kvkeep_step(const Step *s) {
         case 0: return step_as<Float32>(*s);
         case 1: return step_as<BFloat16>(*s);
         default: return step_as<Float16>(*s);
+    }
+}
+
+extern "C" int64_t kvkeep_products(const Products *p) {
+    switch (p->type) {
+        case 0: return products_as<Float32>(*p);
+        case 1: return products_as<BFloat16>(*p);
+        default: return products_as<Float16>(*p);
+    }
+}
+
+extern "C" int64_t kvkeep_gated(const Gated *g) {
+    switch (g->type) {
+        case 0: return gated_as<Float32>(*g);
+        case 1: return gated_as<BFloat16>(*g);
+        default: return gated_as<Float16>(*g);
+    }
+}
+
+extern "C" int64_t kvkeep_norm(const Norm *n) {
+    switch (n->type) {
+        case 0: return norm_as<Float32>(*n);
+        case 1: return norm_as<BFloat16>(*n);
+        default: return norm_as<Float16>(*n);
     }
 }
 

@@ -29,6 +29,7 @@ from kvkeep.jobs.survey import Survey, foreign, remove_bad, write_bad
 from kvkeep.models import text, threads
 from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
+from kvkeep.models.fused import prepare
 from kvkeep.models.generation import remark
 from kvkeep.models.load import Checkpoint, embedded, find, fingerprint, quiet, read_weights
 from kvkeep.models.packed import pack_weights
@@ -211,8 +212,10 @@ def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, b
             f"Line {survey.longest_line} cannot be run: {request.policy} keeps all of its {survey.longest} tokens. "
             f"{error} Nothing was generated. Ask for fewer new tokens in that line, or give --budget."
         ) from error
-    pack_weights(writer.model, engine.rows, if_faster=True)
-    if batch.compile:
+    if not batch.compile:
+        prepare(writer.model, engine.rows)
+    else:
+        pack_weights(writer.model, engine.rows, if_faster=True)
         console.progress("compiling …")
         console.note(f"{console.count(compile_layers(writer.model), 'layer')} compiled")
     return engine

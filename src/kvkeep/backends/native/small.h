@@ -1,0 +1,170 @@
+// The operators between two attentions for a few tokens: products with weights in torch's layout, norms, gates.
+//
+// With few rows a product takes as long as reading its weights. So the weights stay as they are: each row of them is
+// read once for all tokens, in order, and the next rows are fetched meanwhile.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "heads.h"
+#include "vectors.h"
+
+// x times the transposed weights, plus the bias; up to three weights with the same x.
+extern "C" struct Weights {
+    const char *weight, *bias;  // no bias: null
+    char *out;
+    int64_t outputs;
+};
+
+extern "C" struct Products {
+    int64_t rows, width, threads, type;
+    const char *x;
+    int64_t count;
+    Weights all[3];
+};
+
+// down(silu(gate(x)) * up(x)), in `scratch` of rows x inner elements.
+extern "C" struct Gated {
+    int64_t rows, width, threads, type;
+    const char *x;
+    char *scratch;
+    Weights gate, up, down;
+};
+
+extern "C" struct Norm {
+    int64_t rows, width, threads, type;
+    const char *x, *weight;
+    char *out;
+    double epsilon, plus;  // plus is added to the weight
+};
+
+namespace {
+
+constexpr int64_t EACH = 32;  // outputs of a piece of work
+constexpr int AT_ONCE = 4;    // weight rows that are read at the same time
+
+// Products of R weight rows with M vectors. The order of summation depends on neither.
+template <class X, int R, int M>
+void dots(const typename X::T *w, const typename X::T *x, int64_t width, float *to) {
+    Floats sums[R][M] = {};
+    const auto add = [&](int64_t i, auto read) {
+        Pair each[M];
+        for (int m = 0; m < M; m++) each[m] = read(x + m * width + i);
+        for (int r = 0; r < R; r++) {
+            __builtin_prefetch(w + (r + R) * width + i);
+            const Pair row = read(w + r * width + i);
+            for (int m = 0; m < M; m++) sums[r][m] = sums[r][m] + row.a * each[m].a + row.b * each[m].b;
+        }
+    };
+    const int64_t whole = width - width % (2 * W);
+    for (int64_t i = 0; i < whole; i += 2 * W) add(i, [](const typename X::T *from) { return X::widen(from); });
+    if (whole < width) add(whole, [&](const typename X::T *from) { return widen<X>(from, width - whole); });
+    for (int m = 0; m < M; m++)
+        for (int r = 0; r < R; r++) to[m * EACH + r] = sum(sums[r][m]);
+}
+
+template <class X, int R>
+void dots(const typename X::T *w, const typename X::T *x, int64_t width, int64_t rows, float *to) {
+    for (; rows >= TILE; rows -= TILE, x += TILE * width, to += TILE * EACH) dots<X, R, TILE>(w, x, width, to);
+    for (; rows >= 2; rows -= 2, x += 2 * width, to += 2 * EACH) dots<X, R, 2>(w, x, width, to);
+    if (rows) dots<X, R, 1>(w, x, width, to);
+}
+
+template <class X>
+inline float one(const typename X::T *from) {
+    return widen<X>(from, 1).a[0];
+}
+
+template <class X>
+inline void one(float x, typename X::T *to) {
+    narrow<X>({all(x), all(x)}, to, 1);
+}
+
+// Outputs first ... first + n of every row, into `to`, EACH floats for each row.
+template <class X>
+void product(
+    const Weights &by, const char *input, int64_t rows, int64_t width, int64_t first, int64_t n, float *to) {
+    typedef typename X::T T;
+    const T *x = (const T *)input, *w = (const T *)by.weight + first * width, *bias = (const T *)by.bias;
+    int64_t i = 0;
+    for (; i + AT_ONCE <= n; i += AT_ONCE) dots<X, AT_ONCE>(w + i * width, x, width, rows, to + i);
+    for (; i < n; i++) dots<X, 1>(w + i * width, x, width, rows, to + i);
+    if (!bias) return;
+    for (i = 0; i < n; i++) {
+        const float more = one<X>(bias + first + i);
+        for (int64_t m = 0; m < rows; m++) to[m * EACH + i] += more;
+    }
+}
+
+// Write n floats of every row to their place in (rows, outputs).
+template <class X>
+void write(const float *from, int64_t rows, int64_t outputs, int64_t first, int64_t n, char *out) {
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = 0; i < n; i++) one<X>(from[m * EACH + i], (typename X::T *)out + m * outputs + first + i);
+}
+
+inline int64_t pieces(int64_t outputs) { return (outputs + EACH - 1) / EACH; }
+
+template <class X>
+int64_t products_as(const Products &p) {
+    int64_t n = 0, outputs = 0;
+    for (int64_t i = 0; i < p.count; i++) n += pieces(p.all[i].outputs), outputs += p.all[i].outputs;
+    const auto work = [&](int64_t i, float *scratch) {
+        const Weights *by = p.all;
+        for (; i >= pieces(by->outputs); by++) i -= pieces(by->outputs);
+        const int64_t first = i * EACH, some = std::min(EACH, by->outputs - first);
+        product<X>(*by, p.x, p.rows, p.width, first, some, scratch);
+        write<X>(scratch, p.rows, by->outputs, first, some, by->out);
+    };
+    return for_each(n, outputs * p.width * (int64_t)sizeof(typename X::T), p.threads, p.rows * EACH, work) ? 0 : -1;
+}
+
+template <class X>
+int64_t gated_as(const Gated &g) {
+    const int64_t inner = g.gate.outputs, bytes = 2 * inner * g.width * (int64_t)sizeof(typename X::T);
+    const auto work = [&](int64_t i, float *scratch) {
+        const int64_t first = i * EACH, some = std::min(EACH, inner - first);
+        float *gate = scratch, *up = scratch + g.rows * EACH;
+        product<X>(g.gate, g.x, g.rows, g.width, first, some, gate);
+        product<X>(g.up, g.x, g.rows, g.width, first, some, up);
+        for (int64_t at = 0; at < g.rows * EACH; at += W) {
+            const Floats x = load<Floats>(gate + at);
+            store(gate + at, x / (1.0f + exp(-x)) * load<Floats>(up + at));
+        }
+        write<X>(gate, g.rows, inner, first, some, g.scratch);
+    };
+    if (!for_each(pieces(inner), bytes, g.threads, 2 * g.rows * EACH, work)) return -1;
+    return products_as<X>({g.rows, inner, g.threads, g.type, g.scratch, 1, {g.down}});
+}
+
+// A row over its root mean square, times the weight.
+template <class X>
+void norm_row(const Norm &norm, const typename X::T *x, typename X::T *out) {
+    const typename X::T *weight = (const typename X::T *)norm.weight;
+    const int64_t whole = norm.width - norm.width % (2 * W), rest = norm.width - whole;
+    const float plus = (float)norm.plus;
+    Floats squares = {};
+    const auto add = [&](Pair part) { squares = squares + part.a * part.a + part.b * part.b; };
+    for (int64_t i = 0; i < whole; i += 2 * W) add(X::widen(x + i));
+    if (rest) add(widen<X>(x + whole, rest));
+    const float scale = 1.0f / std::sqrt(sum(squares) / (float)norm.width + (float)norm.epsilon);
+    const auto scaled = [&](Pair part, Pair by) -> Pair {
+        return {part.a * scale * (by.a + plus), part.b * scale * (by.b + plus)};
+    };
+    for (int64_t i = 0; i < whole; i += 2 * W) X::narrow(scaled(X::widen(x + i), X::widen(weight + i)), out + i);
+    if (rest) narrow<X>(scaled(widen<X>(x + whole, rest), widen<X>(weight + whole, rest)), out + whole, rest);
+}
+
+template <class X>
+int64_t norm_as(const Norm &norm) {
+    typedef typename X::T T;
+    const auto work = [&](int64_t row, float *) {
+        norm_row<X>(norm, (const T *)norm.x + row * norm.width, (T *)norm.out + row * norm.width);
+    };
+    return for_each(norm.rows, norm.rows * norm.width * (int64_t)sizeof(T), norm.threads, 0, work) ? 0 : -1;
+}
+
+}  // namespace

@@ -1,0 +1,102 @@
+"""The operators between two attentions, in the kernel; each returns ``None`` if the kernel cannot do it.
+
+Weights stay as torch has them. Products are for a few rows only: with many, torch's are faster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kvkeep.backends.native.build import native
+from kvkeep.backends.native.checks import TYPES
+
+MOST_ROWS = 16
+"""The largest number of rows of a product."""
+
+_HEAD = struct.Struct("4q 2q")
+_ONE = struct.Struct("4q")
+_NORM = struct.Struct("4q 3q 2d")
+_MOST_WEIGHTS = 3
+_NONE = bytes(_ONE.size)
+
+
+def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear]) -> list[Tensor] | None:
+    """The outputs of up to three linear layers for the same few rows."""
+    library = _library_for(x)
+    if library is None or not all(_fits(layer, x, x.shape[-1]) for layer in layers):
+        return None
+    rows = x.numel() // x.shape[-1]
+    if rows > MOST_ROWS or len(layers) > _MOST_WEIGHTS:
+        return None
+    outs = [x.new_empty((*x.shape[:-1], layer.out_features)) for layer in layers]
+    packed = _head(x, rows, len(layers))
+    packed += b"".join(_one(layer, out.data_ptr()) for layer, out in zip(layers, outs, strict=True))
+    failed = library.kvkeep_products(packed + _NONE * (_MOST_WEIGHTS - len(layers)))
+    return None if failed else outs
+
+
+def gated(x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Float[Tensor, "*n out"] | None:
+    """``down(silu(gate(x)) * up(x))`` of a few rows."""
+    library, width, inner = _library_for(x), x.shape[-1], gate.out_features
+    if library is None or not (_fits(gate, x, width) and _fits(up, x, width) and _fits(down, x, inner)):
+        return None
+    rows = x.numel() // width
+    if rows > MOST_ROWS or up.out_features != inner:
+        return None
+    between, out = x.new_empty((rows, inner)), x.new_empty((*x.shape[:-1], down.out_features))
+    packed = _head(x, rows, between.data_ptr()) + _one(gate, 0) + _one(up, 0) + _one(down, out.data_ptr())
+    return None if library.kvkeep_gated(packed) else out
+
+
+def norm(
+    x: Float[Tensor, "*n width"], weight: Float[Tensor, " m"], epsilon: float, *, plus: float
+) -> Float[Tensor, "*n width"] | None:
+    """Rows over their root mean square, times the weight plus ``plus``."""
+    library, width = _library_for(x), x.shape[-1]
+    if library is None or not _matches(weight, x, (width,)):
+        return None
+    out = torch.empty_like(x)
+    packed = _NORM.pack(
+        *(x.numel() // width, width, torch.get_num_threads(), TYPES[x.dtype]),
+        *(x.data_ptr(), weight.data_ptr(), out.data_ptr()),
+        *(epsilon, plus),
+    )
+    return None if library.kvkeep_norm(packed) else out
+
+
+def _head(x: Tensor, rows: int, last: int) -> bytes:
+    return _HEAD.pack(rows, x.shape[-1], torch.get_num_threads(), TYPES[x.dtype], x.data_ptr(), last)
+
+
+def _one(layer: nn.Linear, out: int) -> bytes:
+    bias = layer.bias
+    return _ONE.pack(layer.weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out, layer.weight.shape[0])
+
+
+def _library_for(x: Tensor) -> ctypes.CDLL | None:
+    """The kernel, if rows are dense in main memory, and nobody traces, differentiates or casts."""
+    if type(x) is not Tensor or not x.is_cpu or x.dtype not in TYPES or not x.is_contiguous() or not x.numel():
+        return None
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return None
+    return native().library
+
+
+def _fits(layer: nn.Linear, x: Tensor, width: int) -> bool:
+    """Whether a layer takes rows of this width, in the dtype of ``x``."""
+    outputs = layer.out_features
+    if not _matches(layer.weight, x, (outputs, width)):
+        return False
+    return layer.bias is None or _matches(layer.bias, x, (outputs,))
+
+
+def _matches(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
+    if type(weight) is not nn.Parameter or not weight.is_cpu or weight.dtype != x.dtype:
+        return False
+    return weight.shape == shape and weight.is_contiguous()

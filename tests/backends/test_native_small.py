@@ -1,0 +1,107 @@
+"""The operators between two attentions in the native kernel, against torch's."""
+
+import pytest
+import torch
+from torch import nn
+
+from kvkeep.backends import small
+from kvkeep.backends.native import native
+
+pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def layer(inputs, outputs, dtype=torch.float32, *, bias=False):
+    return nn.Linear(inputs, outputs, bias=bias).to(dtype)
+
+
+def assert_near(found, expected):
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    limit = TOLERANCE[found.dtype] * expected.float().abs().max().item()
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=limit)
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (2, 7), (3, 100), (7, 320), (16, 33)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_are_those_of_torch(dtype, rows, width, bias):
+    layers = [layer(width, n, dtype, bias=bias) for n in (64, 1, 35)]
+    x = torch.randn(rows, 1, width, dtype=dtype)
+    for found, plain in zip(small.products(x, layers), layers, strict=True):
+        assert_near(found, plain(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width", "inner"), [(1, 64, 96), (5, 31, 45)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gated_layer_is_that_of_torch(dtype, rows, width, inner, bias):
+    gate, up, down = (layer(*shape, dtype, bias=bias) for shape in ((width, inner), (width, inner), (inner, width)))
+    x = 4 * torch.randn(1, rows, width, dtype=dtype)
+    assert_near(small.gated(x, gate, up, down), down(nn.functional.silu(gate(x)) * up(x)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("plus", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (300, 48), (2, 3, 5, 7)])
+def test_a_norm_is_that_of_torch(dtype, plus, shape):
+    x, weight = torch.randn(shape, dtype=dtype), nn.Parameter(torch.randn(shape[-1]).to(dtype))
+    expected = nn.functional.rms_norm(x.float(), shape[-1:], weight.float() + plus, 1e-5).to(dtype)
+    assert_near(small.norm(x, weight, 1e-5, plus=plus), expected)
+
+
+def test_a_row_and_the_number_of_threads_change_no_bit():
+    plain, x = layer(512, 1000), torch.randn(9, 512)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([small.products(row[None], [plain])[0] for row in x])
+        torch.set_num_threads(3)
+        torch.testing.assert_close(small.products(x, [plain])[0], alone, rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_nan_and_infinity_stay():
+    gate, up, down = layer(32, 32), layer(32, 32), layer(32, 32)
+    for x in (torch.full((1, 32), torch.nan), torch.full((1, 32), torch.inf)):
+        assert not small.products(x, [gate])[0].isfinite().any()
+        assert not small.gated(x, gate, up, down).isfinite().any()
+        assert small.norm(x, nn.Parameter(torch.ones(32)), 1e-5, plus=0.0).isnan().any()
+
+
+def test_what_the_kernel_cannot_do_is_left_to_torch():
+    plain, x = layer(32, 16), torch.randn(2, 32)
+    assert small.products(x, [plain]) is not None
+    assert small.products(torch.randn(small.MOST_ROWS + 1, 32), [plain]) is None
+    assert small.products(torch.randn(32, 2).T, [plain]) is None
+    assert small.products(torch.randn(0, 32), [plain]) is None
+    assert small.products(x.double(), [plain]) is None
+    assert small.products(x.bfloat16(), [plain]) is None
+    assert small.products(torch.randn(2, 31), [plain]) is None
+    assert small.products(x.to("meta"), [plain]) is None
+    with torch.autocast("cpu"):
+        assert small.products(x, [plain]) is None
+    with torch.inference_mode(False), torch.enable_grad():
+        assert small.products(torch.randn(2, 32), [plain]) is None
+    plain.out_features = 17  # no longer what the weight is
+    assert small.products(x, [plain]) is None
+    plain.out_features, plain.weight = 16, nn.Parameter(torch.randn(32, 16).T)
+    assert small.products(x, [plain]) is None
+
+
+def test_parts_of_a_gated_layer_must_fit():
+    x = torch.randn(1, 32)
+    assert small.gated(x, layer(32, 16), layer(32, 17), layer(16, 32)) is None
+    assert small.gated(x, layer(32, 16), layer(32, 16), layer(17, 32)) is None
+    assert small.gated(x, layer(32, 16), layer(32, 16), layer(16, 32).bfloat16()) is None
+    assert small.norm(x, nn.Parameter(torch.ones(31)), 1e-5, plus=0.0) is None

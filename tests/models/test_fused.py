@@ -1,0 +1,293 @@
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import kvkeep
+from kvkeep.backends import small
+from kvkeep.backends.native import native
+from kvkeep.engine import Engine, Request
+from kvkeep.engine.sampling import Sampling
+from kvkeep.models import fused
+from kvkeep.models.fused import FUSED, FusedLinear, fuse_modules, prepare
+from kvkeep.models.packed import PackedLinear, pack_weights
+
+pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
+
+SIZES = {
+    "vocab_size": 101,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}, 2 * (7 + 2 + 1) + 2),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}, 2 * (7 + 2 + 1) + 2),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}, 2 * (7 + 4 + 1) + 2),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16}, 2 * (7 + 4) + 2),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 16}, 2 * (7 + 6) + 2),
+    "mistral": (MistralForCausalLM, MistralConfig, {}, 2 * (7 + 2 + 1) + 2),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {}, 2 * (4 + 2) + 2),
+}
+
+
+def made(name: str = "llama", **options):
+    kind, config, more, _ = MODELS[name]
+    torch.manual_seed(0)
+    model = kind(config(**{**SIZES, **more, **options})).eval()
+    for norm in model.modules():
+        if "Norm" in type(norm).__name__:
+            nn.init.normal_(norm.weight, 0.5, 0.2)
+    return model
+
+
+def fused_copy(model):
+    """A copy, fused, and the number of fused modules."""
+    other = copy.deepcopy(model)
+    return other, fuse_modules(other)
+
+
+def generated(model, rows: int = 3, tokens: int = 64):
+    requests = [
+        Request(prompt=tuple(range(3 + i, 20 + 5 * i)), sampling=Sampling(max_new_tokens=tokens), ignore_end=True)
+        for i in range(rows)
+    ]
+    return [result.token_ids for result in Engine(model, budget=24, rows=rows).generate(requests)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fused_model_says_what_the_plain_one_says(name):
+    plain = made(name)
+    model, count = fused_copy(plain)
+    assert count == MODELS[name][-1]
+    ids = torch.arange(2, 40).view(2, 19)
+    with torch.inference_mode():
+        for x in (ids, ids[:, :1]):
+            torch.testing.assert_close(model(x).logits, plain(x).logits, rtol=0, atol=1e-5)
+    assert generated(model) == generated(plain)
+
+
+def test_in_bfloat16_too():
+    plain = made().bfloat16()
+    model, count = fused_copy(plain)
+    assert count == MODELS["llama"][-1]
+    x = torch.arange(2, 7).view(5, 1)
+    with torch.inference_mode():
+        found, expected = model(x).logits.float(), plain(x).logits.float()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.03 * expected.abs().max().item())
+
+
+def test_one_call_for_query_key_and_value(monkeypatch):
+    model, _ = fused_copy(made())
+    calls = []
+    honest = small.products
+    monkeypatch.setattr(small, "products", lambda x, layers: (calls.append(len(layers)), honest(x, layers))[1])
+    with torch.inference_mode():
+        model(torch.tensor([[3]]))
+    assert calls == [3, 1, 3, 1, 1]
+
+
+def test_outputs_are_kept_for_the_same_tensor_and_one_call():
+    model, _ = fused_copy(made())
+    attention = model.model.layers[0].self_attn
+    plain = nn.functional.linear
+    with torch.inference_mode():
+        x, other = torch.randn(1, 1, 64), torch.randn(1, 1, 64)
+        attention.q_proj(x)
+        torch.testing.assert_close(attention.k_proj(other), plain(other, attention.k_proj.weight))
+        attention.k_proj(x)
+        x += 1
+        torch.testing.assert_close(attention.k_proj(x), plain(x, attention.k_proj.weight))
+        attention.q_proj(torch.randn(99, 1, 64))  # too many rows for the kernel
+        torch.testing.assert_close(attention.v_proj(x), plain(x, attention.v_proj.weight))
+
+
+def test_a_fused_model_can_be_saved_copied_and_trained(tmp_path):
+    plain = made()
+    model, _ = fused_copy(plain)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.save_pretrained(tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    x = torch.arange(5)[None]
+    torch.testing.assert_close(again(x).logits, plain(x).logits)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.model.layers[0].self_attn.v_proj.weight.mul_(2)
+        assert not torch.equal(twin(x[:, 3:4]).logits, model(x[:, 3:4]).logits)
+    model(x, labels=x).loss.backward()
+    plain(x, labels=x).loss.backward()
+    found, expected = (m.model.layers[0].mlp.up_proj.weight.grad for m in (model, plain))
+    torch.testing.assert_close(found, expected)
+
+
+def test_tied_weights_stay_tied():
+    model, count = fused_copy(made(tie_word_embeddings=True))
+    assert count == MODELS["llama"][-1]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+class Centred(nn.Module):
+    """Looks like a norm by the root mean square, and is none."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = 1e-6
+
+    def forward(self, x):
+        x = x - x.mean(dim=-1, keepdim=True)
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class TwoInputs(Centred):
+    def forward(self, x, more):
+        return x + more
+
+
+def test_modules_with_another_rule_stay():
+    model = made()
+    first, second = model.model.layers
+    first.input_layernorm, second.input_layernorm = Centred(64), TwoInputs(64)
+    plain = type(first.mlp)
+    first.mlp.__class__ = type("Other", (plain,), {"forward": lambda self, x: 1.01 * plain.forward(self, x)})
+    second.mlp.act_fn = nn.GELU(approximate="tanh")
+    assert fuse_modules(model) == MODELS["llama"][-1] - 4
+    assert not any(isinstance(m, FUSED) for m in (first.input_layernorm, second.input_layernorm, first.mlp, second.mlp))
+
+
+def test_modules_with_hooks_or_in_training_stay():
+    model = made()
+    first, second = model.model.layers
+    first.mlp.register_forward_hook(lambda *_: None)
+    first.input_layernorm.register_forward_pre_hook(lambda *_: None)
+    second.self_attn.o_proj.forward = second.self_attn.o_proj.forward
+    second.self_attn.q_proj.train()
+    assert fuse_modules(model) == MODELS["llama"][-1] - 4
+    assert not isinstance(first.mlp, FUSED)
+    assert isinstance(first.mlp.up_proj, FusedLinear)
+    assert second.self_attn.k_proj._together is None
+
+
+def test_parts_that_are_replaced_or_watched_later_are_called():
+    model, _ = fused_copy(made())
+    mlp = model.model.layers[0].mlp
+    seen = []
+    with torch.inference_mode():
+        x = torch.randn(1, 1, 64)
+        before = mlp(x)
+        handle = mlp.up_proj.register_forward_hook(lambda *_: seen.append("up"))
+        torch.testing.assert_close(mlp(x), before)
+        handle.remove()
+        mlp.down_proj.forward = lambda x: (seen.append("down"), FusedLinear.forward(mlp.down_proj, x))[1]
+        torch.testing.assert_close(mlp(x), before)
+        del mlp.down_proj.forward
+        mlp.gate_proj = nn.Sequential(mlp.gate_proj, nn.Tanh())
+        assert not torch.equal(mlp(x), before)
+    assert seen == ["up", "down"]
+
+
+def test_fused_layers_are_not_compiled():
+    model, _ = fused_copy(made())
+    assert kvkeep.compile_layers(kvkeep.attach(model), backend="eager") == 0
+
+
+def test_several_threads_may_run_the_same_model():
+    model, _ = fused_copy(made())
+    tokens = [torch.tensor([[token]]) for token in range(3, 7)]
+
+    @torch.inference_mode()
+    def logits(token):
+        return [model(token).logits for _ in range(30)]
+
+    expected = [logits(token)[0] for token in tokens]
+    with ThreadPoolExecutor(len(tokens)) as pool:
+        for found, alone in zip(pool.map(logits, tokens), expected, strict=True):
+            assert all(torch.equal(one, alone) for one in found)
+
+
+def test_other_kinds_of_weights_and_compiled_modules_stay():
+    class Quantised(nn.Parameter):
+        pass
+
+    model = made()
+    first, second = model.model.layers
+    first.self_attn.q_proj.weight = Quantised(first.self_attn.q_proj.weight.data)
+    first.self_attn.o_proj.to(torch.float64)
+    second.mlp.compile(backend="eager")
+    assert fuse_modules(model) == MODELS["llama"][-1] - 2 - 4
+    assert fuse_modules(made().to("meta")) == 0
+    assert fuse_modules(made().double()) == 0
+
+
+def test_another_backend_is_an_off_switch(monkeypatch):
+    monkeypatch.setenv("KVKEEP_BACKEND", "torch")
+    assert fuse_modules(made()) == 0
+
+
+def test_a_second_call_changes_nothing():
+    model, _ = fused_copy(made())
+    kinds = [type(module) for module in model.modules()]
+    assert fuse_modules(model) == 0
+    assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_packed_layers_stay_and_fused_ones_are_not_packed():
+    model = made()
+    assert pack_weights(model) == 2 * 7 + 1
+    assert fuse_modules(model) == 2 * 2 + 1
+    assert generated(model) == generated(made())
+    other, _ = fused_copy(made())
+    assert pack_weights(other) == 0
+
+
+@pytest.mark.parametrize("is_faster", [False, True])
+def test_products_are_left_to_torch_where_it_is_as_fast(monkeypatch, is_faster):
+    asked = []
+    monkeypatch.setattr(fused, "faster", lambda layers, rows, make: (asked.append((len(layers), rows)), is_faster)[1])
+    model = made()
+    assert fuse_modules(model, 2, if_faster=True) == (MODELS["llama"][-1] if is_faster else 5)
+    assert asked == [(15, 2)]
+    assert isinstance(model.lm_head, FusedLinear) == is_faster
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize(("rows", "kind"), [(1, FusedLinear), (2, FusedLinear), (3, PackedLinear), (40, PackedLinear)])
+def test_few_rows_are_fused_and_more_are_packed(monkeypatch, rows, kind):
+    monkeypatch.setattr(fused, "faster", lambda *_: True)
+    monkeypatch.setattr("kvkeep.models.packed.faster", lambda *_: True)
+    model = made()
+    prepare(model, rows)
+    assert {type(model.lm_head), type(model.model.layers[0].mlp.up_proj)} == {kind}
+    assert isinstance(model.model.norm, FUSED)
+    kvkeep.attach(model)
+
+
+def test_timing_leaves_the_layers_as_they_are():
+    model = made()
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    assert fused.faster(layers, 1, fused._twin) in (False, True)
+    assert all(type(layer) is nn.Linear for layer in layers)
