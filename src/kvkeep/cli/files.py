@@ -103,7 +103,7 @@ def place(text: str, option: str) -> Path:
         InputError: the text is empty, which the system would take for the present folder.
     """
     if not text:
-        raise InputError(f"{option} is empty, so there is no place for results. Give a name, or . for this folder.")
+        raise InputError(f"{option} is empty, so there is no place for results. Give a name.")
     return in_full(text)
 
 
