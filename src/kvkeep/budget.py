@@ -33,7 +33,7 @@ def from_ratio(keep_ratio: float, tokens: int) -> int:
     if not 0.0 < keep_ratio <= 1.0:
         raise BudgetError(
             f"keep_ratio={keep_ratio} is outside (0, 1]. It is the fraction of the prompt's tokens that stay in "
-            "the cache, e.g. 0.2 for a fifth; for an absolute number use the budget."
+            "the cache, e.g. 0.2 for a fifth; for an absolute number use `budget`."
         )
     if tokens < 1:
         raise BudgetError("keep_ratio needs the length of a prompt, and this prompt has no tokens.")

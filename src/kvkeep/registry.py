@@ -190,8 +190,9 @@ def describe(name: str) -> str:
 
 def _did_you_mean(wrong: str, known: Iterable[str]) -> str:
     names = list(known)
-    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    by_lower_case = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(wrong.lower(), by_lower_case, n=1, cutoff=0.5)
+    hint = f" Did you mean {by_lower_case[close[0]]!r}?" if close else ""
     return f"{hint} Known: {', '.join(names) or 'none'}."
 
 

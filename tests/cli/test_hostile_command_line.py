@@ -59,6 +59,7 @@ def invoke(*words):
         ("analyze", "--text", "in", "-o", "out", "--seed", 2**31),
         ("generate", "-i", "/dev/full", "-o", "out"),
         ("generate", "-i", "/dev/zero", "-o", "out"),
+        ("generate", "-p", "Once", "--layer-budget", "calibrated:/dev/zero"),
     ],
     ids=lambda words: " ".join(map(str, words))[:50],
 )
@@ -177,6 +178,12 @@ def test_a_device_is_refused_although_standard_input_is_closed(monkeypatch):
     monkeypatch.setattr(files, "os", SimpleNamespace(fstat=closed))
     with pytest.raises(InputError, match="/dev/zero is a device"):
         files.read_again("/dev/zero", kind="input").__enter__()
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom"])
+def test_a_text_is_not_read_from_a_device_until_memory_is_full(device):
+    with pytest.raises(InputError, match=rf"^The text file {device} is a device, which may have no end"):
+        files.read_text(device, kind="text file", purpose="")
 
 
 def test_standard_output_is_not_blamed_for_other_failures(monkeypatch, capsys):

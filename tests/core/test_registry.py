@@ -69,6 +69,8 @@ class Newest(Policy):
     ("text", "message"),
     [
         ("h20", "Unknown policy 'h20'. Did you mean 'h2o'?"),
+        ("H2O", "Unknown policy 'H2O'. Did you mean 'h2o'?"),
+        ("StreamingLLM:sinks=2", "Did you mean 'streaming_llm'?"),
         ("", "Unknown policy ''"),
         ("h2o:recnt=3", "has no option 'recnt'. Did you mean 'recent'?"),
         ("h2o:objective=log", "has no option 'objective'. Known: recent, sinks, graduate, decay."),

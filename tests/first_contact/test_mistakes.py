@@ -20,6 +20,7 @@ MISTAKES = {
     "nonsense": "kvkeep --help lists all commands",
     "generat -p Once": "Did you mean kvkeep generate?",
     "Generate -p Once": "Did you mean kvkeep generate?",
+    "gen -p Once": "Did you mean kvkeep generate?",
     "policy": "Did you mean kvkeep policies?",
     "polices show h2o": "Did you mean kvkeep policies?",
     "help generate": "Did you mean kvkeep --help?",
@@ -123,6 +124,7 @@ MISTAKES = {
     "generate -p Once --budget 2GiB": "write e.g. 1024, 4K",
     "generate -p Once --budget 1.5": "not a whole number",
     "generate {model} -p Once --keep-ratio 20": "(0, 1]",
+    "generate -p Once --keep-ratio 0": "for an absolute number use --budget.",
     "generate -p Once --keep-ratio 20%": "is not a number; write e.g. --keep-ratio 0.5",
     "generate -p Once --keep-ratio 0.2 --budget 16": "--budget and --keep-ratio were both given",
     "generate {model} -p Once -n 0": "--max-new-tokens 0",
@@ -144,7 +146,7 @@ MISTAKES = {
     "plan --bandwidth 100GB/s --measure": "one of them",
     # choices
     "generate {model} -p Once --policy h3o": "Did you mean 'h2o'?",
-    "generate {model} -p Once --policy H2O": "Unknown policy 'H2O'",
+    "generate {model} -p Once --policy H2O": "Unknown policy 'H2O'. Did you mean 'h2o'?",
     "generate {model} -p Once --policy h2o:recnt=4": "Did you mean 'recent'?",
     "generate {model} -p Once --policy h2o:recent": "write h2o:recent=VALUE",
     "generate {model} -p Once --policy h2o:recent=x": "is not a whole number",
@@ -161,6 +163,7 @@ MISTAKES = {
     "eval -o out --report out": "--output and --report were both given",
     "eval --report folder": "has no results",
     "analyze --text nothing.txt -o out": "nothing.txt cannot be read",
+    "analyze {model} --text word.txt -o out": "Give a longer --text.",
     "theory --only ahakv-gian": "Did you mean ahakv-gain?",
     "theory --only x": "kvkeep theory without --only names all",
     # batch jobs
@@ -170,6 +173,7 @@ MISTAKES = {
     "generate -i prompts.jsonl -o out.jsonl --system Brief": "for a single one",
     "generate {model} -i nothing.jsonl -o out.jsonl": "nothing.jsonl",
     "generate {model} -i report.txt -o out.jsonl": "Line 1 cannot be run",
+    "generate {model} -i budgets.jsonl -o out.jsonl -n 4": "Ask for less, or give the engine a larger --budget.",
     "generate {model} -i prompts.jsonl -o out.jsonl --max-rows 0": "give 1 or more",
     "generate {model} -i prompts.jsonl -o out.jsonl --kv-memory 2": "is not a size with a unit",
 }
@@ -182,8 +186,10 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "report.txt").write_text("A report of some words.\n")
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "word.txt").write_text("Once")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once"}\n')
+    (tmp_path / "budgets.jsonl").write_text('{"prompt": "Once", "options": {"budget": 4096}}\n')
     (tmp_path / "folder").mkdir()
     return tmp_path
 

@@ -189,11 +189,13 @@ def test_options_that_do_not_go_together(tmp_path):
         (("-o", source, "-p", "x"), "give --input"),
         (("-i", source, "-o", tmp_path / "x", "-p", "x"), "single one"),
         (("-i", tmp_path / "none", "-o", tmp_path / "x"), "cannot be read"),
-        (("-i", source, "-o", tmp_path / "none" / "x"), "cannot be written"),
+        (("-i", source, "-o", tmp_path / "none" / "x"), f"There is no folder {tmp_path / 'none'}; make it"),
+        (("-i", source, "-o", tmp_path), "Is a directory. Give the name of a file in that folder."),
         (("-i", source, "-o", tmp_path / "x", "--max-rows", 0), "--max-rows 0"),
         (("-i", source, "-o", tmp_path / "x", "--kv-memory", "1kB"), "Not one row fits"),
         (("-i", source, "-o", tmp_path / "x", "--kv-memory", "lots"), "--kv-memory"),
-        (("-i", write(tmp_path / "empty.jsonl"), "-o", tmp_path / "x"), "no line that can be run"),
+        (("-i", write(tmp_path / "empty.jsonl"), "-o", tmp_path / "x"), "has no lines. Give one JSON object per line"),
+        (("-i", write(tmp_path / "bad.jsonl", "[]"), "-o", tmp_path / "x", "--skip-bad"), "can be run. Line 1: it is"),
     ]:
         result = run(*args)
         assert result.exit_code == 2, result.output

@@ -26,10 +26,11 @@ def read_text(file: str, *, kind: str, purpose: str) -> str:
         purpose: the last sentence of messages, e.g. ``Give the model some text to continue.``
 
     Raises:
-        InputError: the file cannot be read, is not UTF-8, or is empty.
+        InputError: the file cannot be read, is a device, is not UTF-8, or is empty.
     """
     if not file:
         raise InputError(f"The name of the {kind} is empty. Give a path, or - for standard input.")
+    refuse_device(file, kind)
     source = "Standard input" if file == STANDARD_INPUT else f"The {kind} {file}"
     try:
         data = sys.stdin.buffer.read() if file == STANDARD_INPUT else in_full(file).read_bytes()
@@ -66,8 +67,7 @@ def read_again(file: str, *, kind: str) -> Iterator[Path]:
         InputError: the file cannot be copied, or is a device, which may have no end.
     """
     path = in_full(file)
-    if file != STANDARD_INPUT and _is_endless(path):
-        raise InputError(f"The {kind} {file} is a device, which may have no end. Give a file, a pipe, or - for input.")
+    refuse_device(file, kind)
     if file != STANDARD_INPUT and not _is_stream(path):
         yield path  # also if there is no such file: its reader raises the error
         return
@@ -86,6 +86,12 @@ def read_again(file: str, *, kind: str) -> Iterator[Path]:
         yield copy
 
 
+def refuse_device(file: str, kind: str) -> None:
+    """Raise an `InputError` for a device such as ``/dev/zero``, which would be read until no memory is left."""
+    if file != STANDARD_INPUT and _is_endless(in_full(file)):
+        raise InputError(f"The {kind} {file} is a device, which may have no end. Give a file, a pipe, or - for input.")
+
+
 def place(text: str, option: str) -> Path:
     """The path for results.
 
@@ -97,7 +103,7 @@ def place(text: str, option: str) -> Path:
         InputError: the text is empty, which the system would take for the present folder.
     """
     if not text:
-        raise InputError(f"{option} is empty, so there is no place for results. Give a name, or . for this folder.")
+        raise InputError(f"{option} is empty, so there is no place for results. Give a name.")
     return in_full(text)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from kvkeep.cli import complete
+from kvkeep.cli.files import refuse_device
 from kvkeep.cli.usage import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models import threads
@@ -223,6 +224,7 @@ def parse_layer_budget(text: str | None) -> str | list[float] | None:
         raise InputError(
             f"--layer-budget {text!r} is no rule; use uniform, ramp:0.2, pyramid:20, taper:0.5 or calibrated:FILE."
         )
+    refuse_device(file, "file of ratios")
     try:
         content = parse(in_full(file).read_bytes())
         numbers = [float(ratio) for ratio in _persistence(content)]

@@ -139,7 +139,8 @@ def check(ctx: Any, words: Sequence[str], *, group: bool) -> None:
 def unknown_command(group: Any, ctx: Any, words: Sequence[str]) -> str:
     """A word that should be a command, with the likely one."""
     name, path = words[0], ctx.command_path
-    close = difflib.get_close_matches(name.lower(), list(group.commands), n=1)
+    begun = [command for command in group.commands if name and command.startswith(name.lower())]
+    close = begun or difflib.get_close_matches(name.lower(), list(group.commands), n=1)
     said = f"{path} has no command {shown(name)}."
     if close:
         return f"{said} Did you mean {path} {close[0]}?"

@@ -82,7 +82,7 @@ class Admission:
         if budget > self._budget:
             raise BudgetError(
                 f"A budget of {budget} is more than the engine's {self._budget}: its rows have memory for no more. "
-                "Make an engine with a larger budget, or ask for less."
+                "Ask for less, or give the engine a larger `budget`."
             )
         request = self._encoded(request)
         prompt = cast(Sequence[int], request.prompt)

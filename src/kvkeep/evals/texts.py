@@ -86,8 +86,8 @@ def _cut(ids: Int[Tensor, " n"], rows: int, length: int, seed: int) -> list[Int[
     """Consecutive windows; the next seed starts where this one ends, and after the last window comes the first."""
     if len(ids) < SHORTEST:
         raise InputError(
-            f"The text has only {len(ids)} tokens; less than {SHORTEST} say nothing about a cache. Give a longer "
-            "`text`, or none for the package's own."
+            f"The text has only {len(ids)} tokens; less than {SHORTEST} say nothing about a cache. Give a "
+            "longer `text`."
         )
     length = min(length, len(ids))
     starts = range(0, len(ids) - length + 1, length)

@@ -44,7 +44,10 @@ COMPLETION = "completion"
 MAX_DEPTH = 200
 """Levels of nested lists and objects in a line; Python's own parser can always handle this many."""
 
+_EXAMPLE = '{"prompt": "…"}'
 _MAX_REASON = 300
+_MAX_DIGITS = 4300
+"""Digits of a whole number that Python reads from a text."""
 _APART = 2**40  # more than a file has lines: what the choices of a line are drawn by is no other line's number
 
 
@@ -130,12 +133,15 @@ def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line |
             return _batch_line(number, digest(raw), fields, encode, defaults)
         return _own_line(number, digest(raw), fields, encode, defaults)
     except json.JSONDecodeError as error:
-        reason, param = f"it is no JSON ({error})", None
+        reason, param = f"it is no JSON ({error}); a line is one whole object, such as {_EXAMPLE}", None
     except RecursionError:
         reason, param = f"its lists or objects are nested too deeply, more than {MAX_DEPTH} levels", None
     except UnicodeEncodeError:  # JSON can hold half of a UTF-16 pair, such as "\\ud83d"
         reason, param = "its text has half of a character", None
-    except (ValueError, KVKeepError) as error:  # also for bytes that are not UTF-8
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        reason, param = f"it is not UTF-8 text: byte {error.start} is 0x{byte:02x}; convert the file", None
+    except (ValueError, KVKeepError) as error:
         reason, param = reason_of(error), getattr(error, "param", None)
     return BadLine(number, reason, custom_id, param)
 
@@ -149,7 +155,7 @@ def decoded(raw: bytes) -> dict[str, Any]:
     """
     fields = _DECODER.decode(raw.decode("utf-8-sig"))
     if not isinstance(fields, dict):
-        raise InputError('it is no JSON object like {"prompt": "…"}')
+        raise InputError(f"it is no JSON object like {_EXAMPLE}")
     if _depth(fields) > MAX_DEPTH:
         raise RecursionError
     return fields
@@ -209,7 +215,13 @@ def _float(text: str) -> float:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_float)
+def _int(text: str) -> int:
+    if (digits := len(text.lstrip("-"))) > _MAX_DIGITS:
+        raise InputError(f"its number {text[:40]}… has {digits} digits; there may be {_MAX_DIGITS}")
+    return int(text)
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_float, parse_int=_int)
 
 
 def _depth(value: object) -> int:

@@ -59,7 +59,7 @@ class Output:
             to_file = path.is_file() or not path.exists()
             file = path.open("ab+" if to_file else "wb")
         except OSError as error:
-            raise InputError(f"The output {path} cannot be written: {error.strerror}.") from error
+            raise InputError(f"The output {path} cannot be written: {error.strerror}. {_remedy(path)}") from error
         output = cls(file, str(path), path if to_file else None)
         try:
             if to_file:
@@ -206,6 +206,14 @@ class Output:
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(OSError):  # a failed write was reported before
             self._file.close()
+
+
+def _remedy(path: Path) -> str:
+    """What to do about an output that cannot be opened."""
+    if path.is_dir():
+        return "Give the name of a file in that folder."
+    folder = path.parent
+    return "Give another file." if folder.is_dir() else f"There is no folder {folder}; make it, or give another file."
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:

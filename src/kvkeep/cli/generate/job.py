@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvkeep import budget as budgets
 from kvkeep.cli import console
-from kvkeep.cli.files import read_again
+from kvkeep.cli.files import STANDARD_INPUT, read_again
 from kvkeep.cli.generate.completion import engine_for, sampling_of
 from kvkeep.cli.generate.request import Batch, Request
 from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, run
@@ -145,8 +145,17 @@ def _survey(source: Path, read_line: Read, batch: Batch) -> Survey:
         if bad and not batch.skip_bad:
             raise _refusal(bad.number, bad.reason)
     if not survey.digests:
-        raise InputError(f"{batch.input} has no line that can be run.")
+        raise _nothing_to_run(survey, batch)
     return survey
+
+
+def _nothing_to_run(survey: Survey, batch: Batch) -> InputError:
+    """The error for an input without a line that can be run."""
+    name = "Standard input" if batch.input == STANDARD_INPUT else batch.input
+    if not survey.bad:
+        return InputError(f'{name} has no lines. Give one JSON object per line, such as {{"prompt": "…"}}.')
+    number, reason = min(survey.bad.items())
+    return InputError(f"{name} has no line that can be run. Line {number}: {reason}.")
 
 
 def _open(path: str) -> Output:
