@@ -389,6 +389,34 @@ def test_an_engine_is_freed_when_nobody_holds_it():
         gc.enable()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer versions of Python warn of forks beside threads
+def test_a_process_that_was_forked_while_the_engine_was_at_work_says_so():
+    engine, release = engine_of(), threading.Event()
+    stream = engine.astream(wish(0, new=100))
+    hook = model("llama").model.layers[0].mlp.register_forward_pre_hook(lambda *args: release.wait(20) and None)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(asyncio.run, anext(stream))
+            assert settles(lambda: engine._service.busy)
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                refused = 0
+                for call in (lambda: engine.generate([wish(1)]), engine.step, engine.close):
+                    with suppress(InputError):
+                        call()
+                        break
+                    refused += 1
+                os._exit(refused)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+            release.set()
+            done.result()
+    finally:
+        hook.remove()
+    assert idle(engine)
+    assert engine.generate([wish(1)])[0].token_ids == want(1)
+
+
 # ------------------------------------------------------------------ coroutines
 
 
