@@ -435,6 +435,16 @@ def test_coroutines_stream_at_once_and_each_gets_what_it_gets_alone():
     assert asyncio.run(gather(engine, [1])) == [want(1)]  # in another loop
 
 
+def test_a_stream_that_was_begun_in_another_loop_says_so():
+    """Its events would go to the first loop, and the second would wait for ever."""
+    engine = engine_of()
+    stream = engine.astream(wish(0, new=100))
+    asyncio.run(anext(stream))
+    with pytest.raises(InputError, match="begun in another event loop"):
+        asyncio.run(asyncio.wait_for(anext(stream), 20))
+    assert idle(engine)
+
+
 def test_the_loop_is_never_blocked():
     engine, ticks = engine_of(), []
 
