@@ -44,7 +44,7 @@ def check(budget: object) -> tuple[int, ...]:
     """Check a budget and return it as one number per row, or as a single number for all rows.
 
     Raises:
-        BudgetError: a budget is not an integer or is below 1.
+        BudgetError: a budget is not an integer, is below 1, or is more than any memory holds.
     """
     numbers = tuple(budget) if isinstance(budget, Sequence) and not isinstance(budget, str) else (budget,)
     if not numbers:
@@ -53,6 +53,10 @@ def check(budget: object) -> tuple[int, ...]:
     for number in found:
         if number < 1:
             raise BudgetError(f"budget={number} keeps no token; the smallest budget is 1.")
+        if number > MOST:
+            raise BudgetError(
+                f"budget is a number of {number.bit_length()} bits, and no machine has memory for so much."
+            )
     return found
 
 
@@ -171,9 +175,17 @@ def calibrated(persistence: Sequence[float], *, floor: float = 0.1) -> list[floa
 def _weights(how: str | Sequence[float], layers: int) -> list[float]:
     """The weight of each layer, a positive number."""
     if not isinstance(how, str):
-        if len(how) != layers or not all(0 < weight < math.inf for weight in how):
-            raise BudgetError(f"{len(how)} layer weights were given for {layers} layers; give one above 0 for each.")
-        return [float(weight) for weight in how]
+        try:
+            weights = list(map(float, how))
+        except (TypeError, ValueError):
+            raise BudgetError(
+                f"layer_budget={how!r:.60} is neither a rule such as ramp:0.2 nor a list of numbers."
+            ) from None
+        if len(weights) != layers or not all(0 < weight < math.inf for weight in weights):
+            raise BudgetError(
+                f"{len(weights)} layer weights were given for {layers} layers; give one above 0 for each."
+            )
+        return weights
     name, _, text = how.partition(":")
     if name not in RULES:
         raise BudgetError(f"Unknown layer budget {how!r}; use uniform, ramp:0.2, pyramid:20, taper:0.5 or weights.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, Literal
 
 import torch
@@ -42,7 +43,7 @@ class BoundedCache(PhasedCache):
 
     Raises:
         BudgetError: the budget is out of range or smaller than what the policy protects.
-        InputError: ``config`` is no configuration, or ``positions`` names no mode.
+        InputError: ``config`` is no configuration, ``sequences`` are no whole numbers, or ``positions`` names no mode.
         UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
         PolicyError: the policy string is wrong.
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
@@ -63,6 +64,7 @@ class BoundedCache(PhasedCache):
             raise InputError(
                 f"BoundedCache takes a model's configuration, not {type(config).__name__}: pass model.config."
             )
+        sequences = None if sequences is None else identities(sequences)
         self.policy = parse(policy) if isinstance(policy, str) else policy
         if not isinstance(self.policy, Policy):
             raise PolicyError(f"{policy!r} is neither a policy nor the name of one.")
@@ -74,18 +76,18 @@ class BoundedCache(PhasedCache):
         self._first = min(layout.windows, default=0)
         cascade = self.policy.cascades(self._first) if self.policy.cascades else None
         layers: list[Any] = DynamicCache(config=config).layers
-        for (index, window), numbers in zip(layout.windows.items(), layout.spread(budget), strict=True):
+        for (number, window), numbers in zip(layout.windows.items(), layout.spread(budget), strict=True):
             bounded = Layer(
                 self.policy,
                 numbers,
-                index=index,
+                index=number,
                 window=window,
                 prefill_chunk=prefill_chunk,
                 sequences=sequences,
                 rotation=layout.rotation,
                 cascade=cascade,
             )
-            layers[index] = beside_state(BoundedLayer(bounded), layers[index])
+            layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)
         self._history: History | None = None
@@ -144,6 +146,11 @@ class BoundedCache(PhasedCache):
             if attention_mask is not None and attention_mask.ndim == 2:
                 real = attention_mask[:, -ids.shape[1] :].to(ids.device).bool()
             self._history.add(ids, real, held=self._columns)
+
+    @property
+    def records(self) -> bool:
+        """Whether token ids are recorded: from the first `continue_with` on."""
+        return self._history is not None
 
     def phase_at(self, columns: int) -> Phase | None:
         """Return `Phase.PREFILL` for the tokens that `continue_with` returned."""
@@ -248,6 +255,21 @@ class BoundedCache(PhasedCache):
         return f"BoundedCache(policy='{self.policy}', budget={self.budget}, layers={len(self.layers)})"
 
 
+def identities(sequences: Sequence[int]) -> list[int]:
+    """Return the identity of each row as a list of Python's numbers.
+
+    Raises:
+        InputError: they are no whole numbers of 64 bits.
+    """
+    try:
+        found = list(map(index, sequences))
+    except TypeError:
+        found = [2**63]
+    if not all(-(2**63) <= number < 2**63 for number in found):
+        raise InputError(f"sequences={sequences!r:.60} is no list of whole numbers below 2^63, one per row.")
+    return found
+
+
 def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingStepper]) -> PhasedCache:
     """A cache without slots: the stepper of each layer with attention is made from the layer's number in the model.
 
@@ -255,8 +277,8 @@ def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingSteppe
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
     layers: list[Any] = DynamicCache(config=config).layers
-    for index, window in windows_of(config).items():
-        layers[index] = beside_state(CountingLayer(make(index), window), layers[index])
+    for number, window in windows_of(config).items():
+        layers[number] = beside_state(CountingLayer(make(number), window), layers[number])
     cache = PhasedCache(layers=layers)
     cache.latent = caches_latents(config)
     return cache

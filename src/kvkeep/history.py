@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -138,23 +139,43 @@ def rows_of(ids: Ids, mask: Tensor | None) -> list[Tensor]:
     if isinstance(ids, Mapping):
         fields: Mapping[str, Any] = ids
         ids, mask = fields.get("input_ids", ()), fields.get("attention_mask") if mask is None else mask
-    found = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-    rows: list[Any] = found if found and isinstance(found[0], Sequence | Tensor) else [found]
-    if mask is not None:
-        shown = torch.as_tensor(mask).reshape(len(rows), -1).bool().tolist()
-        if [len(one) for one in shown] != [len(row) for row in rows]:
-            raise InputError("The attention mask has another shape than the token ids; it covers them alone.")
-        rows = [[token for token, real in zip(*pair, strict=True) if real] for pair in zip(rows, shown, strict=True)]
     try:
-        tensors = [torch.tensor(list(map(int, row)), dtype=torch.long) for row in rows]
+        rows = [torch.tensor(list(map(index, row)), dtype=torch.long) for row in _nested(ids)]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise InputError(
             "continue_with takes token ids of the whole conversation, for example "
             "tokenizer.apply_chat_template(messages, add_generation_prompt=True)."
         ) from None
-    if not all(map(len, tensors)):
+    if mask is not None:
+        rows = [row[shown] for row, shown in zip(rows, _shown_in(mask, rows), strict=True)]
+    if not all(map(len, rows)):
         raise InputError("A text has no tokens.")
-    return tensors
+    return rows
+
+
+def _nested(given: object) -> list[list[Any]]:
+    """Return a tensor, an array, a row or several rows as a list of rows; a single row becomes a list of one."""
+    found = _as_list(given)
+    return [_as_list(row) for row in found] if found and getattr(found[0], "__len__", None) else [found]
+
+
+def _as_list(given: Any) -> list[Any]:
+    return given.tolist() if hasattr(given, "tolist") else list(given)
+
+
+def _shown_in(mask: object, rows: Sequence[Tensor]) -> list[Bool[Tensor, " n"]]:
+    """Return a mask as one tensor for each row; rows of a tokenizer's output may differ in length.
+
+    Raises:
+        InputError: the mask does not have the rows' lengths.
+    """
+    try:
+        shown = [torch.tensor(row).bool() for row in _nested(mask)]
+    except (TypeError, ValueError, RuntimeError):
+        shown = []
+    if [one.shape for one in shown] != [row.shape for row in rows]:
+        raise InputError("The attention mask has another shape than the token ids; it covers them alone.")
+    return shown
 
 
 def device_of(ids: Ids, otherwise: torch.device) -> torch.device:

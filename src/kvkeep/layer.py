@@ -70,7 +70,8 @@ class Layer:
     ):
         for number in (numbers := budgets.check(budget)):
             policy.check(number)
-        if prefill_chunk is not None and (not isinstance(prefill_chunk, SupportsIndex) or prefill_chunk < 1):
+        whole = isinstance(prefill_chunk, SupportsIndex) and not isinstance(prefill_chunk, bool)
+        if prefill_chunk is not None and (not whole or prefill_chunk < 1):
             raise BudgetError(f"The prefill chunk {prefill_chunk} is no whole number of 1 or more tokens.")
         self.policy, self.window = policy, window
         self.columns, self.moves, self.allocated, self._broken = 0, 0, False, False

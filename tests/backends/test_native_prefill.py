@@ -139,3 +139,18 @@ def test_padding_and_rows_that_see_nothing_are_zeros():
     blind, _ = by_kernel(query, slots._replace(positions=torch.full_like(slots.positions, -1)), now, Nothing())
     assert not blind.any()
     torch.testing.assert_close(report.mass.sum(dim=-1)[1], torch.tensor([28.0, 28.0]))
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["queries", "keys"])
+def test_logits_that_are_no_numbers_stay_so(number, where):
+    """Otherwise a model whose numbers overflow would read its prompt as if there were no attention, and say nothing."""
+    query, slots, now = chunk(T=40, S=30)
+    (query if where == "queries" else slots.keys).fill_(number)
+    for options in (PLAIN, OF_CHUNK["window"]):
+        out, report = by_kernel(query, slots, now, Mass(), options)
+        want, expected = TorchBackend().attend(query, slots, now, statistic=Mass(), options=options)
+        real = (now >= 0)[:, None, :, None].expand_as(out)
+        assert torch.equal(out.isnan() & real, want.isnan() & real)
+        assert out[real].isnan().any()
+        assert torch.equal(report.mass.isnan(), expected.mass.isnan())

@@ -389,6 +389,34 @@ def test_an_engine_is_freed_when_nobody_holds_it():
         gc.enable()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer versions of Python warn of forks beside threads
+def test_a_process_that_was_forked_while_the_engine_was_at_work_says_so():
+    engine, release = engine_of(), threading.Event()
+    stream = engine.astream(wish(0, new=100))
+    hook = model("llama").model.layers[0].mlp.register_forward_pre_hook(lambda *args: release.wait(20) and None)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(asyncio.run, anext(stream))
+            assert settles(lambda: engine._service.busy)
+            child = os.fork()
+            if not child:
+                signal.alarm(60)
+                refused = 0
+                for call in (lambda: engine.generate([wish(1)]), engine.step, engine.close):
+                    with suppress(InputError):
+                        call()
+                        break
+                    refused += 1
+                os._exit(refused)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+            release.set()
+            done.result()
+    finally:
+        hook.remove()
+    assert idle(engine)
+    assert engine.generate([wish(1)])[0].token_ids == want(1)
+
+
 # ------------------------------------------------------------------ coroutines
 
 
@@ -405,6 +433,16 @@ def test_coroutines_stream_at_once_and_each_gets_what_it_gets_alone():
     assert asyncio.run(gather(engine, range(MANY))) == [want(i) for i in range(MANY)]
     assert idle(engine)
     assert asyncio.run(gather(engine, [1])) == [want(1)]  # in another loop
+
+
+def test_a_stream_that_was_begun_in_another_loop_says_so():
+    """Its events would go to the first loop, and the second would wait for ever."""
+    engine = engine_of()
+    stream = engine.astream(wish(0, new=100))
+    asyncio.run(anext(stream))
+    with pytest.raises(InputError, match="begun in another event loop"):
+        asyncio.run(asyncio.wait_for(anext(stream), 20))
+    assert idle(engine)
 
 
 def test_the_loop_is_never_blocked():

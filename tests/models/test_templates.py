@@ -1,5 +1,7 @@
 """Chat templates: the same text as transformers gives, and an end to those that have none."""
 
+import os
+import signal
 import threading
 import time
 
@@ -133,6 +135,21 @@ def test_threads_get_their_own_texts(tokenizer):
     for thread in threads:
         thread.join()
     assert found == {n: str(n) for n in range(20)}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer versions of Python warn of forks beside threads
+def test_a_forked_process_fills_in_templates_by_itself(tokenizer):
+    """With the parent's process it would wait for ever, and take the parent's answers."""
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    templates.fill(tokenizer, MESSAGES)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        found = templates.fill(tokenizer, [{"role": "user", "content": "of the child"}])
+        templates._WORKER.end()
+        os._exit(0 if found == "of the child" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert templates.fill(tokenizer, MESSAGES) == MESSAGES[0]["content"]
 
 
 def test_a_process_that_does_not_start(tokenizer, monkeypatch):

@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import model_folders
+import numpy
 import pytest
 import torch
 from models import build, padded_batch
@@ -276,6 +277,10 @@ def test_without_a_first_turn_nothing_is_recorded(model):
         ([[1, 2], []], None, "no tokens"),
         ([1, "a"], None, "takes token ids"),
         ([2**70], None, "takes token ids"),
+        ([1.5, 2], None, "takes token ids"),
+        (3, None, "takes token ids"),
+        (None, None, "takes token ids"),
+        ([[1, 2], [3]], torch.ones(3), "another shape"),
         ({"attention_mask": [1]}, None, "no tokens|another shape"),
         ([1, 2, 3], torch.ones(1, 2), "another shape"),
         ([[1, 2, 3]], torch.zeros(1, 3), "no tokens"),
@@ -286,3 +291,13 @@ def test_what_are_no_token_ids_is_refused(model, ids, mask, said, no_checked_ann
     with pytest.raises(InputError, match=said):
         cache.continue_with(ids, mask)
     assert cache.continue_with([1, 2])["input_ids"].tolist() == [[1, 2]]
+
+
+def test_texts_of_different_lengths_need_no_padding(model):
+    """A tokenizer's output without padding has lists of different lengths, of masks as well."""
+    ids, mask = [[1, 2, 3], [4, 5]], [[1, 1, 1], [1, 1]]
+    found = bounded(model).continue_with({"input_ids": ids, "attention_mask": mask})
+    assert found["input_ids"].tolist() == [[1, 2, 3], [0, 4, 5]]
+    assert found["attention_mask"].tolist() == [[1, 1, 1], [0, 1, 1]]
+    arrays = {"input_ids": numpy.array([[1, 2, 3]]), "attention_mask": numpy.array([[0, 1, 1]])}
+    assert bounded(model).continue_with(arrays)["input_ids"].tolist() == [[2, 3]]

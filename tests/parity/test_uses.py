@@ -350,3 +350,42 @@ def test_positions_are_what_a_user_looks_at(model):
     model(input_ids=torch.arange(3, 23)[None], past_key_values=cache)
     assert cache.positions(1)[0, 0].tolist() == [0, 1, 16, 17, 18, 19, -1]
     assert repr(cache) == "BoundedCache(policy='streaming_llm:sinks=2', budget=6, layers=2)"
+
+
+def test_a_cache_that_is_not_to_be_used_is_refused(model):
+    """Each step would feed the whole text into it again, with other tokens as the result."""
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with pytest.raises(kvkeep.InputError, match="together with use_cache=False"):
+        model.generate(ids, past_key_values=bounded(model), use_cache=False, max_new_tokens=3)
+    with pytest.raises(kvkeep.InputError, match="together with use_cache=False"):
+        model(ids, past_key_values=bounded(model), use_cache=False)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "full"])
+def test_autocast_to_half_precision_leaves_logits_in_float32(model, policy):
+    ids, mask = padded_batch()
+    cache = bounded(model, policy=policy)
+    with torch.autocast("cpu", dtype=torch.float16):
+        out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3, do_sample=False)
+        without = model(ids, attention_mask=mask, use_cache=False).logits
+    assert out.shape[1] == ids.shape[1] + 3
+    assert without.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"sequences": 3}, "sequences=3 is no list of whole numbers"),
+        ({"sequences": "a"}, "sequences='a' is no list"),
+        ({"sequences": [1.5]}, "is no list of whole numbers"),
+        ({"sequences": [2**70]}, "below 2"),
+        ({"layer_budget": 3}, "layer_budget=3 is neither a rule"),
+        ({"layer_budget": ["a", "b"]}, "neither a rule such as"),
+        ({"prefill_chunk": True}, "prefill chunk True"),
+        ({"budget": 10**30}, "no machine has memory"),
+    ],
+    ids=str,
+)
+def test_options_of_a_wrong_kind_are_refused_at_construction(model, options, match, no_checked_annotations):
+    with pytest.raises(kvkeep.KVKeepError, match=match):
+        bounded(model, **options)

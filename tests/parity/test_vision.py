@@ -99,6 +99,22 @@ def test_an_image_token_without_an_image_is_refused(family):
         greedy(model, text, kvkeep.BoundedCache(model.config, budget=64))
 
 
+@pytest.mark.parametrize("family", ["llava", "qwen2.5-vl", "qwen3-vl"])
+def test_a_turn_with_an_image_is_as_without_continue_with_or_refused(family):
+    """Qwen's models number the positions of an image in three axes, and `continue_with` returns those of text."""
+    model, given = kvkeep.attach(build(family)), prompt(family)
+    cache = kvkeep.BoundedCache(model.config, "full", 64)
+    turn = {**given, **cache.continue_with({name: given[name] for name in ("input_ids", "attention_mask")})}
+    if family == "llava":
+        want = greedy(model, given, kvkeep.BoundedCache(model.config, "full", 64)).sequences
+        assert torch.equal(model.generate(**turn, max_new_tokens=NEW, do_sample=False), want)
+        return
+    with pytest.raises(kvkeep.InputError, match="continue_with knows those of text only"):
+        model.generate(**turn, max_new_tokens=NEW, do_sample=False)
+    words = cache.continue_with([5, 6, 7])
+    assert model.generate(**words, max_new_tokens=2, do_sample=False).shape == (1, 5)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_the_engine_runs_text_and_refuses_an_image_token(family):
     model = kvkeep.attach(build(family))

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 from kvkeep.engine.request import Event
 from kvkeep.engine.service import Box
+from kvkeep.errors import InputError
 
 
 class LoopBox(Box):
@@ -34,8 +35,14 @@ class LoopBox(Box):
         """Wait for the next event and return it.
 
         Raises:
+            InputError: another loop runs, to which no event comes.
             BaseException: the failure of a step.
         """
+        if asyncio.get_running_loop() is not self._loop:
+            raise InputError(
+                "The stream was begun in another event loop, and its events go there. Read a stream to its end in one "
+                "asyncio.run, or begin a new one."
+            )
         return self.opened(await self._ready.get())
 
 

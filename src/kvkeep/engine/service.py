@@ -80,6 +80,11 @@ class Service:
         self._left: deque[Box] = deque()
         self._thread: threading.Thread | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a thread steps, or somebody has the turn."""
+        return self._thread is not None or self.turn.taken
+
     def listen(self, number: int, box: Box, step: Callable[[], object]) -> None:
         """Send the events of a request to a box from now on. The caller has the turn.
 
@@ -140,7 +145,9 @@ class Service:
                 yield from self.events(box, step)
         finally:  # a caller that stops listening wants no more tokens
             self.leave(box)
-            if not self.turn.mine:  # otherwise it was collected in the middle of a step, which sweeps at its end
+            if not (
+                self.turn.mine or self.turn.lost
+            ):  # otherwise it was collected in the middle of a step, which sweeps at its end
                 with Uninterrupted(), self.turn:
                     self.sweep(end)
 
@@ -180,7 +187,16 @@ class Service:
 
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_services.clear)  # the threads of the parent do not exist there
+
+
+def _leave_behind() -> None:
+    """Give up engines that were at work when this process was forked: the parent's threads do not exist here."""
+    for service in list(_services):
+        service.turn.lost = service.busy
+    _services.clear()
+
+
+os.register_at_fork(after_in_child=_leave_behind)
 
 
 @atexit.register

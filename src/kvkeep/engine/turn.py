@@ -5,12 +5,19 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from kvkeep.errors import InputError
+
 
 class Turn:
     """A lock that threads get in the order in which they ask. Its owner may take it again.
 
     A plain lock would let a thread that steps in a loop keep out everybody else.
+
+    Attributes:
+        lost: whether the thread that would pass it on was left behind in another process.
     """
+
+    lost = False
 
     def __init__(self) -> None:
         self._inner = threading.Lock()
@@ -24,7 +31,22 @@ class Turn:
         """Whether this thread has the turn."""
         return self._owner == threading.get_ident()
 
+    @property
+    def taken(self) -> bool:
+        """Whether some thread has the turn."""
+        return self._taken
+
     def __enter__(self) -> None:
+        """Wait for the turn, and take it.
+
+        Raises:
+            InputError: it is lost.
+        """
+        if self.lost:
+            raise InputError(
+                "This process was forked while the engine was at work, and the engine's threads stayed behind. Make an "
+                "engine in the new process, or start it with multiprocessing's method 'spawn'."
+            )
         if not self.mine:
             self._take()
             self._owner = threading.get_ident()

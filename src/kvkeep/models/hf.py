@@ -6,6 +6,7 @@ Importing this module registers both functions under the name ``kvkeep``; `attac
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
@@ -18,9 +19,16 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 from kvkeep.backends import choose
 from kvkeep.cache import BoundedCache
-from kvkeep.errors import ShapeError, UnsupportedModelError
+from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
 from kvkeep.handing import HandingLayer, unwrap
-from kvkeep.models.suitable import check_attention, check_cache, check_placeholders, text_config, unwrapped
+from kvkeep.models.suitable import (
+    check_attention,
+    check_cache,
+    check_placeholders,
+    check_positions,
+    text_config,
+    unwrapped,
+)
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, AttentionOptions, Slots
 
@@ -132,11 +140,19 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Tell a bounded cache which tokens the model is about to feed, see `BoundedCache.continue_with`.
 
     Raises:
-        InputError: a prompt has tokens that stand for an image, and there is none.
+        InputError: a prompt has tokens that stand for an image, and there is none, or its positions would be wrong; or
+            the cache is not to be used.
     """
     cache = kwargs.get("past_key_values")
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(cache, BoundedCache) and isinstance(ids, Tensor) and not torch.compiler.is_compiling():
+        if kwargs.get("use_cache") is False:
+            raise InputError(
+                "A cache was given together with use_cache=False, an argument or a line of the generation_config. Each "
+                "step would feed the whole text into the cache again. Pass use_cache=True, or no cache."
+            )
+        if cache.records and ids.shape[1] > 1:
+            check_positions(cast(PreTrainedModel, model), ids)
         if cache.get_seq_length() == 0:
             check_placeholders(cast(PreTrainedModel, model), ids, kwargs)
         cache.note(ids, kwargs.get("attention_mask"))
@@ -190,13 +206,20 @@ def attention_forward(
         softcap=softcap,
         sinks=s_aux,
     )
-    if layer is None:
-        out = _dense(query, key, value, mask, options)
-    else:
-        out = _bounded(layer, query, key, value, mask, options)
+    with _without_autocast(query.device.type):
+        if layer is None:
+            out = _dense(query, key, value, mask, options)
+        else:
+            out = _bounded(layer, query, key, value, mask, options)
     if (padding := mask.padding(query.shape[2])) is not None:
         out = out.masked_fill(padding.to(out.device)[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    """Switch autocast off, which would compute logits and statistics in half precision."""
+    active = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 def _bounded(

@@ -69,8 +69,8 @@ def check_format(name: str | None) -> None:
     """
     if name is None:
         return
-    if name not in FORMATS:
-        close = difflib.get_close_matches(name, FORMATS, n=1, cutoff=0.5)
+    if not isinstance(name, str) or name not in FORMATS:
+        close = difflib.get_close_matches(str(name), FORMATS, n=1, cutoff=0.5)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise InputError(f"Weights cannot be loaded in {name!r:.40}.{hint} Known: {', '.join(FORMATS)}.")
     missing = [package for package in FORMATS[name].packages if find_spec(package) is None]

@@ -169,6 +169,27 @@ def check_placeholders(model: PreTrainedModel, ids: Tensor, given: Mapping[str, 
         )
 
 
+def check_positions(model: PreTrainedModel, ids: Tensor) -> None:
+    """Refuse images and sounds after `BoundedCache.continue_with` where the model numbers their positions itself.
+
+    Args:
+        model: the model.
+        ids: token ids of a prompt.
+
+    Raises:
+        InputError: see above. The positions that ``continue_with`` returns are those of text.
+    """
+    if ids.is_meta or not any(hasattr(part, "get_rope_index") for part in (model, model.base_model)):
+        return
+    kinds = placeholders(model)
+    if found := set(ids.flatten().tolist()) & kinds.keys():
+        token = min(found)
+        raise InputError(
+            f"Token {token} stands for {kinds[token]}, whose positions {type(model).__name__} numbers in its own way. "
+            "continue_with knows those of text only: pass the processor's output to model.generate with a new cache."
+        )
+
+
 def _some(value: object) -> bool:
     """Whether an argument of a model's forward is more than a setting."""
     if isinstance(value, dict):

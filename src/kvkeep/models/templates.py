@@ -118,4 +118,13 @@ class _Worker:
 
 _WORKER = _Worker()
 _LOCK = threading.Lock()
-atexit.register(_WORKER.end)
+
+
+def _begin_anew() -> None:
+    """Use another process in a forked child: two that share one would take each other's answers."""
+    global _WORKER, _LOCK
+    _WORKER, _LOCK = _Worker(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+atexit.register(lambda: _WORKER.end())

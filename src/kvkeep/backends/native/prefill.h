@@ -87,6 +87,7 @@ class Block {
         const float softcap = (float)a.softcap, sink = a.sinks ? a.sinks[head * a.group + r % a.group] : -INFINITY;
         float *x = p + r * width, *other = tempered + r * width;
         Floats top = all(sink);
+        Ints shown = {};
         int64_t seen = 0;
         for (int64_t c = 0; c < active; c++) {
             const bool whole = !held.gaps[ids[c]] && held.most[ids[c]] <= now && held.least[ids[c]] > hidden;
@@ -95,18 +96,19 @@ class Block {
                 if (softcap != 0.0f) logits = tanh(logits / softcap) * softcap;
                 if (!whole) {
                     const Ints k = load<Ints>(held.positions + ids[c] * PANEL + i - c * PANEL);
-                    const Ints known = (k >= 0) & (k <= now);
+                    const Ints known = (k >= 0) & (k <= now), show = known & (k > hidden);
                     seen -= sum(known);
-                    logits = select(known & (k > hidden), logits, all(-INFINITY));
+                    shown |= show;
+                    logits = select(show, logits, all(-INFINITY));
                 }
                 if (!whole || softcap != 0.0f) store(x + i, logits);
                 top = select(logits > top, logits, top);
             }
-            if (whole) seen += PANEL;
+            if (whole) seen += PANEL, shown |= -1;
         }
         if (r % a.group == 0) shares[r / a.group] = a.live ? (float)seen : (float)now + 1.0f;
         const float most = largest(top);
-        if (most == -INFINITY) {
+        if (most == -INFINITY && !any(shown)) {  // otherwise the logits are NaN or -inf, and so is the result
             scale[r] = temper[r] = 0.0f;
             std::memset(x, 0, active * PANEL * sizeof *x);
             if (a.gains) std::memset(other, 0, active * PANEL * sizeof *x);
