@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvkeep import scores
 from kvkeep.backends import Added, Backend, Limits
+from kvkeep.errors import PolicyError
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
@@ -168,7 +169,7 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
         held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, stays), EMPTY)
         return
     sinks, recent = policy.protected(view.budget)
-    backend.evict(held, policy.score(view, block.state), Limits(view.seen, sinks, recent, stays))
+    backend.evict(held, _scores(policy, view, block.state), Limits(view.seen, sinks, recent, stays))
 
 
 def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> None:
@@ -223,5 +224,23 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
 def _shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
     """The policy's scores after `scores.protect`."""
     sinks, recent = policy.protected(view.budget)
-    score = policy.score(view, state)
-    return scores.protect(score, view.positions, view.seen, sinks=sinks, recent=recent)
+    return scores.protect(_scores(policy, view, state), view.positions, view.seen, sinks=sinks, recent=recent)
+
+
+def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+    """The policy's scores.
+
+    Raises:
+        PolicyError: they are no floats, or not one for each slot.
+    """
+    found: object = policy.score(view, state)
+    if isinstance(found, Tensor):
+        if found.is_floating_point() and found.shape == view.positions.shape:
+            return found
+        kind = f"{str(found.dtype).removeprefix('torch.')} of the shape {tuple(found.shape)}"
+    else:
+        kind = f"an object of the type {type(found).__name__}"
+    raise PolicyError(
+        f"{type(policy).__name__}.score returned {kind}. It must return floats of the shape of view.positions, here "
+        f"{tuple(view.positions.shape)}: for whole numbers add .float()."
+    )

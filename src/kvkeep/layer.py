@@ -76,9 +76,8 @@ class Layer:
         self.policy, self.window = policy, window
         self.columns, self.moves, self.allocated, self._broken = 0, 0, False, False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
-        self._index, self._sequences = index, sequences
+        self._index, self._sequences, self._rotation = index, sequences, rotation
         self._prefill_chunk = None if prefill_chunk is None else int(prefill_chunk)
-        self._rotation = rotation
         self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
 
     @inference

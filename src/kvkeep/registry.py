@@ -113,6 +113,11 @@ def class_of(name: str) -> type[Policy]:
     module, colon, attribute = name.partition(":")
     if not colon:
         if name not in available():
+            if re.search(r"[/\\]|\w\.\w", name):
+                raise PolicyError(
+                    f"Unknown policy {name!r}. A policy of your own is MODULE:CLASS, with dots between folders and "
+                    "without .py: my_package.my_module:MyPolicy."
+                )
             raise PolicyError(f"Unknown policy {name!r}.{_did_you_mean(name, available())}")
         return available()[name]
     found: object = _import(module)

@@ -265,3 +265,20 @@ def test_room_is_left_only_in_rows_whose_budget_is_smaller_than_the_window():
     layer.step(query, keys, values, options=options, phase=Phase.PREFILL)
     assert (layer.store.positions >= 0).sum(dim=-1).tolist() == [[3, 3], [7, 7]]
     assert set(range(14, 21)) <= set(layer.store.positions[1, 0].tolist())  # all that the next token sees
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        (lambda view: view.positions, r"int32 of the shape \(2, 2, 12\).* add \.float\(\)"),
+        (lambda view: torch.zeros(3), r"float32 of the shape \(3,\).* here \(2, 2, 12\)"),
+        (lambda view: None, "an object of the type NoneType"),
+    ],
+)
+def test_scores_that_are_not_one_float_for_each_slot_are_refused(score, said, no_checked_annotations):
+    class Mine(Local):
+        def score(self, view, state):
+            return score(view)
+
+    with pytest.raises(kvkeep.PolicyError, match=f"Mine.score returned {said}"):
+        feed(Layer(Mine(), budget=4), 12)

@@ -286,6 +286,8 @@ def test_module_and_class_name_a_policy(here, text, sinks):
         ("nothing_for_kvkeep:Policy", "There is no policy and no module 'nothing_for_kvkeep'."),
         ("nothing.for_kvkeep:Policy", "There is no policy and no module 'nothing.for_kvkeep'."),
         ("mine_for_kvkeep.py:EveryOther", "no module 'mine_for_kvkeep.py'. Leave out .py: mine_for_kvkeep."),
+        ("folder/mine_for_kvkeep.py:EveryOther", "is MODULE:CLASS, with dots between folders and without .py"),
+        ("package_for_kvkeep.inner", "Unknown policy 'package_for_kvkeep.inner'. A policy of your own is MODULE:CLASS"),
         ("mine_for_kvkeep:EveryOthr", "has no 'EveryOthr'. Did you mean 'EveryOther'? Known: EveryOther."),
         ("mine_for_kvkeep:EveryOther.inner", "Module 'mine_for_kvkeep' has no 'EveryOther.inner'."),
         ("mine_for_kvkeep:thing", "'mine_for_kvkeep:thing' is not a subclass of kvkeep.Policy."),

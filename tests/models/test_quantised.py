@@ -276,3 +276,9 @@ def test_a_damaged_checkpoint_keeps_its_own_message(tmp_path: Path):
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ModelFileError, match="Its weights cannot be read"):
         load(folder)
+
+
+@pytest.mark.parametrize("form", [4, ["int8"], True])
+def test_a_format_that_is_no_text_is_refused(form: object, no_checked_annotations: None):
+    with pytest.raises(InputError, match="Weights cannot be loaded in"):
+        kvkeep.load(load_in=form)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -76,3 +76,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in told)
     )
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Switch autocast off, which would compute logits and statistics in half precision."""
+    active = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if active else nullcontext()

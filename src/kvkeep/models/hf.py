@@ -5,7 +5,6 @@ Importing this module registers both functions under the name ``kvkeep``; `attac
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -17,6 +16,7 @@ from kvkeep.backends import choose
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.handing import HandingLayer, unwrap
+from kvkeep.models.device import without_autocast
 from kvkeep.models.masks import PaddingMask, padding_mask
 from kvkeep.models.suitable import (
     check_attention,
@@ -84,7 +84,7 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         if kwargs.get("use_cache") is False:
             raise InputError(
                 "A cache was given together with use_cache=False, an argument or a line of the generation_config. Each "
-                "step would feed the whole text into the cache again. Pass use_cache=True, or no cache."
+                "step would feed the whole text into it again. Pass use_cache=True, or no cache."
             )
         if cache.records and ids.shape[1] > 1:
             check_positions(cast(PreTrainedModel, model), ids)
@@ -141,7 +141,7 @@ def attention_forward(
         softcap=softcap,
         sinks=s_aux,
     )
-    with _without_autocast(query.device.type):
+    with without_autocast(query.device.type):
         if layer is None:
             out = _dense(query, key, value, mask, options)
         else:
@@ -149,12 +149,6 @@ def attention_forward(
     if (padding := mask.padding(query.shape[2])) is not None:
         out = out.masked_fill(padding.to(out.device)[:, None, :, None], 0)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _without_autocast(device: str) -> AbstractContextManager[object]:
-    """Switch autocast off, which would compute logits and statistics in half precision."""
-    active = device != "meta" and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if active else nullcontext()
 
 
 def _bounded(
