@@ -298,7 +298,7 @@ def test_factor(factor: float, text: str):
 @pytest.mark.parametrize("size", ["0", "1", "8", "-80", "80x24", "99999", ""])
 def test_a_terminal_of_an_impossible_width_has_the_default_width(monkeypatch, size):
     monkeypatch.setenv("COLUMNS", size)
-    main._forget_odd_sizes()
+    main._forget_odd_widths()
     assert "COLUMNS" not in os.environ
 
 
@@ -306,6 +306,6 @@ def test_a_terminal_of_an_impossible_width_has_the_default_width(monkeypatch, si
 def test_the_width_of_a_terminal_is_believed(monkeypatch, size):
     monkeypatch.setenv("COLUMNS", size)
     monkeypatch.setenv("LINES", "5")
-    main._forget_odd_sizes()
+    main._forget_odd_widths()
     assert os.environ["COLUMNS"] == size
     assert os.environ["LINES"] == "5"

@@ -17,7 +17,7 @@ from kvkeep.cli import eval as evaluation
 from kvkeep.cli.commands import Command, Group
 from kvkeep.version import __version__
 
-_SMALLEST = {"COLUMNS": 20, "LINES": 1, "JUPYTER_COLUMNS": 20, "JUPYTER_LINES": 1, "TERMINAL_WIDTH": 20}
+_WIDTHS = {"COLUMNS": 20, "LINES": 1, "JUPYTER_COLUMNS": 20, "JUPYTER_LINES": 1, "TERMINAL_WIDTH": 20}
 """Environment variables with the size of a terminal, and the smallest sizes for which rich leaves no text out."""
 _ENDINGS = ("SIGTERM", "SIGHUP")
 
@@ -65,7 +65,7 @@ def kvkeep(
 def run() -> None:
     """Run the command ``kvkeep``, without a traceback after Ctrl-C or for a stream that is closed or full."""
     _open_closed_streams()
-    _forget_odd_sizes()
+    _forget_odd_widths()
     _end_tidily()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -98,9 +98,9 @@ def _is_full() -> bool:
     return False
 
 
-def _forget_odd_sizes() -> None:
+def _forget_odd_widths() -> None:
     """Remove environment variables that give a terminal an impossible size; rich would believe them, or fail."""
-    for name, smallest in _SMALLEST.items():
+    for name, smallest in _WIDTHS.items():
         size = os.environ.get(name)
         if size is not None and not (re.fullmatch("[0-9]{1,4}", size) and int(size) >= smallest):
             del os.environ[name]
