@@ -293,3 +293,19 @@ def test_bytes(number: int, text: str):
 @pytest.mark.parametrize(("factor", "text"), [(4.0, "4.0×"), (0.95, "0.9×"), (0.04, "0.04×"), (123.45, "123.5×")])
 def test_factor(factor: float, text: str):
     assert console.show_factor(factor) == text
+
+
+@pytest.mark.parametrize("size", ["0", "1", "8", "-80", "80x24", "99999", ""])
+def test_a_terminal_of_an_impossible_width_has_the_default_width(monkeypatch, size):
+    monkeypatch.setenv("COLUMNS", size)
+    main._forget_odd_widths()
+    assert "COLUMNS" not in os.environ
+
+
+@pytest.mark.parametrize("size", ["20", "80", "1000"])
+def test_the_width_of_a_terminal_is_believed(monkeypatch, size):
+    monkeypatch.setenv("COLUMNS", size)
+    monkeypatch.setenv("LINES", "5")
+    main._forget_odd_widths()
+    assert os.environ["COLUMNS"] == size
+    assert os.environ["LINES"] == "5"

@@ -14,6 +14,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.admission import free_bytes
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
+from kvkeep.errors import show_bytes
 from kvkeep.policies.base import Policy
 
 from .models import VOCABULARY, alone, model
@@ -140,7 +141,8 @@ def test_free_memory_bounds_the_rows(monkeypatch):
     one = Engine(model("llama"), policy="h2o", budget=20, rows=1).row_bytes
     monkeypatch.setattr("kvkeep.engine.admission.free_bytes", lambda device: 3 * one)
     assert Engine(model("llama"), policy="h2o", budget=20, rows=3).rows == 3
-    with pytest.raises(BudgetError, match=rf"h2o .* {one} bytes per row, and 4 of them do not fit into the {3 * one}"):
+    sizes = f"{show_bytes(one)} per row, and 4 of them do not fit into the {show_bytes(3 * one)}"
+    with pytest.raises(BudgetError, match=rf"h2o .* {sizes} that are free"):
         Engine(model("llama"), policy="h2o", budget=20, rows=4)
     with pytest.raises(BudgetError, match="16 of them"):
         Engine(model("llama"), policy="h2o", budget=20)

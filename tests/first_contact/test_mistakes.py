@@ -131,7 +131,7 @@ MISTAKES = {
     "generate -p Once -n ten": "write e.g. 1024",
     "generate -p Once --temperature hot": "is not a number; write e.g. --temperature 0.5",
     "generate {model} -p Once -t -1": "--temperature -1",
-    "generate {model} -p Once --top-p 0.9": "no effect without a temperature",
+    "generate {model} -p Once --top-p 0.9": "--top-p, --top-k and --min-p have no effect",
     "generate -p Once --top-k 1.5": "is not a whole number; write e.g. --top-k 8",
     "generate -p Once --seed x": "is not a whole number",
     "generate -p Once --threads 0": "--threads 0",

@@ -17,7 +17,8 @@ from kvkeep.cli import eval as evaluation
 from kvkeep.cli.commands import Command, Group
 from kvkeep.version import __version__
 
-_WIDTHS = ("COLUMNS", "LINES", "JUPYTER_COLUMNS", "JUPYTER_LINES", "TERMINAL_WIDTH")
+_WIDTHS = {"COLUMNS": 20, "LINES": 1, "JUPYTER_COLUMNS": 20, "JUPYTER_LINES": 1, "TERMINAL_WIDTH": 20}
+"""Environment variables with the size of a terminal, and the smallest sizes for which rich leaves no text out."""
 _ENDINGS = ("SIGTERM", "SIGHUP")
 
 
@@ -99,8 +100,9 @@ def _is_full() -> bool:
 
 def _forget_odd_widths() -> None:
     """Remove environment variables that give a terminal an impossible size; rich would believe them, or fail."""
-    for name in _WIDTHS:
-        if not re.fullmatch("[0-9]{1,4}", os.environ.get(name, "0")):
+    for name, smallest in _WIDTHS.items():
+        size = os.environ.get(name)
+        if size is not None and not (re.fullmatch("[0-9]{1,4}", size) and int(size) >= smallest):
             del os.environ[name]
 
 

@@ -15,7 +15,7 @@ import torch
 from kvkeep.engine.request import Generation, Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
-from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError
+from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, show_bytes
 from kvkeep.layout import Layout
 from kvkeep.models import text
 from kvkeep.models.generation import ends_of
@@ -117,8 +117,9 @@ class Admission:
         free = free_bytes(self._model.device)
         if free is not None and count * rows.row_bytes > free:
             raise BudgetError(
-                f"Out of memory: {policy} with a budget of {self._budget} takes {rows.row_bytes} bytes per row, and "
-                f"{count} of them do not fit into the {free} that are free. Use fewer rows or a smaller budget."
+                f"Out of memory: {policy} with a budget of {self._budget} takes {show_bytes(rows.row_bytes)} per row, "
+                f"and {count} of them do not fit into the {show_bytes(free)} that are free. Use fewer rows or a "
+                "smaller `budget`."
             )
         rows.allocate(count, most_bytes=self._kv_memory)
         return rows

@@ -58,7 +58,7 @@ class Sampling:
             raise InputError(f"seed={shown['seed']} is outside 0 … 2^63 - 1.")
         self._check_shares()
         if self.temperature == 0 and (self.top_p, self.top_k, self.min_p) != (None, None, None):
-            raise InputError("top_p, top_k and min_p have no effect without a temperature above 0.")
+            raise InputError("`top_p`, `top_k` and `min_p` have no effect without a `temperature` above 0.")
 
     def _take_numbers(self) -> None:
         """Replace every number by Python's own."""
