@@ -214,7 +214,9 @@ def _remedy(path: Path) -> str:
     if os.path.isdir(path):  # `Path.is_dir` raises for a name that is too long
         return "Give the name of a file in that folder."
     folder = path.parent
-    return "Give another file." if os.path.isdir(folder) else f"There is no folder {folder}; make it, or give another file."
+    if os.path.isdir(folder):
+        return "Give another file."
+    return f"There is no folder {folder}; make it, or give another file."
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
