@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -210,10 +211,12 @@ class Output:
 
 def _remedy(path: Path) -> str:
     """What to do about an output that cannot be opened."""
-    if path.is_dir():
+    if os.path.isdir(path):  # `Path.is_dir` raises for a name that is too long
         return "Give the name of a file in that folder."
     folder = path.parent
-    return "Give another file." if folder.is_dir() else f"There is no folder {folder}; make it, or give another file."
+    if os.path.isdir(folder):
+        return "Give another file."
+    return f"There is no folder {folder}; make it, or give another file."
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
