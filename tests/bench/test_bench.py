@@ -150,6 +150,7 @@ def test_decode_with_compiled_layers(monkeypatch, capsys):
     assert not isinstance(compiled[1].lm_head, PackedLinear)
 
 
+@pytest.mark.slow
 def test_decode_steps_for_a_gpu_with_compiled_layers():
     shared, model = import_module("lib.gpu"), import_module("lib.gpu_model")
     bench = shared.Bench(torch.device("cpu"), shared.DRY, compile=True)

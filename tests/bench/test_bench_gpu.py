@@ -61,6 +61,7 @@ def test_all_parts(monkeypatch, capsys, tmp_path):
     assert json.loads(out.read_text())["parts"].keys() == parts.keys()
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_wrong_is_named(monkeypatch, capsys):
     import_module("gpu")
     check = import_module("lib.gpu_check")
@@ -77,6 +78,7 @@ def test_a_kernel_that_is_wrong_is_named(monkeypatch, capsys):
     assert data["notes"] == [f"k: WRONG, so no other figure means anything: {'; '.join(wrong)}"]
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again(monkeypatch, capsys, tmp_path):
     out = tmp_path / "gpu.json"
     run(monkeypatch, capsys, "--only", "d,a", "--out", str(out))
@@ -108,6 +110,7 @@ def test_a_part_that_fails_and_a_time_that_is_over_are_noted(monkeypatch, capsys
     ]
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_does_not_take_the_others_with_it(monkeypatch, capsys):
     gpu, model = import_module("gpu"), import_module("lib.gpu_model")
     honest = model.dense_step

@@ -429,7 +429,7 @@ def test_an_interrupt_leaves_the_text_and_one_line(
         (["--temperature", "nan"], ["--temperature nan"]),
         (["--temperature", 1, "--top-p", 0], ["--top-p 0", "[1e-06, 1]"]),
         (["--temperature", 1, "--top-k", 0], ["--top-k 0"]),
-        (["--top-p", 0.5], ["no effect without a temperature"]),
+        (["--top-p", 0.5], ["--top-p, --top-k and --min-p have no effect without a --temperature"]),
         (["--seed", -1], ["--seed -1"]),
         (["--dtype", "bf16"], ["Unknown dtype 'bf16'", "bfloat16"]),
         (["--device", "gpu"], ["'gpu'", "Available"]),

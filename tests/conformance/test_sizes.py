@@ -29,6 +29,8 @@ def test_shorter_vectors(flags, tmp_path, monkeypatch):
     for (D, S), dtype in itertools.product([(7, 3), (16, 17), (40, 70), (64, 257)], DTYPES):
         check(backend, token(S, D, 3, dtype), Low(live=True), GREAT_SINK_AND_ALL)
         check(backend, token(S, D, 3, dtype), Mass(gain=1.5), PLAIN)
+        check(backend, chunk(33, S, D, 3, dtype=dtype, pads=4), Low(live=True), PLAIN)
+        check(backend, chunk(33, S, D, 3, dtype=dtype, pads=4), Mass(gain=1.5), PLAIN)
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -104,10 +104,8 @@ assert list(engine.generate([request])[0].token_ids) == want[0, ids.shape[1]:].t
 """
 
 
-SLOW = [pytest.param(how, marks=pytest.mark.slow) for how in ("module", "in place")]
-
-
-@pytest.mark.parametrize("how", ["forward", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["forward", "module", "in place"])
 def test_compiled_models_generate_the_same(how):
     # in a process of its own: the compiler does not follow the type checks of the tests
     code, folder = COMPILED.replace("HOW", repr(how)), Path(__file__).parent

@@ -7,6 +7,7 @@ is then longer than the cache, however long the stream is.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +28,7 @@ class Rotation:
     scaling: float = 1.0
     _there: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
     _tables: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _latest: dict[torch.dtype, tuple[list[list[int]], Tensor]] = field(default_factory=dict, init=False, repr=False)
+    _latest: dict[torch.dtype, tuple[bytes, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def apply(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
         """Rotate each vector to its position."""
@@ -82,7 +83,8 @@ class Rotation:
 
     def angles_now(self, positions: Int[Tensor, "B 1"], dtype: torch.dtype) -> Float[Tensor, "B F2"]:
         """`angles` of positions on the CPU. The last result is kept, because all layers of a step ask for the same."""
-        known, asked = self._latest.get(dtype), positions.tolist()
+        held = positions.contiguous()
+        known, asked = self._latest.get(dtype), ctypes.string_at(held.data_ptr(), held.nbytes)
         if known is None or known[0] != asked:
             self._latest[dtype] = known = (asked, self.angles(positions[:, 0], dtype))
         return known[1]
