@@ -38,6 +38,7 @@ def test_kernels_compile_without_spilling(arch, half, tmp_path):
     assert max(spilled.values()) <= 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", SHARED)
 def test_launches_fit_the_device(arch, tmp_path):
     """With the tiles of its table, for arguments of their real alignment: multiples of 16, and numbers that are 1."""

@@ -167,8 +167,15 @@ SMALL = {"ahakv": "ahakv:recent=4"} | {name: f"{name}:window=4" for name in ("ad
 """Policies that protect more tokens than this text has, with less of them."""
 
 
+FEW = ("full", "h2o", "scissorhands", "snapkv", "spatten", "streaming_llm")
+POLICIES = [
+    pytest.param(SMALL.get(name, name), marks=[] if name in FEW else pytest.mark.slow)
+    for name in kvkeep.available_policies()
+]
+
+
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
-@pytest.mark.parametrize("policy", [SMALL.get(name, name) for name in kvkeep.available_policies()])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_summary_is_true(policy: str, family: str):
     for budget in (FED + 2, FED, FED - 1):
         words = ("-p", PROMPT, "--policy", policy, "-b", budget, "-n", NEW)

@@ -19,6 +19,7 @@ from .cases import DTYPES, GREAT_SINK, GREAT_SINK_AND_ALL, NOW, backend_of, chun
 PLAIN = AttentionOptions(scaling=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have vectors of one length")
 @pytest.mark.parametrize("flags", [["-mno-avx512f"], ["-mno-avx"]], ids=["8 floats", "4 floats"])
 def test_shorter_vectors(flags, tmp_path, monkeypatch):

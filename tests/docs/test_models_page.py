@@ -57,6 +57,7 @@ def test_every_outcome_has_a_reason_of_the_page_and_none_is_wrong():
 
 
 @pytest.mark.skipif(not RECORD.exists(), reason="this version of transformers is not recorded")
+@pytest.mark.slow
 def test_a_sample_of_families_does_what_the_page_says():
     found, recorded = outcomes(run(SWEEP, *SAMPLE)), outcomes(RECORD.read_text())
     assert found == {pair: recorded[pair] for pair in found}

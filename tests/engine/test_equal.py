@@ -25,6 +25,9 @@ OPTIONS = {
 }
 POLICIES = [name + OPTIONS.get(name, "") for name in kvkeep.available_policies()]
 
+KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4", "spatten")
+"""Masses, no eviction, random numbers of each token, of the prompt, budgets of heads, state through the layers."""
+
 
 def prompt_of(seed: int, length: int) -> tuple[int, ...]:
     rng = random.Random(seed)
@@ -32,7 +35,10 @@ def prompt_of(seed: int, length: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "chunk"), [*((policy, 5) for policy in POLICIES), *((p, None) for p in ("h2o", "scissorhands", "full"))]
+    ("policy", "chunk"),
+    sweep(
+        [*((p, 5) for p in POLICIES), *((p, None) for p in ("h2o", "scissorhands", "full"))], lambda c: c[0] in KINDS
+    ),
 )
 def test_every_policy_in_a_mixed_batch(policy, chunk):
     budget = CAPACITY if kvkeep.parse(policy).evicts else 64
@@ -63,7 +69,7 @@ def three_prompts(policy, budget, chunk):
     return [result.token_ids for result in engine.generate(requests)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", sweep(POLICIES, KINDS.__contains__))
 def test_with_room_for_everything_the_chunk_does_not_matter(policy):
     budget = 400 if policy.startswith("pyramidkv") else 40  # its upper layers get a twentieth of the lowest
     whole = three_prompts(policy, budget, None)
@@ -247,10 +253,6 @@ def test_budgets_of_layers_and_positions():
         for request, result in zip(requests, engine.generate(requests), strict=True):
             single = Engine(model("llama"), policy="h2o", budget=request.budget, rows=1, prefill_chunk=8, **options)
             assert result.token_ids == single.generate([request])[0].token_ids
-
-
-KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4", "spatten")
-"""Masses, no eviction, random numbers of each token, of the prompt, budgets of heads, state through the layers."""
 
 
 @pytest.mark.parametrize("policy", sweep(POLICIES, KINDS.__contains__))

@@ -620,7 +620,9 @@ print("done")
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "ctrl-c" in name else pytest.mark.slow) for name in ENDS]
+)
 def test_a_program_ends(name):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM + ENDS[name]],

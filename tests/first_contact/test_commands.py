@@ -70,7 +70,9 @@ def run(words, width):
         return CliRunner().invoke(app, words, env={"COLUMNS": str(width)})
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    "width", [pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(120, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_output_fits_the_terminal(words, width, home):
     result = run(words, width)

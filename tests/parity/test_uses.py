@@ -235,6 +235,7 @@ torch.testing.assert_close(got, want)
 """
 
 
+@pytest.mark.slow
 def test_a_compiled_model_gives_the_same():
     # in a process of its own: the compiler does not follow the type checks of the tests
     folder = Path(__file__).parent
