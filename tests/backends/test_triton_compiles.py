@@ -31,6 +31,7 @@ def run(script, *arguments, cache):
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "half"), [(90, "bf16")])
 def test_kernels_compile_without_spilling(arch, half, tmp_path):
     spilled = {name: int(stack) for name, _, stack in run("triton_sources.py", arch, half, cache=tmp_path)}

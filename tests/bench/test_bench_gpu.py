@@ -154,6 +154,7 @@ def test_a_device_that_is_lost_ends_it_with_what_there_is(monkeypatch, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_too_large_to_be_recorded_is_tried_with_fewer_rows(monkeypatch):
     model, shared = import_module("lib.gpu_model"), import_module("lib.gpu")
     bench = shared.Bench(torch.device("cpu"), shared.DRY)
@@ -171,6 +172,7 @@ def test_a_step_that_is_too_large_to_be_recorded_is_tried_with_fewer_rows(monkey
     assert bench.notes == []
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_tried_with_fewer_rows():
     model, shared = import_module("lib.gpu_model"), import_module("lib.gpu")
     bench = shared.Bench(torch.device("cpu"), shared.DRY)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import model_folders
 import pytest
+from sweeps import sweep
 from typer.testing import CliRunner
 
 import kvkeep
@@ -109,7 +110,9 @@ def test_the_generated_page_is_up_to_date():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["own_policy.py"], ["bounded.py", "1024"], ["batch.py", "FOLDER"]], ids=lambda words: words[0]
+    "arguments",
+    sweep([["own_policy.py"], ["bounded.py", "1024"], ["batch.py", "FOLDER"]], lambda words: words[0] == "batch.py"),
+    ids=lambda words: words[0],
 )
 def test_examples_run(arguments):
     words = [str(model_folders.folder()) if word == "FOLDER" else word for word in arguments[1:]]

@@ -309,6 +309,7 @@ def test_a_file_that_looks_like_answers_is_left_alone(tmp_path, foreign):
     assert path.read_bytes() == foreign
 
 
+@pytest.mark.slow
 def test_a_job_of_two_formats_that_is_killed_goes_on(tmp_path, target):
     entries = [chat(f"c{i}", f"A dog {i}", n=1 + i % 3, temperature=2.0) for i in range(12)]
     entries += [{"prompt": f"Tom {i}", "id": i} for i in range(12)]
