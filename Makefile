@@ -4,6 +4,8 @@ TORCH ?= torch==2.13.0
 # what torch's build with CUDA brings along; elsewhere its interpreter tests the kernels
 TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton==3.7.1)
 OLDEST_TRANSFORMERS ?= transformers==5.5.0
+# only beside the oldest transformers: so that quantised weights are tested, and their absence as well
+TORCHAO ?= torchao==0.18.0
 KVPRESS ?= kvpress==0.5.5
 LLAMA_CPP ?= llama-cpp-python==0.3.36
 # a process per core, whole files each: models made for a file are made once
@@ -27,7 +29,7 @@ help:  ## list the commands
 .venv-oldest/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
 	$(OLD)/pip install --quiet "$(TORCH)"
-	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" $(TRITON) --editable ".[dev]"
+	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" $(TRITON) "$(TORCHAO)" --editable ".[dev]"
 	@touch $@
 
 demo: .venv/.installed  ## the main job on the embedded model: a story in 128 tokens, a question under every policy
