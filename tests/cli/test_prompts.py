@@ -167,7 +167,7 @@ SMALL = {"ahakv": "ahakv:recent=4"} | {name: f"{name}:window=4" for name in ("ad
 """Policies that protect more tokens than this text has, with less of them."""
 
 
-FEW = ("full", "h2o", "scissorhands", "snapkv", "spatten", "streaming_llm")
+FEW = ("full", "h2o", "snapkv")
 POLICIES = [
     pytest.param(SMALL.get(name, name), marks=[] if name in FEW else pytest.mark.slow)
     for name in kvkeep.available_policies()

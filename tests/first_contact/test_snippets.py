@@ -72,6 +72,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", cases())
 def test_the_command_runs(line, place):
     if any(option in line for option in NEEDS_MORE):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from sweeps import sweep
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -344,10 +345,10 @@ HARMLESS = {
 ALL = {**CONFIGS, **TOKENIZERS, **INDEXES, **WEIGHTS, **GENERATIONS, **TEMPLATES}
 
 
-@pytest.mark.parametrize("damage", ALL.values(), ids=ALL.keys())
-def test_ends_in_one_line(damage: Damage, tmp_path: Path):
+@pytest.mark.parametrize("name", sweep(ALL, lambda name: len(name) % 2))
+def test_ends_in_one_line(name: str, tmp_path: Path):
     folder = model_folders.copy(tmp_path / "model")
-    damage(folder)
+    ALL[name](folder)
     result = CliRunner().invoke(app, ["generate", str(folder), "-p", "the quick brown fox", "-n", "4"])
     assert result.exit_code == 2, result.output or result.exception
     assert result.stderr.startswith("error: ")
