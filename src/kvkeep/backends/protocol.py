@@ -58,7 +58,7 @@ class Backend(abc.ABC):
     Attributes:
         name: the name for ``KVKEEP_BACKEND``.
         fuses: whether `step` ever does anything.
-        small: whether the functions of `kvkeep.backends.small` run beside it.
+        small: whether the functions of `kvkeep.backends.native.small_ops` run beside it.
     """
 
     name: ClassVar[str]

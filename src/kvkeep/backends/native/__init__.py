@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.backends.native import ops, prefill_ops
 from kvkeep.backends.native.build import Native, native
-from kvkeep.backends.native.turn import turn_of
+from kvkeep.backends.native.turn import Turn, turn_of
 from kvkeep.backends.protocol import Added, AtRanks, Backend, Limits
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.wanted import is_known, wanted
@@ -26,6 +26,10 @@ __all__ = ["Native", "NativeBackend", "native"]
 class NativeBackend(Backend):
     """The kernels, and torch for what they cannot do.
 
+    Args:
+        rotation: for slot positions, see `Backend.at_ranks`: in decode steps the kernel rotates each key while it reads
+            it; a prompt's keys are rotated before. ``None`` for true positions.
+
     Cost of `attend`:
         for one token, the visible part of ``B·Hk·S·(D + E)`` elements is read once. For more, ``2·B·Hq·T·S·(D + E)``
         FLOPs, half of it for a causal chunk; extra memory for a float32 copy of the keys and values of some heads.
@@ -35,8 +39,9 @@ class NativeBackend(Backend):
     fuses = True
     small = True
 
-    def __init__(self) -> None:
-        self._torch = TorchBackend()
+    def __init__(self, rotation: Rotation | None = None) -> None:
+        self._rotation = rotation
+        self._others: Backend = TorchBackend() if rotation is None else AtRanks(NativeBackend(), rotation)
 
     def attend(
         self,
@@ -49,14 +54,17 @@ class NativeBackend(Backend):
     ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
         """See `Backend.attend`. A padded query, and one that sees nothing, give zeros."""
         if query.shape[2] > 1:
-            read = prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
-            return read or self._torch.attend(query, slots, now, statistic=statistic, options=options)
+            read = None
+            if self._rotation is None:
+                read = prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
+            return read or self._others.attend(query, slots, now, statistic=statistic, options=options)
         found = None
         if options.top is None and is_known(statistic):
             keys, values, positions = slots
-            found = ops.attend(query, keys, values, now, positions, options=options, wanted=wanted(statistic))
+            given = query, keys, values, now, positions
+            found = ops.attend(*given, options=options, wanted=wanted(statistic), turn=self._turn(keys))
         if found is None:
-            return self._torch.attend(query, slots, now, statistic=statistic, options=options)
+            return self._others.attend(query, slots, now, statistic=statistic, options=options)
         out, *sums = found
         return out, Report(dict(zip(statistic.fields, sums, strict=False)))
 
@@ -65,23 +73,23 @@ class NativeBackend(Backend):
     ) -> Int[Tensor, "B Hk 1"]:
         """See `Backend.append`."""
         slot = ops.write(*slots, new=(keys, values), now=now)
-        return self._torch.append(slots, keys, values, now) if slot is None else slot
+        return self._others.append(slots, keys, values, now) if slot is None else slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
         """See `Backend.expire`."""
         if not ops.expire(positions, seen, window):
-            self._torch.expire(positions, seen, window)
+            self._others.expire(positions, seen, window)
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
         """See `Backend.is_over`."""
         count = ops.count_over(positions, limit)
-        return self._torch.is_over(positions, limit) if count is None else count > 0
+        return self._others.is_over(positions, limit) if count is None else count > 0
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
         """See `Backend.evict`."""
         sinks, recent, limit = limits.sinks, limits.recent, limits.stay
         if not ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
-            self._torch.evict(positions, score, limits)
+            self._others.evict(positions, score, limits)
 
     def step(
         self,
@@ -98,55 +106,14 @@ class NativeBackend(Backend):
         """See `Backend.step`."""
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
-        report = wanted(statistic) if added.states else None
-        return ops.step((query, *new), slots, now, options=options, wanted=report, added=added, limits=limits)
+        report, turn = wanted(statistic) if added.states else None, self._turn(slots.keys, rotated_at=now)
+        token = query, *new
+        return ops.step(token, slots, now, options=options, wanted=report, added=added, limits=limits, turn=turn)
 
     def at_ranks(self, rotation: Rotation) -> Backend:
         """See `Backend.at_ranks`."""
-        return NativeAtRanks(self, rotation)
+        return NativeBackend(rotation)
 
-
-class NativeAtRanks(AtRanks):
-    """The kernels, which rotate each key while they read it, in decode steps; prompts are rotated before."""
-
-    fuses = True
-
-    def attend(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        slots: Slots,
-        now: Int[Tensor, "B T"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
-        """See `AtRanks.attend`."""
-        found = None
-        if query.shape[2] == 1 and options.top is None and is_known(statistic):
-            (keys, values, positions), turn = slots, turn_of(self.rotation, slots.keys.shape[2], slots.keys.dtype)
-            given = query, keys, values, now, positions
-            found = ops.attend(*given, options=options, wanted=wanted(statistic), turn=turn)
-        if found is None:
-            return super().attend(query, slots, now, statistic=statistic, options=options)
-        out, *sums = found
-        return out, Report(dict(zip(statistic.fields, sums, strict=False)))
-
-    def step(
-        self,
-        query: Float[Tensor, "B Hq 1 D"],
-        slots: Slots,
-        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
-        now: Int[Tensor, "B 1"],
-        *,
-        statistic: Statistic,
-        options: AttentionOptions,
-        added: Added,
-        limits: Limits,
-    ) -> Float[Tensor, "B Hq 1 E"] | None:
-        """See `Backend.step`; the token is rotated to its position, the slots' keys are unrotated."""
-        if options.top is not None or options.window != limits.window or not is_known(statistic):
-            return None
-        report = wanted(statistic) if added.states else None
-        turn = turn_of(self.rotation, slots.keys.shape[2], slots.keys.dtype, rotated_at=now)
-        token = query, *new
-        return ops.step(token, slots, now, options=options, wanted=report, added=added, limits=limits, turn=turn)
+    def _turn(self, keys: Float[Tensor, "B Hk S D"], rotated_at: Int[Tensor, "B 1"] | None = None) -> Turn | None:
+        """The angles by which the kernel turns keys; ``None`` under true positions."""
+        return None if self._rotation is None else turn_of(self._rotation, keys.shape[2], keys.dtype, rotated_at)
