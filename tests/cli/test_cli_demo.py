@@ -41,6 +41,20 @@ def test_shows_a_story_a_table_and_what_to_try_next(monkeypatch):
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
+def test_names_are_whole_in_eighty_columns(monkeypatch):
+    monkeypatch.setattr(demo, "STORY_TOKENS", 2)
+    monkeypatch.setattr(
+        demo,
+        "_answers",
+        lambda *_: (demo.Answer(name, 398, "a long answer, again and again", 1) for name in demo.POLICIES),
+    )
+    done = CliRunner().invoke(app, ["demo"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    names = [name for name in demo.POLICIES if name != DEFAULT]
+    assert [name for name in names if f"\n  {name} " not in done.stdout] == []
+    assert all(len(line) <= 80 for line in done.stdout.splitlines() if DEFAULT not in line)
+
+
 def test_another_question_was_not_chosen(monkeypatch):
     monkeypatch.setattr(demo, "PROMPT_TOKENS", 200)
     monkeypatch.setattr(demo, "DISTANCE_TOKENS", 100)

@@ -137,7 +137,8 @@ def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
         )
     screen.print()
     table = console.table("policy", "budget", "answer", "", "KV memory", "of full")
-    table.columns[2].no_wrap, table.columns[2].max_width = True, 24
+    table.columns[0].min_width = 2 + max(len(name) for name in POLICIES if name != DEFAULT)
+    table.columns[2].no_wrap, table.columns[2].max_width = True, 24  # an answer that is too long is cut, a name never
     for column in (1, 4, 5):
         table.columns[column].justify = "right"
     full_bytes, kind = 0, ""
