@@ -45,6 +45,7 @@ def bench(monkeypatch):
             "throughput",
             "latency",
             "prefill_memory",
+            "reading",
             "overhead",
             "mixed",
             "kernel",
@@ -310,6 +311,24 @@ def test_prefill_memory(monkeypatch, capsys, here):
     assert samples["kvkeep h2o 8 whole"] == samples["transformers whole"] == samples["transformers by 16"]
     assert samples["kvpress SnapKV"] is None
     assert "kvpress SnapKV: " in text
+
+
+def test_reading(monkeypatch, capsys):
+    words = ["--contexts", "40", "--budget", "8", "--chunk", "16", "--repeats", "1", "--policies", "h2o", "full"]
+    script, logits = import_module("reading"), {}
+    monkeypatch.setattr(
+        script,
+        "interleaved",
+        lambda tasks, *_, **__: {name: [float(len(logits.setdefault(name, task())))] for name, task in tasks.items()},
+    )
+    text, _ = run("reading", monkeypatch, capsys, *words)
+    assert list(logits) == [
+        "transformers whole",
+        *("transformers by 16", "h2o whole", "h2o by 16", "full whole", "full by 16"),
+    ]
+    for name in ("transformers by 16", "h2o whole", "full whole", "full by 16"):
+        torch.testing.assert_close(logits[name], logits["transformers whole"])
+    assert "h2o by 16" in text
 
 
 def test_a_peer_that_fails_says_so_in_its_row(monkeypatch):
