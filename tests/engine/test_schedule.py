@@ -1,5 +1,6 @@
 """Who runs when: prompts share a run of the model, and running rows get tokens while prompts are read."""
 
+import itertools
 import random
 
 import pytest
@@ -92,7 +93,6 @@ def test_with_nobody_waiting_small_chunks_share_a_longer_run():
     drain(engine)
     assert sizes(runs) == [32, 32, 32]
     assert [len(run.batches) for run in runs] == [1, 1, 1]  # neighbours of one length: one batch
-    assert 32 < SHARED_TOKENS
 
 
 def test_policies_share_a_run():
@@ -118,7 +118,7 @@ def test_running_rows_get_a_token_for_so_many_prompt_tokens(every, steps):
     while len([size for size in sizes(runs) if size]) < 4 or len(seen) < 3:
         tokens += sum(event.id == running for event in engine.step())
         seen = [i for i, size in enumerate(sizes(runs)) if size]
-    between = [b - a - 1 for a, b in zip(seen, seen[1:], strict=False)]
+    between = [b - a - 1 for a, b in itertools.pairwise(seen)]
     assert all(steps <= n <= steps + 1 for n in between)
     assert tokens == sizes(runs).count(0)
 
