@@ -47,6 +47,7 @@ def bench(monkeypatch):
             "prefill_memory",
             "overhead",
             "mixed",
+            "joined",
             "kernel",
             "products",
         }:
@@ -216,6 +217,13 @@ def test_products(monkeypatch, capsys):
     assert [cell["flop"] for cell in data["cells"]] == [flop, 3 * flop]
     assert all(len(cell[f"{name}_s"]) == 2 for cell in data["cells"] for name in ("plain", "packed"))
     assert "3 rows" in text
+
+
+def test_joined(monkeypatch, capsys):
+    words = ["--chunk", "6", "--prompts", "2", "--decoding", "2", "--budget", "8", "--repeats", "2"]
+    text, data = run("joined", monkeypatch, capsys, *words)
+    assert "2 x 6 prompt tokens, 2 rows decode" in text
+    assert {name: len(times) for name, times in data["ms"].items()} == dict.fromkeys(data["ms"], 2)
 
 
 def test_overhead(monkeypatch, capsys):

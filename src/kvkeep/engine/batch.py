@@ -53,7 +53,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the model over one or several batches of the same phase, whose rows need not be neighbours.
+    """One run of the model over one or several batches, whose rows need not be neighbours.
 
     The model gets the tokens of several batches as one sequence, so its matrices are read once. Each layer attends and
     evicts batch by batch.
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def phase(self) -> Phase:
-        """Whether the tokens belong to prompts or were generated."""
+        """Whether the tokens belong to prompts or were generated. The scheduler mixes no phases."""
         return self.batches[0].phase
 
     @property

@@ -68,13 +68,14 @@ class Runner:
 
     def _run_joined(self, run: Run, rows: Rows) -> Float[Tensor, "n V"]:
         """Run the model over the tokens of several batches as one sequence."""
-        device = self._model.device
-        given = [_Input.of(batch, device) for batch in run.batches]
+        given = [_Input.of(batch, self._model.device) for batch in run.batches]
+        caches = [_part(batch, rows) for batch in run.batches]
         parts = [
-            Part(*one.ids.shape, one.real, _part(batch, rows)) for one, batch in zip(given, run.batches, strict=True)
+            Part(len(one.ids), one.ids.shape[1], one.real, cache) for one, cache in zip(given, caches, strict=True)
         ]
-        ends = _last_tokens(parts, device)
-        together = _Input(*(torch.cat([part[i].flatten() for part in given])[None] for i in range(2)), None)
+        ids = torch.cat([one.ids.flatten() for one in given])
+        positions = torch.cat([one.positions.flatten() for one in given])
+        together, ends = _Input(ids[None], positions[None], None), _last_tokens(parts, ids.device)
         if self._keeps_any:
             return self._logits(together, joined(parts), {"logits_to_keep": ends})[0]
         return self._logits(together, joined(parts), {})[0, ends]
@@ -131,7 +132,8 @@ def _part(batch: Batch, rows: Rows) -> PhasedCache:
 
 def _last_tokens(parts: Sequence[Part], device: torch.device) -> Int[Tensor, " n"]:
     """Return the places of every row's last token among the tokens of all parts."""
-    found, start = [], 0
+    found: list[int] = []
+    start = 0
     for part in parts:
         stop = start + part.rows * part.length
         found += range(start + part.length - 1, stop, part.length)

@@ -67,7 +67,7 @@ class Scheduler:
     Args:
         rows: number of rows.
         chunk: tokens of a prompt that are fed in one run; ``None``: a whole prompt.
-        decode_every: prompt tokens for which every running row gets a token; it gets at least one after each run.
+        decode_every: prompt tokens that are worth a run of generated tokens; at least one follows each run of prompts.
         alone: whether every run of the model is limited to one row.
         waiting: requests that wait already.
 
@@ -160,7 +160,7 @@ class Scheduler:
         is_turn = not steps or self._owed < self._decode_every
         prompts = self._feed(self._most_tokens(waited_for=bool(steps))) if is_turn else []
         read = sum(len(tokens) for batch in prompts for tokens in batch.tokens)
-        self._owed = max(0, self._owed + read - self._decode_every) if steps else 0
+        self._owed = max(0, self._owed + read - self._decode_every * len(steps)) if steps else 0
         if self._alone:
             return [Run([batch]) for batch in [*prompts, *steps]]
         return [Run(batches) for batches in (prompts, steps) if batches]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -100,12 +100,12 @@ class Joined:
         phase: Phase,
         real: Bool[Tensor, "1 N"] | None = None,
     ) -> Float[Tensor, "1 Hq N E"]:
-        """`kvkeep.Layer.step` of each batch on its own tokens."""
+        """`kvkeep.Layer.step` of each batch on its own tokens, in its own phase."""
         done, start = [], 0
         for part, stepper in zip(self._parts, self._steppers, strict=True):
             stop = start + part.rows * part.length
             mine = (_rows(tensor[:, :, start:stop], part.rows) for tensor in (query, keys, values))
-            out = stepper.step(*mine, options=options, phase=phase, real=part.real)
+            out = stepper.step(*mine, options=options, phase=part.cache.phase or phase, real=part.real)
             done.append(out.transpose(0, 1).flatten(1, 2)[None])
             start = stop
         return torch.cat(done, dim=2)
@@ -113,12 +113,13 @@ class Joined:
 
 def _rows(tensor: Float[Tensor, "1 H N D"], rows: int) -> Float[Tensor, "n H T D"]:
     """Cut a row of tokens into rows of equal length."""
-    return tensor[0].unflatten(1, (rows, -1)).transpose(0, 1)
+    _, H, N, D = tensor.shape
+    return tensor.view(H, rows, N // rows, D).transpose(0, 1)
 
 
 def joined(parts: Sequence[Part]) -> PhasedCache:
     """Return a cache for one run of the model over all batches. Their layers have slots, and no other state."""
-    layers = []
+    layers: list[Any] = []
     for same in zip(*(part.cache.layers for part in parts), strict=True):
         layers.append(HandingLayer(Joined(parts, [layer.stepper for layer in same]), same[0].window))
     cache = PhasedCache(layers=layers)
