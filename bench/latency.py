@@ -1,21 +1,23 @@
 """How long until the first token, and between tokens?
 
     python bench/latency.py                              # a short look: 1 and 8 rows, 2048 tokens
-    python bench/latency.py --full [--contexts 32768]    # 1 and 8 rows, 2048 and 8192 tokens
+    python bench/latency.py --full [--contexts 32768]    # 1 and 8 rows, 2048 and 8192 tokens, 5 times
     python bench/latency.py --history 1048576            # kvkeep alone: time per token after 1 k, 4 k, ... tokens
 
-All prompts of a cell come at the same moment. kvkeep feeds them in chunks, one prompt after the other, and rows that
-have their first token go on in between, as generate_batch does; transformers' generate feeds them as one batch. Systems
-run in turn, each in a process of its own; kvpress and llama.cpp take one prompt, so they are asked with one row only. A
-history is one prompt through one row, on the embedded model, or with --speed-model on the model of the other tables.
+All prompts of a cell come at the same moment. kvkeep reads them in chunks, the oldest prompt first, and rows that have
+their first token go on in between, as in generate_batch; transformers' generate reads them as one batch. Systems run in
+turn, each in a process of its own; kvpress and llama.cpp take one prompt, so they are asked with one row only. A repeat
+gives one number per column; the table shows the median over repeats, and the quartiles. A history is one prompt through
+one row, on the embedded model, or with --speed-model on the model of the other tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -32,7 +34,7 @@ from lib import (
     speed_model,
     spread,
 )
-from lib.cells import System, alternating, asked, leaving_out, pooled, ran, saved_model, skipped
+from lib.cells import System, alternating, asked, leaving_out, ran, saved_model, skipped
 from lib.sizes import token_bytes
 
 from kvkeep.engine import Engine, Request
@@ -40,7 +42,8 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.models import tiny
 from kvkeep.models.load import find, quiet, read_weights
 
-COLUMNS = ["system", "TTFT s: first", "median", "last", "TPOT ms (quartiles)", "tokens/s"]
+BASE = "transformers"
+COLUMNS = ["system", "TTFT s: first", "median", "last", "TPOT ms", "tokens/s", f"TTFT, TPOT vs {BASE}"]
 HISTORIES = (1024, 65_536)
 """The shortest history, and the longest by default."""
 
@@ -52,13 +55,14 @@ SPARE_TOKENS = 64
 def systems(rows: int, context: int, options: argparse.Namespace) -> list[System]:
     """Who is asked; a cache that holds everything has room for all rows."""
     total, chunk = context + options.new, {"chunk": options.chunk}
+    paced = {**chunk, "decode_every": options.decode_every}
     per_token = token_bytes(speed_config(options.layers), getattr(torch, options.dtype))
     pages = {"kv_bytes": rows * (total + SPARE_TOKENS) * per_token, "token_bytes": per_token}
     ours = {"policy": options.policy, "budget": options.budget}
     found = [
-        System(f"kvkeep {options.policy} {options.budget}", "kvkeep", {**ours, **chunk}),
-        System("kvkeep full", "kvkeep", {"policy": "full", "budget": total, **chunk}),
-        System("transformers", "transformers", {"rows": rows}),
+        System(f"kvkeep {options.policy} {options.budget}", "kvkeep", {**ours, **paced}),
+        System("kvkeep full", "kvkeep", {"policy": "full", "budget": total, **paced}),
+        System(BASE, "transformers", {"rows": rows}),
         System("generate_batch", "transformers_batch", pages),
     ]
     press = {"press": "SnapKVPress", "budget": options.budget, "attention": "sdpa"}
@@ -78,15 +82,47 @@ def cell(model: str, rows: int, context: int, options: argparse.Namespace) -> di
         "new_tokens": options.new,
     }
     found = alternating(asked(systems(rows, context, options), options), work, options.repeats)
-    lines = []
-    for name, runs in ran(found).items():
-        first, tpot = pooled(runs, "first_s"), pooled(runs, "tpot_s")
-        times = [f"{value:.2f}" for value in (min(first), median_ms(first) / 1e3, max(first))]
-        speed = sum(run["new_tokens"] for run in runs) / sum(run["seconds"] for run in runs)
-        lines.append([name, *times, spread(tpot), f"{speed:.1f}"])
-    title = f"{counted(rows)} x {context} tokens + {options.new} new, {options.dtype}; runs: {options.repeats}, in turn"
+    times = {name: [of_requests(run) for run in runs if "skipped" not in run] for name, runs in ran(found).items()}
+    lines = [[name, *line(runs), beside_base(times, name)] for name, runs in times.items()]
+    repeats = "1 run" if options.repeats == 1 else f"{options.repeats} runs in turn: medians and quartiles over runs"
+    title = f"{counted(rows)} x {context} tokens + {options.new} new, {options.dtype}; {repeats}"
     show(title, COLUMNS, lines, skipped(found))
     return {"rows": rows, "context": context, "systems": found}
+
+
+def of_requests(run: dict) -> tuple[float, ...]:
+    """One repeat: the first, median and last first token in seconds, the median time per token in ms, tokens/s."""
+    first, tpot = run["first_s"], run["tpot_s"]
+    speed = run["new_tokens"] / run["seconds"]
+    return min(first), statistics.median(first), max(first), median_ms(tpot), speed
+
+
+def line(runs: Sequence[tuple[float, ...]]) -> list[str]:
+    """The columns of a system: medians over runs, and the quartiles of the first token's median and of TPOT."""
+    first, median, last, tpot, speed = zip(*runs, strict=True)
+    middle = [digits(statistics.median(column)) for column in (first, last, speed)]
+    return [middle[0], with_quartiles(median), middle[1], with_quartiles(tpot), middle[2]]
+
+
+def with_quartiles(repeats: Sequence[float]) -> str:
+    """The median over repeats; the quartiles if there are several."""
+    if len(repeats) == 1:
+        return digits(repeats[0])
+    low, middle, high = map(digits, statistics.quantiles(repeats, n=4))
+    return f"{middle} ({low}-{high})"
+
+
+def digits(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def beside_base(times: dict[str, list[tuple[float, ...]]], name: str) -> str:
+    """The medians of a system's median first token and of its time per token, over those of the base."""
+    if BASE not in times:
+        return ""
+    ours, theirs = ([statistics.median(column) for column in zip(*times[n], strict=True)] for n in (name, BASE))
+    return f"{ours[1] / theirs[1]:.2f}x, {ours[3] / theirs[3]:.2f}x"
 
 
 def engines(options: argparse.Namespace) -> tuple[Engine, Engine]:
@@ -141,14 +177,15 @@ def history(options: argparse.Namespace) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = leaving_out(arguments(__doc__))
-    parser.add_argument("--full", action="store_true", help="1 and 8 rows x 2048 and 8192 tokens, 3 runs")
+    parser.add_argument("--full", action="store_true", help="1 and 8 rows x 2048 and 8192 tokens, 5 repeats")
     parser.add_argument("--rows", type=positive, nargs="+")
     parser.add_argument("--contexts", type=positive, nargs="+", help="prompt tokens; 32768 is possible, too")
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--budget", type=positive, default=1024)
     parser.add_argument("--chunk", type=positive, default=512, help="prompt tokens per step of kvkeep and llama.cpp")
+    parser.add_argument("--decode-every", type=positive, help="as in kvkeep.Engine; by default its default")
     parser.add_argument("--new", type=positive, default=32, help="tokens that are generated")
-    parser.add_argument("--repeats", type=positive)
+    parser.add_argument("--repeats", type=positive, help="runs of each system, in turn; by default 1, with --full 5")
     parser.add_argument(
         "--history", type=positive, nargs="?", const=HISTORIES[1], help="longest history; nothing else is run"
     )
@@ -163,7 +200,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--history begins at {HISTORIES[0]} tokens")
     options.rows = options.rows or [1, 8]
     options.contexts = options.contexts or ([2048, 8192] if options.full else [2048])
-    options.repeats = options.repeats or (3 if options.full else 1)
+    options.repeats = options.repeats or (5 if options.full else 1)
     return options
 
 

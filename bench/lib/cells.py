@@ -104,11 +104,6 @@ def middle(runs: list[dict], name: str) -> float:
     return statistics.median(run[name] for run in runs)
 
 
-def pooled(runs: list[dict], name: str) -> list[float]:
-    """A measurement of every request, over all runs."""
-    return [value for run in runs for value in run[name]]
-
-
 def skipped(found: Mapping[str, list[dict]]) -> list[str]:
     """A note for every system that did not run: its name, and why."""
     reasons = {name: runs[0].get("skipped") for name, runs in found.items()}

@@ -12,11 +12,11 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvkeep
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.batch import Batch, Run
 from kvkeep.engine.request import Generation
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.scheduler import Batch
 from kvkeep.types import Phase
 from lib.gpu import RUN_OUT, Bench, Step, fill, middle
 from lib.sizes import bounded_row_bytes, token_bytes, weight_bytes
@@ -56,10 +56,10 @@ def bounded_step(bench: Bench, policy: str, budget: int, rows: int, *, history: 
         fill(row_layer.stepper, keys, values, history)
     runner = Runner(model, graphs=True)
     one = Generation(0, Request(prompt=[0]), memory.policy, budget, frozenset(), fed=history, token_ids=[0])
-    batch = Batch(0, [one] * rows, [[0]] * rows, [one.fed] * rows, Phase.DECODE)
+    run = Run([Batch(0, [one] * rows, [[0]] * rows, [one.fed] * rows, Phase.DECODE)])
 
     def step() -> object:
-        return runner.run(batch, memory).argmax(dim=-1)
+        return runner.run(run, memory).argmax(dim=-1)
 
     step()
     for name, why in runner.graphs.refused.items() if runner.graphs else ():

@@ -48,6 +48,7 @@ def bench(monkeypatch):
             "reading",
             "overhead",
             "mixed",
+            "joined",
             "kernel",
             "products",
         }:
@@ -219,6 +220,13 @@ def test_products(monkeypatch, capsys):
     assert "3 rows" in text
 
 
+def test_joined(monkeypatch, capsys):
+    words = ["--chunk", "6", "--prompts", "2", "--decoding", "2", "--budget", "8", "--repeats", "2"]
+    text, data = run("joined", monkeypatch, capsys, *words)
+    assert "2 x 6 prompt tokens, 2 rows decode" in text
+    assert {name: len(times) for name, times in data["ms"].items()} == dict.fromkeys(data["ms"], 2)
+
+
 def test_overhead(monkeypatch, capsys):
     text, data = run("overhead", monkeypatch, capsys, "--rows", "2", "--budget", "40", "--repeats", "2")
     assert data["policies"]["local"]["step_ratio"] == data["policies"]["local"]["layer_ratio"] == 1.0
@@ -284,9 +292,40 @@ def test_latency(monkeypatch, capsys, here):
     assert "1 row x 12 tokens + 3 new" in text
 
 
+def test_latency_is_summed_up_over_repeats(monkeypatch, capsys):
+    latency = import_module("latency")
+    monkeypatch.setattr(sys, "argv", ["latency.py", "--repeats", "3", "--decode-every", "7"])
+    options = latency.parse_arguments()
+
+    def fake(systems, work, repeats):
+        """Three runs; the base is twice as slow, and the last system does not run, or fails in its second run."""
+        assert {system.options["decode_every"] for system in systems if system.peer == "kvkeep"} == {7}
+        runs = {s.name: [one_run((1 + (s.name == "transformers")) * (10 + n)) for n in range(repeats)] for s in systems}
+        runs["kvkeep full"][1] = runs["generate_batch"][0] = {"skipped": "no room"}
+        return runs
+
+    monkeypatch.setattr(latency, "alternating", fake)
+    latency.cell("folder", 8, 2048, options)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "3 runs in turn: medians and quartiles over runs" in text
+    for number in ("11 (10-12)", "22 (20-24)", "110 (100-120)", "220 (200-240)", "0.50x, 0.50x", "1.00x, 1.00x"):
+        assert number in text, number
+    assert "generate_batch: no room" in text
+    assert [latency.digits(number) for number in (0.01234, 1.5, 99.96, 123.4, 12345)] == [
+        *("0.0123", "1.5", "100", "123", "12345")
+    ]
+
+
+def one_run(median):
+    """What a peer measures: three first tokens, and the times between tokens of three requests."""
+    return {"first_s": [1.0, median, 99.0], "tpot_s": [0.0, median / 100, 1.0], "new_tokens": 50, "seconds": 5.0}
+
+
 def test_a_paged_cache_has_room_for_all_rows():
     latency, batch = import_module("latency"), import_module("peers.transformers_batch")
-    options = latency.argparse.Namespace(layers=1, dtype="float32", policy="h2o", budget=16, chunk=5, new=3)
+    options = latency.argparse.Namespace(
+        layers=1, dtype="float32", policy="h2o", budget=16, chunk=5, new=3, decode_every=None
+    )
     pages = {system.name: system.options for system in latency.systems(3, 40, options)}["generate_batch"]
     per_request = -(-(40 + 3) // batch.PAGE_TOKENS)
     assert pages["kv_bytes"] // (batch.PAGE_TOKENS * pages["token_bytes"]) >= 3 * per_request

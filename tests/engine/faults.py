@@ -147,6 +147,7 @@ def schedule(seed, monkeypatch):
             prefill_chunk=chunk,
             layer_budget=layer_budget,
             graphs=rng.random() < 0.2,
+            decode_every=random.Random(~seed).choice((1, 3, 128)),
         )
     except BudgetError:
         return {}, 0  # the layers of a pyramid are too small for what the policy protects

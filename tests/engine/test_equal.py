@@ -197,16 +197,18 @@ def test_random_schedules(examples):
         schedule=st.lists(arrivals, min_size=1, max_size=6),
         rows=st.integers(1, 4),
         chunk=st.sampled_from([3, 8, 100]),
+        decode_every=st.sampled_from([1, 5, 128]),
     )
-    def run(schedule, rows, chunk):
-        check_schedule(schedule, rows, chunk)
+    def run(schedule, rows, chunk, decode_every):
+        check_schedule(schedule, rows, chunk, decode_every)
 
     run()
 
 
-def check_schedule(schedule, rows, chunk):
+def check_schedule(schedule, rows, chunk, decode_every):
     """Each request ends with the tokens that it gets alone, or with the first of them if it was cancelled."""
-    engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=rows, prefill_chunk=chunk)
+    options = {"prefill_chunk": chunk, "decode_every": decode_every}
+    engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=rows, **options)
     numbers, results = play(engine, schedule)
     assert results.keys() == numbers.keys()
     for number, arrival in numbers.items():

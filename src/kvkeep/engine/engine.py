@@ -14,6 +14,7 @@ from torch import nn
 from kvkeep import budget as budgets
 from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission, usable
+from kvkeep.engine.batch import Run
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.interrupts import Guard, Uninterrupted
 from kvkeep.engine.own import keeps_states
@@ -21,7 +22,7 @@ from kvkeep.engine.request import Asked, Event, Generation, Result, listed, requ
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.scheduler import Batch, Scheduler
+from kvkeep.engine.scheduler import Scheduler, pace
 from kvkeep.engine.service import Box, Service
 from kvkeep.errors import InputError, NoNumbersError
 from kvkeep.memory import Memory
@@ -51,6 +52,7 @@ class Engine:
             A model with layers that keep a state reads prompts whole; its layers with slots take these chunks.
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
+        decode_every: prompt tokens for which each running row gets a token; by default 128 on a CPU, 1024 elsewhere.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
 
     Raises:
@@ -70,10 +72,11 @@ class Engine:
         prefill_chunk: int | None = None,
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
+        decode_every: int | None = None,
         graphs: bool | None = None,
     ) -> None:
         numbers = {"budget": budget, "rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk}
-        for name, number in numbers.items():
+        for name, number in {**numbers, "decode_every": decode_every}.items():
             budgets.check_one(1 if number is None and name != "budget" else number, name)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
         self.policy, self.budget, self._chunk = usable(policy), budget, prefill_chunk
@@ -84,10 +87,10 @@ class Engine:
         self._admission = Admission(self.model, tokenizer, **asked, options=options)
         graphs = not has_states and (self.model.device.type == "cuda" if graphs is None else graphs)
         self._runner = Runner(self.model, graphs=graphs)
+        self._schedule = partial(Scheduler, chunk=self._chunk, decode_every=decode_every or pace(self.model.device))
         self._all: dict[int, Generation] = {}
-        self._count = 0
         self._unreported: list[Event] = []
-        self._service, self._closed = Service(), False
+        self._service, self._closed, self._count = Service(), False, 0
         self._use(self._admission.make_rows(self.policy))
 
     @property
@@ -119,8 +122,7 @@ class Engine:
 
         A text is the user's message in the chat template, and its tokens are chosen as ``sampling`` says.
         """
-        found = dict(self.run(requests, sampling))
-        return [found[place] for place in sorted(found)]
+        return [result for _, result in sorted(self.run(requests, sampling))]
 
     def run(self, requests: Asked | Iterable[Asked], sampling: Sampling | None = None) -> Iterator[tuple[int, Result]]:
         """Run requests to their ends, and yield each result as soon as it is there, with its place in the input.
@@ -226,9 +228,9 @@ class Engine:
             self._service.sweep(self.cancel)
             with Guard(self._recover, self._scheduler.beginning):
                 self._admit()
-            for batch in self._scheduler.plan():
-                with Guard(self._recover, partial(getattr, batch, "requests")):
-                    self._advance(batch)
+            for run in self._scheduler.plan():
+                with Guard(self._recover, partial(getattr, run, "requests")):
+                    self._advance(run)
             self._service.sweep(self.cancel)
 
     def _report(self, event: Event) -> None:
@@ -252,10 +254,10 @@ class Engine:
                 self._rows.move(gap.source, gap.target)
                 self._scheduler.move(gap)
 
-    def _advance(self, batch: Batch) -> None:
-        """Run the model over a batch, then choose the next tokens of the rows that are ready for one."""
-        logits = self._runner.run(batch, self._rows)
-        if not (ready := batch.commit()):
+    def _advance(self, run: Run) -> None:
+        """Run the model, then choose the next tokens of the rows that are ready for one."""
+        logits = self._runner.run(run, self._rows)
+        if not (ready := run.commit()):
             return
         places, requests = [i for i, _ in ready], [one for _, one in ready]
         chosen = logits if len(requests) == len(logits) else logits[places]
@@ -283,7 +285,7 @@ class Engine:
 
     def _use(self, rows: Rows, waiting: Iterable[Generation] = ()) -> None:
         """Run requests in these rows from now on."""
-        self._rows, self._scheduler = rows, Scheduler(rows.count, self._chunk, alone=rows.alone, waiting=waiting)
+        self._rows, self._scheduler = rows, self._schedule(rows.count, alone=rows.alone, waiting=waiting)
 
     def _recover(self, error: BaseException, touched: Sequence[Generation]) -> None:
         """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""

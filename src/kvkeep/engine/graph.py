@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvkeep.engine.batch import Batch
 from kvkeep.engine.rows import Rows
-from kvkeep.engine.scheduler import Batch
 from kvkeep.models.load import Model
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.engine.batch import Batch, Run
 from kvkeep.engine.graph import Graphs
 from kvkeep.engine.rows import Rows
-from kvkeep.engine.scheduler import Batch
+from kvkeep.engine.segments import Part, joined
 from kvkeep.errors import UnsupportedModelError
+from kvkeep.handing import PhasedCache
 from kvkeep.models.load import Model
 
 _ALONE = {
@@ -23,7 +26,7 @@ _ALONE = {
 
 
 class Runner:
-    """Feeds batches to a model.
+    """Runs a model over batches.
 
     Args:
         model: the model, attached.
@@ -46,35 +49,93 @@ class Runner:
                 f"{type(model).__name__} {why}, so an engine cannot run sequences of different lengths on it. Use "
                 "model.generate with a BoundedCache."
             )
-        self._options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        keeps = known.get("logits_to_keep")
+        self._options: dict[str, Any] = {} if keeps is None else {"logits_to_keep": 1}
+        self._keeps_any = keeps is not None and "Tensor" in str(keeps.annotation)
         self.graphs = Graphs(model, self._options) if graphs else None
 
     @torch.inference_mode()
-    def run(self, batch: Batch, rows: Rows) -> Float[Tensor, "n V"]:
-        """Feed a batch and return the logits after each row's last token; the next run may overwrite them."""
+    def run(self, run: Run, rows: Rows) -> Float[Tensor, "n V"]:
+        """Run the model and return the logits after each row's last token; the next run may overwrite them."""
+        if len(run.batches) > 1:
+            return self._run_joined(run, rows)
+        (batch,) = run.batches
         if self.graphs is not None and (logits := self.graphs.run(batch, rows)) is not None:
             return logits
-        device = self._model.device
-        T = max(map(len, batch.tokens))
-        ids, positions, real = [], [], []
-        for first, tokens in zip(batch.positions, batch.tokens, strict=True):
-            pad = T - len(tokens)  # in front, so that the last column holds every row's last token
-            ids.append([0] * pad + list(tokens))
-            positions.append([0] * pad + list(range(first, first + len(tokens))))
-            real.append([False] * pad + [True] * len(tokens))
-        mask = None if all(map(all, real)) else torch.tensor(real, device=device)
-        out = self._model(
-            input_ids=torch.tensor(ids, device=device),
-            position_ids=torch.tensor(positions, device=device),
-            attention_mask=mask,
-            past_key_values=rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh),
-            use_cache=True,
-            **self._options,
-        )
-        last: Tensor = out.logits[:, -1]
+        given = _Input.of(batch, self._model.device)
+        last: Tensor = self._logits(given, _part(batch, rows), self._options)[:, -1]
         return last
+
+    def _run_joined(self, run: Run, rows: Rows) -> Float[Tensor, "n V"]:
+        """Run the model over the tokens of several batches as one sequence."""
+        given = [_Input.of(batch, self._model.device) for batch in run.batches]
+        caches = [_part(batch, rows) for batch in run.batches]
+        parts = [
+            Part(len(one.ids), one.ids.shape[1], one.real, cache) for one, cache in zip(given, caches, strict=True)
+        ]
+        ids = torch.cat([one.ids.flatten() for one in given])
+        positions = torch.cat([one.positions.flatten() for one in given])
+        together, ends = _Input(ids[None], positions[None], None), _last_tokens(parts, ids.device)
+        if self._keeps_any:
+            return self._logits(together, joined(parts), {"logits_to_keep": ends})[0]
+        return self._logits(together, joined(parts), {})[0, ends]
+
+    def _logits(self, given: _Input, cache: PhasedCache, options: dict[str, Any]) -> Float[Tensor, "n T V"]:
+        """Run the model."""
+        out: Tensor = self._model(
+            input_ids=given.ids,
+            position_ids=given.positions,
+            attention_mask=given.real,
+            past_key_values=cache,
+            use_cache=True,
+            **options,
+        ).logits
+        return out
 
     def forget(self) -> None:
         """Drop all recorded steps, because the rows that they read and write are about to go."""
         if self.graphs is not None:
             self.graphs.clear()
+
+
+class _Input(NamedTuple):
+    """The tokens of a batch as tensors.
+
+    Attributes:
+        ids: the token ids.
+        positions: the position of each token in its sequence.
+        real: which tokens are real; ``None``: all.
+    """
+
+    ids: Int[Tensor, "n T"]
+    positions: Int[Tensor, "n T"]
+    real: Bool[Tensor, "n T"] | None
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> _Input:
+        """Return the tokens of a batch, padded in front: the last column holds every row's last token."""
+        T = max(map(len, batch.tokens))
+        ids, positions, real = [], [], []
+        for first, tokens in zip(batch.positions, batch.tokens, strict=True):
+            pad = T - len(tokens)
+            ids.append([0] * pad + list(tokens))
+            positions.append([0] * pad + list(range(first, first + len(tokens))))
+            real.append([False] * pad + [True] * len(tokens))
+        mask = None if all(map(all, real)) else torch.tensor(real, device=device)
+        return cls(torch.tensor(ids, device=device), torch.tensor(positions, device=device), mask)
+
+
+def _part(batch: Batch, rows: Rows) -> PhasedCache:
+    """Return the rows of a batch."""
+    return rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh)
+
+
+def _last_tokens(parts: Sequence[Part], device: torch.device) -> Int[Tensor, " n"]:
+    """Return the places of every row's last token among the tokens of all parts."""
+    found: list[int] = []
+    start = 0
+    for part in parts:
+        stop = start + part.rows * part.length
+        found += range(start + part.length - 1, stop, part.length)
+        start = stop
+    return torch.tensor(found, device=device)

@@ -1,67 +1,48 @@
-"""Who runs next: the scheduler gives rows to waiting requests and plans the batches of each step.
+"""Who runs next: the scheduler gives rows to waiting requests and plans the runs of each step.
 
-A step feeds at most one chunk of prompt tokens, and one token to every other running row. So a running row never waits
-longer than one chunk takes.
+Each step feeds one token to every running row. Before it, at most one run feeds prompts, so a running row never waits
+for more than one. After a long run of prompts, steps without prompts follow: one for every ``decode_every`` tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
+
+from kvkeep.engine.batch import Batch, Run
 from kvkeep.engine.request import Generation
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
 
-WHOLE_PROMPTS = 512
-"""Most tokens of a run that feeds several whole prompts, padding included; a single prompt may be longer."""
+SHARED_TOKENS = 512
+"""Most prompt tokens that several prompts share in a run if no running row waits; a single chunk may be longer."""
+
+PADDING = 8
+"""Most tokens of padding per row that joins a batch. A batch of its own takes as long as about so many tokens."""
+
+STEP_TOKENS = {"cpu": 32}
+"""Prompt tokens that take as long as a decode step of a few rows, by device; measured, see ``docs/log.md``."""
+
+OTHER_STEP_TOKENS = 256
+"""The same for other devices, which compute faster in proportion to their memory."""
+
+PROMPT_SHARE = 4
+"""While prompts are read beside running rows, they get so many times the time of the rows."""
 
 PATIENCE = 4
 """A request that needs other rows is passed over at most this many times per row; then the rows are replaced."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One run of the model over neighbouring rows. No request changes before `commit`.
+def pace(device: torch.device) -> int:
+    """Return the prompt tokens for which every running row gets a token, unless the user says otherwise.
 
-    Attributes:
-        start: the first row.
-        rows: the request in each row from ``start`` on; ``None`` for a row that is fed nothing.
-        tokens: the tokens that each row is fed; empty for ``None``.
-        positions: the position of each row's first token in its sequence.
-        phase: whether the tokens belong to prompts or were generated.
-        fresh: whether every row begins its prompt.
+    The prompts' first tokens then come a quarter later than without running rows, and tokens of running rows take five
+    times as long as without prompts.
     """
-
-    start: int
-    rows: Sequence[Generation | None]
-    tokens: Sequence[Sequence[int]]
-    positions: Sequence[int]
-    phase: Phase
-    fresh: bool = False
-
-    @property
-    def stop(self) -> int:
-        """The row after the last."""
-        return self.start + len(self.rows)
-
-    @property
-    def requests(self) -> list[Generation]:
-        """The requests that are fed."""
-        return [one for one in self.rows if one is not None]
-
-    def commit(self) -> list[tuple[int, Generation]]:
-        """Note that the model has seen the tokens.
-
-        Returns:
-            The requests whose next token follows from this run, each with its place in the batch.
-        """
-        for one, tokens in zip(self.rows, self.tokens, strict=True):
-            if one is not None:
-                one.fed += len(tokens)
-        return [(i, one) for i, one in enumerate(self.rows) if one is not None and one.prompt_left == 0]
+    return PROMPT_SHARE * STEP_TOKENS.get(device.type, OTHER_STEP_TOKENS)
 
 
 class Gap(NamedTuple):
@@ -72,12 +53,21 @@ class Gap(NamedTuple):
     target: int
 
 
+class Piece(NamedTuple):
+    """The next tokens of a prompt, with the row and the request that they belong to."""
+
+    row: int
+    owner: Generation
+    tokens: Sequence[int]
+
+
 class Scheduler:
     """Gives rows to requests, and plans which of them the model runs.
 
     Args:
         rows: number of rows.
-        chunk: prompt tokens that are fed in one step; ``None``: a whole prompt.
+        chunk: tokens of a prompt that are fed in one run; ``None``: a whole prompt.
+        decode_every: prompt tokens that are worth a run of generated tokens; at least one follows each run of prompts.
         alone: whether every run of the model is limited to one row.
         waiting: requests that wait already.
 
@@ -85,11 +75,15 @@ class Scheduler:
         waiting: the requests without a row, the longest waiting first.
     """
 
-    def __init__(self, rows: int, chunk: int | None, *, alone: bool, waiting: Iterable[Generation] = ()) -> None:
+    def __init__(
+        self, rows: int, *, chunk: int | None, decode_every: int, alone: bool, waiting: Iterable[Generation] = ()
+    ) -> None:
         self.waiting = deque(waiting)
         self._rows: list[Generation | None] = [None] * rows
         self._chunk = chunk
         self._alone = alone
+        self._decode_every = decode_every
+        self._owed = 0
         self._passed_over = 0
 
     @property
@@ -160,13 +154,24 @@ class Scheduler:
         """Note that a sequence goes on in another row."""
         self._rows[gap.source], self._rows[gap.target], gap.one.row = None, gap.one, gap.target
 
-    def plan(self) -> list[Batch]:
-        """Return the batches of this step: at most one chunk of prompts, and one token for every other row."""
+    def plan(self) -> list[Run]:
+        """Return the runs of this step: prompts, as far as it is their turn, and one token for every running row."""
+        steps = self._decode()
+        is_turn = not steps or self._owed < self._decode_every
+        prompts = self._feed(self._most_tokens(waited_for=bool(steps))) if is_turn else []
+        read = sum(len(tokens) for batch in prompts for tokens in batch.tokens)
+        self._owed = max(0, self._owed + read - self._decode_every * len(steps)) if steps else 0
+        if self._alone:
+            return [Run([batch]) for batch in [*prompts, *steps]]
+        return [Run(batches) for batches in (prompts, steps) if batches]
+
+    def _decode(self) -> list[Batch]:
+        """Return batches of one token for every running row."""
         decoding = [one if one is not None and one.token_ids else None for one in self._rows]
         while decoding and decoding[-1] is None:
             decoding.pop()
         groups = [(i, [one]) for i, one in enumerate(decoding) if one] if self._alone else [(0, decoding)]
-        steps = [
+        return [
             Batch(
                 start,
                 group,
@@ -177,23 +182,48 @@ class Scheduler:
             for start, group in groups
             if group
         ]
-        return [*self._feed(), *steps]
 
-    def _feed(self) -> list[Batch]:
-        """Return a batch of the next chunk of the oldest prompt, or of several short prompts in neighbouring rows."""
-        first = min((one for one in self.running if one.prompt_left), key=lambda one: one.id, default=None)
-        if first is None or first.row is None:
-            return []
-        chunk = max(WHOLE_PROMPTS, first.prompt_left) if self._chunk is None else self._chunk
-        fresh = first.fed == 0
-        group = [first]
-        while fresh and not self._alone and first.prompt_left <= chunk:
-            row = first.row + len(group)
-            other = self._rows[row] if row < len(self._rows) else None
-            if other is None or other.token_ids or other.fed:
-                break
-            if (len(group) + 1) * max(len(one.prompt) for one in [*group, other]) > chunk:
-                break
-            group.append(other)
-        tokens = [one.prompt[one.fed : one.fed + chunk] for one in group]
-        return [Batch(first.row, group, tokens, [one.fed for one in group], Phase.PREFILL, fresh)]
+    def _most_tokens(self, *, waited_for: bool) -> int:
+        """Return the most prompt tokens that several prompts share in a run."""
+        if self._alone:
+            return 0
+        if self._chunk is None:
+            return SHARED_TOKENS
+        return self._chunk if waited_for else max(self._chunk, SHARED_TOKENS)
+
+    def _feed(self, most: int) -> list[Batch]:
+        """Return the next chunk of the oldest prompt, and of the following ones as long as there are few tokens."""
+        chosen: list[Piece] = []
+        for one in sorted((one for one in self.running if one.prompt_left), key=lambda one: one.id):
+            stop = len(one.prompt) if self._chunk is None else one.fed + self._chunk
+            tokens = one.prompt[one.fed : stop]
+            if not chosen or len(tokens) <= most:
+                most -= len(tokens)
+                chosen.append(Piece(cast(int, one.row), one, tokens))
+        return [_batch(pieces) for pieces in _neighbours(sorted(chosen))]
+
+
+def _neighbours(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Put pieces of neighbouring rows together where that takes little padding. The pieces are sorted by row."""
+    groups: list[list[Piece]] = []
+    for piece in pieces:
+        if groups and _fits(groups[-1], piece):
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def _fits(group: Sequence[Piece], piece: Piece) -> bool:
+    """Return whether a piece joins the group before it."""
+    lengths = [len(one.tokens) for one in (*group, piece)]
+    padding = len(lengths) * max(lengths) - sum(lengths)
+    begins = {one.owner.fed == 0 for one in (*group, piece)}
+    return group[-1].row + 1 == piece.row and len(begins) == 1 and padding <= PADDING * len(group)
+
+
+def _batch(pieces: Sequence[Piece]) -> Batch:
+    """Return a batch of pieces of neighbouring rows."""
+    requests = [piece.owner for piece in pieces]
+    tokens, fed = [piece.tokens for piece in pieces], [one.fed for one in requests]
+    return Batch(pieces[0].row, requests, tokens, fed, Phase.PREFILL, fresh=not fed[0])

@@ -213,7 +213,8 @@ def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, b
     most = survey.requests
     rows = min(most, batch.max_rows or (most if batch.kv_memory else DEFAULT_ROWS))
     try:
-        engine = engine_for(writer, request, budget=budget, rows=rows, kv_memory=batch.kv_memory)
+        options = {"rows": rows, "kv_memory": batch.kv_memory, "decode_every": MAX_TOKENS}  # one after each chunk
+        engine = engine_for(writer, request, budget=budget, **options)
     except BudgetError as error:
         if request.budget or parse_policy(request.policy).evicts:
             raise
