@@ -28,7 +28,7 @@ class Fed:
         self.layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk, cascade=self.cascade)
 
     def feed(self, tape: Tape, stop: int) -> Tensor:
-        """Feed the columns up to ``stop``: the case's prompt, or a generated token. Return the output, 0 for padding."""
+        """Feed the columns up to ``stop``: the prompt, or a generated token. Return the output, 0 for padding."""
         start = self.layer.columns
         real = tape.real[:, start:stop]
         phase = Phase.PREFILL if start < self.case.prompt else Phase.DECODE
