@@ -14,7 +14,7 @@ from kvkeep.errors import CapacityError, ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store
-from kvkeep.types import EMPTY, Budget, Phase, Slots, State
+from kvkeep.types import EMPTY, Budget, Phase, Slots, State, View
 
 
 class Block:
@@ -122,6 +122,41 @@ class Block:
             return new, state
         held = Slots(*self.store.beside(keys, values, used=used), _joined(self.store.positions, new.positions, used))
         return held, {name: _joined(self.state[name], chunk, used) for name, chunk in state.items()}
+
+    def view(
+        self,
+        slots: Slots,
+        new: Int[Tensor, " B"],
+        *,
+        phase: Phase,
+        layer: int,
+        past: Float[Tensor, "B A"],
+        alive: Bool[Tensor, "B A"],
+    ) -> View:
+        """What a policy sees of slots in a step. The counters are live, as the block's slots are.
+
+        Args:
+            slots: the block's slots, or copies of them beside a chunk.
+            new: real tokens that each row received.
+            phase: the kind of these tokens.
+            layer: index of the layer in the model.
+            past: see `View`.
+            alive: see `View`.
+        """
+        return View(
+            positions=slots.positions,
+            keys=slots.keys,
+            values=slots.values,
+            seen=self.seen,
+            budget=self.budget,
+            new=new,
+            prompt=self.prompt,
+            phase=phase,
+            layer=layer,
+            sequences=self.sequences,
+            past=past,
+            alive=alive,
+        )
 
     def remember(self, state: State) -> None:
         """Write the policy's state in place."""
