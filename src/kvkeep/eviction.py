@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from kvkeep import scores
 from kvkeep.backends import Added, Backend, Limits
 from kvkeep.errors import PolicyError
+from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
@@ -33,6 +34,25 @@ def check_room(
     elif policy.grows and phase is Phase.DECODE:
         more = torch.as_tensor(coming, device=block.seen.device).view(-1, 1)
         block.check_room(block.held() + more, window=window)
+
+
+def check_pins(policy: Policy, budgets: Sequence[int], pins: Sequence[Spans], *, window: int | None) -> None:
+    """Refuse pins for which a row has no room.
+
+    Args:
+        policy: protects tokens of its own.
+        budgets: one number for all rows, or one per row.
+        pins: one entry for all rows, or one per row.
+        window: sliding window of the layer. Where the budget holds all of it, no token has to go before it expires.
+
+    Raises:
+        BudgetError: a row's pinned and protected tokens are more than its budget.
+    """
+    rows = max(len(budgets), len(pins))
+    for row in range(rows if pins else 0):
+        budget = budgets[row if len(budgets) == rows else 0]
+        if window is None or budget < window:
+            policy.check_pins(budget, pins[row if len(pins) == rows else 0])
 
 
 def in_chunks(
@@ -169,7 +189,10 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
         held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, stays), EMPTY)
         return
     sinks, recent = policy.protected(view.budget)
-    backend.evict(held, _scores(policy, view, block.state), Limits(view.seen, sinks, recent, stays))
+    score = _scores(policy, view, block.state)
+    if view.pins is not None:  # a backend knows of sinks and recent tokens only
+        score = score.masked_fill(scores.pinned(held, view.pins), torch.inf)
+    backend.evict(held, score, Limits(view.seen, sinks, recent, stays))
 
 
 def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> None:
@@ -183,7 +206,7 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         window: sliding window of the layer.
     """
     if policy.spreads is not None:
-        block.spread(policy.spreads.heads(policy, view, state))
+        block.spread(head_budgets(policy, view, state))
         view = replace(view, budget=block.budget)
     positions = view.positions
     stays = scores.keep(_shielded(policy, view, state), positions, limit(policy, view, state, window=window))
@@ -199,6 +222,30 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
 
 
+def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
+    """The budgets that a policy gives to heads. Where pins need more, heads with more give of what they have above it.
+
+    The sum over a row's heads stays the same.
+    """
+    assert policy.spreads is not None
+    found = policy.spreads.heads(policy, view, state)
+    if view.pins is None:
+        return found
+    coming = (view.pins[:, 1::2] - view.pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(view.budget)[1]
+    held = protected_slots(policy, view).sum(dim=-1).maximum(coming)  # generated tokens may be pinned, too
+    above = (found - held).clamp(min=0)
+    free = (found - held).sum(dim=-1, keepdim=True).clamp(min=0)
+    shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)
+    return torch.where((found < held).any(dim=-1, keepdim=True), held + scores.rounded(shares, free), found)
+
+
+def protected_slots(policy: Policy, view: View) -> Bool[Tensor, "B Hk S"]:
+    """Whether each slot holds a token that may not be evicted: a sink, a recent one or a pinned one."""
+    sinks, recent = policy.protected(view.budget)
+    held = scores.protects(view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
+    return held & (view.positions >= 0)
+
+
 def limit(policy: Policy, view: View, state: State, *, window: int | None = None) -> Budget:
     """The number of slots that stay occupied; all of the budget in a row whose budget holds the whole sliding window.
 
@@ -210,6 +257,9 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
     """
     if policy.bursts is not None:
         stays: Budget = policy.bursts.stays(policy, view, state)
+        if view.pins is not None:  # a burst ends at the protected tokens
+            least = protected_slots(policy, view).sum(dim=-1)
+            stays = torch.maximum(torch.as_tensor(stays, device=least.device), least)
     elif policy.grows is not None:
         stays = policy.grows.stays(view)
     else:
@@ -224,7 +274,8 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
 def _shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
     """The policy's scores after `scores.protect`."""
     sinks, recent = policy.protected(view.budget)
-    return scores.protect(_scores(policy, view, state), view.positions, view.seen, sinks=sinks, recent=recent)
+    found = _scores(policy, view, state)
+    return scores.protect(found, view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
 
 
 def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:

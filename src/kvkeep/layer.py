@@ -20,8 +20,9 @@ from kvkeep import budget as budgets
 from kvkeep import scores
 from kvkeep.backends import Backend, choose
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
-from kvkeep.eviction import append, check_room, cut, evict, fused, fuses, in_chunks
+from kvkeep.eviction import append, check_pins, check_room, cut, evict, fused, fuses, in_chunks
 from kvkeep.memory import Memory
+from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import Alone, Block, Cascade, DenseStore, Store, inference
@@ -41,9 +42,11 @@ class Layer:
         rotation: the model's rotary embedding, for slot positions: keys are stored unrotated and attended at their
             rank in the cache. ``None``: true positions.
         cascade: the tables that this layer shares with others under a policy that prunes through the layers.
+        pins: spans that the policy may not evict (`kvkeep.pins.spans_of_rows`), one entry for all rows or one per row.
 
     Raises:
-        BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget.
+        BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget, or
+            does so together with the pins.
 
     Attributes:
         columns: columns seen so far, padding included.
@@ -67,6 +70,7 @@ class Layer:
         sequences: Sequence[int] | None = None,
         rotation: Rotation | None = None,
         cascade: Cascade | None = None,
+        pins: Sequence[Spans] = (),
     ):
         for number in (numbers := budgets.check(budget)):
             policy.check(number)
@@ -77,6 +81,8 @@ class Layer:
         self.columns, self.moves, self.allocated, self._broken = 0, 0, False, False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index, self._sequences, self._rotation = index, sequences, rotation
+        self._pins = pins if policy.evicts else ()
+        check_pins(policy, self.budgets, self._pins, window=window)
         self._prefill_chunk = None if prefill_chunk is None else int(prefill_chunk)
         self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
 
@@ -194,7 +200,7 @@ class Layer:
         positions = self.block.advance(1, real, Phase.DECODE)
         self.columns += 1
         slots, backend = self.store.slots(), self._backend
-        if self._fuses:
+        if self._fuses and self.block.pins is None:
             view, new = self._view(slots, new=positions >= 0, phase=Phase.DECODE), (query, keys, values)
             done = fused(
                 self.policy, self.block, view, new, positions, options=options, window=self.window, backend=backend
@@ -271,8 +277,8 @@ class Layer:
         if self.allocated and (self.columns or self.store.fits(keys, values)):
             self.block.check_fit(keys, values)
             return
-        starts, ids = self.policy.slots, self._sequences
-        new = Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind)
+        starts, ids, pins = self.policy.slots, self._sequences, self._pins
+        new = Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind, pins=pins)
         self.hold(new, columns=self.columns)
 
     def hold(self, block: Block, *, columns: int) -> None:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kvkeep import budget as budgets
+from kvkeep import pins as spans
 from kvkeep.errors import CapacityError, ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
@@ -27,6 +28,7 @@ class Block:
         starts: the policy's per-slot state: name → value of an empty slot.
         sequences: identity of each row for randomness; all 0 if not given.
         store: the class of the store that holds the slots.
+        pins: spans that no policy may evict, one entry for all rows or one per row.
 
     Attributes:
         store: keys, values and positions.
@@ -35,10 +37,11 @@ class Block:
         prompt: tokens seen at the end of the last piece of the row's prompt.
         sequences: identity of each row.
         budget: slots that may stay occupied, one number or one per row.
+        pins: bounds of each row's pinned spans, see `kvkeep.scores.pinned`; ``None`` if no row has any.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row.
-        ShapeError: there are sequence ids, but not one for each row.
+        ShapeError: there are sequence ids or pins, but not for each row.
     """
 
     store: Store
@@ -47,6 +50,7 @@ class Block:
     prompt: Int[Tensor, " B"]
     sequences: Int[Tensor, " B"]
     budget: Budget
+    pins: Int[Tensor, "B bounds"] | None
 
     def __init__(
         self,
@@ -57,11 +61,13 @@ class Block:
         starts: Mapping[str, float],
         sequences: Sequence[int] | None = None,
         store: type[Store] = DenseStore,
+        pins: Sequence[spans.Spans] = (),
     ):
         B, Hk, _, _ = keys.shape
         if sequences is not None and len(sequences) != B:
             raise ShapeError(f"{len(sequences)} sequence ids were given for a batch of {B} rows; give one per row.")
         device = keys.device
+        self.pins = spans.table(spans.for_rows(pins, B), device) if any(pins) else None
         self.budget = budgets.per_row(numbers, B, device)
         self.store = store(keys, values, capacity=max(numbers) + 1)
         shape = (B, Hk, self.store.capacity)
@@ -82,6 +88,8 @@ class Block:
         """Empty one row."""
         self.store.positions[row] = EMPTY
         self.seen[row] = self.prompt[row] = 0
+        if self.pins is not None:
+            self.pins[row] = spans.LAST
 
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
         """The positions of the next ``T`` tokens of each row, -1 for padding."""
@@ -156,6 +164,7 @@ class Block:
             sequences=self.sequences,
             past=past,
             alive=alive,
+            pins=self.pins,
         )
 
     def remember(self, state: State) -> None:
@@ -226,8 +235,8 @@ class Block:
         store = {f"store.{name}": tensor for name, tensor in self.store.per_row().items()}
         state = {f"state.{name}": tensor for name, tensor in self.state.items()}
         own = {name: getattr(self, name) for name in ("seen", "prompt", "sequences")}
-        budget = {"budget": self.budget} if isinstance(self.budget, Tensor) else {}
-        return {**store, **state, **own, **budget}
+        some = {name: getattr(self, name) for name in ("budget", "pins") if isinstance(getattr(self, name), Tensor)}
+        return {**store, **state, **own, **some}
 
     def over(self, tensors: Mapping[str, Tensor]) -> Block:
         """A block over other tensors, named as in `per_row`."""
@@ -282,7 +291,7 @@ class Block:
         self.store = self.store.over({name: tensors[f"store.{name}"] for name in self.store.per_row()})
         self.state = {name: tensors[f"state.{name}"] for name in self.state}
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
-        self.budget = tensors.get("budget", self.budget)
+        self.budget, self.pins = tensors.get("budget", self.budget), tensors.get("pins", self.pins)
 
 
 def _joined(slots: Tensor, chunk: Tensor, used: int) -> Tensor:
