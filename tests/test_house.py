@@ -16,7 +16,7 @@ FLOORS = [
     {"runs", "scores", "statistic", "memory", "budget", "pins", "rotary", "history"},
     {"results", "backends", "store"},
     {"policies"},
-    {"registry", "eviction"},
+    {"registry", "capacity", "eviction"},
     {"layer", "layout"},
     {"handing"},
     {"hybrid"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,46 +13,11 @@ from torch import Tensor
 from kvkeep import scores
 from kvkeep.backends import Added, Backend, Limits
 from kvkeep.errors import PolicyError
-from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, State, View
 
 _LATER = torch.iinfo(torch.int32).max
-
-
-def check_room(
-    policy: Policy, block: Block, coming: int | Int[Tensor, " B"], *, phase: Phase, window: int | None
-) -> None:
-    """Refuse new tokens for which a policy that does not evict has no room.
-
-    Raises:
-        CapacityError: a row would hold more tokens than its budget.
-    """
-    if not policy.evicts:
-        block.check_room((block.seen + coming)[:, None], window=window)
-    elif policy.grows and phase is Phase.DECODE:
-        more = torch.as_tensor(coming, device=block.seen.device).view(-1, 1)
-        block.check_room(block.held() + more, window=window)
-
-
-def check_pins(policy: Policy, budgets: Sequence[int], pins: Sequence[Spans], *, window: int | None) -> None:
-    """Refuse pins for which a row has no room.
-
-    Args:
-        policy: protects tokens of its own.
-        budgets: one number for all rows, or one per row.
-        pins: one entry for all rows, or one per row.
-        window: sliding window of the layer. Where the budget holds all of it, no token has to go before it expires.
-
-    Raises:
-        BudgetError: a row's pinned and protected tokens are more than its budget.
-    """
-    rows = max(len(budgets), len(pins))
-    for row in range(rows if pins else 0):
-        budget = budgets[row if len(budgets) == rows else 0]
-        if window is None or budget < window:
-            policy.check_pins(budget, pins[row if len(pins) == rows else 0])
 
 
 def in_chunks(

@@ -19,8 +19,9 @@ from torch import Tensor
 from kvkeep import budget as budgets
 from kvkeep import scores
 from kvkeep.backends import Backend, choose
+from kvkeep.capacity import check_pins, check_room
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
-from kvkeep.eviction import append, check_pins, check_room, cut, evict, fused, fuses, in_chunks
+from kvkeep.eviction import append, cut, evict, fused, fuses, in_chunks
 from kvkeep.memory import Memory
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
@@ -59,7 +60,7 @@ class Layer:
     _backend: Backend
     _kind: type[Store] = DenseStore
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  a layer is told everything at once
         self,
         policy: Policy,
         budget: int | Sequence[int],

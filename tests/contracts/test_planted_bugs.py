@@ -47,7 +47,7 @@ def test_slots_read_as_positions():
 
 
 def test_sinks_found_by_slot_instead_of_position(monkeypatch):
-    def by_slot(values, positions, seen, *, sinks=0, recent=0):
+    def by_slot(values, positions, seen, *, sinks=0, recent=0, pins=None):
         return values.index_fill(-1, torch.arange(sinks), torch.inf)
 
     monkeypatch.setattr(scores, "protect", by_slot)

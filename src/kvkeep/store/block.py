@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvkeep import budget as budgets
 from kvkeep import pins as spans
-from kvkeep.errors import CapacityError, ShapeError
+from kvkeep.errors import ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store
@@ -190,28 +190,6 @@ class Block:
     def held(self) -> Int[Tensor, "B Hk"]:
         """The number of occupied slots of each head."""
         return (self.store.positions >= 0).sum(dim=-1)
-
-    def check_room(self, needed: Int[Tensor, "B n"], *, window: int | None = None) -> None:
-        """Refuse tokens for which there are no slots, under a policy that does not evict.
-
-        Args:
-            needed: slots that each row would occupy in each head, or in all heads.
-            window: sliding window of the layer. A budget that holds the whole window has room for any number of tokens.
-
-        Raises:
-            CapacityError: a row would hold more tokens than its budget.
-        """
-        if isinstance(self.budget, int) and bool((needed <= self.budget).all()):
-            return  # the usual case, without the operators below
-        room = torch.as_tensor(self.budget, device=needed.device).expand_as(needed)
-        endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
-        for row, head in (~endless & (needed > room)).nonzero()[:1].tolist():
-            n, budget = int(needed[row, head]), int(room[row, head])
-            raise CapacityError(
-                f"Row {row} has reached {n} tokens, its budget is {budget}, and this policy "
-                "never evicts here. Give a budget of at least the prompt plus its new tokens (under decode=grow: more "
-                "room), or another policy."
-            )
 
     def check_fit(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Refuse tokens of another shape, dtype or device.
