@@ -14,10 +14,11 @@ from torch import nn
 from kvkeep import budget as budgets
 from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission, usable
+from kvkeep.engine.asked import Asked, listed, request_of
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.interrupts import Guard, Uninterrupted
 from kvkeep.engine.own import keeps_states
-from kvkeep.engine.request import Asked, Event, Generation, Result, listed, request_of
+from kvkeep.engine.request import Event, Generation, Result
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from typing import Literal, cast
 
 from torch import Tensor
 
@@ -83,44 +83,6 @@ class Request:
             object.__setattr__(self, "prompt", token_ids(self.prompt))
         elif not self.prompt.strip():
             raise InputError("The prompt is an empty text; give some words.")
-
-
-Asked: TypeAlias = "Request | str"
-"""A request, or a text that becomes one."""
-
-
-def request_of(asked: object, sampling: Sampling | None = None) -> Request:
-    """Return a request as it is, or make one of a text.
-
-    Args:
-        asked: a request or a text.
-        sampling: how tokens are chosen for a text; requests have their own.
-
-    Raises:
-        InputError: it is neither.
-    """
-    if isinstance(asked, Request):
-        return asked
-    if isinstance(asked, str):
-        return Request(prompt=asked, sampling=Sampling() if sampling is None else sampling)
-    if isinstance(asked, Mapping):
-        remedy = "put a conversation into a request: Request(messages=[...])."
-    else:
-        remedy = "give a text, or put token ids into a request: Request(prompt=ids)."
-    raise InputError(f"{asked!r:.80} is no text and no kvkeep.Request; {remedy}")
-
-
-def listed(asked: object) -> Iterable[Any]:
-    """Return requests and texts as something to iterate over; a single one becomes a list.
-
-    Raises:
-        InputError: it is neither a text, nor a request, nor an iterable.
-    """
-    if isinstance(asked, str | Request):
-        return [asked]
-    if isinstance(asked, Mapping | bytes) or not isinstance(asked, Iterable):
-        raise InputError(f"{type(asked).__name__} is no list of requests; give texts or kvkeep.Requests.")
-    return asked
 
 
 @dataclass(frozen=True)
