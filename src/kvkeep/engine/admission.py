@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from kvkeep.capacity import check_pins as check_one_row
+from kvkeep.engine.asked import usable
 from kvkeep.engine.request import Generation, Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
-from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, show_bytes
+from kvkeep.errors import BudgetError, CapacityError, InputError, show_bytes
 from kvkeep.layout import Layout
 from kvkeep.models import text
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Checkpoint, Model, Tokenizer, position_limit
 from kvkeep.models.suitable import placeholders
+from kvkeep.pins import Spans, end
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
 
 DEFAULT_ROWS = 16
 
@@ -86,6 +87,7 @@ class Admission:
             )
         request = self._encoded(request)
         prompt = cast(Sequence[int], request.prompt)
+        check_pins(self._layout(policy), budget, cast(Spans, request.pins), len(prompt))
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
         check_room(self._layout(policy), budget, len(prompt), request.sampling.max_new_tokens)
         if self._limit is not None and total > self._limit:
@@ -230,6 +232,28 @@ def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int)
     )
 
 
+def check_pins(layout: Layout, budget: int, pins: Spans, prompt_tokens: int) -> None:
+    """Refuse pins that lie outside of the prompt, or do not fit into the budget of some layer.
+
+    Args:
+        layout: the policy, and how the budget is spread over the model's layers.
+        budget: tokens per head.
+        pins: the spans.
+        prompt_tokens: length of the prompt.
+
+    Raises:
+        InputError: a span ends after the prompt.
+        BudgetError: a layer's budget is too small for pinned and protected tokens together.
+    """
+    if end(pins) > prompt_tokens:
+        raise InputError(
+            f"The pins end at position {end(pins)}, and the prompt has {prompt_tokens} tokens. Pin positions of the "
+            "prompt only."
+        )
+    for number, window in zip(layout.slots(budget), layout.windows.values(), strict=True):
+        check_one_row(layout.policy, [number], [pins], window=window)
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return the free main memory, swap included; ``None`` if a device reports exhaustion itself or nothing is known.
 
@@ -239,34 +263,6 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cpu" or not source.exists():
         return None
     return 1024 * sum(map(int, re.findall(r"^(?:MemAvailable|SwapFree): *(\d+) kB$", source.read_text(), re.MULTILINE)))
-
-
-def usable(policy: object) -> Policy:
-    """Return a policy, or the policy that a string names, after checking that it can be compared with others.
-
-    Raises:
-        PolicyError: it is no policy, or cannot be compared or hashed, which decides whether requests share rows.
-    """
-    found = parse(policy) if isinstance(policy, str) else policy
-    if not isinstance(found, Policy):
-        raise PolicyError(f"{policy!r:.80} is neither a policy nor the name of one.")
-    try:
-        tells = hash(found) is not None and found == found
-    except Exception:  # a class may raise anything there
-        tells = False
-    fields = {field.name for field in dataclasses.fields(found)}
-    others = {name for name in vars(found).keys() - fields if not _is_remembered(type(found), name)}
-    if not tells or others:
-        raise PolicyError(
-            f"Policies of {type(found).__name__} cannot be told apart by their options. Make the class a frozen "
-            "dataclass whose fields are numbers, texts or tuples: @dataclass(frozen=True, kw_only=True)."
-        )
-    return found
-
-
-def _is_remembered(kind: type, name: str) -> bool:
-    """Whether an attribute is a property that is computed once; it follows from the fields."""
-    return isinstance(inspect.getattr_static(kind, name, None), cached_property)
 
 
 def _largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:

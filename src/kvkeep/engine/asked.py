@@ -1,13 +1,18 @@
-"""What callers of the engine hand in: requests, or texts that become requests."""
+"""What callers of the engine hand in: requests, texts that become requests, and policies."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, PolicyError
+from kvkeep.policies.base import Policy
+from kvkeep.registry import parse
 
 Asked: TypeAlias = Request | str
 """A request, or a text that becomes one."""
@@ -45,3 +50,31 @@ def listed(asked: object) -> Iterable[Any]:
     if isinstance(asked, Mapping | bytes) or not isinstance(asked, Iterable):
         raise InputError(f"{type(asked).__name__} is no list of requests; give texts or kvkeep.Requests.")
     return asked
+
+
+def usable(policy: object) -> Policy:
+    """Return a policy, or the policy that a string names, after checking that it can be compared with others.
+
+    Raises:
+        PolicyError: it is no policy, or cannot be compared or hashed, which decides whether requests share rows.
+    """
+    found = parse(policy) if isinstance(policy, str) else policy
+    if not isinstance(found, Policy):
+        raise PolicyError(f"{policy!r:.80} is neither a policy nor the name of one.")
+    try:
+        tells = hash(found) is not None and found == found
+    except Exception:  # a class may raise anything there
+        tells = False
+    fields = {field.name for field in dataclasses.fields(found)}
+    others = {name for name in vars(found).keys() - fields if not _is_remembered(type(found), name)}
+    if not tells or others:
+        raise PolicyError(
+            f"Policies of {type(found).__name__} cannot be told apart by their options. Make the class a frozen "
+            "dataclass whose fields are numbers, texts or tuples: @dataclass(frozen=True, kw_only=True)."
+        )
+    return found
+
+
+def _is_remembered(kind: type, name: str) -> bool:
+    """Whether an attribute is a property that is computed once; it follows from the fields."""
+    return isinstance(inspect.getattr_static(kind, name, None), cached_property)

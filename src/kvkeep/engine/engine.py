@@ -13,8 +13,8 @@ from torch import nn
 
 from kvkeep import budget as budgets
 from kvkeep.engine import sampler
-from kvkeep.engine.admission import Admission, usable
-from kvkeep.engine.asked import Asked, listed, request_of
+from kvkeep.engine.admission import Admission
+from kvkeep.engine.asked import Asked, listed, request_of, usable
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.interrupts import Guard, Uninterrupted
 from kvkeep.engine.own import keeps_states
@@ -30,6 +30,7 @@ from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
 from kvkeep.models.suitable import generator
+from kvkeep.pins import Spans
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 
@@ -246,8 +247,8 @@ class Engine:
         for one in self._scheduler.admit(self._rows.takes):
             with Guard(self._recover, partial(list, (one,))):
                 one.mark("started")
-                row, sequence = cast(int, one.row), one.request.sequence
-                self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence)
+                row, sequence, pins = cast(int, one.row), one.request.sequence, cast(Spans, one.request.pins)
+                self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence, pins=pins)
         while (gap := self._scheduler.gap()) is not None:
             with Guard(self._recover, partial(list, (gap.one,))):
                 self._rows.move(gap.source, gap.target)

@@ -16,6 +16,7 @@ from kvkeep.engine.sampling import Sampling, whole_within
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import InputError
 from kvkeep.memory import Memory
+from kvkeep.pins import Span, spans
 from kvkeep.policies.base import Policy
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -37,6 +38,8 @@ class Request:
         logprobs: report each token's log-probability, and those of this many of the likeliest tokens.
         sequence: identity of the request for everything random (drawn tokens, policies). Equal requests of the same
             identity get the same tokens.
+        pins: spans of the prompt's positions that no policy may evict, such as ``((0, 120),)``; kept as
+            `kvkeep.pins.spans` returns them.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -53,9 +56,11 @@ class Request:
     ignore_end: bool = False
     logprobs: int | None = None
     sequence: int = 0
+    pins: Sequence[Span] = ()
 
     def __post_init__(self) -> None:
         self._take_text()
+        object.__setattr__(self, "pins", spans(self.pins))
         object.__setattr__(self, "stop", stop_texts(self.stop))
         object.__setattr__(self, "sequence", whole_within("sequence", self.sequence, -(2**63), 2**63 - 1))
         if not isinstance(self.sampling, Sampling):

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from kvkeep.cache import BoundedCache
 from kvkeep.engine.own import Own, states_of
-from kvkeep.engine.segments import Segment, Segments, segments
+from kvkeep.engine.segments import Owner, Segment, Segments, segments
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.hybrid import beside_state
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout, caches_latents
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
+from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, inference
 from kvkeep.types import Phase, Slots, Stepper
@@ -69,7 +70,7 @@ class Rows:
         }
         self._layouts: dict[Policy, Layout] = {}
         self._layers: dict[Policy, list[Layer]] = {}
-        self._owners: list[Policy | None] = []
+        self._owners: list[Owner | None] = []
         self._own: list[Own | None] = []
         self._parts: dict[tuple[tuple[Segment, ...], Own | None, Phase], PhasedCache] = {}
         probe = BoundedCache(model.config, "full", 1)
@@ -139,7 +140,9 @@ class Rows:
         return held + more <= self._most_bytes
 
     @inference
-    def begin(self, row: int, *, budget: int, policy: Policy | None = None, sequence: int = 0) -> None:
+    def begin(
+        self, row: int, *, budget: int, policy: Policy | None = None, sequence: int = 0, pins: Spans = ()
+    ) -> None:
         """Empty a row for a new sequence.
 
         Args:
@@ -147,17 +150,19 @@ class Rows:
             budget: the sequence's budget.
             policy: one that `takes` accepts; ``None``: the policy that the rows are made for.
             sequence: the sequence's identity for randomness.
+            pins: spans of positions that may not be evicted.
 
         Raises:
             BudgetError: the policy protects more than the budget.
         """
-        owner = self._owners[row] = self.policy if policy is None else policy
-        self._own[row] = self._new_own(owner)
-        numbers = self.numbers(owner, budget)
-        if any(len(owner.slots) > len(block.state) for block in self._blocks):
+        policy = self.policy if policy is None else policy
+        self._owners[row] = Owner(policy, bool(pins) and policy.evicts)
+        self._own[row] = self._new_own(policy)
+        numbers = self.numbers(policy, budget)
+        if any(len(policy.slots) > len(block.state) for block in self._blocks):
             self.renew()
             for block in self._blocks:
-                block.add_state(len(owner.slots))
+                block.add_state(len(policy.slots))
         for block, number in zip(self._blocks, numbers, strict=True):
             if isinstance(block.budget, int) and block.budget != number:
                 self.renew()
@@ -166,6 +171,8 @@ class Rows:
                 block.budget[row] = number
             block.sequences[row] = sequence
         self._empty(row)
+        if pins and sum(block.pin_row(row, pins) for block in self._blocks):
+            self.renew()
 
     @inference
     def end(self, row: int) -> None:
@@ -183,10 +190,10 @@ class Rows:
             block.move_row(source, target)
         self.end(source)
 
-    def sole(self, start: int, stop: int) -> Policy | None:
-        """The policy of all rows of a range; ``None`` if there are several."""
+    def sole(self, start: int, stop: int) -> Owner | None:
+        """The owner of all rows of a range; ``None`` if there are several."""
         found = segments(self._owners, start, stop, self.policy)
-        return found[0].policy if len(found) == 1 else None
+        return found[0].owner if len(found) == 1 else None
 
     def part(self, start: int, stop: int, phase: Phase, *, fresh: bool = False) -> PhasedCache:
         """A range of rows as the cache of one run of the model. If rows run alone, the range has one row.
@@ -248,16 +255,19 @@ class Rows:
         return cache
 
     def _layer(self, index: int, parts: tuple[Segment, ...], columns: int) -> Stepper:
-        """Some rows of one layer, under one policy or several."""
+        """Some rows of one layer, of one owner or several."""
         start, steppers = parts[0].start, []
         for one in parts:
-            if one.policy not in self._layers:
+            policy = one.owner.policy
+            if policy not in self._layers:
                 _make_room(self._layers)
-                self._layers[one.policy] = list(self._cache(one.policy, self._budget).bounded_layers().values())
-            block = self._blocks[index].under(one.policy.slots).part(one.start, one.stop)
+                self._layers[policy] = list(self._cache(policy, self._budget).bounded_layers().values())
+            block = self._blocks[index].under(policy.slots).part(one.start, one.stop)
+            if not one.owner.pinned:
+                block.pins = None
             own = self._own[one.start]
             cascade = None if own is None else own.cascade
-            layer = self._layers[one.policy][index].over(block, columns=columns, cascade=cascade)
+            layer = self._layers[policy][index].over(block, columns=columns, cascade=cascade)
             steppers.append((slice(one.start - start, one.stop - start), layer))
         return steppers[0][1] if len(steppers) == 1 else Segments(steppers)
 

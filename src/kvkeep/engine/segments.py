@@ -1,4 +1,4 @@
-"""Neighbouring rows under several policies: one run of the model, and in each layer one step for each policy."""
+"""Neighbouring rows of several owners: one run of the model, and in each layer one step for each owner."""
 
 from __future__ import annotations
 
@@ -13,20 +13,32 @@ from kvkeep.policies.base import Policy
 from kvkeep.types import AttentionOptions, Phase, Stepper
 
 
-class Segment(NamedTuple):
-    """Neighbouring rows under one policy."""
+class Owner(NamedTuple):
+    """How a row's steps are taken.
+
+    Attributes:
+        policy: the eviction policy.
+        pinned: whether the row has pins. A kernel for whole steps knows nothing of them.
+    """
 
     policy: Policy
+    pinned: bool = False
+
+
+class Segment(NamedTuple):
+    """Neighbouring rows of equal owners."""
+
+    owner: Owner
     start: int
     stop: int
 
 
-def segments(owners: Sequence[Policy | None], start: int, stop: int, default: Policy) -> tuple[Segment, ...]:
-    """Cut a range of rows where the policy changes. A row without an owner joins the rows before it."""
-    policy = next((one for one in owners[start:stop] if one is not None), default)
-    found = [Segment(policy, start, start)]
+def segments(owners: Sequence[Owner | None], start: int, stop: int, default: Policy) -> tuple[Segment, ...]:
+    """Cut a range of rows where the owner changes. A row without an owner joins the rows before it."""
+    first = next((one for one in owners[start:stop] if one is not None), Owner(default))
+    found = [Segment(first, start, start)]
     for row, owner in enumerate(owners[start:stop], start):
-        if owner is not None and owner != found[-1].policy:
+        if owner is not None and owner != found[-1].owner:
             found.append(Segment(owner, row, row))
         found[-1] = found[-1]._replace(stop=row + 1)
     return tuple(found)

@@ -91,6 +91,18 @@ class Block:
         if self.pins is not None:
             self.pins[row] = spans.LAST
 
+    def pin_row(self, row: int, pins: spans.Spans) -> bool:
+        """Pin spans in an empty row. Return whether the table had to be replaced by a wider one."""
+        held = self.pins
+        if grows := held is None or held.shape[1] < 2 * len(pins):
+            rows, device = len(self.seen), self.seen.device
+            self.pins = spans.table([()] * rows, device, width=1 << (2 * len(pins) - 1).bit_length())
+            if held is not None:
+                self.pins[:, : held.shape[1]] = held
+        assert self.pins is not None
+        self.pins[row] = spans.table([pins], self.pins.device, width=self.pins.shape[1])[0]
+        return grows
+
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
         """The positions of the next ``T`` tokens of each row, -1 for padding."""
         if real is None:
