@@ -1,4 +1,4 @@
-// The functions that Python calls. Each takes one struct of 8-byte fields, which ops.py packs in the same order, and
+// The functions that Python calls. Each takes one struct of 8-byte fields, which ops.py and its neighbours pack in the same order, and
 // returns -1 if there was no memory; then nothing has been done.
 
 #include "attend.h"
