@@ -13,7 +13,7 @@ TESTING = "testing"
 # the lower floor first; rooms on one floor never import each other
 FLOORS = [
     {"version", "types", "errors", "noise"},
-    {"runs", "scores", "statistic", "memory", "budget", "pins", "rotary", "history"},
+    {"runs", "scores", "statistic", "memory", "budget", "pins", "loss", "rotary", "history"},
     {"results", "backends", "store"},
     {"policies"},
     {"registry", "capacity", "eviction"},

@@ -118,7 +118,7 @@ def fused(
         positions,
         statistic=policy.wants(view),
         options=options,
-        added=Added(tuple(block.state[name] for name in names), rule.score is not None),
+        added=Added(tuple(block.state[name] for name in names), rule.score is not None, block.lost[..., 2:]),
         limits=Limits(view.seen, sinks, recent, limit(policy, view, block.state, window=window), window),
     )
 
@@ -160,7 +160,7 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     backend.evict(held, score, Limits(view.seen, sinks, recent, stays))
 
 
-def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> None:
+def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> Bool[Tensor, "B Hk S"]:
     """After a chunk, move the best tokens of slots ∪ chunk, with their state, into the slots in position order.
 
     Args:
@@ -169,6 +169,9 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         view: slots and chunk together; tokens that have left the sliding window are marked as empty.
         state: the policy's state for slots and chunk.
         window: sliding window of the layer.
+
+    Returns:
+        Whether each token stays.
     """
     if policy.spreads is not None:
         block.spread(head_budgets(policy, view, state))
@@ -185,6 +188,7 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
     )
     for name, tensor in state.items():
         block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
+    return stays
 
 
 def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep import scores
+from kvkeep import loss, scores
 from kvkeep.backends import Backend, choose
 from kvkeep.capacity import check_pins, check_room
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
@@ -217,7 +217,9 @@ class Layer:
         out, report = backend.attend(query, slots, positions, statistic=self.policy.wants(view), options=options)
         self._shared.add(slots.positions[:, 0], report)
         self.block.remember(self.policy.observe(self.state, view, report))
+        among = None if self.window is None else scores.expire(slots.positions, self.seen, self.window) >= 0
         evict(self.policy, self.block, view, window=self.window, backend=backend)
+        loss.count(self.block.lost, report, self.store.positions >= 0, phase=Phase.DECODE, among=among)
         self._shared.leave(self._index, self.store.positions[:, 0])
         return out
 
@@ -244,7 +246,9 @@ class Layer:
         attended, wanted = slots._replace(positions=shared if first else positions), self.policy.wants(view)
         out, report = self._backend.attend(query, attended, new, statistic=wanted, options=options)
         self._shared.add(left[:, 0], report)
-        cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
+        stays = cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
+        among = None if self.window is None else left >= 0
+        loss.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=among)
         self._shared.leave(self._index, self.store.positions[:, 0])
         return out
 

@@ -58,7 +58,7 @@ def test_state_not_moved_with_the_slots(monkeypatch):
     honest = layer.cut
 
     def forgetful(policy, block, view, state, *, window):
-        honest(policy, block, view, {name: tensor.flip(-1) for name, tensor in state.items()}, window=window)
+        return honest(policy, block, view, {name: tensor.flip(-1) for name, tensor in state.items()}, window=window)
 
     monkeypatch.setattr(layer, "cut", forgetful)
     assert breaks("slots_do_not_matter", H2O(recent=3))

@@ -36,6 +36,7 @@ class Block:
         seen: real tokens seen per row.
         prompt: tokens seen at the end of the last piece of the row's prompt.
         sequences: identity of each row.
+        lost: attention mass of each head, see `kvkeep.loss`.
         budget: slots that may stay occupied, one number or one per row.
         pins: bounds of each row's pinned spans, see `kvkeep.scores.pinned`; ``None`` if no row has any.
 
@@ -49,6 +50,7 @@ class Block:
     seen: Int[Tensor, " B"]
     prompt: Int[Tensor, " B"]
     sequences: Int[Tensor, " B"]
+    lost: Float[Tensor, "B Hk 4"]
     budget: Budget
     pins: Int[Tensor, "B bounds"] | None
 
@@ -77,17 +79,18 @@ class Block:
         self.seen = torch.zeros(B, dtype=torch.int64, device=device)
         self.prompt = torch.zeros(B, dtype=torch.int64, device=device)
         self.sequences = torch.tensor(sequences or [0] * B, dtype=torch.int64, device=device)
+        self.lost = torch.zeros((B, Hk, 4), dtype=torch.float32, device=device)
 
     def clear(self) -> None:
         """Empty every slot and reset the counters. State needs no clearing: a new token overwrites it."""
         self.store.positions.fill_(EMPTY)
-        self.seen.zero_()
-        self.prompt.zero_()
+        for counter in (self.seen, self.prompt, self.lost):
+            counter.zero_()
 
     def clear_row(self, row: int) -> None:
         """Empty one row."""
         self.store.positions[row] = EMPTY
-        self.seen[row] = self.prompt[row] = 0
+        self.seen[row] = self.prompt[row] = self.lost[row] = 0
         if self.pins is not None:
             self.pins[row] = spans.LAST
 
@@ -224,7 +227,7 @@ class Block:
         """
         store = {f"store.{name}": tensor for name, tensor in self.store.per_row().items()}
         state = {f"state.{name}": tensor for name, tensor in self.state.items()}
-        own = {name: getattr(self, name) for name in ("seen", "prompt", "sequences")}
+        own = {name: getattr(self, name) for name in ("seen", "prompt", "sequences", "lost")}
         some = {name: getattr(self, name) for name in ("budget", "pins") if isinstance(getattr(self, name), Tensor)}
         return {**store, **state, **own, **some}
 
@@ -281,6 +284,7 @@ class Block:
         self.store = self.store.over({name: tensors[f"store.{name}"] for name in self.store.per_row()})
         self.state = {name: tensors[f"state.{name}"] for name in self.state}
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
+        self.lost = tensors["lost"]
         self.budget, self.pins = tensors.get("budget", self.budget), tensors.get("pins", self.pins)
 
 

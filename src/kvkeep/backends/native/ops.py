@@ -23,7 +23,7 @@ from kvkeep.types import AttentionOptions, Slots
 _KINDS = {None: 1, "last": 2, "low": 3}
 _NOTHING = Wanted()
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q")
-_STEP = struct.Struct("3q 3q 2q 3q 3q 3q 4q d")
+_STEP = struct.Struct("3q 3q 2q 3q 3q 3q 4q d 3q")
 
 
 def attend(
@@ -72,7 +72,9 @@ def step(
     unrotated, and the token is rotated to its position.
     """
     (query, *new), (keys, values, positions) = token, slots
-    library = library_for(query, *slots, *new, now, limits.seen, *added.states)
+    library = library_for(
+        query, *slots, *new, now, limits.seen, *added.states, *(() if added.lost is None else (added.lost,))
+    )
     if library is None or not checks.attendable(
         query, keys, values, now, positions, options=options, wanted=wanted, turn=turn
     ):
@@ -85,6 +87,7 @@ def step(
     recents, recent = either(bounded(limits.recent), torch.int64)
     most, limit = either(bounded(limits.stay), torch.int64)
     total, other = (*added.states, None, None)[:2]
+    lost = None if wanted is None else added.lost
     call = _attention(query, slots, now, options=options, wanted=wanted, turn=turn, reports=False)
     packed = call.packed + _STEP.pack(
         *(new[0].data_ptr(), *new[0].stride()[:2]),
@@ -95,6 +98,7 @@ def step(
         *(pointer(recents), 0 if recents is None else recents.stride(0), recent),
         *(pointer(most), *((0, 0) if most is None else strides(most)), limit),
         1.0 if wanted is None else wanted.decay,
+        *((0, 0, 0) if lost is None else (lost.data_ptr(), *lost.stride()[:2])),
     )
     return None if library.kvkeep_step(packed) else call.results[0]
 
