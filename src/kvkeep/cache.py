@@ -18,6 +18,7 @@ from kvkeep.history import Decodes, History, Ids, device_of, padded, rows_of
 from kvkeep.hybrid import beside_state
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout, caches_latents, windows_of
+from kvkeep.loss import LostShares, shares
 from kvkeep.memory import Memory
 from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
@@ -228,6 +229,11 @@ class BoundedCache(PhasedCache):
                 f"{list(self.bounded_layers())}."
             )
         return bounded.store.positions
+
+    def lost_mass(self) -> dict[int, LostShares]:
+        """The share of attention that evicted tokens carried, by layer, for each row and KV head; see `LostMass`."""
+        layers = {number: layer for number, layer in self.bounded_layers().items() if layer.allocated}
+        return {number: shares(layer.block.lost) for number, layer in layers.items()}
 
     def memory(self) -> Memory:
         """Bytes over all layers with slots, summed over real tensors."""

@@ -151,7 +151,7 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     if not at_hand and not backend.is_over(held, stays):
         return
     if policy.bursts is not None:
-        held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, stays), EMPTY)
+        held.masked_fill_(~scores.keep(shielded(policy, view, block.state), held, stays), EMPTY)
         return
     sinks, recent = policy.protected(view.budget)
     score = _scores(policy, view, block.state)
@@ -177,7 +177,7 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         block.spread(head_budgets(policy, view, state))
         view = replace(view, budget=block.budget)
     positions = view.positions
-    stays = scores.keep(_shielded(policy, view, state), positions, limit(policy, view, state, window=window))
+    stays = scores.keep(shielded(policy, view, state), positions, limit(policy, view, state, window=window))
     order = positions.masked_fill(~stays, _LATER).argsort(dim=-1)[..., : block.store.capacity]
     kept = positions.gather(-1, order).masked_fill(~stays.gather(-1, order), EMPTY)
     index = order[..., None]
@@ -240,7 +240,7 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
     return torch.where(view.budget >= window, view.budget, torch.as_tensor(stays, device=view.budget.device))
 
 
-def _shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+def shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
     """The policy's scores after `scores.protect`."""
     sinks, recent = policy.protected(view.budget)
     found = _scores(policy, view, state)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from kvkeep.capacity import check_pins as check_one_row
+from kvkeep.engine import choice
 from kvkeep.engine.asked import usable
+from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.request import Generation, Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
@@ -42,12 +43,14 @@ class Admission:
         rows: number of rows that the user wants.
         kv_memory: bytes that all rows may take together.
         options: of the cache: ``layer_budget``, ``positions`` and ``prefill_chunk``, see `Rows`.
+        chunk: prompt tokens that are read at once, by the model or by a layer; ``None``: all.
+        guard: of requests that have none.
 
     Raises:
         KVKeepError: the policy does not go together with the model or the options.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the choices of a user
         self,
         model: Model,
         tokenizer: Tokenizer | None,
@@ -57,11 +60,14 @@ class Admission:
         rows: int | None,
         kv_memory: int | None,
         options: dict[str, Any],
+        chunk: int | None = None,
+        guard: float | None = None,
     ) -> None:
         if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
             raise InputError(f"A {type(tokenizer).__name__} is no tokenizer; give the object that AutoTokenizer loads.")
         self._model, self._tokenizer, self._policy, self._budget = model, tokenizer, policy, budget
         self._wanted, self._kv_memory, self._options = rows, kv_memory, options
+        self._chunk, self._guard = chunk, checked_guard(guard)
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
@@ -85,9 +91,9 @@ class Admission:
                 f"A budget of {budget} is more than the engine's {self._budget}: its rows have memory for no more. "
                 "Ask for less, or give the engine a larger `budget`."
             )
-        request = self._encoded(request)
+        request = self._encoded(request if request.guard is not None else replace(request, guard=self._guard))
         prompt = cast(Sequence[int], request.prompt)
-        check_pins(self._layout(policy), budget, cast(Spans, request.pins), len(prompt))
+        levels = self._levels(policy, budget, request)
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
         check_room(self._layout(policy), budget, len(prompt), request.sampling.max_new_tokens)
         if self._limit is not None and total > self._limit:
@@ -106,7 +112,29 @@ class Admission:
             raise InputError("Stop texts need a tokenizer: make the engine with one.")
         ends = frozenset() if request.ignore_end else self._end_ids
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
-        return Generation(number, request, policy, budget, ends, tail)
+        return Generation(number, request, policy, budget, ends, tail, levels=levels)
+
+    def _levels(self, policy: Policy, budget: int, request: Request) -> tuple[int, ...]:
+        """Return the budgets among which a guarded request chooses, after a check of its pins.
+
+        Raises:
+            InputError: a pin lies outside of the prompt, or no budget can be chosen.
+            BudgetError: some layer's budget is too small for pinned and protected tokens together.
+        """
+        pins, n = cast(Spans, request.pins), len(cast(Sequence[int], request.prompt))
+        if end(pins) > n:
+            raise InputError(
+                f"The pins end at position {end(pins)}, and the prompt has {n} tokens. Pin tokens of it only."
+            )
+        self._layout(policy).check_pins(budget, pins)
+        if request.guard is None:
+            return ()
+        if self._chunk is not None and n > self._chunk:
+            raise InputError(
+                f"guard chooses a budget when the whole prompt has been read, and this one of {n} tokens is cut after "
+                f"chunks of {self._chunk}. Leave `guard` or `prefill_chunk` out."
+            )
+        return choice.levels(self._layout(policy), budget, pins)
 
     def make_rows(self, policy: Policy) -> Rows:
         """Allocate the engine's rows for a policy.
@@ -178,7 +206,7 @@ class Admission:
             ids = text.encode(checkpoint, request.prompt, raw=request.raw)
         else:
             ids = text.encode_chat(checkpoint, request.messages or ())
-        return dataclasses.replace(request, prompt=tuple(ids[0].tolist()), messages=None)
+        return replace(request, prompt=tuple(ids[0].tolist()), messages=None)
 
     def _layout(self, policy: Policy) -> Layout:
         """Return the layout of rows for a policy.
@@ -230,28 +258,6 @@ def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int)
         f"{policy} does not evict generated tokens: {prompt_tokens} tokens of the prompt and {new_tokens} new ones "
         f"need {needed} slots, and {where}. {' or '.join(remedies).capitalize()}."
     )
-
-
-def check_pins(layout: Layout, budget: int, pins: Spans, prompt_tokens: int) -> None:
-    """Refuse pins that lie outside of the prompt, or do not fit into the budget of some layer.
-
-    Args:
-        layout: the policy, and how the budget is spread over the model's layers.
-        budget: tokens per head.
-        pins: the spans.
-        prompt_tokens: length of the prompt.
-
-    Raises:
-        InputError: a span ends after the prompt.
-        BudgetError: a layer's budget is too small for pinned and protected tokens together.
-    """
-    if end(pins) > prompt_tokens:
-        raise InputError(
-            f"The pins end at position {end(pins)}, and the prompt has {prompt_tokens} tokens. Pin positions of the "
-            "prompt only."
-        )
-    for number, window in zip(layout.slots(budget), layout.windows.values(), strict=True):
-        check_one_row(layout.policy, [number], [pins], window=window)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from kvkeep import budget as budgets
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, PolicyError
@@ -50,6 +51,18 @@ def listed(asked: object) -> Iterable[Any]:
     if isinstance(asked, Mapping | bytes) or not isinstance(asked, Iterable):
         raise InputError(f"{type(asked).__name__} is no list of requests; give texts or kvkeep.Requests.")
     return asked
+
+
+def check_numbers(budget: object, **others: object) -> None:
+    """Check a budget and other numbers of tokens, rows or bytes, each under its argument's name; ``None`` is no number.
+
+    Raises:
+        BudgetError: one is not an integer, is below 1, or is more than any memory holds.
+    """
+    budgets.check_one(budget)
+    for name, number in others.items():
+        if number is not None:
+            budgets.check_one(number, name)
 
 
 def usable(policy: object) -> Policy:

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from kvkeep import budget as budgets
 from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission
-from kvkeep.engine.asked import Asked, listed, request_of, usable
+from kvkeep.engine.asked import Asked, check_numbers, listed, request_of, usable
+from kvkeep.engine.choice import measure
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.interrupts import Guard, Uninterrupted
 from kvkeep.engine.own import keeps_states
@@ -30,7 +30,6 @@ from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
 from kvkeep.models.suitable import generator
-from kvkeep.pins import Spans
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 
@@ -54,6 +53,7 @@ class Engine:
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
+        guard: of requests that have none, see `Request`.
 
     Raises:
         BudgetError: a number is out of range, or not one row fits into the memory.
@@ -73,16 +73,16 @@ class Engine:
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
         graphs: bool | None = None,
+        guard: float | None = None,
     ) -> None:
-        numbers = {"budget": budget, "rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk}
-        for name, number in numbers.items():
-            budgets.check_one(1 if number is None and name != "budget" else number, name)
+        check_numbers(budget, rows=rows, kv_memory=kv_memory, prefill_chunk=prefill_chunk)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
         self.policy, self.budget, self._chunk = usable(policy), budget, prefill_chunk
         options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
         if has_states := keeps_states(self.model):
             options["prefill_chunk"], self._chunk = prefill_chunk, None
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
+        asked |= {"chunk": prefill_chunk, "guard": guard}
         self._admission = Admission(self.model, tokenizer, **asked, options=options)
         graphs = not has_states and (self.model.device.type == "cuda" if graphs is None else graphs)
         self._runner = Runner(self.model, graphs=graphs)
@@ -247,7 +247,7 @@ class Engine:
         for one in self._scheduler.admit(self._rows.takes):
             with Guard(self._recover, partial(list, (one,))):
                 one.mark("started")
-                row, sequence, pins = cast(int, one.row), one.request.sequence, cast(Spans, one.request.pins)
+                row, sequence, pins = cast(int, one.row), one.request.sequence, one.pins
                 self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence, pins=pins)
         while (gap := self._scheduler.gap()) is not None:
             with Guard(self._recover, partial(list, (gap.one,))):
@@ -271,7 +271,7 @@ class Engine:
         """Add a token to a request, which may end with it."""
         event = one.take(token)
         if one.finish_reason:
-            one.memory = self._rows.memory_of(cast(int, one.row))
+            measure(one, self._rows)
             self._let_go(one)
             event = replace(event, result=one.result())
         self._report(event)

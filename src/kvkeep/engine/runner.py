@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.engine.choice import Trial
 from kvkeep.engine.graph import Graphs
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.scheduler import Batch
@@ -62,15 +63,19 @@ class Runner:
             ids.append([0] * pad + list(tokens))
             positions.append([0] * pad + list(range(first, first + len(tokens))))
             real.append([False] * pad + [True] * len(tokens))
+        trial = Trial.of(batch, rows)
+        watch = None if trial is None else trial.watch
         mask = None if all(map(all, real)) else torch.tensor(real, device=device)
         out = self._model(
             input_ids=torch.tensor(ids, device=device),
             position_ids=torch.tensor(positions, device=device),
             attention_mask=mask,
-            past_key_values=rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh),
+            past_key_values=rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh, watch=watch),
             use_cache=True,
             **self._options,
         )
+        if trial is not None:
+            trial.settle()
         last: Tensor = out.logits[:, -1]
         return last
 

@@ -72,3 +72,10 @@ class Segments:
             mine = None if real is None else real[rows]
             done.append(part.step(query[rows], keys[rows], values[rows], options=options, phase=phase, real=mine))
         return torch.cat(done)
+
+
+def joined(parts: Sequence[tuple[Segment, Stepper]]) -> Stepper:
+    """The layers of neighbouring segments as one."""
+    start = parts[0][0].start
+    steppers = [(slice(one.start - start, one.stop - start), layer) for one, layer in parts]
+    return steppers[0][1] if len(steppers) == 1 else Segments(steppers)
