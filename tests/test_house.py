@@ -13,10 +13,10 @@ TESTING = "testing"
 # the lower floor first; rooms on one floor never import each other
 FLOORS = [
     {"version", "types", "errors", "noise"},
-    {"runs", "scores", "statistic", "memory", "budget", "rotary", "history"},
+    {"runs", "scores", "statistic", "memory", "budget", "pins", "loss", "rotary", "history"},
     {"results", "backends", "store"},
     {"policies"},
-    {"registry", "eviction"},
+    {"registry", "capacity", "eviction"},
     {"layer", "layout"},
     {"handing"},
     {"hybrid"},

@@ -18,7 +18,9 @@ from kvkeep.history import Decodes, History, Ids, device_of, padded, rows_of
 from kvkeep.hybrid import beside_state
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout, caches_latents, windows_of
+from kvkeep.loss import LostShares, shares
 from kvkeep.memory import Memory
+from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
@@ -42,10 +44,13 @@ class BoundedCache(SnapshotCache):
             per layer; by default the policy's own rule. See `kvkeep.budget.per_layer`.
         positions: ``true``, or ``slot``: tokens are attended at their rank in the cache, so that a stream may be longer
             than the model's trained length. By default the policy's own mode, where the model allows it.
+        pins: spans of positions that no policy may evict, such as ``[(0, 120)]`` for the first 120 tokens (padding not
+            counted), or a list of spans for each row. A layer with a sliding window forgets them with the window.
 
     Raises:
-        BudgetError: the budget is out of range or smaller than what the policy protects.
-        InputError: ``config`` is no configuration, ``sequences`` are no whole numbers, or ``positions`` names no mode.
+        BudgetError: the budget is out of range or smaller than what the policy and the pins protect.
+        InputError: ``config`` is no configuration, ``sequences`` are no whole numbers, ``positions`` names no mode, or
+            ``pins`` are no spans.
         UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
         PolicyError: the policy string is wrong.
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
@@ -61,6 +66,7 @@ class BoundedCache(SnapshotCache):
         sequences: Sequence[int] | None = None,
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
+        pins: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]] = (),
     ):
         if not isinstance(config, PreTrainedConfig):
             raise InputError(
@@ -76,6 +82,7 @@ class BoundedCache(SnapshotCache):
         )
         self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
         self._first = min(layout.windows, default=0)
+        pinned = spans_of_rows(pins)
         cascade = self.policy.cascades(self._first) if self.policy.cascades else None
         layers: list[Any] = DynamicCache(config=config).layers
         for (number, window), numbers in zip(layout.windows.items(), layout.spread(budget), strict=True):
@@ -88,6 +95,7 @@ class BoundedCache(SnapshotCache):
                 sequences=sequences,
                 rotation=layout.rotation,
                 cascade=cascade,
+                pins=pinned,
             )
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
@@ -224,6 +232,11 @@ class BoundedCache(SnapshotCache):
                 f"{list(self.bounded_layers())}."
             )
         return bounded.store.positions
+
+    def lost_mass(self) -> dict[int, LostShares]:
+        """The share of attention that evicted tokens carried, by layer, for each row and KV head; see `LostMass`."""
+        layers = {number: layer for number, layer in self.bounded_layers().items() if layer.allocated}
+        return {number: shares(layer.block.lost) for number, layer in layers.items()}
 
     def memory(self) -> Memory:
         """Bytes over all layers with slots, summed over real tensors."""

@@ -15,24 +15,9 @@ from kvkeep.backends import Added, Backend, Limits
 from kvkeep.errors import PolicyError
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, State, View
 
 _LATER = torch.iinfo(torch.int32).max
-
-
-def check_room(
-    policy: Policy, block: Block, coming: int | Int[Tensor, " B"], *, phase: Phase, window: int | None
-) -> None:
-    """Refuse new tokens for which a policy that does not evict has no room.
-
-    Raises:
-        CapacityError: a row would hold more tokens than its budget.
-    """
-    if not policy.evicts:
-        block.check_room((block.seen + coming)[:, None], window=window)
-    elif policy.grows and phase is Phase.DECODE:
-        more = torch.as_tensor(coming, device=block.seen.device).view(-1, 1)
-        block.check_room(block.held() + more, window=window)
 
 
 def in_chunks(
@@ -133,7 +118,7 @@ def fused(
         positions,
         statistic=policy.wants(view),
         options=options,
-        added=Added(tuple(block.state[name] for name in names), rule.score is not None),
+        added=Added(tuple(block.state[name] for name in names), rule.score is not None, block.lost[..., 2:]),
         limits=Limits(view.seen, sinks, recent, limit(policy, view, block.state, window=window), window),
     )
 
@@ -166,13 +151,16 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     if not at_hand and not backend.is_over(held, stays):
         return
     if policy.bursts is not None:
-        held.masked_fill_(~scores.keep(_shielded(policy, view, block.state), held, stays), EMPTY)
+        held.masked_fill_(~scores.keep(shielded(policy, view, block.state), held, stays), EMPTY)
         return
     sinks, recent = policy.protected(view.budget)
-    backend.evict(held, _scores(policy, view, block.state), Limits(view.seen, sinks, recent, stays))
+    score = _scores(policy, view, block.state)
+    if view.pins is not None:  # a backend knows of sinks and recent tokens only
+        score = score.masked_fill(scores.pinned(held, view.pins), torch.inf)
+    backend.evict(held, score, Limits(view.seen, sinks, recent, stays))
 
 
-def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> None:
+def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> Bool[Tensor, "B Hk S"]:
     """After a chunk, move the best tokens of slots ∪ chunk, with their state, into the slots in position order.
 
     Args:
@@ -181,12 +169,15 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         view: slots and chunk together; tokens that have left the sliding window are marked as empty.
         state: the policy's state for slots and chunk.
         window: sliding window of the layer.
+
+    Returns:
+        Whether each token stays.
     """
     if policy.spreads is not None:
-        block.spread(policy.spreads.heads(policy, view, state))
+        block.spread(head_budgets(policy, view, state))
         view = replace(view, budget=block.budget)
     positions = view.positions
-    stays = scores.keep(_shielded(policy, view, state), positions, limit(policy, view, state, window=window))
+    stays = scores.keep(shielded(policy, view, state), positions, limit(policy, view, state, window=window))
     order = positions.masked_fill(~stays, _LATER).argsort(dim=-1)[..., : block.store.capacity]
     kept = positions.gather(-1, order).masked_fill(~stays.gather(-1, order), EMPTY)
     index = order[..., None]
@@ -197,6 +188,31 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
     )
     for name, tensor in state.items():
         block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
+    return stays
+
+
+def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
+    """The budgets that a policy gives to heads. Where pins need more, heads with more give of what they have above it.
+
+    The sum over a row's heads stays the same.
+    """
+    assert policy.spreads is not None
+    found = policy.spreads.heads(policy, view, state)
+    if view.pins is None:
+        return found
+    coming = (view.pins[:, 1::2] - view.pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(view.budget)[1]
+    held = protected_slots(policy, view).sum(dim=-1).maximum(coming)  # generated tokens may be pinned, too
+    above = (found - held).clamp(min=0)
+    free = (found - held).sum(dim=-1, keepdim=True).clamp(min=0)
+    shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)
+    return torch.where((found < held).any(dim=-1, keepdim=True), held + scores.rounded(shares, free), found)
+
+
+def protected_slots(policy: Policy, view: View) -> Bool[Tensor, "B Hk S"]:
+    """Whether each slot holds a token that may not be evicted: a sink, a recent one or a pinned one."""
+    sinks, recent = policy.protected(view.budget)
+    held = scores.protects(view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
+    return held & (view.positions >= 0)
 
 
 def limit(policy: Policy, view: View, state: State, *, window: int | None = None) -> Budget:
@@ -210,6 +226,9 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
     """
     if policy.bursts is not None:
         stays: Budget = policy.bursts.stays(policy, view, state)
+        if view.pins is not None:  # a burst ends at the protected tokens
+            least = protected_slots(policy, view).sum(dim=-1)
+            stays = torch.maximum(torch.as_tensor(stays, device=least.device), least)
     elif policy.grows is not None:
         stays = policy.grows.stays(view)
     else:
@@ -221,10 +240,11 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
     return torch.where(view.budget >= window, view.budget, torch.as_tensor(stays, device=view.budget.device))
 
 
-def _shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+def shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
     """The policy's scores after `scores.protect`."""
     sinks, recent = policy.protected(view.budget)
-    return scores.protect(_scores(policy, view, state), view.positions, view.seen, sinks=sinks, recent=recent)
+    found = _scores(policy, view, state)
+    return scores.protect(found, view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
 
 
 def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:

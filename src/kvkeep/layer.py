@@ -17,11 +17,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep import scores
+from kvkeep import loss, scores
 from kvkeep.backends import Backend, choose
+from kvkeep.capacity import check_pins, check_room
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
-from kvkeep.eviction import append, check_room, cut, evict, fused, fuses, in_chunks
+from kvkeep.eviction import append, cut, evict, fused, fuses, in_chunks
 from kvkeep.memory import Memory
+from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import Alone, Block, Cascade, DenseStore, Store, inference
@@ -41,9 +43,11 @@ class Layer:
         rotation: the model's rotary embedding, for slot positions: keys are stored unrotated and attended at their
             rank in the cache. ``None``: true positions.
         cascade: the tables that this layer shares with others under a policy that prunes through the layers.
+        pins: spans that the policy may not evict (`kvkeep.pins.spans_of_rows`), one entry for all rows or one per row.
 
     Raises:
-        BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget.
+        BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget, or
+            does so together with the pins.
 
     Attributes:
         columns: columns seen so far, padding included.
@@ -57,7 +61,7 @@ class Layer:
     _backend: Backend
     _kind: type[Store] = DenseStore
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  a layer is told everything at once
         self,
         policy: Policy,
         budget: int | Sequence[int],
@@ -68,6 +72,7 @@ class Layer:
         sequences: Sequence[int] | None = None,
         rotation: Rotation | None = None,
         cascade: Cascade | None = None,
+        pins: Sequence[Spans] = (),
     ):
         for number in (numbers := budgets.check(budget)):
             policy.check(number)
@@ -78,6 +83,8 @@ class Layer:
         self.columns, self.moves, self.allocated, self.broken = 0, 0, False, False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index, self._sequences, self._rotation = index, sequences, rotation
+        self._pins = pins if policy.evicts else ()
+        check_pins(policy, self.budgets, self._pins, window=window)
         self._prefill_chunk = None if prefill_chunk is None else int(prefill_chunk)
         self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
 
@@ -195,7 +202,7 @@ class Layer:
         positions = self.block.advance(1, real, Phase.DECODE)
         self.columns += 1
         slots, backend = self.store.slots(), self._backend
-        if self._fuses:
+        if self._fuses and self.block.pins is None:
             view, new = self._view(slots, new=positions >= 0, phase=Phase.DECODE), (query, keys, values)
             done = fused(
                 self.policy, self.block, view, new, positions, options=options, window=self.window, backend=backend
@@ -211,7 +218,9 @@ class Layer:
         out, report = backend.attend(query, slots, positions, statistic=self.policy.wants(view), options=options)
         self._shared.add(slots.positions[:, 0], report)
         self.block.remember(self.policy.observe(self.state, view, report))
+        among = None if self.window is None else scores.expire(slots.positions, self.seen, self.window) >= 0
         evict(self.policy, self.block, view, window=self.window, backend=backend)
+        loss.count(self.block.lost, report, self.store.positions >= 0, phase=Phase.DECODE, among=among)
         self._shared.leave(self._index, self.store.positions[:, 0])
         return out
 
@@ -238,7 +247,9 @@ class Layer:
         attended, wanted = slots._replace(positions=shared if first else positions), self.policy.wants(view)
         out, report = self._backend.attend(query, attended, new, statistic=wanted, options=options)
         self._shared.add(left[:, 0], report)
-        cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
+        stays = cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
+        among = None if self.window is None else left >= 0
+        loss.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=among)
         self._shared.leave(self._index, self.store.positions[:, 0])
         return out
 
@@ -263,20 +274,7 @@ class Layer:
 
     def _view(self, slots: Slots, *, new: Bool[Tensor, "B T"], phase: Phase) -> View:
         past, alive = self._shared.enter(self._index, slots.positions[:, 0])
-        return View(
-            positions=slots.positions,
-            keys=slots.keys,
-            values=slots.values,
-            seen=self.seen,
-            budget=self.block.budget,
-            new=new.sum(dim=1),
-            prompt=self.block.prompt,
-            phase=phase,
-            layer=self._index,
-            sequences=self.block.sequences,
-            past=past,
-            alive=alive,
-        )
+        return self.block.view(slots, new.sum(dim=1), phase=phase, layer=self._index, past=past, alive=alive)
 
     def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate the block on the first step; later, check that the tensors fit it."""
@@ -285,8 +283,8 @@ class Layer:
         if self.allocated and (self.columns or self.store.fits(keys, values)):
             self.block.check_fit(keys, values)
             return
-        starts, ids = self.policy.slots, self._sequences
-        new = Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind)
+        starts, ids, pins = self.policy.slots, self._sequences, self._pins
+        new = Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind, pins=pins)
         self.hold(new, columns=self.columns)
 
     def hold(self, block: Block, *, columns: int) -> None:

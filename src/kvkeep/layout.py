@@ -9,7 +9,9 @@ from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvkeep import budget as budgets
+from kvkeep.capacity import check_pins
 from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
+from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.rotary.embedding import rotation_for
 from kvkeep.rotary.ranks import Rotation
@@ -106,6 +108,15 @@ class Layout:
             self.policy.check(number)
             found.append(number if window is None else min(number, window))
         return found
+
+    def check_pins(self, budget: int, pins: Spans) -> None:
+        """Refuse pins that do not fit into the budget of some layer.
+
+        Raises:
+            BudgetError: they do not; or see `slots`.
+        """
+        for number, window in zip(self.slots(budget), self.windows.values(), strict=True):
+            check_pins(self.policy, [number], [pins], window=window)
 
     def room(self, budget: int) -> int | None:
         """The most tokens that a sequence may have if none is evicted; ``None`` if every budget holds its window.

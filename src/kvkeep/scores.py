@@ -25,8 +25,9 @@ def protect(
     *,
     sinks: int = 0,
     recent: Budget = 0,
+    pins: Int[Tensor, "B bounds"] | None = None,
 ) -> Float[Tensor, "B Hk S"]:
-    """Scores in which the first ``sinks`` and the newest ``recent`` positions of each row are infinite.
+    """Scores in which the first ``sinks``, the newest ``recent`` and the pinned positions of each row are infinite.
 
     Args:
         scores: higher = keep.
@@ -34,16 +35,42 @@ def protect(
         seen: tokens seen per row; positions ``>= seen - recent`` are recent.
         sinks: number of first tokens to protect.
         recent: number of newest tokens to protect, one number or one per row.
+        pins: bounds of the pinned spans, see `pinned`; ``None``: none.
 
     Returns:
         New scores; the input is not changed. NaN, which has no order, becomes the lowest score, so that slots with NaN
         go first and protected tokens stay.
     """
+    shielded = protects(positions, seen, sinks=sinks, recent=recent, pins=pins)
+    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill_(shielded, torch.inf)
+
+
+def protects(
+    positions: Int[Tensor, "B Hk S"],
+    seen: Int[Tensor, " B"],
+    *,
+    sinks: int = 0,
+    recent: Budget = 0,
+    pins: Int[Tensor, "B bounds"] | None = None,
+) -> Bool[Tensor, "B Hk S"]:
+    """Whether each slot's token is protected; the arguments are those of `protect`. Empty slots may be either."""
     first_recent = seen[:, None] - recent
     shielded = positions >= first_recent[:, :, None]
     if sinks:
         shielded = shielded | (positions < sinks)
-    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill_(shielded, torch.inf)
+    return shielded if pins is None else shielded | pinned(positions, pins)
+
+
+def pinned(positions: Int[Tensor, "B Hk S"], bounds: Int[Tensor, "B bounds"]) -> Bool[Tensor, "B Hk S"]:
+    """Whether each position lies in a pinned span; an empty slot does not.
+
+    Args:
+        positions: true positions, ``-1`` = empty.
+        bounds: of each row the spans' starts and stops in order; a position lies in a span if the number of bounds that
+            are not above it is odd.
+    """
+    flat = positions.flatten(1).to(bounds.dtype).contiguous()
+    return (torch.searchsorted(bounds, flat, right=True) % 2 == 1).view(positions.shape)
 
 
 def keep(

@@ -114,6 +114,7 @@ class View:
         past: mass that each slot's token has received in all earlier layers and steps, summed over heads. Only for a
             policy that cascades, whose heads hold the same tokens in the same slots: ``A`` is then ``S``, otherwise 0.
         alive: whether the layer before still holds each slot's token. Has the shape of ``past``.
+        pins: bounds of the spans that no policy may evict, see `kvkeep.scores.pinned`; ``None``: no row has any.
     """
 
     positions: Int[Tensor, "B Hk S"]
@@ -128,6 +129,7 @@ class View:
     sequences: Int[Tensor, " B"]
     past: Float[Tensor, "B A"]
     alive: Bool[Tensor, "B A"]
+    pins: Int[Tensor, "B bounds"] | None = None
 
     @property
     def is_decode(self) -> bool:

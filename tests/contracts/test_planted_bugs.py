@@ -48,7 +48,7 @@ def test_slots_read_as_positions():
 
 
 def test_sinks_found_by_slot_instead_of_position(monkeypatch):
-    def by_slot(values, positions, seen, *, sinks=0, recent=0):
+    def by_slot(values, positions, seen, *, sinks=0, recent=0, pins=None):
         return values.index_fill(-1, torch.arange(sinks), torch.inf)
 
     monkeypatch.setattr(scores, "protect", by_slot)
@@ -59,7 +59,7 @@ def test_state_not_moved_with_the_slots(monkeypatch):
     honest = layer.cut
 
     def forgetful(policy, block, view, state, *, window):
-        honest(policy, block, view, {name: tensor.flip(-1) for name, tensor in state.items()}, window=window)
+        return honest(policy, block, view, {name: tensor.flip(-1) for name, tensor in state.items()}, window=window)
 
     monkeypatch.setattr(layer, "cut", forgetful)
     assert breaks("slots_do_not_matter", H2O(recent=3))

@@ -30,9 +30,9 @@ def test_memory_is_the_formula_of_the_layouts_page():
     B, Hk, capacity, D, E, states = 3, 2, 9, 4, 6, 1
     slots = B * Hk * capacity * (4 * (D + E) + 4 + 4 * states)
     memory = layer.memory()
-    assert memory.allocated_bytes == slots + 24 * B
+    assert memory.allocated_bytes == slots + 24 * B + 16 * B * Hk
     assert memory.occupied_bytes == slots // capacity * 8
-    assert memory.state_bytes == B * Hk * capacity * 4 + 24 * B
+    assert memory.state_bytes == B * Hk * capacity * 4 + 24 * B + 16 * B * Hk
     assert memory.full_bytes == B * Hk * 20 * 4 * (D + E)
     assert (memory + memory).full_bytes == 2 * memory.full_bytes
 

@@ -61,10 +61,10 @@ def model(name):
 
 
 @functools.cache
-def alone(name: str, prompt: tuple[int, ...], new: int, policy: str | Policy, budget: int, chunk: int | None):
+def alone(name: str, prompt: tuple[int, ...], new: int, policy: str | Policy, budget: int, chunk: int | None, pins=()):
     """Greedy tokens of one prompt with a cache of its own, the prompt fed in the same chunks."""
     found = kvkeep.parse(policy) if isinstance(policy, str) else policy
-    cache = kvkeep.BoundedCache(model(name).config, found, budget)
+    cache = kvkeep.BoundedCache(model(name).config, found, budget, pins=pins)
     out: list[int] = []
     with torch.inference_mode():
         cache.phase = Phase.PREFILL

@@ -17,6 +17,7 @@ from kvkeep.backends.triton import gpu
 from kvkeep.engine import Engine, Request, graph
 from kvkeep.engine.graph import Graphs, NoWaiting, WaitError, _Step, bucket, refusal
 from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.segments import Owner
 
 from .models import CONFIGS, alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of
@@ -140,7 +141,7 @@ def test_steps_of_several_policies_run_as_they_are_and_those_of_one_are_recorded
         new = request.sampling.max_new_tokens
         assert result.token_ids == alone("llama", request.prompt, new, request.policy or "h2o", CAPACITY, 512)
     assert engine._runner.graphs.refused == {}
-    assert engine._runner.graphs._steps.keys() == {(engine.policy, 1)}  # when the other one had gone
+    assert engine._runner.graphs._steps.keys() == {(Owner(engine.policy), 1)}  # when the other one had gone
 
 
 def test_by_default_only_where_there_is_cuda():
@@ -228,7 +229,7 @@ def test_one_number_of_rows_that_is_refused_lets_go_of_the_others(monkeypatch):
     engine.add(requests((4, 9))[0])
     for _ in range(3):
         engine.step()
-    assert engine._runner.graphs._steps.keys() == {(engine.policy, 1)}
+    assert engine._runner.graphs._steps.keys() == {(Owner(engine.policy), 1)}
     engine.add(requests((4, 3))[0])
     engine.step()
     engine.step()

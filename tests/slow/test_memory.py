@@ -56,7 +56,7 @@ def test_a_long_run_holds_what_the_formula_says():
     model = kvkeep.attach(LlamaForCausalLM(config).eval())
     cache = kvkeep.BoundedCache(config, policy="h2o", budget=256, prefill_chunk=512)
     B, L, Hk, D = 2, 2, 2, 16
-    formula = L * (B * Hk * 257 * (4 * 2 * D + 4 + 4) + 24 * B)
+    formula = L * (B * Hk * 257 * (4 * 2 * D + 4 + 4) + 24 * B + 16 * B * Hk)
     sizes = set()
     ids = torch.randint(0, 256, (B, 4096))
     with torch.inference_mode():

@@ -46,10 +46,13 @@ class Added:
     Attributes:
         states: the policy's sums, at most two; all receive the same mass.
         is_score: whether the first sum is the score; otherwise the position is.
+        lost: the victim's mass, and the mass of all slots that hold a token until then, are added here, where there are
+            sums; ``None``: nowhere.
     """
 
     states: tuple[Float[Tensor, "B Hk S"], ...]
     is_score: bool
+    lost: Float[Tensor, "B Hk 2"] | None = None
 
 
 class Backend(abc.ABC):

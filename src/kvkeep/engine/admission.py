@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import re
 from collections.abc import Sequence
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from kvkeep.engine import choice
+from kvkeep.engine.asked import usable
+from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.request import Generation, Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
-from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, show_bytes
+from kvkeep.errors import BudgetError, CapacityError, InputError, show_bytes
 from kvkeep.layout import Layout
 from kvkeep.models import text
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Checkpoint, Model, Tokenizer, position_limit
 from kvkeep.models.suitable import placeholders
+from kvkeep.pins import Spans, end
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
 
 DEFAULT_ROWS = 16
 
@@ -41,12 +43,14 @@ class Admission:
         rows: number of rows that the user wants.
         kv_memory: bytes that all rows may take together.
         options: of the cache: ``layer_budget``, ``positions`` and ``prefill_chunk``, see `Rows`.
+        chunk: prompt tokens that are read at once, by the model or by a layer; ``None``: all.
+        guard: of requests that have none.
 
     Raises:
         KVKeepError: the policy does not go together with the model or the options.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the choices of a user
         self,
         model: Model,
         tokenizer: Tokenizer | None,
@@ -56,11 +60,14 @@ class Admission:
         rows: int | None,
         kv_memory: int | None,
         options: dict[str, Any],
+        chunk: int | None = None,
+        guard: float | None = None,
     ) -> None:
         if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
             raise InputError(f"A {type(tokenizer).__name__} is no tokenizer; give the object that AutoTokenizer loads.")
         self._model, self._tokenizer, self._policy, self._budget = model, tokenizer, policy, budget
         self._wanted, self._kv_memory, self._options = rows, kv_memory, options
+        self._chunk, self._guard = chunk, checked_guard(guard)
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
@@ -84,8 +91,9 @@ class Admission:
                 f"A budget of {budget} is more than the engine's {self._budget}: its rows have memory for no more. "
                 "Ask for less, or give the engine a larger `budget`."
             )
-        request = self._encoded(request)
+        request = self._encoded(request if request.guard is not None else replace(request, guard=self._guard))
         prompt = cast(Sequence[int], request.prompt)
+        levels = self._levels(policy, budget, request)
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
         check_room(self._layout(policy), budget, len(prompt), request.sampling.max_new_tokens)
         if self._limit is not None and total > self._limit:
@@ -104,7 +112,29 @@ class Admission:
             raise InputError("Stop texts need a tokenizer: make the engine with one.")
         ends = frozenset() if request.ignore_end else self._end_ids
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
-        return Generation(number, request, policy, budget, ends, tail)
+        return Generation(number, request, policy, budget, ends, tail, levels=levels)
+
+    def _levels(self, policy: Policy, budget: int, request: Request) -> tuple[int, ...]:
+        """Return the budgets among which a guarded request chooses, after a check of its pins.
+
+        Raises:
+            InputError: a pin lies outside of the prompt, or no budget can be chosen.
+            BudgetError: some layer's budget is too small for pinned and protected tokens together.
+        """
+        pins, n = cast(Spans, request.pins), len(cast(Sequence[int], request.prompt))
+        if end(pins) > n:
+            raise InputError(
+                f"The pins end at position {end(pins)}, and the prompt has {n} tokens. Pin tokens of it only."
+            )
+        self._layout(policy).check_pins(budget, pins)
+        if request.guard is None:
+            return ()
+        if self._chunk is not None and n > self._chunk:
+            raise InputError(
+                f"guard chooses a budget when the whole prompt has been read, and this one of {n} tokens is cut after "
+                f"chunks of {self._chunk}. Leave `guard` or `prefill_chunk` out."
+            )
+        return choice.levels(self._layout(policy), budget, pins)
 
     def make_rows(self, policy: Policy) -> Rows:
         """Allocate the engine's rows for a policy.
@@ -176,7 +206,7 @@ class Admission:
             ids = text.encode(checkpoint, request.prompt, raw=request.raw)
         else:
             ids = text.encode_chat(checkpoint, request.messages or ())
-        return dataclasses.replace(request, prompt=tuple(ids[0].tolist()), messages=None)
+        return replace(request, prompt=tuple(ids[0].tolist()), messages=None)
 
     def _layout(self, policy: Policy) -> Layout:
         """Return the layout of rows for a policy.
@@ -239,34 +269,6 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cpu" or not source.exists():
         return None
     return 1024 * sum(map(int, re.findall(r"^(?:MemAvailable|SwapFree): *(\d+) kB$", source.read_text(), re.MULTILINE)))
-
-
-def usable(policy: object) -> Policy:
-    """Return a policy, or the policy that a string names, after checking that it can be compared with others.
-
-    Raises:
-        PolicyError: it is no policy, or cannot be compared or hashed, which decides whether requests share rows.
-    """
-    found = parse(policy) if isinstance(policy, str) else policy
-    if not isinstance(found, Policy):
-        raise PolicyError(f"{policy!r:.80} is neither a policy nor the name of one.")
-    try:
-        tells = hash(found) is not None and found == found
-    except Exception:  # a class may raise anything there
-        tells = False
-    fields = {field.name for field in dataclasses.fields(found)}
-    others = {name for name in vars(found).keys() - fields if not _is_remembered(type(found), name)}
-    if not tells or others:
-        raise PolicyError(
-            f"Policies of {type(found).__name__} cannot be told apart by their options. Make the class a frozen "
-            "dataclass whose fields are numbers, texts or tuples: @dataclass(frozen=True, kw_only=True)."
-        )
-    return found
-
-
-def _is_remembered(kind: type, name: str) -> bool:
-    """Whether an attribute is a property that is computed once; it follows from the fields."""
-    return isinstance(inspect.getattr_static(kind, name, None), cached_property)
 
 
 def _largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:

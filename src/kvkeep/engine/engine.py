@@ -11,14 +11,15 @@ from typing import Any, cast
 
 from torch import nn
 
-from kvkeep import budget as budgets
 from kvkeep.engine import sampler
-from kvkeep.engine.admission import Admission, usable
+from kvkeep.engine.admission import Admission
+from kvkeep.engine.asked import Asked, check_numbers, listed, request_of, usable
 from kvkeep.engine.batch import Run
+from kvkeep.engine.choice import measure
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.interrupts import Guard, Uninterrupted
 from kvkeep.engine.own import keeps_states
-from kvkeep.engine.request import Asked, Event, Generation, Result, listed, request_of
+from kvkeep.engine.request import Event, Generation, Result
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
@@ -54,6 +55,7 @@ class Engine:
         positions: ``true`` or ``slot``, see `BoundedCache`.
         decode_every: prompt tokens for which each running row gets a token; by default 128 on a CPU, 1024 elsewhere.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
+        guard: of requests that have none, see `Request`.
 
     Raises:
         BudgetError: a number is out of range, or not one row fits into the memory.
@@ -74,16 +76,17 @@ class Engine:
         positions: str | None = None,
         decode_every: int | None = None,
         graphs: bool | None = None,
+        guard: float | None = None,
     ) -> None:
-        numbers = {"budget": budget, "rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk}
-        for name, number in {**numbers, "decode_every": decode_every}.items():
-            budgets.check_one(1 if number is None and name != "budget" else number, name)
+        numbers = {"rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk, "decode_every": decode_every}
+        check_numbers(budget, **numbers)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
         self.policy, self.budget, self._chunk = usable(policy), budget, prefill_chunk
         options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
         if has_states := keeps_states(self.model):
             options["prefill_chunk"], self._chunk = prefill_chunk, None
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
+        asked |= {"chunk": prefill_chunk, "guard": guard}
         self._admission = Admission(self.model, tokenizer, **asked, options=options)
         graphs = not has_states and (self.model.device.type == "cuda" if graphs is None else graphs)
         self._runner = Runner(self.model, graphs=graphs)
@@ -247,8 +250,8 @@ class Engine:
         for one in self._scheduler.admit(self._rows.takes):
             with Guard(self._recover, partial(list, (one,))):
                 one.mark("started")
-                row, sequence = cast(int, one.row), one.request.sequence
-                self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence)
+                row, sequence, pins = cast(int, one.row), one.request.sequence, one.pins
+                self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence, pins=pins)
         while (gap := self._scheduler.gap()) is not None:
             with Guard(self._recover, partial(list, (gap.one,))):
                 self._rows.move(gap.source, gap.target)
@@ -271,7 +274,7 @@ class Engine:
         """Add a token to a request, which may end with it."""
         event = one.take(token)
         if one.finish_reason:
-            one.memory = self._rows.memory_of(cast(int, one.row))
+            measure(one, self._rows)
             self._let_go(one)
             event = replace(event, result=one.result())
         self._report(event)

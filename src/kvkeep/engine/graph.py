@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvkeep.engine.batch import Batch
 from kvkeep.engine.rows import Rows
+from kvkeep.engine.segments import Owner
 from kvkeep.models.load import Model
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
@@ -74,7 +75,7 @@ class Graphs:
         self.refused: dict[Policy, str] = {}
         self._model = model
         self._options = options
-        self._steps: dict[tuple[Policy, int], _Step] = {}
+        self._steps: dict[tuple[Owner, int], _Step] = {}
         self._memory: tuple[Rows, int] | None = None
         self._pool: Any = None
 
@@ -82,22 +83,24 @@ class Graphs:
         """Run a decode step and return its logits; return ``None``, having done nothing, if it cannot be recorded."""
         decodes = batch.start == 0 and batch.phase is Phase.DECODE
         size = bucket(len(batch.rows), rows.count)
-        policy = rows.sole(0, size) if decodes else None  # rows of several policies have too many orders to record
-        if policy is None or policy in self.refused:
+        owner = rows.sole(0, size) if decodes else None  # rows of several owners have too many orders to record
+        if owner is None or owner.policy in self.refused:
             return None
         if self._memory != (rows, rows.version):
             self.clear()
             self._memory = (rows, rows.version)
-        if (policy, size) not in self._steps:
+        if (owner, size) not in self._steps:
             try:
-                self._steps[policy, size] = self._record(policy, size, rows)
+                self._steps[owner, size] = self._record(owner.policy, size, rows)
             except WaitError as reason:
-                self._refuse(policy, str(reason))
-                self._steps = {key: step for key, step in self._steps.items() if key[0] != policy}  # not used any more
+                self._refuse(owner.policy, str(reason))
+                unused = [key for key in self._steps if key[0].policy == owner.policy]
+                for key in unused:
+                    del self._steps[key]
                 rows.renew()  # the attempt ended in the middle of a layer
                 self._memory = (rows, rows.version)  # the tensors are the same
                 return None
-        return self._steps[policy, size].run(batch)[: len(batch.rows)]
+        return self._steps[owner, size].run(batch)[: len(batch.rows)]
 
     def clear(self) -> None:
         """Drop all recorded steps, and with them the references to the rows that they read and write."""

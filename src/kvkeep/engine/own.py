@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache import BoundedCache
@@ -41,6 +42,14 @@ def keeps_states(model: Decoder) -> bool:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
     return bool(states_of(BoundedCache(model.config, "full", 1)))
+
+
+def probed(model: Decoder) -> BoundedCache:
+    """A cache that one token has gone through, which shows the shapes of every layer."""
+    cache = BoundedCache(model.config, "full", 1)
+    with torch.inference_mode():
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+    return cache
 
 
 def states_of(cache: BoundedCache) -> dict[int, Any]:

@@ -63,3 +63,18 @@ def stop_texts(stop: object) -> tuple[str, ...]:
     if not all(texts):
         raise InputError("An empty stop text would end every generation before it begins.")
     return texts
+
+
+def checked_guard(guard: object) -> float | None:
+    """Return a guard as a number, or ``None``.
+
+    Raises:
+        InputError: it is no share from 0 to 1.
+    """
+    if guard is None:
+        return None
+    if isinstance(guard, bool) or not isinstance(guard, int | float) or not 0 <= guard <= 1:
+        raise InputError(
+            f"guard={guard!r:.60} is no share of attention; give a number from 0 to 1, such as 0.1 for a tenth."
+        )
+    return float(guard)

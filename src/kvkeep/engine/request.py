@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from typing import Literal, cast
 
 from torch import Tensor
 
 from kvkeep import budget as budgets
-from kvkeep.engine.prompts import conversation, stop_texts, token_ids
+from kvkeep.engine.prompts import checked_guard, conversation, stop_texts, token_ids
 from kvkeep.engine.sampling import Sampling, whole_within
 from kvkeep.engine.stops import StopText
 from kvkeep.errors import InputError
+from kvkeep.loss import LostMass
 from kvkeep.memory import Memory
+from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies.base import Policy
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -37,6 +39,10 @@ class Request:
         logprobs: report each token's log-probability, and those of this many of the likeliest tokens.
         sequence: identity of the request for everything random (drawn tokens, policies). Equal requests of the same
             identity get the same tokens.
+        pins: spans of the prompt's positions that no policy may evict, such as ``((0, 120),)``; kept as
+            `kvkeep.pins.spans` returns them.
+        guard: take the smallest of a quarter, half and all of the budget at which the prompt's cut loses at most this
+            share of attention (`Result.lost_mass`), or all of it if none does; by default the engine's.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -53,9 +59,13 @@ class Request:
     ignore_end: bool = False
     logprobs: int | None = None
     sequence: int = 0
+    pins: Sequence[Span] = ()
+    guard: float | None = None
 
     def __post_init__(self) -> None:
         self._take_text()
+        object.__setattr__(self, "pins", spans(self.pins))
+        object.__setattr__(self, "guard", checked_guard(self.guard))
         object.__setattr__(self, "stop", stop_texts(self.stop))
         object.__setattr__(self, "sequence", whole_within("sequence", self.sequence, -(2**63), 2**63 - 1))
         if not isinstance(self.sampling, Sampling):
@@ -83,44 +93,6 @@ class Request:
             object.__setattr__(self, "prompt", token_ids(self.prompt))
         elif not self.prompt.strip():
             raise InputError("The prompt is an empty text; give some words.")
-
-
-Asked: TypeAlias = "Request | str"
-"""A request, or a text that becomes one."""
-
-
-def request_of(asked: object, sampling: Sampling | None = None) -> Request:
-    """Return a request as it is, or make one of a text.
-
-    Args:
-        asked: a request or a text.
-        sampling: how tokens are chosen for a text; requests have their own.
-
-    Raises:
-        InputError: it is neither.
-    """
-    if isinstance(asked, Request):
-        return asked
-    if isinstance(asked, str):
-        return Request(prompt=asked, sampling=Sampling() if sampling is None else sampling)
-    if isinstance(asked, Mapping):
-        remedy = "put a conversation into a request: Request(messages=[...])."
-    else:
-        remedy = "give a text, or put token ids into a request: Request(prompt=ids)."
-    raise InputError(f"{asked!r:.80} is no text and no kvkeep.Request; {remedy}")
-
-
-def listed(asked: object) -> Iterable[Any]:
-    """Return requests and texts as something to iterate over; a single one becomes a list.
-
-    Raises:
-        InputError: it is neither a text, nor a request, nor an iterable.
-    """
-    if isinstance(asked, str | Request):
-        return [asked]
-    if isinstance(asked, Mapping | bytes) or not isinstance(asked, Iterable):
-        raise InputError(f"{type(asked).__name__} is no list of requests; give texts or kvkeep.Requests.")
-    return asked
 
 
 @dataclass(frozen=True)
@@ -156,6 +128,9 @@ class Result:
         tpot_s: time per token after the first; ``None`` with fewer than two.
         error: the reason, if a step failed.
         memory: bytes of its row at its end; zeros if it was cancelled or ended by an error.
+        budget: tokens kept per layer and head: what the request asked for, or what its guard has chosen.
+        lost_mass: the share of attention that evicted tokens carried; unknown if it was cancelled or ended by an error.
+        guarded: whether the prompt's cut lost at most the guard; ``None`` without a guard, or if the loss is unknown.
     """
 
     id: int
@@ -170,6 +145,9 @@ class Result:
     tpot_s: float | None
     error: str | None = None
     memory: Memory = field(default_factory=Memory)
+    budget: int = 0
+    lost_mass: LostMass = field(default_factory=LostMass)
+    guarded: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -208,6 +186,8 @@ class Generation:
         error: the reason, if a step failed.
         used: marks the tokens of the vocabulary that occur in it, for a repetition penalty.
         memory: bytes of its row at its end.
+        lost: the attention that its evicted tokens carried.
+        levels: the budgets among which its guard chooses at the end of the prompt, in order; empty without a guard.
         times: seconds of a clock at which it was ``added``, ``started``, and had its ``first`` and ``last`` token.
     """
 
@@ -225,6 +205,8 @@ class Generation:
     error: str | None = None
     used: Tensor | None = None
     memory: Memory = field(default_factory=Memory)
+    lost: LostMass = field(default_factory=LostMass)
+    levels: tuple[int, ...] = ()
     times: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -238,6 +220,11 @@ class Generation:
     def prompt(self) -> Sequence[int]:
         """The token ids of the prompt."""
         return cast(Sequence[int], self.request.prompt)
+
+    @property
+    def pins(self) -> Spans:
+        """The spans of the prompt that may not be evicted."""
+        return cast(Spans, self.request.pins)
 
     @property
     def prompt_left(self) -> int:
@@ -272,7 +259,7 @@ class Generation:
     def result(self) -> Result:
         """Return the finished request as the user gets it."""
         assert self.finish_reason is not None
-        at, n = self.times, len(self.token_ids)
+        at, n, guard = self.times, len(self.token_ids), self.request.guard
         started = at.get("started", at["last"])
         return Result(
             id=self.id,
@@ -287,4 +274,7 @@ class Generation:
             tpot_s=(at["last"] - at["first"]) / (n - 1) if n > 1 else None,
             error=self.error,
             memory=self.memory,
+            budget=self.budget,
+            lost_mass=self.lost,
+            guarded=None if guard is None or self.lost.prompt is None else self.lost.prompt <= guard,
         )

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from kvkeep.cache import BoundedCache
-from kvkeep.engine.own import Own, states_of
-from kvkeep.engine.segments import Segment, Segments, segments
+from kvkeep.engine.own import Own, probed, states_of
+from kvkeep.engine.segments import Owner, Segment, joined, segments
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.hybrid import beside_state
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout, caches_latents
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
+from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, inference
-from kvkeep.types import Phase, Slots, Stepper
+from kvkeep.types import Phase, Slots
+
+Watch: TypeAlias = Callable[[int, Segment], Policy]
+"""Returns the policy of some rows in a layer, or one around it that watches."""
 
 _MOST = 64
 """Number of row ranges, and of policies, whose layers are remembered. Others are made again when they are needed."""
@@ -62,20 +65,14 @@ class Rows:
         self._config = model.config
         self._budget = budget
         self._most_bytes: int | None = None
-        self._options: dict[str, Any] = {
-            "layer_budget": layer_budget,
-            "positions": positions,
-            "prefill_chunk": prefill_chunk,
-        }
+        cached = {"layer_budget": layer_budget, "positions": positions, "prefill_chunk": prefill_chunk}
+        self._options: dict[str, Any] = cached
         self._layouts: dict[Policy, Layout] = {}
         self._layers: dict[Policy, list[Layer]] = {}
-        self._owners: list[Policy | None] = []
+        self._owners: list[Owner | None] = []
         self._own: list[Own | None] = []
         self._parts: dict[tuple[tuple[Segment, ...], Own | None, Phase], PhasedCache] = {}
-        probe = BoundedCache(model.config, "full", 1)
-        with torch.inference_mode():  # one token shows the shapes of every layer
-            model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=probe)
-        layers = probe.bounded_layers()
+        layers = (probe := probed(model)).bounded_layers()
         self._first = min(layers, default=0)
         self._like = [layer.store.slots() for layer in layers.values()]
         self._windows = {index: layer.window for index, layer in layers.items()}
@@ -139,7 +136,9 @@ class Rows:
         return held + more <= self._most_bytes
 
     @inference
-    def begin(self, row: int, *, budget: int, policy: Policy | None = None, sequence: int = 0) -> None:
+    def begin(
+        self, row: int, *, budget: int, policy: Policy | None = None, sequence: int = 0, pins: Spans = ()
+    ) -> None:
         """Empty a row for a new sequence.
 
         Args:
@@ -147,25 +146,34 @@ class Rows:
             budget: the sequence's budget.
             policy: one that `takes` accepts; ``None``: the policy that the rows are made for.
             sequence: the sequence's identity for randomness.
+            pins: spans of positions that may not be evicted.
 
         Raises:
             BudgetError: the policy protects more than the budget.
         """
-        owner = self._owners[row] = self.policy if policy is None else policy
-        self._own[row] = self._new_own(owner)
-        numbers = self.numbers(owner, budget)
-        if any(len(owner.slots) > len(block.state) for block in self._blocks):
+        policy = self.policy if policy is None else policy
+        self._owners[row] = Owner(policy, bool(pins) and policy.evicts)
+        self._own[row] = self._new_own(policy)
+        self.numbers(policy, budget)
+        if any(len(policy.slots) > len(block.state) for block in self._blocks):
             self.renew()
             for block in self._blocks:
-                block.add_state(len(owner.slots))
-        for block, number in zip(self._blocks, numbers, strict=True):
+                block.add_state(len(policy.slots))
+        self.limit_row(row, policy, budget)
+        for block in self._blocks:
+            block.sequences[row] = sequence
+        self._empty(row)
+        if pins and sum(block.pin_row(row, pins) for block in self._blocks):
+            self.renew()
+
+    def limit_row(self, row: int, policy: Policy, budget: int) -> None:
+        """Give a row a budget, which holds from the next step on."""
+        for block, number in zip(self._blocks, self.numbers(policy, budget), strict=True):
             if isinstance(block.budget, int) and block.budget != number:
                 self.renew()
                 block.budget = block.seen.new_full((self.count, 1), block.budget)
             if isinstance(block.budget, Tensor):
                 block.budget[row] = number
-            block.sequences[row] = sequence
-        self._empty(row)
 
     @inference
     def end(self, row: int) -> None:
@@ -183,12 +191,14 @@ class Rows:
             block.move_row(source, target)
         self.end(source)
 
-    def sole(self, start: int, stop: int) -> Policy | None:
-        """The policy of all rows of a range; ``None`` if there are several."""
+    def sole(self, start: int, stop: int) -> Owner | None:
+        """The owner of all rows of a range; ``None`` if there are several."""
         found = segments(self._owners, start, stop, self.policy)
-        return found[0].policy if len(found) == 1 else None
+        return found[0].owner if len(found) == 1 else None
 
-    def part(self, start: int, stop: int, phase: Phase, *, fresh: bool = False) -> PhasedCache:
+    def part(
+        self, start: int, stop: int, phase: Phase, *, fresh: bool = False, watch: Watch | None = None
+    ) -> PhasedCache:
         """A range of rows as the cache of one run of the model. If rows run alone, the range has one row.
 
         Args:
@@ -196,11 +206,12 @@ class Rows:
             stop: the row after the last one.
             phase: what the tokens of the run are.
             fresh: whether all rows begin a new prompt.
+            watch: returns the policy to use for some rows of a layer, if they begin a new prompt.
         """
         found = segments(self._owners, start, stop, self.policy)
         key = (found, self._own[start], phase)  # a recorded step keeps its part, so the part's phase must not change
         if fresh:
-            part = self._cache_of(found, columns=0)
+            part = self._cache_of(found, columns=0, watch=watch)
         elif key in self._parts:
             part = self._parts[key]
         else:
@@ -230,36 +241,41 @@ class Rows:
         beside = (own.memory() for own in self._own if own is not None)
         return sum((*(block.memory() for block in self._blocks), *beside), Memory())
 
+    def blocks_of(self, row: int) -> list[Block]:
+        """One row of all layers, as blocks that share the rows' memory."""
+        return [block.part(row, row + 1) for block in self._blocks]
+
     def memory_of(self, row: int) -> Memory:
         """Bytes of one row over all layers."""
         own = self._own[row]
-        parts = (block.part(row, row + 1).memory() for block in self._blocks)
+        parts = (block.memory() for block in self.blocks_of(row))
         return sum(parts, Memory() if own is None else own.memory())
 
-    def _cache_of(self, parts: tuple[Segment, ...], *, columns: int) -> PhasedCache:
+    def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
         """Some rows of all layers, as a cache for the model."""
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}
         for i, (index, window) in enumerate(self._windows.items()):
-            handing = HandingLayer(self._layer(i, parts, columns), window)
-            layers[index] = beside_state(handing, layers.get(index))
+            steps = joined([(one, self._layer(i, one, columns, watch)) for one in parts])
+            layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
         cache = PhasedCache(layers=[layers[index] for index in sorted(layers)])
         cache.latent = caches_latents(self._config)
         return cache
 
-    def _layer(self, index: int, parts: tuple[Segment, ...], columns: int) -> Stepper:
-        """Some rows of one layer, under one policy or several."""
-        start, steppers = parts[0].start, []
-        for one in parts:
-            if one.policy not in self._layers:
-                _make_room(self._layers)
-                self._layers[one.policy] = list(self._cache(one.policy, self._budget).bounded_layers().values())
-            block = self._blocks[index].under(one.policy.slots).part(one.start, one.stop)
-            own = self._own[one.start]
-            cascade = None if own is None else own.cascade
-            layer = self._layers[one.policy][index].over(block, columns=columns, cascade=cascade)
-            steppers.append((slice(one.start - start, one.stop - start), layer))
-        return steppers[0][1] if len(steppers) == 1 else Segments(steppers)
+    def _layer(self, index: int, one: Segment, columns: int, watch: Watch | None) -> Layer:
+        """Some rows of one layer and one owner."""
+        policy = one.owner.policy
+        if policy not in self._layers:
+            _make_room(self._layers)
+            self._layers[policy] = list(self._cache(policy, self._budget).bounded_layers().values())
+        block = self._blocks[index].under(policy.slots).part(one.start, one.stop)
+        if not one.owner.pinned:
+            block.pins = None
+        own = self._own[one.start]
+        layer = self._layers[policy][index].over(block, columns=columns, cascade=None if own is None else own.cascade)
+        if watch is not None:
+            layer.policy = watch(index, one)
+        return layer
 
     def _empty(self, row: int) -> None:
         for block in self._blocks:

@@ -11,9 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.engine.batch import Batch, Run
+from kvkeep.engine.choice import Trial
 from kvkeep.engine.graph import Graphs
+from kvkeep.engine.joined import Part, joined
 from kvkeep.engine.rows import Rows
-from kvkeep.engine.segments import Part, joined
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.handing import PhasedCache
 from kvkeep.models.load import Model
@@ -57,19 +58,22 @@ class Runner:
     @torch.inference_mode()
     def run(self, run: Run, rows: Rows) -> Float[Tensor, "n V"]:
         """Run the model and return the logits after each row's last token; the next run may overwrite them."""
-        if len(run.batches) > 1:
-            return self._run_joined(run, rows)
-        (batch,) = run.batches
-        if self.graphs is not None and (logits := self.graphs.run(batch, rows)) is not None:
+        graphs = self.graphs if len(run.batches) == 1 else None
+        if graphs is not None and (logits := graphs.run(run.batches[0], rows)) is not None:
             return logits
-        given = _Input.of(batch, self._model.device)
-        last: Tensor = self._logits(given, _part(batch, rows), self._options)[:, -1]
+        trials = [Trial.of(batch, rows) for batch in run.batches]
+        caches = [_part(batch, rows, trial) for batch, trial in zip(run.batches, trials, strict=True)]
+        given = [_Input.of(batch, self._model.device) for batch in run.batches]
+        last = self._last(given, caches)
+        for trial in trials:
+            if trial is not None:
+                trial.settle()
         return last
 
-    def _run_joined(self, run: Run, rows: Rows) -> Float[Tensor, "n V"]:
-        """Run the model over the tokens of several batches as one sequence."""
-        given = [_Input.of(batch, self._model.device) for batch in run.batches]
-        caches = [_part(batch, rows) for batch in run.batches]
+    def _last(self, given: Sequence[_Input], caches: Sequence[PhasedCache]) -> Float[Tensor, "n V"]:
+        """Return the logits after each row's last token; several batches are one sequence to the model."""
+        if len(given) == 1:
+            return self._logits(given[0], caches[0], self._options)[:, -1]
         parts = [
             Part(len(one.ids), one.ids.shape[1], one.real, cache) for one, cache in zip(given, caches, strict=True)
         ]
@@ -125,9 +129,10 @@ class _Input(NamedTuple):
         return cls(torch.tensor(ids, device=device), torch.tensor(positions, device=device), mask)
 
 
-def _part(batch: Batch, rows: Rows) -> PhasedCache:
+def _part(batch: Batch, rows: Rows, trial: Trial | None) -> PhasedCache:
     """Return the rows of a batch."""
-    return rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh)
+    watch = None if trial is None else trial.watch
+    return rows.part(batch.start, batch.stop, batch.phase, fresh=batch.fresh, watch=watch)
 
 
 def _last_tokens(parts: Sequence[Part], device: torch.device) -> Int[Tensor, " n"]:

@@ -14,6 +14,9 @@ _POSITION = 4
 _COUNTERS = 24
 """Bytes of a row's three int64 counters: tokens seen, tokens of the prompt, identity."""
 
+_LOST = 16
+"""Bytes of a head's four float32 sums of attention mass, evicted and all."""
+
 _ORDER = 32
 """Bytes per slot and head while a layer ranks its slots: scores, positions, indices, marks."""
 
@@ -159,7 +162,8 @@ def block_bytes(layer: LayerShape, budget: int, itemsize: int, *, states: int = 
         own_budgets: budgets that are stored for the row: one if rows differ, one per KV head if heads differ.
     """
     beside = layer.kv_heads * (_POSITION + _FLOAT32 * states)
-    return (budget + 1) * (layer.token_bytes(itemsize) + beside) + _COUNTERS + 8 * own_budgets
+    counters = _COUNTERS + _LOST * layer.kv_heads
+    return (budget + 1) * (layer.token_bytes(itemsize) + beside) + counters + 8 * own_budgets
 
 
 def shared_bytes(first_budget: int, last_budget: int) -> int:

@@ -8,8 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep import scores
 from kvkeep.budget import between, column, smaller
 from kvkeep.errors import BudgetError
+from kvkeep.pins import Spans
 from kvkeep.policies.abilities import Bursts
 from kvkeep.policies.base import Policy, option
 from kvkeep.statistic import BITS, ones, ring, ring_span, word_names
@@ -71,13 +73,21 @@ class History(Policy):
                 f"at most {drop} the rows of one window are never needed for the next."
             )
 
+    def _needed(self, budget: int, pins: Spans) -> int:
+        """Room for a window of rows after each burst as well: the rows of one window are never needed for the next."""
+        return super()._needed(budget, pins) + int(self.sizes(budget)[0]) - 1
+
     def stays(self, view: View, state: State) -> Budget:
-        """The number of tokens after a burst: a multiple of ``drop`` fewer, and never less than the recent window."""
+        """The number of tokens after a burst: a multiple of ``drop`` fewer, and never less than the protected ones."""
         return self._stays(view, held(view))[:, None]
 
     def _stays(self, view: View, n: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
         _, recent, drop = self.sizes(view.budget)
         limit, least, drop = _flat(view.budget), _flat(between(1, recent, None)), _flat(drop)
+        if view.pins is not None:
+            first = view.positions[:, :1]  # protected tokens are the same in all heads
+            held = scores.protects(first, view.seen, recent=recent, pins=view.pins) & (first >= 0)
+            least = held.sum(dim=(1, 2)).clamp(min=1)
         over = n - limit
         goes = torch.minimum(drop * -(-over // drop), n - least)
         return torch.where(over > 0, n - goes, limit)

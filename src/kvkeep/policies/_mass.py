@@ -71,7 +71,10 @@ class Pattern(Policy):
         return self._members(view, state).float()
 
     def _stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        return when_outgrown(view, self._members(view, state).sum(dim=-1))
+        members = self._members(view, state)
+        if view.pins is not None:
+            members = members | scores.pinned(view.positions, view.pins)
+        return when_outgrown(view, members.sum(dim=-1))
 
     bursts: ClassVar[Bursts | None] = Bursts(_stays)
 

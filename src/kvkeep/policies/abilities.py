@@ -22,7 +22,8 @@ class Bursts:
     """Drops several tokens in one step, so that fewer slots than the budget stay occupied.
 
     Attributes:
-        stays: method that returns how many slots stay occupied after a step, at most the budget.
+        stays: method that returns how many slots stay occupied after a step, at most the budget. Pinned tokens
+            (`View.pins`) are among them: whoever counts the tokens to keep counts these as well.
     """
 
     stays: Callable[[Any, View, State], Budget]

@@ -14,11 +14,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep.errors import BudgetError, PolicyError
+from kvkeep.pins import Spans, count
 from kvkeep.policies.abilities import Abilities
 from kvkeep.statistic import Nothing, Statistic
 from kvkeep.types import Budget, Report, State, View
 
 _T = TypeVar("_T")
+
+_TRIES = 64
+"""Steps of the search for the smallest budget that holds pins."""
 
 
 def option(default: _T, text: str, *, within: tuple[int | float, int | float] = (0, math.inf), odd: bool = False) -> _T:
@@ -87,6 +91,28 @@ class Policy(Abilities, abc.ABC):
                 f"{self} protects {sinks} first and {recent} recent tokens, more than the budget of {budget}. Raise "
                 f"the budget to at least {sinks + recent}, or protect fewer."
             )
+
+    def check_pins(self, budget: int, pins: Spans) -> None:
+        """Refuse pins that do not fit into a budget beside the tokens that the policy protects.
+
+        Raises:
+            BudgetError: they do not. The message names the smallest budget that would do.
+        """
+        if not self.evicts or not pins or (needed := self._needed(budget, pins)) <= budget:
+            return
+        least, tries = needed, 0
+        while (more := self._needed(least, pins)) > least and tries < _TRIES:
+            least, tries = more, tries + 1
+        remedy = f"Raise the budget to at least {least}, or pin fewer" if tries < _TRIES else "Pin fewer"
+        raise BudgetError(
+            f"{count(pins)} tokens are pinned, and {self} needs slots for others beside them, together {needed}: more "
+            f"than the budget of {budget}. {remedy}."
+        )
+
+    def _needed(self, budget: int, pins: Spans) -> int:
+        """The number of slots for pinned and protected tokens together, and for room that must stay free."""
+        sinks, recent = self.protected(budget)
+        return count(pins, sinks) + int(recent) + (self.grows.room if self.grows else 0)
 
     @property
     def least(self) -> int:

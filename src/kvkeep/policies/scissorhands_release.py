@@ -14,6 +14,7 @@ from typing import ClassVar, final
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep import scores
 from kvkeep.budget import between
 from kvkeep.policies._bursts import when_outgrown
 from kvkeep.policies.abilities import Bursts
@@ -47,11 +48,10 @@ class ScissorhandsRelease(Policy):
         return {"hit": state["hit"].maximum(report.hit)}
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """The number of tokens hit within the window or recent, once the text has outgrown the budget."""
-        _, recent = self.protected(view.budget)
-        alive = (state["hit"] > (view.seen - self.window)[:, None, None]) & (view.positions >= 0)
-        alive |= view.positions >= (view.seen[:, None] - recent)[:, :, None]
-        return when_outgrown(view, alive.sum(dim=-1))
+        """The number of tokens hit within the window or protected, once the text has outgrown the budget."""
+        recent, floor = self.protected(view.budget)[1], (view.seen - self.window)[:, None, None]
+        kept = (state["hit"] > floor) | scores.protects(view.positions, view.seen, recent=recent, pins=view.pins)
+        return when_outgrown(view, (kept & (view.positions >= 0)).sum(dim=-1))
 
     bursts: ClassVar[Bursts | None] = Bursts(stays)
 

@@ -10,11 +10,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kvkeep import budget as budgets
-from kvkeep.errors import CapacityError, ShapeError
+from kvkeep import pins as spans
+from kvkeep.errors import ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store
-from kvkeep.types import EMPTY, Budget, Phase, Slots, State
+from kvkeep.types import EMPTY, Budget, Phase, Slots, State, View
 
 
 class Block:
@@ -27,6 +28,7 @@ class Block:
         starts: the policy's per-slot state: name → value of an empty slot.
         sequences: identity of each row for randomness; all 0 if not given.
         store: the class of the store that holds the slots.
+        pins: spans that no policy may evict, one entry for all rows or one per row.
 
     Attributes:
         store: keys, values and positions.
@@ -34,11 +36,13 @@ class Block:
         seen: real tokens seen per row.
         prompt: tokens seen at the end of the last piece of the row's prompt.
         sequences: identity of each row.
+        lost: attention mass of each head, see `kvkeep.loss`.
         budget: slots that may stay occupied, one number or one per row.
+        pins: bounds of each row's pinned spans, see `kvkeep.scores.pinned`; ``None`` if no row has any.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row.
-        ShapeError: there are sequence ids, but not one for each row.
+        ShapeError: there are sequence ids or pins, but not for each row.
     """
 
     store: Store
@@ -46,7 +50,9 @@ class Block:
     seen: Int[Tensor, " B"]
     prompt: Int[Tensor, " B"]
     sequences: Int[Tensor, " B"]
+    lost: Float[Tensor, "B Hk 4"]
     budget: Budget
+    pins: Int[Tensor, "B bounds"] | None
 
     def __init__(
         self,
@@ -57,11 +63,13 @@ class Block:
         starts: Mapping[str, float],
         sequences: Sequence[int] | None = None,
         store: type[Store] = DenseStore,
+        pins: Sequence[spans.Spans] = (),
     ):
         B, Hk, _, _ = keys.shape
         if sequences is not None and len(sequences) != B:
             raise ShapeError(f"{len(sequences)} sequence ids were given for a batch of {B} rows; give one per row.")
         device = keys.device
+        self.pins = spans.table(spans.for_rows(pins, B), device) if any(pins) else None
         self.budget = budgets.per_row(numbers, B, device)
         self.store = store(keys, values, capacity=max(numbers) + 1)
         shape = (B, Hk, self.store.capacity)
@@ -71,17 +79,32 @@ class Block:
         self.seen = torch.zeros(B, dtype=torch.int64, device=device)
         self.prompt = torch.zeros(B, dtype=torch.int64, device=device)
         self.sequences = torch.tensor(sequences or [0] * B, dtype=torch.int64, device=device)
+        self.lost = torch.zeros((B, Hk, 4), dtype=torch.float32, device=device)
 
     def clear(self) -> None:
         """Empty every slot and reset the counters. State needs no clearing: a new token overwrites it."""
         self.store.positions.fill_(EMPTY)
-        self.seen.zero_()
-        self.prompt.zero_()
+        for counter in (self.seen, self.prompt, self.lost):
+            counter.zero_()
 
     def clear_row(self, row: int) -> None:
         """Empty one row."""
         self.store.positions[row] = EMPTY
-        self.seen[row] = self.prompt[row] = 0
+        self.seen[row] = self.prompt[row] = self.lost[row] = 0
+        if self.pins is not None:
+            self.pins[row] = spans.LAST
+
+    def pin_row(self, row: int, pins: spans.Spans) -> bool:
+        """Pin spans in an empty row. Return whether the table had to be replaced by a wider one."""
+        held = self.pins
+        if grows := held is None or held.shape[1] < 2 * len(pins):
+            rows, device = len(self.seen), self.seen.device
+            self.pins = spans.table([()] * rows, device, width=1 << (2 * len(pins) - 1).bit_length())
+            if held is not None:
+                self.pins[:, : held.shape[1]] = held
+        assert self.pins is not None
+        self.pins[row] = spans.table([pins], self.pins.device, width=self.pins.shape[1])[0]
+        return grows
 
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
         """The positions of the next ``T`` tokens of each row, -1 for padding."""
@@ -123,6 +146,42 @@ class Block:
         held = Slots(*self.store.beside(keys, values, used=used), _joined(self.store.positions, new.positions, used))
         return held, {name: _joined(self.state[name], chunk, used) for name, chunk in state.items()}
 
+    def view(
+        self,
+        slots: Slots,
+        new: Int[Tensor, " B"],
+        *,
+        phase: Phase,
+        layer: int,
+        past: Float[Tensor, "B A"],
+        alive: Bool[Tensor, "B A"],
+    ) -> View:
+        """What a policy sees of slots in a step. The counters are live, as the block's slots are.
+
+        Args:
+            slots: the block's slots, or copies of them beside a chunk.
+            new: real tokens that each row received.
+            phase: the kind of these tokens.
+            layer: index of the layer in the model.
+            past: see `View`.
+            alive: see `View`.
+        """
+        return View(
+            positions=slots.positions,
+            keys=slots.keys,
+            values=slots.values,
+            seen=self.seen,
+            budget=self.budget,
+            new=new,
+            prompt=self.prompt,
+            phase=phase,
+            layer=layer,
+            sequences=self.sequences,
+            past=past,
+            alive=alive,
+            pins=self.pins,
+        )
+
     def remember(self, state: State) -> None:
         """Write the policy's state in place."""
         for name, tensor in state.items():
@@ -147,28 +206,6 @@ class Block:
         """The number of occupied slots of each head."""
         return (self.store.positions >= 0).sum(dim=-1)
 
-    def check_room(self, needed: Int[Tensor, "B n"], *, window: int | None = None) -> None:
-        """Refuse tokens for which there are no slots, under a policy that does not evict.
-
-        Args:
-            needed: slots that each row would occupy in each head, or in all heads.
-            window: sliding window of the layer. A budget that holds the whole window has room for any number of tokens.
-
-        Raises:
-            CapacityError: a row would hold more tokens than its budget.
-        """
-        if isinstance(self.budget, int) and bool((needed <= self.budget).all()):
-            return  # the usual case, without the operators below
-        room = torch.as_tensor(self.budget, device=needed.device).expand_as(needed)
-        endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
-        for row, head in (~endless & (needed > room)).nonzero()[:1].tolist():
-            n, budget = int(needed[row, head]), int(room[row, head])
-            raise CapacityError(
-                f"Row {row} has reached {n} tokens, its budget is {budget}, and this policy "
-                "never evicts here. Give a budget of at least the prompt plus its new tokens (under decode=grow: more "
-                "room), or another policy."
-            )
-
     def check_fit(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Refuse tokens of another shape, dtype or device.
 
@@ -190,9 +227,9 @@ class Block:
         """
         store = {f"store.{name}": tensor for name, tensor in self.store.per_row().items()}
         state = {f"state.{name}": tensor for name, tensor in self.state.items()}
-        own = {name: getattr(self, name) for name in ("seen", "prompt", "sequences")}
-        budget = {"budget": self.budget} if isinstance(self.budget, Tensor) else {}
-        return {**store, **state, **own, **budget}
+        own = {name: getattr(self, name) for name in ("seen", "prompt", "sequences", "lost")}
+        some = {name: getattr(self, name) for name in ("budget", "pins") if isinstance(getattr(self, name), Tensor)}
+        return {**store, **state, **own, **some}
 
     def per_slot(self) -> frozenset[str]:
         """Names of the tensors of `per_row` whose third axis is the slots. The others belong to the row as a whole."""
@@ -273,7 +310,8 @@ class Block:
         self.store = self.store.over({name: tensors[f"store.{name}"] for name in self.store.per_row()})
         self.state = {name: tensors[f"state.{name}"] for name in self.state}
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
-        self.budget = tensors.get("budget", self.budget)
+        self.lost = tensors["lost"]
+        self.budget, self.pins = tensors.get("budget", self.budget), tensors.get("pins", self.pins)
 
 
 def _joined(slots: Tensor, chunk: Tensor, used: int) -> Tensor:

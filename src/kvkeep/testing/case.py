@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvkeep import scores
 from kvkeep.backends import reference
-from kvkeep.eviction import limit
+from kvkeep.eviction import head_budgets, limit
 from kvkeep.layer import Layer
+from kvkeep.pins import Spans, table
 from kvkeep.policies.base import Policy
 from kvkeep.store import Cascade
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, View
@@ -33,6 +34,7 @@ class Case:
         chunk: prefill chunk, ``None`` for the whole prompt.
         padding: padding of row 1. It must leave every row at least one real token.
         seed: seed of the random tensors.
+        pins: spans of positions that may not be evicted, in every row.
     """
 
     rows: int = 2
@@ -45,6 +47,7 @@ class Case:
     chunk: int | None = None
     padding: int = 3
     seed: int = 0
+    pins: Spans = ()
 
     @property
     def options(self) -> AttentionOptions:
@@ -96,7 +99,7 @@ class Moment:
 def run(policy: Policy, case: Case, tape: Tape | None = None) -> Iterator[Moment]:
     """Feed a case to a real layer: the prompt, then one token at a time."""
     tape = Tape.random(case) if tape is None else tape
-    layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk)
+    layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk, pins=[case.pins])
     columns = tape.real.shape[1]
     bounds = [0, *range(columns - case.steps, columns + 1)]
     for start, stop in itertools.pairwise(bounds):
@@ -144,10 +147,11 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         for name, tensor in state.items():
             memory[name].scatter_(-1, index, tensor.double())
         if policy.spreads and phase is Phase.PREFILL:
-            budget = policy.spreads.heads(policy, view, state)
+            budget = head_budgets(policy, view, state)
         view = replace(view, budget=budget)
         sinks, recent = policy.protected(case.budget)
-        score = scores.protect(policy.score(view, state).double(), positions, view.seen, sinks=sinks, recent=recent)
+        score = policy.score(view, state).double()
+        score = scores.protect(score, positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
         kept, step_margin = _best(score, positions, limit(policy, view, state))
         margin = min(margin, step_margin)
         outputs.append(out)
@@ -171,6 +175,7 @@ def _view(case: Case, tape: Tape, positions: Tensor, new: int, prompt: int, phas
         sequences=torch.zeros(1, dtype=torch.int64),
         past=torch.zeros(1, 0),
         alive=torch.zeros(1, 0, dtype=torch.bool),
+        pins=table([case.pins], torch.device("cpu")) if case.pins else None,
     )
 
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kvkeep.backends import reference
+from kvkeep.errors import BudgetError
 from kvkeep.layer import Layer
+from kvkeep.pins import spans
 from kvkeep.policies.base import Policy
 from kvkeep.registry import available, parse, spec
 from kvkeep.statistic import Nothing
@@ -122,6 +124,38 @@ def protected_tokens_stay(policy: Policy, case: Case) -> None:
             shielded = {*range(min(sinks, seen)), *range(max(0, seen - recent), seen)}
             for head in row:
                 assert shielded <= set(head), f"protected tokens {sorted(shielded - set(head))} were evicted"
+
+
+@_law
+def pinned_tokens_stay(policy: Policy, case: Case) -> None:
+    """Pinned tokens are held after every step, and beside them the policy keeps what `replay` keeps."""
+    if (pinned := _with_pins(policy, case)) is None:
+        return
+    wanted = {position for start, stop in pinned.pins for position in range(start, stop)}
+    for moment in run(policy, pinned):
+        for row, seen in zip(moment.positions.tolist(), moment.layer.seen.tolist(), strict=True):
+            there = {position for position in wanted if position < seen}
+            for head in row:
+                assert there <= set(head), f"pinned tokens {sorted(there - set(head))} were evicted"
+    if case.steps < MANY:
+        LAWS["slots_do_not_matter"](policy, pinned)
+
+
+MANY = 100
+"""Steps of a case that is too long for `replay`."""
+
+
+def _with_pins(policy: Policy, case: Case) -> Case | None:
+    """The case with as many tokens pinned, in two spans, as the budget allows, up to 4; ``None`` if that is none."""
+    for n in (4, 3, 2, 1):
+        first = 1 + case.seed % 3
+        pins = spans([(first, first + 1), (first + 3, first + 2 + n)])
+        try:
+            policy.check_pins(case.budget, pins)
+        except BudgetError:
+            continue
+        return replace(case, pins=pins)
+    return None
 
 
 @_law

@@ -1,7 +1,7 @@
 // Attention of one token per row over unordered slots, and the policy's statistic.
 //
 // Keys are read once and values once, for all query heads that share them. The interface is plain C: one struct of
-// 8-byte fields, which ops.py packs in the same order; a result of -1 means that there was no memory. Strides count
+// 8-byte fields, which ops.py and its neighbours pack in the same order; a result of -1 means that there was no memory. Strides count
 // elements, and the last axis of every tensor is dense. Axis letters in comments are those of types.py.
 
 #pragma once

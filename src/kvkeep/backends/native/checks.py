@@ -85,6 +85,8 @@ def addable(added: Added, positions: Tensor, wanted: Wanted | None) -> bool:
     """Whether the policy's sums have the dtype, shape and strides that `step` promises to the kernel."""
     if wanted is None or not added.states:
         return wanted is None and not added.states
+    if added.lost is not None and (added.lost.dtype, added.lost.shape) != (torch.float32, (*positions.shape[:2], 2)):
+        return False
     strides = added.states[0].stride()
     return wanted.second is None and all(
         state.dtype == torch.float32 and state.shape == positions.shape and state.stride() == strides

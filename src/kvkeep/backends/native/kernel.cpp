@@ -1,4 +1,4 @@
-// The functions that Python calls. Each takes one struct of 8-byte fields, which ops.py packs in the same order, and
+// The functions that Python calls. Each takes one struct of 8-byte fields, which ops.py and its neighbours pack in the same order, and
 // returns -1 if there was no memory; then nothing has been done.
 
 #include "attend.h"
@@ -23,6 +23,8 @@ extern "C" struct Step {
     const int64_t *limits;
     int64_t limits_row, limits_head, limit;
     double keep;  // factor on a sum before the mass is added
+    float *lost;  // mass of the victim, and of all slots: both are added to; null: not wanted
+    int64_t lost_row, lost_head;
 };
 
 namespace {
@@ -41,6 +43,16 @@ int64_t attend_as(const Attend &a) {
 inline void add(float *sum, const float *mass, int64_t slots, int64_t own, float keep) {
     sum[own] = 0.0f;
     for (int64_t s = 0; s < slots; s++) sum[s] = sum[s] * keep + mass[s];
+}
+
+// The mass of the slots that hold a token.
+inline float mass_held(const int32_t *positions, const float *mass, int64_t slots) {
+    Floats total = all(0.0f);
+    for (int64_t i = 0; i < slots; i += W) {
+        const Ints position = load<Ints>(positions + i, slots - i, -1);
+        total += select(position >= 0, load<Floats>(mass + i, slots - i, 0.0f), all(0.0f));
+    }
+    return sum(total);
 }
 
 template <class X>
@@ -90,7 +102,10 @@ int64_t step_as(const Step &s) {
         for (float *sum : s.sums)
             if (sum) add(sum + row * s.sum_row + head * s.sum_head, mass, a.slots, own, keep);
         if (a.window) expire_head(held, row, head);
-        evict_head(held, row, head, spare);
+        float *lost = s.lost ? s.lost + row * s.lost_row + head * s.lost_head : nullptr;
+        if (lost) lost[1] += mass_held(positions_of(held, row, head), mass, a.slots);
+        const int64_t victim = evict_head(held, row, head, spare);
+        if (lost && victim >= 0) lost[0] += mass[victim];
     };
     return for_each(a.rows * a.kv_heads, bytes, a.threads, attention + 2 * slots, work) ? 0 : -1;
 }

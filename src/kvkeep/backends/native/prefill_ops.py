@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.native import checks, ops
+from kvkeep.backends.native import checks
+from kvkeep.backends.native.packing import LAST, library_for, pointer
 from kvkeep.backends.wanted import sums_wanted
 from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Report, Slots
@@ -35,7 +36,7 @@ def attend(
     A padded query (position -1), and a query that sees nothing, give zeros.
     """
     keys, values, positions = slots
-    library = ops.library_for(query, keys, values, positions)
+    library = library_for(query, keys, values, positions)
     if library is None or not checks.readable(query, keys, values, now, positions, options=options):
         return None
     if (wanted := sums_wanted(statistic, now)) is None:
@@ -53,9 +54,9 @@ def attend(
     )
     packed += _NO_PIECE + _piece(keys, values, positions)
     packed += _REST.pack(
-        *(now.data_ptr(), out.data_ptr(), ops.pointer(sinks), min(options.window or 0, ops.LAST)),
-        *(len(wanted.masses), len(wanted.lows), ops.pointer(weights), sums.data_ptr()),
-        *(ops.pointer(gain), wanted.live),
+        *(now.data_ptr(), out.data_ptr(), pointer(sinks), min(options.window or 0, LAST)),
+        *(len(wanted.masses), len(wanted.lows), pointer(weights), sums.data_ptr()),
+        *(pointer(gain), wanted.live),
         *(options.scaling, options.softcap or 0.0, wanted.theta),
     )
     if library.kvkeep_prefill(packed):

@@ -79,9 +79,9 @@ inline bool is_over(const Slots &s, int64_t row, int64_t head) {
 }
 
 // Empty the slot that goes first, if the head holds more than its limit. Without scores the position is the score.
-// `scratch`: floats for the slots, rounded up to W.
-inline void evict_head(const Slots &s, int64_t row, int64_t head, float *scratch) {
-    if (!is_over(s, row, head)) return;
+// `scratch`: floats for the slots, rounded up to W. Returns the slot, or -1.
+inline int64_t evict_head(const Slots &s, int64_t row, int64_t head, float *scratch) {
+    if (!is_over(s, row, head)) return -1;
     int32_t *positions = positions_of(s, row, head);
     const float *scores = s.scores ? s.scores + row * s.score_row + head * s.score_head : nullptr;
     const int64_t newest = s.recents ? s.recents[row * s.recents_row] : s.recent;
@@ -106,8 +106,9 @@ inline void evict_head(const Slots &s, int64_t row, int64_t head, float *scratch
     for (int64_t i = 0; i < s.slots; i++)
         if (positions[i] == oldest && scratch[i] == lowest) {
             positions[i] = -1;
-            return;
+            return i;
         }
+    return -1;
 }
 
 }  // namespace

@@ -169,13 +169,14 @@ def count_past(positions, at, S, TILE: tl.constexpr):
 @no_type_check
 def merge_evict(
     out, mixes, bounds, logits, slots, positions, now, sinks, counted, gains, newest,
-    total, other, ages, recents, limits,
-    position_row, position_head, now_row, state_row, state_head, age_row, recent_row, limit_row, limit_head,
+    total, other, lost, ages, recents, limits,
+    position_row, position_head, now_row, state_row, state_head, lost_row, lost_head,
+    age_row, recent_row, limit_row, limit_head,
     splits, Hk, S, window, counts, gain, last, log_decay, keep, first_ones, recent, limit,
     G: tl.constexpr, E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, TILE: tl.constexpr,
     STATES: tl.constexpr, REPORTS: tl.constexpr, BY_SUM: tl.constexpr, SINKS: tl.constexpr, TEMPERED: tl.constexpr,
     COUNTED: tl.constexpr, GAINS: tl.constexpr, NEWEST: tl.constexpr, RECENTS: tl.constexpr, LIMITS: tl.constexpr,
-    SLIDES: tl.constexpr,
+    SLIDES: tl.constexpr, LOSES: tl.constexpr,
 ):  # fmt: skip
     """`merge`, then ``state = keep·state + mass``, then `slots.evict`; grid ``(B·Hk,)``.
 
@@ -183,6 +184,7 @@ def merge_evict(
 
     Layout: as in these two; `total` and `other` are the policy's sums, ``(B, Hk, S)`` float32; there are `STATES` of
     them. `BY_SUM`: the first sum is the score; otherwise the position is. `ages`: tokens that each row has seen.
+    `LOSES`: the victim's mass and that of all tokens are added to `lost`, ``(B, Hk, 2)`` float32.
     Bytes: the scratch once (`TEMPERED`: logits twice), ``8·S`` per sum, ``12·S`` of positions. FLOPs: as in `merge`.
     Error: the mass errs as in `merge`, and a sum by u of its size more. The victim is exact for the sums as stored.
     """
@@ -214,6 +216,7 @@ def merge_evict(
         tl.full((TILE,), LAST, tl.int32),
         tl.zeros((TILE,), tl.int32),
     )
+    of_victim, of_all = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
     for begin in range(0, S, TILE):
         slot = begin + tl.arange(0, TILE)
         position, past, shown = seen(positions, slot, S, own, at, window)
@@ -233,13 +236,26 @@ def merge_evict(
         held += (position >= 0).to(tl.int32)
         score = shielded(score, position, recent_from, first_ones)
         best, oldest, where = earlier(score, position, slot, best, oldest, where)
+        of_victim = tl.where(where == slot, added, of_victim)
+        of_all += tl.where(position >= 0, added, 0.0)
     victim = tl.where(tl.sum(held, 0) > most, first(best, oldest, where), LAST)
+    lose(lost + row * lost_row + group * lost_head, victim, where, of_victim, of_all, LOSES)
     tl.debug_barrier()
     for begin in range(0, S, TILE):
         slot = begin + tl.arange(0, TILE)
         position, past, shown = seen(positions, slot, S, own, at, window)
         position = unexpired(position, age, window, SLIDES)
         tl.store(positions + slot, tl.where(slot == victim, -1, position), mask=slot < S)
+
+
+@triton.jit
+@no_type_check
+def lose(lost, victim, where, of_victim, of_all, LOSES: tl.constexpr):
+    """Add the victim's mass, which the victim's lane has, and the mass of all lanes."""
+    if LOSES:
+        gone = tl.sum(tl.where((where == victim) & (victim < LAST), of_victim, 0.0), 0)
+        tl.store(lost, tl.load(lost) + gone)
+        tl.store(lost + 1, tl.load(lost + 1) + tl.sum(of_all, 0))
 
 
 @triton.jit

@@ -84,6 +84,7 @@ def step(
     scratch.fill(new)
     out = _output(query, values)
     total, other = (*added.states, positions, positions)[:2]
+    lost = total if wanted is None or added.lost is None else added.lost
     _launch(
         merge.merge_evict,
         (scratch.heads,),
@@ -94,6 +95,9 @@ def step(
         total=total,
         other=other,
         **_heads("state", total),
+        lost=lost,
+        **_heads("lost", lost),
+        LOSES=lost is not total,
         keep=float((wanted or _NOTHING).decay),
         STATES=len(added.states),
         REPORTS=wanted is not None,

@@ -1,0 +1,253 @@
+"""The choice of a budget at the end of a prompt: the smallest one at which the prompt's cut loses little attention.
+
+A prompt that is read in one piece is attended to in full before anything is evicted. So the cuts of smaller budgets are
+known from the same scores, without a second run of the model. The row is cut to the largest budget in every layer; when
+the model has run, the loss is the mean over all layers, and the row is reduced to the tokens of the budget that is
+chosen. It is then what it would have been under that budget from the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep import loss, scores
+from kvkeep.engine.batch import Batch
+from kvkeep.engine.request import Generation
+from kvkeep.engine.rows import Rows
+from kvkeep.engine.segments import Segment
+from kvkeep.errors import BudgetError, InputError, PolicyError
+from kvkeep.eviction import shielded
+from kvkeep.layout import Layout
+from kvkeep.pins import Spans
+from kvkeep.policies.base import Policy
+from kvkeep.store import Block, inference
+from kvkeep.types import EMPTY, Phase, Report, State, View
+
+SHARES = (4, 2)
+"""Divisors of a budget that give the smaller ones."""
+
+_LATER = torch.iinfo(torch.int32).max
+
+
+def refusal(policy: Policy, levels: Sequence[int]) -> str | None:
+    """Return why no budget can be chosen for a policy at the end of a prompt, or ``None`` if one can be."""
+    if not policy.evicts:
+        return "it keeps every token"
+    if policy.bursts or policy.grows or policy.spreads or policy.cascades:
+        return "its cuts are no plain choice of the best tokens of each head"
+    asked = [policy.wants(_end_of_prompt(10 * max(levels), level)) for level in levels]
+    if "mass" not in asked[0].fields:
+        return "its statistic shows no attention mass"
+    if not all(_same(asked[0], one) for one in asked[1:]):
+        return "what it asks of attention depends on the budget"
+    return None
+
+
+def _end_of_prompt(tokens: int, budget: int) -> View:
+    """The view that a policy gets of a prompt at its end; its slots hold nothing of interest."""
+    seen, nothing = torch.tensor([tokens]), torch.zeros(1, 1, 1, 1)
+    return View(
+        positions=torch.zeros(1, 1, 1, dtype=torch.int32),
+        keys=nothing,
+        values=nothing,
+        seen=seen,
+        budget=budget,
+        new=seen,
+        prompt=seen,
+        phase=Phase.PREFILL,
+        layer=0,
+        sequences=torch.zeros(1, dtype=torch.int64),
+        past=torch.zeros(1, 0),
+        alive=torch.zeros(1, 0, dtype=torch.bool),
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two statistics, or parts of them, are equal."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        return type(one) is type(other) and all(_same(getattr(one, name), getattr(other, name)) for name in names)
+    return bool(one == other)
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The cut of a smaller budget in one layer, for some rows.
+
+    Attributes:
+        positions: the tokens that would stay, in order, then `EMPTY`.
+        gone: mass of the other tokens in each head.
+    """
+
+    positions: Int[Tensor, "B Hk n"]
+    gone: Float[Tensor, "B Hk"]
+
+
+class Trial:
+    """Watches a batch of prompts in every layer, and reduces its guarded rows afterwards.
+
+    Args:
+        batch: whole prompts.
+        rows: the rows of the engine.
+    """
+
+    def __init__(self, batch: Batch, rows: Rows) -> None:
+        self._rows = rows
+        self._guarded = {one.row: one for one in batch.requests if len(one.levels) > 1 and one.row is not None}
+        self._cuts: dict[tuple[int, int], list[Cut]] = {}
+
+    @classmethod
+    def of(cls, batch: Batch, rows: Rows) -> Trial | None:
+        """Return the trial of a batch; ``None`` if no row of it has a budget to choose."""
+        return cls(batch, rows) if batch.fresh and any(one.levels for one in batch.requests) else None
+
+    def watch(self, layer: int, segment: Segment) -> Policy:
+        """Return the policy of some rows, which notes the cuts of smaller budgets when it is asked for scores."""
+        policy = segment.owner.policy
+        if not any(segment.start <= row < segment.stop for row in self._guarded):
+            return policy
+        kind = type(policy)
+
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def observe(self, state: State, view: View, report: Report) -> State:
+                observed[:] = [(state, report)]
+                return policy.observe(state, view, report)
+
+            def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+                trial._note(layer, segment, view, *observed.pop(), state)
+                return policy.score(view, state)
+
+        trial, observed = self, list[tuple[State, Report]]()
+        Watched.__name__, Watched.__module__ = kind.__name__, kind.__module__  # as errors name it
+        watched: Policy = object.__new__(Watched)
+        watched.__dict__.update(policy.__dict__)
+        return watched
+
+    def _note(self, layer: int, segment: Segment, view: View, before: State, report: Report, after: State) -> None:
+        """Note the cuts of one layer.
+
+        Raises:
+            PolicyError: the smaller budgets' tokens are not among those of the larger ones, or their state differs.
+        """
+        policy = segment.owner.policy
+        last = _kept(policy, view, after)
+        for place in reversed(range(len(SHARES))):
+            numbers = [self._number(row, place, layer) for row in range(segment.start, segment.stop)]
+            column = torch.tensor(numbers, device=view.seen.device)[:, None]
+            asked = dataclasses.replace(view, budget=torch.minimum(column, torch.as_tensor(view.budget).to(column)))
+            stays = _kept(policy, asked, after)
+            if bool((stays & ~last).any()) or not _same_state(policy.observe(before, asked, report), after):
+                raise PolicyError(
+                    f"{policy} keeps tokens under a smaller budget that it evicts under a larger one, or rates them "
+                    "otherwise, so no budget can be chosen for it. Leave `guard` out, or give another policy."
+                )
+            last = stays
+            cuts = self._cuts.setdefault((layer, segment.start), [])
+            gone = report.mass.masked_fill(stays | (view.positions < 0), 0.0).sum(dim=-1)
+            cuts.insert(0, Cut(_in_order(view.positions, stays), gone))
+
+    def _number(self, row: int, place: int, layer: int) -> int:
+        """The budget of one row in one layer at one of the smaller budgets; without any, more than it has."""
+        one = self._guarded.get(row)
+        if one is None or place >= len(one.levels) - 1:
+            return _LATER
+        return self._rows.numbers(one.policy, one.levels[place])[layer]
+
+    @inference
+    def settle(self) -> None:
+        """Choose the budgets of the guarded rows, and reduce the rows to the tokens of these budgets."""
+        for row, one in self._guarded.items():
+            found = [self._loss(row, place) for place in range(len(one.levels) - 1)]
+            guard = cast(float, one.request.guard)
+            fits = [place for place, lost in enumerate(found) if lost is not None and lost <= guard]
+            if not fits:
+                continue
+            one.budget = one.levels[fits[0]]
+            for block, (_, (positions, gone)) in zip(self._rows.blocks_of(row), self._of(row, fits[0]), strict=True):
+                _reduce(block, positions)
+                block.lost[0, :, 0] = gone
+            self._rows.limit_row(row, one.policy, one.budget)
+
+    def _of(self, row: int, place: int) -> list[tuple[int, tuple[Tensor, Tensor]]]:
+        """The positions and the lost mass of one row at a smaller budget in each layer."""
+        start = max(start for _, start in self._cuts if start <= row)
+        layers = sorted(layer for layer, first in self._cuts if first == start)
+        cuts = [(layer, self._cuts[layer, start][place]) for layer in layers]
+        return [(layer, (cut.positions[row - start], cut.gone[row - start])) for layer, cut in cuts]
+
+    def _loss(self, row: int, place: int) -> float | None:
+        """The share that one row loses at a smaller budget."""
+        sums = _sums(self._rows, row)
+        for layer, (_, gone) in self._of(row, place):
+            sums[layer][..., 0] = gone
+        return loss.mean(sums).prompt
+
+
+def measure(one: Generation, rows: Rows) -> None:
+    """Note the memory of a request's row, and the attention that its evicted tokens carried."""
+    row = cast(int, one.row)
+    one.memory, one.lost = rows.memory_of(row), loss.mean(_sums(rows, row))
+
+
+def _sums(rows: Rows, row: int) -> list[Tensor]:
+    """Copies of one row's sums of attention mass in each layer."""
+    return [block.lost[0].clone() for block in rows.blocks_of(row)]
+
+
+def _kept(policy: Policy, view: View, state: State) -> Bool[Tensor, "B Hk S"]:
+    """Whether each token stays, see `kvkeep.eviction.cut`."""
+    return scores.keep(shielded(policy, view, state), view.positions, view.budget)
+
+
+def _in_order(positions: Int[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk n"]:
+    """The positions of the tokens that stay, in order, then `EMPTY`."""
+    most = int(stays.sum(dim=-1).max())
+    found = positions.masked_fill(~stays, _LATER).sort(dim=-1).values[..., :most]
+    return found.masked_fill(found == _LATER, EMPTY)
+
+
+def _same_state(one: State, other: State) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
+    """Return the budgets among which a request chooses, in order: those that hold what is protected and pinned.
+
+    Raises:
+        InputError: no budget can be chosen for the policy.
+    """
+    found = []
+    for share in SHARES:
+        number = max(1, budget // share)
+        with suppress(BudgetError):
+            layout.check_pins(number, pins)
+            found.append(number)
+    found = sorted({*found, budget})
+    if reason := refusal(layout.policy, found):
+        raise InputError(
+            f"guard chooses a budget by the attention that a prompt's cut loses, and under {layout.policy} it cannot: "
+            f"{reason}. Leave `guard` out, or give another policy, such as h2o or snapkv."
+        )
+    return tuple(found)
+
+
+def _reduce(block: Block, positions: Int[Tensor, "Hk n"]) -> None:
+    """Reduce a block of one row, whose tokens lie in order, to some of them."""
+    held, n = block.store.positions, positions.shape[-1]
+    ordered, wanted = (x.masked_fill(x < 0, _LATER).contiguous() for x in (held, positions[None]))
+    index = torch.searchsorted(ordered, wanted).clamp(max=held.shape[-1] - 1)
+    keys, values, _ = block.store.slots()
+    rows = [x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values)]
+    block.store.fill(rows[0], rows[1], positions[None])
+    for tensor in block.state.values():
+        tensor[..., :n] = tensor.gather(-1, index)

@@ -1,0 +1,89 @@
+"""How much attention evicted tokens carried, as shares of the mass that a policy's statistic reports.
+
+A block adds up four numbers for each row and KV head: the mass of the tokens that cuts of the prompt evicted, the mass
+of all tokens there, and both again for generated tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvkeep.types import Phase, Report
+
+
+@dataclass(frozen=True)
+class LostMass:
+    """The share of attention mass that evicted tokens carried, averaged over layers and KV heads.
+
+    Attributes:
+        prompt: at the cuts of the prompt, of the mass in the rows that the policy's statistic counts.
+        decode: at the steps of generated tokens, of the mass in each step's own row; a running mean.
+
+    Each is ``None`` where the policy's statistic shows no mass.
+    """
+
+    prompt: float | None = None
+    decode: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LostShares:
+    """`LostMass` of one layer, for each row and KV head; NaN where the policy's statistic shows no mass.
+
+    Attributes:
+        prompt: at the cuts of the prompt.
+        decode: at the steps of generated tokens.
+    """
+
+    prompt: Float[Tensor, "B Hk"]
+    decode: Float[Tensor, "B Hk"]
+
+
+def count(
+    lost: Float[Tensor, "B Hk 4"],
+    report: Report,
+    stays: Bool[Tensor, "B Hk S"],
+    *,
+    phase: Phase,
+    among: Bool[Tensor, "B Hk S"] | None = None,
+) -> None:
+    """Add the mass of a step's evicted tokens, and that of all its tokens, if the policy's statistic has a mass.
+
+    Args:
+        lost: the sums of a block, which are changed.
+        report: the statistic of the step.
+        stays: whether each slot's token stays.
+        phase: the kind of the step's tokens.
+        among: slots that count; the others hold tokens that a sliding window has passed. ``None``: all.
+    """
+    if (mass := report.sums.get("mass")) is None:
+        return
+    if among is not None:
+        mass = mass.masked_fill(~among, 0.0)
+    sums = lost[..., :2] if phase is Phase.PREFILL else lost[..., 2:]
+    sums[..., 0] += mass.masked_fill(stays, 0.0).sum(dim=-1)
+    sums[..., 1] += mass.sum(dim=-1)
+
+
+def shares(lost: Float[Tensor, "B Hk 4"]) -> LostShares:
+    """Return the shares of one layer from its block's sums."""
+    return LostShares(lost[..., 0] / lost[..., 1], lost[..., 2] / lost[..., 3])
+
+
+def mean(layers: Sequence[Float[Tensor, "Hk 4"]]) -> LostMass:
+    """Return the mean over the layers and heads of one row that report a mass."""
+    if not layers:
+        return LostMass()
+    found = [shares(lost[None].double()) for lost in layers]
+    return LostMass(_mean([one.prompt for one in found]), _mean([one.decode for one in found]))
+
+
+def _mean(parts: list[Tensor]) -> float | None:
+    value = float(torch.cat([part.flatten().cpu() for part in parts]).nanmean())
+    return value if math.isfinite(value) else None

@@ -1,0 +1,117 @@
+"""Pins: spans of positions whose tokens no policy may evict, as users give them and as a table of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import index
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep.errors import InputError, ShapeError
+
+Span: TypeAlias = tuple[int, int]
+"""The first position, and the position after the last one."""
+
+Spans: TypeAlias = tuple[Span, ...]
+"""Spans in their order that neither touch nor overlap."""
+
+LAST = 2**31 - 1
+"""The largest position that can be told: positions are counted in 32 bits."""
+
+_EXAMPLE = "give spans of positions such as [(0, 120)]: the first one, and the one after the last"
+
+
+def spans(pins: object) -> Spans:
+    """Return the pins of one sequence in order; overlapping spans become one, and empty ones are left out.
+
+    Raises:
+        InputError: they are no spans, or a span is negative, reversed or beyond any position.
+    """
+    if not _is_list(pins):
+        raise InputError(f"pins={pins!r:.60} are no list; {_EXAMPLE}.")
+    merged: list[Span] = []
+    for start, stop in sorted(map(_span, pins)):  # type: ignore[call-overload]  # iterable, as checked
+        if start == stop:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def spans_of_rows(pins: object) -> tuple[Spans, ...]:
+    """Return the pins of a batch: one entry for all rows, or one for each.
+
+    Raises:
+        InputError: see `spans`.
+    """
+    if not _is_list(pins):
+        return (spans(pins),)
+    rows = list(pins)  # type: ignore[call-overload]  # iterable, as checked
+    per_row = rows and all(_is_list(row) and all(map(_is_list, row)) for row in rows)
+    return tuple(map(spans, rows)) if per_row else (spans(rows),)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | dict)
+
+
+def _span(pin: object) -> Span:
+    """Return one span as a pair of Python's numbers.
+
+    Raises:
+        InputError: it is none, or out of range.
+    """
+    try:
+        if isinstance(pin, str | bytes | dict | set):
+            raise TypeError
+        start, stop = map(index, pin)  # type: ignore[call-overload]  # anything else raises
+    except (TypeError, ValueError):
+        raise InputError(f"The pin {pin!r:.60} is no pair of whole numbers; {_EXAMPLE}.") from None
+    if max(abs(start), abs(stop)) > LAST:
+        raise InputError(f"A pin goes beyond {LAST}, the last position there can be.")
+    if start < 0 or stop < 0:
+        raise InputError(f"The pin ({start}, {stop}) is negative; positions count from 0, the prompt's first token.")
+    if start > stop:
+        raise InputError(f"The pin ({start}, {stop}) is reversed; give the first position and the one after the last.")
+    return start, stop
+
+
+def count(pins: Spans, sinks: int = 0) -> int:
+    """Return the number of positions that are pinned or among the first ``sinks``."""
+    return sum(stop - start for start, stop in spans((*pins, (0, sinks))))
+
+
+def end(pins: Spans) -> int:
+    """Return the position after the last pinned one; 0 without pins."""
+    return pins[-1][1] if pins else 0
+
+
+def table(rows: Sequence[Spans], device: torch.device, *, width: int = 0) -> Int[Tensor, "B bounds"]:
+    """Return the bounds of each row's spans in order, for `kvkeep.scores.pinned`, filled up with `LAST`.
+
+    Args:
+        rows: the spans of each row.
+        device: where the table lies.
+        width: number of bounds per row; at least as many as the longest row has.
+    """
+    width = max([width, 2, *(2 * len(row) for row in rows)])
+    filled = [[bound for span in row for bound in span] + [LAST] * (width - 2 * len(row)) for row in rows]
+    return torch.tensor(filled, dtype=torch.int32, device=device).reshape(len(rows), width)
+
+
+def for_rows(pins: Sequence[Spans], rows: int) -> list[Spans]:
+    """Return the pins of each row of a batch.
+
+    Raises:
+        ShapeError: there are pins of several rows, but not of each.
+    """
+    if len(pins) not in (1, rows):
+        raise ShapeError(
+            f"Pins of {len(pins)} rows were given for a batch of {rows}; give one list for all, or one per row."
+        )
+    return list(pins) * (rows if len(pins) == 1 else 1)

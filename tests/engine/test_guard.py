@@ -1,0 +1,131 @@
+"""The guard: a request takes the smallest budget at which its prompt's cut loses little, and is then as under it."""
+
+from dataclasses import dataclass
+
+import pytest
+from sweeps import sweep
+
+from kvkeep import InputError
+from kvkeep.engine import Engine, Request
+from kvkeep.engine.sampling import Sampling
+from kvkeep.loss import LostMass
+from kvkeep.policies._mass import HeavyHitters
+
+from .models import model
+from .test_equal import prompt_of
+
+POLICIES = ["h2o", "h2o:recent=3,sinks=1", "snapkv:window=2,decode=score", "snapkv:window=3", "tova", "keyformer"]
+POLICIES += ["h2o:decay=0.9", "nacl:sinks=1,recent=1", "h2o_avg:recent=2", "pyramidkv:window=2", "tova:per_head=true"]
+POLICIES += ["ahakv:recent=2,sg_softmax=false"]
+BUDGET = 16
+
+
+def asked(i, *, length=40, new=8, **others):
+    return Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=new, temperature=0.7), **others)
+
+
+def plain(result):
+    return result.token_ids, result.lost_mass, result.budget, result.text
+
+
+@pytest.mark.parametrize("policy", sweep(POLICIES, lambda one: POLICIES.index(one) < 6))
+def test_the_choice_equals_a_request_that_asked_for_that_budget(policy):
+    """By hand: run all three budgets, take the smallest whose loss is small enough, and compare with the guard's."""
+    engine = Engine(model("qwen3"), policy=policy, budget=BUDGET, rows=3)
+    chosen = set()
+    for i in range(4):
+        by_hand = {budget: engine.generate(asked(i, budget=budget))[0] for budget in (4, 8, 16)}
+        losses = [result.lost_mass.prompt for result in by_hand.values()]
+        assert losses == sorted(losses, reverse=True)
+        for guard in (0.0, losses[2], (losses[1] + losses[2]) / 2, losses[1], losses[0], 1.0):
+            fits = [budget for budget, result in by_hand.items() if result.lost_mass.prompt <= guard]
+            wanted = by_hand[fits[0] if fits else BUDGET]
+            (found,) = engine.generate(asked(i, guard=guard))
+            assert plain(found) == plain(wanted)
+            assert found.guarded == bool(fits)
+            chosen.add(found.budget)
+    assert chosen == {4, 8, 16}
+
+
+def test_guarded_rows_share_a_batch_with_others():
+    engine = Engine(model("llama"), policy="h2o:recent=2", budget=BUDGET, rows=4)
+    requests = [
+        asked(i, length=20 + 3 * i, guard=(None, 0.2, 0.5, 1.0)[i % 4], pins=((0, 2),) if i % 3 == 0 else ())
+        for i in range(9)
+    ]
+    together = engine.generate(requests)
+    assert len({one.budget for one in together}) > 1
+    for request, result in zip(requests, together, strict=True):
+        alone = Engine(model("llama"), policy="h2o:recent=2", budget=BUDGET, rows=1)
+        assert alone.generate(request)[0].token_ids == result.token_ids
+        assert (result.guarded is None) == (request.guard is None)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_it_works_beside_sliding_windows_and_slot_positions(name):
+    options = {"positions": "slot"} if name == "llama" else {}
+    engine = Engine(model(name), policy="h2o:recent=2", budget=BUDGET, rows=1, **options)
+    guarded, small = engine.generate([asked(3, guard=1.0), asked(3, budget=4)])
+    assert guarded.budget == 4
+    assert guarded.token_ids == small.token_ids
+
+
+def test_a_budget_that_pins_do_not_fit_is_left_out():
+    engine = Engine(model("llama"), policy="h2o:recent=2", budget=BUDGET, rows=1, guard=1.0)
+    results = engine.generate([asked(1), asked(1, pins=((0, 5),)), asked(1, pins=((0, 14),)), asked(1, pins=((0, 2),))])
+    assert [one.budget for one in results] == [4, 8, 16, 4]
+
+
+def test_a_prompt_that_fits_into_a_quarter_loses_nothing_there():
+    engine = Engine(model("llama"), policy="h2o", budget=BUDGET, rows=1, guard=0.0)
+    (found,) = engine.generate(asked(1, length=4, new=1))
+    assert (found.budget, found.guarded, found.lost_mass) == (4, True, LostMass(0.0, None))
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("full", "keeps every token"),
+        ("local", "shows no attention mass"),
+        ("scissorhands", "no plain choice"),
+        ("adakv:window=2", "no plain choice"),
+        ("spatten", "no plain choice"),
+        ("snapkv:window=2,decode=grow", "no plain choice"),
+        ("ahakv:recent=2", "depends on the budget"),
+    ],
+)
+def test_policies_under_which_no_budget_can_be_chosen_are_refused(policy, why):
+    engine = Engine(model("llama"), policy=policy, budget=64, rows=1)
+    with pytest.raises(InputError, match=why):
+        engine.add(asked(1, length=20, new=2, guard=0.1))
+
+
+def test_prompts_in_chunks_are_refused_with_the_remedy():
+    engine = Engine(model("llama"), policy="h2o", budget=BUDGET, rows=1, prefill_chunk=10)
+    with pytest.raises(InputError, match=r"40 tokens is cut after chunks of 10\. Leave `guard` or `prefill_chunk` out"):
+        engine.add(asked(1, guard=0.1))
+    assert engine.generate(asked(1, length=10, guard=1.0))[0].budget == 4
+
+
+@pytest.mark.parametrize("guard", [-0.1, 1.1, float("nan")])
+def test_a_guard_is_a_share(guard):
+    with pytest.raises(InputError, match="no share of attention; give a number from 0 to 1"):
+        asked(1, guard=guard)
+    with pytest.raises(InputError, match="no share of attention"):
+        Engine(model("llama"), guard=guard, budget=8, rows=1)
+
+
+def test_a_policy_whose_state_depends_on_the_budget_ends_its_request():
+    @dataclass(frozen=True, kw_only=True)
+    class Moody(HeavyHitters):
+        def observe(self, state, view, report):
+            return {"mass": state["mass"] + report.mass * view.budget}
+
+        def score(self, view, state):
+            return state["mass"]
+
+    engine = Engine(model("llama"), policy="h2o", budget=BUDGET, rows=2)
+    (bad,) = engine.generate([asked(1, policy=Moody(), guard=0.1)])
+    assert bad.finish_reason == "error"
+    assert "no budget can be chosen" in bad.error
+    assert engine.generate(asked(2, guard=1.0))[0].budget == 4

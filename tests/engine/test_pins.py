@@ -1,0 +1,126 @@
+"""Pins in the engine: a request with pins gets the tokens that it gets alone, and its pins are held to its end."""
+
+import random
+
+import pytest
+import torch
+from sweeps import sweep
+
+import kvkeep
+from kvkeep import BudgetError, InputError, backends
+from kvkeep.backends.native import native
+from kvkeep.engine import Engine, Request
+from kvkeep.engine.sampling import Sampling
+from kvkeep.types import Phase
+
+from .models import alone, model
+from .test_equal import CAPACITY, prompt_of
+
+SMALL = {"adakv": "window=2", "ahakv": "recent=2", "pyramidkv": "window=2", "nacl": "sinks=1,recent=1"}
+SMALL |= {"h2o": "recent=2", "h2o_avg": "recent=2", "keyformer": "recent=2", "snapkv": "window=2,decode=score"}
+SMALL |= {
+    "scissorhands": "window=1,recent=1,drop=2",
+    "scissorhands_release": "recent=1,window=4",
+    "keydiff": "recent=1",
+}
+POLICIES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()]
+PINS = [(), ((0, 3),), ((2, 3), (5, 7)), ((4, 5),)]
+
+
+def budget_of(policy):
+    return CAPACITY if kvkeep.parse(policy).evicts else 64
+
+
+@pytest.mark.parametrize("chunk", [None, 6])
+@pytest.mark.parametrize("policy", sweep(POLICIES, lambda one: one[:3] in ("h2o", "ada", "sna", "sci", "spa")))
+def test_rows_with_different_pins_share_a_batch(policy, chunk):
+    engine = Engine(model("llama"), policy=policy, budget=budget_of(policy), rows=3, prefill_chunk=chunk)
+    asked = [
+        Request(prompt=prompt_of(i, 8 + 5 * i), sampling=Sampling(max_new_tokens=6), pins=PINS[i % 4]) for i in range(6)
+    ]
+    for request, result in zip(asked, engine.generate(asked), strict=True):
+        assert result.error is None
+        wanted = alone("llama", request.prompt, 6, policy, budget_of(policy), chunk, request.pins)
+        assert result.token_ids == wanted
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_step_with_pins_equals_the_plain_path(backend, monkeypatch):
+    if backend == "native" and native().library is None:
+        pytest.skip("the kernel is not compiled here")
+    monkeypatch.setenv(backends.SWITCH, backend)
+    held = []
+    for fuses in (True, False):
+        if not fuses:
+            monkeypatch.setattr("kvkeep.layer.fuses", lambda policy, backend: False)
+        cache = kvkeep.BoundedCache(model("llama").config, "h2o:recent=2", 8, pins=[[(1, 3)], []])
+        ids = torch.tensor([prompt_of(1, 30), prompt_of(2, 30)])
+        with torch.inference_mode():
+            cache.phase = Phase.PREFILL
+            out = [model("llama")(input_ids=ids[:, :12], past_key_values=cache).logits[:, -1]]
+            cache.phase = Phase.DECODE
+            for i in range(12, 30):
+                out.append(model("llama")(input_ids=ids[:, i : i + 1], past_key_values=cache).logits[:, -1])
+        held.append((torch.stack(out), cache.positions(1).clone()))
+        assert {1, 2} <= set(held[-1][1][0, 1].tolist())
+    assert torch.equal(held[0][0], held[1][0])
+    assert torch.equal(held[0][1], held[1][1])
+
+
+@pytest.mark.parametrize("positions", ["true", "slot"])
+def test_pins_stay_whatever_runs_beside_them(positions):
+    rng = random.Random(3)
+    engine = Engine(model("llama"), policy="h2o:recent=2", budget=9, rows=4, positions=positions)
+    asked = {}
+    for i in range(20):
+        length = rng.randint(6, 30)
+        start = rng.randrange(length - 3)
+        pins = ((start, start + 3),) if i % 3 else ()
+        request = Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=rng.randint(1, 12)), pins=pins)
+        asked[engine.add(request)] = pins
+    while engine.busy:
+        for event in engine.step():
+            assert event.result is None or event.result.error is None
+        for one in engine._scheduler.running:
+            if one.token_ids:
+                wanted = {p for start, stop in asked[one.id] for p in range(start, stop)}
+                for block in engine._rows._blocks:
+                    for head in block.store.positions[one.row].tolist():
+                        assert wanted <= set(head)
+
+
+def test_a_layer_with_a_sliding_window_forgets_pins_with_the_window():
+    engine = Engine(model("gemma2"), policy="h2o:recent=2", budget=10, rows=1)
+    request = Request(prompt=prompt_of(1, 30), sampling=Sampling(max_new_tokens=2), pins=((0, 4),))
+    number = engine.add(request)
+    engine.step()
+    sliding, full = engine._rows._blocks[0].store.positions[0, 0], engine._rows._blocks[1].store.positions[0, 0]
+    assert set(range(4)) <= set(full.tolist())
+    assert not set(range(4)) & set(sliding.tolist())
+    engine.cancel(number)
+
+
+@pytest.mark.parametrize(
+    ("pins", "error", "word"),
+    [
+        (((0, 13),), InputError, r"end at position 13, and the prompt has 12 tokens"),
+        (((0, 12),), BudgetError, r"12 tokens are pinned, .* together 14: more than the budget of 10"),
+        (((-1, 2),), InputError, "negative"),
+        (((3, 2),), InputError, "reversed"),
+    ],
+)
+def test_pins_that_cannot_be_held_are_refused_before_anything_runs(pins, error, word):
+    engine = Engine(model("llama"), policy="h2o:recent=2", budget=10, rows=1)
+    with pytest.raises(error, match=word):
+        engine.add(Request(prompt=prompt_of(1, 12), pins=pins))
+    assert not engine.busy
+
+
+def test_the_next_sequence_of_a_row_has_no_pins():
+    engine = Engine(model("llama"), policy="h2o:recent=2", budget=10, rows=1)
+    pinned = Request(prompt=prompt_of(1, 20), sampling=Sampling(max_new_tokens=3), pins=((0, 5), (9, 10), (12, 13)))
+    plain = Request(prompt=prompt_of(2, 20), sampling=Sampling(max_new_tokens=3))
+    results = engine.generate([pinned, plain, pinned])
+    assert results[1].token_ids == alone("llama", plain.prompt, 3, "h2o:recent=2", 10, None)
+    assert results[0].token_ids == results[2].token_ids
+    assert (engine._rows._blocks[0].pins == 2**31 - 1).all()
