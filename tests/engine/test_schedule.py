@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sweeps import sweep
 
 from kvkeep import BudgetError
-from kvkeep.engine import Engine, Request
+from kvkeep.engine import Engine, Request, scheduler
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.scheduler import SHARED_TOKENS
 from kvkeep.types import Phase
@@ -123,7 +123,7 @@ def test_running_rows_get_a_token_for_so_many_prompt_tokens(every, steps):
     assert tokens == sizes(runs).count(0)
 
 
-@pytest.mark.parametrize("examples", sweep([15, 200], lambda examples: examples == 15))
+@pytest.mark.parametrize("examples", sweep([5, 200], lambda examples: examples == 5))
 def test_everybody_gets_a_turn(examples):
     """A running row gets a token in every step, and waits for one run; the oldest prompt is in every run of prompts."""
 
@@ -138,7 +138,7 @@ def test_everybody_gets_a_turn(examples):
         rng = random.Random(seed)
         engine = Engine(model("llama"), budget=CAPACITY, rows=rows, prefill_chunk=chunk, decode_every=every)
         runs, without_prompt = watched(engine), 0
-        left = 8
+        left = 6
         while left or engine.busy:
             while left and rng.random() < 0.5:
                 left -= 1
@@ -196,3 +196,28 @@ def unhooked(hook, plain, run, rows):
         return plain(run, rows)
     finally:
         hook.remove()
+
+
+@pytest.mark.parametrize("padding", [scheduler.PADDING, -1])
+def test_pieces_of_one_token_with_and_without_padding(padding, monkeypatch):
+    monkeypatch.setattr(scheduler, "PADDING", padding)
+    engine = Engine(model("llama"), policy="scissorhands", budget=CAPACITY, rows=4, prefill_chunk=1, decode_every=1)
+    lengths = (1, 20, 9, 17, 3)
+    numbers = [ask(engine, length, seed=i) for i, length in enumerate(lengths)]
+    results = drain(engine)
+    for i, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
+        assert results[number].token_ids == alone("llama", prompt_of(i, length), 4, "scissorhands", CAPACITY, 1)
+
+
+def test_rows_that_run_one_by_one_are_paid_one_by_one():
+    """Under spatten a step of two rows is two runs of the model, worth twice as many prompt tokens."""
+    engine = Engine(model("llama"), policy="spatten", budget=CAPACITY, rows=3, prefill_chunk=16, decode_every=8)
+    for i in range(2):
+        ask(engine, 1, LONG, seed=i)
+    while not all(one.token_ids for one in engine._scheduler.running) or not engine._scheduler.running:
+        engine.step()
+    ask(engine, 64, 1)
+    runs = watched(engine)
+    for _ in range(4):
+        engine.step()
+    assert sizes(runs) == [16, 0, 0] * 4

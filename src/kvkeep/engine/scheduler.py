@@ -20,7 +20,7 @@ from kvkeep.types import Phase
 SHARED_TOKENS = 512
 """Most prompt tokens that several prompts share in a run if no running row waits; a single chunk may be longer."""
 
-PADDING = 8
+PADDING = 5
 """Most tokens of padding per row that joins a batch. A batch of its own takes as long as about so many tokens."""
 
 STEP_TOKENS = {"cpu": 32}
