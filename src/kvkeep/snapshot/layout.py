@@ -8,8 +8,24 @@ these are. ``docs/sessions.md`` draws the layout.
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.fingerprint import Fingerprint
+
+
+class Parts(NamedTuple):
+    """Everything that a file holds, see `kvkeep.Snapshot`."""
+
+    contents: Contents
+    fingerprint: Fingerprint
+    tokens: Int[Tensor, " n"] | None
+    pending: int
+
 
 KEY = "kvkeep"
 """The entry of the metadata."""
