@@ -131,8 +131,8 @@ class Admission:
             return ()
         if self._chunk is not None and n > self._chunk:
             raise InputError(
-                f"guard chooses a budget when the whole prompt has been read, and this one of {n} tokens is cut after "
-                f"chunks of {self._chunk}. Leave `guard` or `prefill_chunk` out."
+                f"`guard` chooses a budget when a prompt has been read, and this one of {n} tokens is cut after chunks "
+                f"of {self._chunk}. Leave `guard` or `prefill_chunk` out."
             )
         return choice.levels(self._layout(policy), budget, pins)
 
