@@ -124,7 +124,7 @@ class Admission:
         pins, n = cast(Spans, request.pins), len(cast(Sequence[int], request.prompt))
         if end(pins) > n:
             raise InputError(
-                f"The pins end at position {end(pins)}, and the prompt has {n} tokens. Pin tokens of it only."
+                f"The pins end at position {end(pins)}, and the prompt has {n} tokens. Pin tokens of the prompt only."
             )
         self._layout(policy).check_pins(budget, pins)
         if request.guard is None:

@@ -52,6 +52,8 @@ def request_of(number: int, prompt: Sequence[int], options: object, defaults: Sa
         rest["stop"] = (rest["stop"],) if isinstance(rest["stop"], str) else tuple(rest["stop"])
         if not all(isinstance(text, str) for text in rest["stop"]):
             raise InputError('its option "stop" is no text or list of texts')
+    if "guard" in rest:
+        rest["guard"] = float(rest["guard"])
     rest["pins"] = spans((*spans(rest.get("pins", ())), *pinned))
     chosen = {name: value for name, value in options.items() if name in _SAMPLING}
     chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
