@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli.main import app
 from kvkeep.engine.admission import check_room
+from kvkeep.errors import InputError
 from kvkeep.layout import Layout
 from kvkeep.models.load import find, load, quiet
+from kvkeep.models.system import system_spans
 from kvkeep.models.text import encode_chat
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the cat"
@@ -69,6 +71,59 @@ def test_a_template_without_system_messages(template: str, words: str, tmp_path:
     assert words in result.stderr
     assert "beginning of the prompt" in result.stderr or "--raw" in result.stderr
     assert result.stdout == ""
+
+
+def pinned_text(folder: Path, messages: list[dict[str, str]]) -> list[str]:
+    """The text of each pinned span."""
+    checkpoint = find(folder)
+    ids = encode_chat(checkpoint, messages)[0].tolist()
+    return [checkpoint.tokenizer.decode(ids[start:stop]).strip() for start, stop in system_spans(checkpoint, messages)]
+
+
+def chat(*messages: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]
+
+
+STRIPS = "{% for m in messages %}<s>{{ m.role }} {{ m.content | trim }}</s>{% endfor %}"
+SHOUTS = "{% for m in messages %}<s>{{ m.content | upper }}</s>{% endfor %}"
+TWICE = "{% for m in messages %}<s>{{ m.content }} {{ m.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [model_folders.TEMPLATE, STRIPS], ids=["plain", "strips"])
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        (chat(("system", "be brief"), ("user", "be brief and be quick")), ["be brief"]),
+        (chat(("user", "be brief"), ("system", "be brief")), ["be brief"]),
+        (chat(("system", " the cat "), ("user", "hello"), ("system", "the dog")), ["the cat", "the dog"]),
+        (chat(("user", "hello")), []),
+        (chat(("system", "kvkeepsystemmessage the cat"), ("user", "kvkeepsystemmessagex")), None),
+    ],
+)
+def test_the_tokens_of_system_messages_are_found(template, messages, found, tmp_path: Path):
+    folder = chat_model(tmp_path / "chat", template)
+    texts = pinned_text(folder, messages)
+    assert len(texts) == sum(message["role"] == "system" for message in messages)
+    if found is not None:
+        assert texts == found
+
+
+@pytest.mark.parametrize("template", [SHOUTS, TWICE, DEAF], ids=["shouts", "twice", "deaf"])
+def test_a_template_that_changes_a_system_message_is_refused(template, tmp_path: Path):
+    folder = chat_model(tmp_path / "chat", template)
+    with pytest.raises(InputError, match="does not show the system message in one piece"):
+        pinned_text(folder, chat(("system", "be brief"), ("user", "hello")))
+
+
+def test_a_system_message_is_pinned(tmp_path: Path):
+    folder = chat_model(tmp_path / "chat")
+    words = ("-p", PROMPT, "--system", "be brief", "-n", 3, "--json", "--policy", "h2o:recent=2", "-b", 8)
+    found = json.loads(generate(*words, "--pin-system", model=folder).stdout)
+    messages = chat(("system", "be brief"), ("user", PROMPT))
+    assert [tuple(pin) for pin in found["pins"]] == list(system_spans(find(folder), messages))
+    assert json.loads(generate(*words, model=folder).stdout)["pins"] == []
+    result = generate("-p", PROMPT, "--system", PROMPT, "--pin-system", "-b", 8, model=folder, exit_code=2)
+    assert re.search(r"\d+ tokens are pinned, and .* more than the budget of 8\. Raise the budget", result.stderr)
 
 
 # the prompt

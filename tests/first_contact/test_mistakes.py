@@ -108,6 +108,10 @@ MISTAKES = {
     "generate {model} -p Once --system Brief": "has no chat template",
     "generate {model} -p Once --system Brief --raw": "--raw leaves out the chat template",
     "generate {model} -p Once --system ''": "--system is empty",
+    "generate {model} -p Once --pin-system": "give --system TEXT",
+    "generate {model} -p Once --guard 1.5": "--guard 1.5 is no share of attention; give a number from 0 to 1",
+    "generate {model} -p Once --guard 0.1 --policy local": "its statistic shows no attention mass",
+    "generate {model} -p 'Once upon a time' --guard 0.1 --prefill-chunk 1": "Leave --guard or --prefill-chunk",
     # the model
     "generate nothing/here/model -p Once": "does not exist",
     "generate ./nothing -p Once": "does not exist",
@@ -171,6 +175,7 @@ MISTAKES = {
     "generate -o answers.jsonl -p Once": "give --input FILE",
     "generate -i prompts.jsonl -o out.jsonl -p Once": "for a single one",
     "generate -i prompts.jsonl -o out.jsonl --system Brief": "for a single one",
+    "generate -i prompts.jsonl -o out.jsonl --guard -1": "--guard -1.0 is no share of attention",
     "generate {model} -i nothing.jsonl -o out.jsonl": "nothing.jsonl",
     "generate {model} -i report.txt -o out.jsonl": "Line 1 cannot be run",
     "generate {model} -i budgets.jsonl -o out.jsonl -n 4": "Ask for less, or give the engine a larger --budget.",

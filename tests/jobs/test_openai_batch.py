@@ -61,7 +61,7 @@ def test_each_line_is_answered_in_its_own_format(tmp_path, target):
     found = answers(target)
     assert set(found) == {"a", "b", 3, 4}
     entry = found["a"]
-    assert list(entry) == ["id", "custom_id", "response", "error", "made_by"]
+    assert list(entry) == ["id", "custom_id", "response", "error", "kvkeep", "made_by"]
     assert (entry["error"], entry["response"]["status_code"]) == (None, 200)
     assert entry["response"]["body"]["object"] == "chat.completion"
     assert entry["response"]["body"]["usage"]["completion_tokens"] == 4

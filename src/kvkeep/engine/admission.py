@@ -124,15 +124,15 @@ class Admission:
         pins, n = cast(Spans, request.pins), len(cast(Sequence[int], request.prompt))
         if end(pins) > n:
             raise InputError(
-                f"The pins end at position {end(pins)}, and the prompt has {n} tokens. Pin tokens of it only."
+                f"The pins end at position {end(pins)}, and the prompt has {n} tokens. Pin tokens of the prompt only."
             )
         self._layout(policy).check_pins(budget, pins)
         if request.guard is None:
             return ()
         if self._chunk is not None and n > self._chunk:
             raise InputError(
-                f"guard chooses a budget when the whole prompt has been read, and this one of {n} tokens is cut after "
-                f"chunks of {self._chunk}. Leave `guard` or `prefill_chunk` out."
+                f"`guard` chooses a budget when a prompt has been read, and this one of {n} tokens is cut after chunks "
+                f"of {self._chunk}. Leave `guard` or `prefill_chunk` out."
             )
         return choice.levels(self._layout(policy), budget, pins)
 

@@ -235,7 +235,7 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     found = sorted({*found, budget})
     if reason := refusal(layout.policy, found):
         raise InputError(
-            f"guard chooses a budget by the attention that a prompt's cut loses, and under {layout.policy} it cannot: "
+            f"`guard` chooses a budget by the attention that a prompt's cut loses, which fails under {layout.policy}: "
             f"{reason}. Leave `guard` out, or give another policy, such as h2o or snapkv."
         )
     return tuple(found)

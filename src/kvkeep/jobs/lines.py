@@ -12,10 +12,10 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
@@ -24,6 +24,7 @@ from kvkeep.jobs.openai import batch
 from kvkeep.jobs.openai.batch import custom_id_of, is_batch_line
 from kvkeep.jobs.openai.requests import COMPLETIONS, Asked, ParameterError, Prompt, in_words_of
 from kvkeep.jobs.options import OPTIONS, check_place, request_of
+from kvkeep.pins import Spans
 
 
 @runtime_checkable
@@ -37,6 +38,9 @@ class Encode(Protocol):
             KVKeepError: the text cannot be encoded, or the model has no such token.
         """
 
+
+Pinned: TypeAlias = Callable[[Prompt], Spans]
+"""Returns the spans of a prompt's tokens that are never evicted."""
 
 COMPLETION = "completion"
 """The field of an output line that holds the completion."""
@@ -116,7 +120,9 @@ def read(path: Path) -> Iterator[tuple[int, bytes]]:
         raise InputError(f"The input {path} cannot be read: {error.strerror}.") from error
 
 
-def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line | BadLine:
+def parse(
+    number: int, raw: bytes, encode: Encode, defaults: Sampling, *, pinned: Pinned = lambda prompt: ()
+) -> Line | BadLine:
     """The request of a line, or why the line cannot be run.
 
     Args:
@@ -124,14 +130,15 @@ def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line |
         raw: the line.
         encode: turns a prompt or a list of messages into token ids.
         defaults: sampling options, where the line has none of its own.
+        pinned: returns spans of a prompt's tokens that are never evicted, beside the line's own.
     """
     custom_id: str | None = None
     try:
         fields = decoded(raw)
         if is_batch_line(fields):
             custom_id = custom_id_of(fields)
-            return _batch_line(number, digest(raw), fields, encode, defaults)
-        return _own_line(number, digest(raw), fields, encode, defaults)
+            return _batch_line(number, digest(raw), fields, encode, defaults, pinned=pinned)
+        return _own_line(number, digest(raw), fields, encode, defaults, pinned=pinned)
     except json.JSONDecodeError as error:
         reason, param = f"it is no JSON ({error}); a line is one whole object, such as {_EXAMPLE}", None
     except RecursionError:
@@ -161,17 +168,22 @@ def decoded(raw: bytes) -> dict[str, Any]:
     return fields
 
 
-def _own_line(number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: Sampling) -> Line:
+def _own_line(
+    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: Sampling, *, pinned: Pinned
+) -> Line:
     """A line in kvkeep's format."""
     prompt, options = _prompt(fields), fields.pop(OPTIONS, None)
     if COMPLETION in fields:
         raise InputError(f'its field "{COMPLETION}" has the name of the result; rename it')
     check_place(fields)
     options = {} if options is None else options
-    return Line(number, found, fields, request_of(number, encode(prompt), options, defaults), options)
+    request = request_of(number, encode(prompt), options, defaults, pinned(prompt))
+    return Line(number, found, fields, request, options)
 
 
-def _batch_line(number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: Sampling) -> Line:
+def _batch_line(
+    number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: Sampling, *, pinned: Pinned
+) -> Line:
     """A line in OpenAI's format. Only its name is kept of its fields.
 
     The first choice is drawn as the completion of a line in kvkeep's format is, and each other one in its own way.
@@ -185,7 +197,7 @@ def _batch_line(number: int, found: str, fields: dict[str, Any], encode: Encode,
     for prompt in asked.prompts:
         ids = encode(prompt, raw=True) if asked.url == COMPLETIONS else encode(prompt)
         try:
-            first = request_of(number, ids, asked.options, defaults)
+            first = request_of(number, ids, asked.options, defaults, pinned(prompt))
         except KVKeepError as error:
             raise in_words_of(asked, error) from error
         made += [first] * asked.n

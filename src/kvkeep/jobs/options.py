@@ -9,27 +9,28 @@ from collections.abc import Mapping, Sequence
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
+from kvkeep.pins import Spans, spans
 
 OPTIONS = "options"
 """The field of a line that holds its options."""
 
 _SAMPLING = {field.name for field in dataclasses.fields(Sampling)}
-_REQUEST = {"policy", "budget", "stop", "ignore_end", "logprobs"}
+_REQUEST = {"policy", "budget", "stop", "ignore_end", "logprobs", "pins", "guard"}
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("max_new_tokens", "top_k", "seed", "budget", "logprobs"), (int,)),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "guard"), (int, float)),
     "policy": (str,),
     "stop": (str, list),
+    "pins": (list,),
     "ignore_end": (bool,),
 }
 _ALIASES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 """Names that other tools have for options."""
 _SHOWN = 60
 """Most characters of a value in a message."""
-_SHOWN = 60
 
 
-def request_of(number: int, prompt: Sequence[int], options: object, defaults: Sampling) -> Request:
+def request_of(number: int, prompt: Sequence[int], options: object, defaults: Sampling, pinned: Spans = ()) -> Request:
     """The request of a line. It is drawn with the job's seed and the line's number, or with the line's own seed.
 
     Args:
@@ -37,6 +38,7 @@ def request_of(number: int, prompt: Sequence[int], options: object, defaults: Sa
         prompt: token ids.
         options: the line's own options.
         defaults: sampling options, where the line has none of its own.
+        pinned: spans of the prompt that are never evicted, beside the line's own.
 
     Raises:
         InputError: an option is unknown, has another type, or is out of range.
@@ -50,6 +52,9 @@ def request_of(number: int, prompt: Sequence[int], options: object, defaults: Sa
         rest["stop"] = (rest["stop"],) if isinstance(rest["stop"], str) else tuple(rest["stop"])
         if not all(isinstance(text, str) for text in rest["stop"]):
             raise InputError('its option "stop" is no text or list of texts')
+    if "guard" in rest:
+        rest["guard"] = float(rest["guard"])
+    rest["pins"] = spans((*spans(rest.get("pins", ())), *pinned))
     chosen = {name: value for name, value in options.items() if name in _SAMPLING}
     chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
     sampling = dataclasses.replace(defaults, **chosen)

@@ -39,7 +39,8 @@ def record(line: Line, results: Sequence[Result], made_by: Mapping[str, Any], sh
     if line.asked is not None:
         name, model = f"{line.number}-{line.digest}", str(made_by.get("model", "kvkeep"))
         body = answer(line.asked, results, name=name, created=int(time.time()), model=model, show=show)
-        return {**batch.line(line.number, line.digest, line.custom_id, body), "made_by": made_by}
+        found = batch.line(line.number, line.digest, line.custom_id, body)
+        return {**found, "kvkeep": runs.finite([_kept(one) for one in results]), "made_by": made_by}
     own = {"options": line.options} if line.options else {}
     origin = {"line": line.number, "digest": line.digest, "made_by": made_by, **own}
     return {COMPLETION: runs.finite({**origin, **_completion(results[0])}), **line.fields}
@@ -90,7 +91,14 @@ def _completion(result: Result) -> dict[str, Any]:
         "queued_s": result.queued_s,
         "ttft_s": result.ttft_s,
         "tpot_s": result.tpot_s,
+        **_kept(result),
     }
     if result.logprobs:
         found["logprobs"] = [dataclasses.asdict(entry) for entry in result.logprobs]
     return found
+
+
+def _kept(result: Result) -> dict[str, Any]:
+    """What a request kept: its budget, and the share of attention that evicted tokens carried."""
+    found = {"budget": result.budget, "lost_mass": dataclasses.asdict(result.lost_mass)}
+    return found if result.guarded is None else {**found, "guarded": result.guarded}

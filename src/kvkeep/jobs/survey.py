@@ -20,6 +20,7 @@ from kvkeep.jobs.lines import BadLine, Line, decoded, digest, reason_of
 from kvkeep.jobs.openai import batch
 from kvkeep.jobs.pace import Work
 from kvkeep.jobs.records import as_line
+from kvkeep.pins import Spans, spans
 
 _BAD_FIELDS = {"line", "reason", "text"}
 _MOST_MODELS = 3
@@ -36,6 +37,8 @@ class Shape(NamedTuple):
         requests: how many there are.
         work: tokens of all.
         is_batch_line: whether the line is in OpenAI's format.
+        pins: of all.
+        guard: of all.
     """
 
     prompt_tokens: int
@@ -45,6 +48,8 @@ class Shape(NamedTuple):
     requests: int
     work: Work
     is_batch_line: bool
+    pins: Spans
+    guard: float | None
 
 
 @dataclass
@@ -160,7 +165,8 @@ def _problem(shape: Shape, engine: Engine) -> str | None:
     sampling = Sampling(max_new_tokens=shape.max_new_tokens)
     try:
         prompt = [0] * shape.prompt_tokens
-        engine.check(Request(prompt=prompt, sampling=sampling, policy=shape.policy, budget=shape.budget))
+        more: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard}
+        engine.check(Request(prompt=prompt, sampling=sampling, pins=shape.pins, **more))
     except KVKeepError as error:
         return reason_of(error)
     return None
@@ -171,7 +177,8 @@ def _shape(line: Line) -> Shape:
     policy = longest.policy if isinstance(longest.policy, str) else None
     prompt, new = len(longest.prompt or ()), longest.sampling.max_new_tokens
     work = Work(sum(len(one.prompt or ()) for one in line.requests), new * len(line.requests))
-    return Shape(prompt, new, policy, longest.budget, len(line.requests), work, line.asked is not None)
+    pins, guard = spans(longest.pins), longest.guard
+    return Shape(prompt, new, policy, longest.budget, len(line.requests), work, line.asked is not None, pins, guard)
 
 
 def _key(custom_id: str) -> bytes:

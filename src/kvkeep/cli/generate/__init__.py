@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.files import STANDARD_OUTPUT, not_empty, place
+from kvkeep.cli.files import not_empty
+from kvkeep.cli.generate.batch import batch_of
 from kvkeep.cli.generate.prompt import read_prompt, standard_input, word_of_prompt
-from kvkeep.cli.generate.request import Batch, Request
+from kvkeep.cli.generate.request import Request
 from kvkeep.cli.options import (
     MEMORY,
     AllowPickle,
@@ -27,7 +28,6 @@ from kvkeep.cli.options import (
     Positions,
     PrefillChunk,
     Threads,
-    parse_bytes,
     parse_layer_budget,
     parse_positions,
     parse_prefill_chunk,
@@ -140,6 +140,23 @@ def generate(
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
     positions: Positions = None,
+    pin_system: Annotated[
+        bool,
+        typer.Option(
+            "--pin-system",
+            help="Never evict the system message: that of --system, or those of a file's messages.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = False,
+    guard: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Take a quarter or half of the budget where the prompt then loses at most this share of attention, in "
+            "[0, 1].",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
     compare: Annotated[
         bool,
         typer.Option("--compare", help="Run a full cache too, and show both side by side.", rich_help_panel=MEMORY),
@@ -206,13 +223,15 @@ def generate(
     The text goes to standard output while it is generated, and a short summary to standard error.
     """
     model, prompt_file = standard_input(model, source, prompt, prompt_file)
-    batch = _batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
+    batch = batch_of(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
     if batch and (compare or any(one is not None for one in (prompt, prompt_file, system, keep_ratio))):
         raise InputError(
             "--input runs a file of prompts; --prompt, --system, --compare and --keep-ratio are for a single one."
         )
     if system is not None and raw:
         raise InputError("--system and --raw were both given; --raw leaves out the chat template, its only place.")
+    if pin_system and not batch and system is None:
+        raise InputError("--pin-system keeps a system message, and there is none; give --system TEXT.")
     request = Request(
         model=model,
         prompt="" if batch else read_prompt(prompt, prompt_file, model=model),
@@ -224,6 +243,8 @@ def generate(
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
         positions=parse_positions(positions),
+        pin_system=pin_system,
+        guard=guard,
         compare=compare,
         max_new_tokens=parse_tokens(max_new_tokens, "--max-new-tokens"),
         temperature=temperature,
@@ -264,23 +285,3 @@ def _parse_budget(text: str) -> int:
             "single prompt there is --keep-ratio, e.g. 0.2."
         )
     return parse_tokens(text, "--budget")
-
-
-def _batch(
-    source: str | None, output: str | None, *, skip_bad: bool, max_rows: int | None, kv_memory: str | None, layers: bool
-) -> Batch | None:
-    """The options of a batch job; ``None`` if there is no ``--input``."""
-    if source is None:
-        if output is not None or skip_bad or max_rows is not None or kv_memory is not None or layers:
-            raise InputError(
-                "--output, --skip-bad, --max-rows, --kv-memory and --compile belong to a batch job: give --input FILE."
-            )
-        return None
-    if output is None:
-        raise InputError("A batch job needs --output FILE, where its completions go; - is standard output.")
-    if output != STANDARD_OUTPUT:
-        output = str(place(output, "--output"))
-    if max_rows is not None and max_rows < 1:
-        raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
-    size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
-    return Batch(input=source, output=output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=size, compile=layers)

@@ -24,6 +24,7 @@ from kvkeep.memory import Memory
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import quiet
+from kvkeep.pins import Spans
 
 
 def serve(request: Request) -> None:
@@ -46,24 +47,24 @@ def serve(request: Request) -> None:
 
 
 def _run_bounded(job: Job, on_text: Callable[[str], object]) -> Result:
-    return _run(job, engine_for(job.writer, job.request, budget=job.budget, rows=1), on_text)
+    return _run(job, engine_for(job.writer, job.request, budget=job.budget, rows=1), on_text, pins=job.pins)
 
 
 def _run_full(job: Job) -> Result:
     """Run the same prompt with a full cache, without the request's options about the bounded one."""
     total = len(job.prompt) + job.sampling.max_new_tokens
-    options = {"policy": "full", "layer_budget": None, "positions": None}
+    options = {"policy": "full", "layer_budget": None, "positions": None, "guard": None}
     return _run(job, engine_for(job.writer, job.request, budget=total, rows=1, **options), _ignore)
 
 
-def _run(job: Job, engine: Engine, on_text: Callable[[str], object]) -> Result:
+def _run(job: Job, engine: Engine, on_text: Callable[[str], object], *, pins: Spans = ()) -> Result:
     """Continue the prompt and call ``on_text`` with each piece of text as soon as it is final.
 
     Raises:
         KVKeepError: the engine refuses the prompt, or a step failed.
     """
     result = None
-    for event in engine.stream(engines.Request(prompt=job.prompt, sampling=job.sampling)):
+    for event in engine.stream(engines.Request(prompt=job.prompt, sampling=job.sampling, pins=pins)):
         if event.text:
             on_text(event.text)
         result = event.result
@@ -109,7 +110,7 @@ def _serve_comparison(job: Job) -> None:
             }
         )
         return
-    left = compare.Side(job.name, f"budget {job.budget}", bounded, bounded.memory.allocated_bytes)
+    left = compare.Side(job.name, f"budget {bounded.budget}", bounded, bounded.memory.allocated_bytes)
     right = compare.Side("full cache", "keeps everything", full, full_bytes)
     compare.show(left, right, difference)
     if job.policy.evicts and (reason := nothing_evicted(job, bounded)):
@@ -127,6 +128,8 @@ def _describe(job: Job) -> dict[str, object]:
         "prefill_chunk": job.request.prefill_chunk,
         "layer_budget": job.request.layer_budget or job.policy.defaults.layer_budget,
         "positions": job.position_mode,
+        "pins": job.pins,
+        "guard": job.request.guard,
         "sampling": asdict(job.sampling),
     }
 
@@ -140,6 +143,9 @@ def _result(result: Result) -> dict[str, object]:
         "new_tokens": len(result.token_ids),
         "ttft_s": result.ttft_s,
         "tpot_s": result.tpot_s,
+        "budget": result.budget,
+        "lost_mass": asdict(result.lost_mass),
+        "guarded": result.guarded,
     }
 
 

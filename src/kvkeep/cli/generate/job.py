@@ -19,6 +19,7 @@ from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, run
 from kvkeep.cli.options import MAX_TOKENS
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
+from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs.lines import BadLine, Line, digest, parse, read
@@ -34,8 +35,10 @@ from kvkeep.models.generation import remark
 from kvkeep.models.load import Checkpoint, embedded, find, quiet, read_weights
 from kvkeep.models.packed import pack_weights
 from kvkeep.models.quantised import check_format
+from kvkeep.models.system import system_spans
 from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
+from kvkeep.pins import Spans
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse as parse_policy
@@ -50,6 +53,7 @@ def serve(request: Request, batch: Batch) -> None:
     Raises:
         KVKeepError: the request, the input, the output or the model cannot be used.
     """
+    checked_guard(request.guard)
     parse_dtype(request.dtype)
     check_format(request.load_in)
     device = parse_device(request.device)
@@ -94,7 +98,10 @@ def _reader(checkpoint: Checkpoint, request: Request, defaults: Sampling) -> Rea
     def encode(prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
         return _encode(checkpoint, prompt, raw=raw or request.raw)
 
-    return lambda number, raw: parse(number, raw, encode, defaults)
+    def pinned(prompt: Prompt) -> Spans:
+        return system_spans(checkpoint, prompt) if request.pin_system else ()
+
+    return lambda number, raw: parse(number, raw, encode, defaults, pinned=pinned)
 
 
 def _encode(checkpoint: Checkpoint, prompt: Prompt, *, raw: bool) -> list[int]:
@@ -192,6 +199,8 @@ def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling)
         "layer_budget": request.layer_budget,
         "positions": request.positions,
         "prefill_chunk": request.prefill_chunk,
+        "pin_system": request.pin_system,
+        "guard": request.guard,
     }
     options |= {name: value for name, value in asdict(defaults).items() if value != getattr(Sampling(), name)}
     always = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}

@@ -14,6 +14,8 @@ from kvkeep.cli import console
 from kvkeep.cli.generate.request import Request
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import check_room
+from kvkeep.engine.choice import levels
+from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 from kvkeep.layout import Layout
@@ -22,6 +24,8 @@ from kvkeep.models.device import parse_dtype
 from kvkeep.models.generation import remark
 from kvkeep.models.load import Checkpoint, embedded, find, read_weights
 from kvkeep.models.quantised import check_format
+from kvkeep.models.system import system_spans
+from kvkeep.pins import Spans
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
@@ -40,6 +44,7 @@ class Job:
         budget: tokens per layer and head.
         layout: how the budget is spread over the model's layers.
         sampling: how tokens are chosen.
+        pins: spans of the prompt that are never evicted.
     """
 
     request: Request
@@ -50,6 +55,7 @@ class Job:
     budget: int
     layout: Layout
     sampling: Sampling
+    pins: Spans = ()
 
     @property
     def name(self) -> str:
@@ -73,21 +79,26 @@ def prepare(request: Request) -> Job:
     budgets.check(1 if request.budget is None else request.budget)
     if request.keep_ratio is not None:
         budgets.from_ratio(request.keep_ratio, tokens=1)
+    checked_guard(request.guard)
     parse_dtype(request.dtype)
     check_format(request.load_in)
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
     prompt = _encode(checkpoint, request)
+    pins = system_spans(checkpoint, messages_of(request)) if request.pin_system else ()
     text.check_length(checkpoint, len(prompt), sampling.max_new_tokens)
     budget = _choose_budget(request, policy, len(prompt))
     layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
     check_room(layout, budget, len(prompt), sampling.max_new_tokens)  # checks the numbers, too
+    layout.check_pins(budget, pins)
+    if request.guard is not None:
+        levels(layout, budget, pins)
     writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device, load_in=request.load_in))
     threads.use(writer.model, request.threads)
     if left_out := remark(writer.model):
         console.note(left_out)
-    return Job(request, checkpoint, writer, prompt, policy, budget, layout, sampling)
+    return Job(request, checkpoint, writer, prompt, policy, budget, layout, sampling, pins)
 
 
 def sampling_of(request: Request) -> Sampling:
@@ -120,6 +131,7 @@ def engine_for(writer: text.Writer, request: Request, **options: Any) -> Engine:
         "prefill_chunk": request.prefill_chunk,
         "layer_budget": request.layer_budget,
         "positions": request.positions,
+        "guard": request.guard,
     }
     return Engine(writer.model, writer.checkpoint.tokenizer, **{**asked, **options})
 
@@ -146,11 +158,15 @@ def _encode(checkpoint: Checkpoint, request: Request) -> list[int]:
             f"The tokenizer of {checkpoint.name} has no chat template, so --system has no place. Put its text at the "
             "beginning of the prompt."
         )
-    messages = [{"role": "system", "content": request.system}, {"role": "user", "content": request.prompt}]
-    found: list[int] = text.encode_chat(checkpoint, messages)[0].tolist()
+    found: list[int] = text.encode_chat(checkpoint, messages_of(request))[0].tolist()
     if found == plain:
         raise InputError(
             f"The chat template of {checkpoint.name} leaves out system messages, so --system has no effect. Put its "
             "text at the beginning of the prompt."
         )
     return found
+
+
+def messages_of(request: Request) -> list[dict[str, str]]:
+    """The conversation of a prompt after a system message."""
+    return [{"role": "system", "content": request.system or ""}, {"role": "user", "content": request.prompt}]

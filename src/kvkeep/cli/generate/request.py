@@ -20,6 +20,8 @@ class Request:
     prefill_chunk: int | None
     layer_budget: str | list[float] | None
     positions: Literal["true", "slot"] | None
+    pin_system: bool = False
+    guard: float | None = None
     compare: bool
     max_new_tokens: int
     temperature: float

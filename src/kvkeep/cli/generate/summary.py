@@ -12,18 +12,45 @@ def summarise(job: Job, result: Result) -> dict[str, str]:
     new = len(result.token_ids)
     speed = f"{console.show_speed(result.tpot_s)}, " if result.tpot_s else ""
     end = "the model ended its text" if result.finish_reason == "stop" else "stopped at --max-new-tokens"
-    room = f"budget {job.budget}" if job.policy.evicts else f"room for {console.count(job.budget, 'token')}"
+    room = _budget(job, result) if job.policy.evicts else f"room for {console.count(job.budget, 'token')}"
+    lost = _lost(result)
     return {
         "policy": f"{job.name}, {room}; {job.writer.dtype} on {job.writer.device}",
         "prompt": f"{console.count(result.prompt_tokens, 'token')} in {console.show_seconds(result.ttft_s or 0.0)}",
         "new": f"{console.count(new, 'token')}, {speed}{end}",
         "KV memory": _memory(job, result),
+        **({"lost": lost} if lost and not nothing_evicted(job, result) else {}),
     }
+
+
+def _budget(job: Job, result: Result) -> str:
+    if result.budget == job.budget:
+        return f"budget {job.budget}"
+    return f"budget {result.budget} of {job.budget}, chosen by --guard"
+
+
+def _lost(result: Result) -> str:
+    """The share of attention that evicted tokens carried, as far as it is known."""
+    lost = result.lost_mass
+    parts = [] if lost.prompt is None else [f"{_percent(lost.prompt)} of the attention at the prompt's end"]
+    if lost.decode is not None:
+        parts.append(f"{_percent(lost.decode)} in each new token's step")
+    return ", ".join(parts)
+
+
+def _percent(share: float) -> str:
+    return "0 %" if not share else "< 0.01 %" if share < 1e-4 else f"{100 * share:.2g} %"
 
 
 def remark(job: Job, result: Result) -> None:
     """Print notes on results that the user may not expect."""
     total = result.prompt_tokens + len(result.token_ids)
+    lost, guard = result.lost_mass.prompt, job.request.guard
+    if lost is not None and guard is not None and result.guarded is False:
+        console.note(
+            f"the whole budget of {job.budget} loses {_percent(lost)} of the attention, more than --guard {guard:g}; "
+            "raise --budget."
+        )
     trained = job.checkpoint.trained_length
     if trained and total > trained:
         console.note(f"{total} tokens are more than the {trained} that the model was trained for.")
@@ -36,7 +63,7 @@ def nothing_evicted(job: Job, result: Result) -> str | None:
         return f"{job.name} keeps every token"
     if job.policy.spreads:
         return None  # a head may have less than the budget
-    room = job.layout.room(job.budget)
+    room = job.layout.room(result.budget)
     if room is None:
         return "nothing was evicted: every layer's sliding window fits the budget"
     if fed > room - (job.policy.grows.room if job.policy.grows else 0):
