@@ -482,7 +482,7 @@ def test_an_error_that_cannot_be_told_or_logged_harms_nobody_else(error, monkeyp
         engine.add(request)
     engine.step()
     if error is RuntimeError:  # somebody's handler of the log fails
-        monkeypatch.setattr("kvkeep.engine.engine._log.debug", lambda *args, **options: 1 / 0)
+        monkeypatch.setattr("kvkeep.engine.work._log.debug", lambda *args, **options: 1 / 0)
 
     def fail(*args):
         raise error

@@ -1,41 +1,33 @@
-"""The engine: a step gives rows to requests, plans batches, runs the model over them and takes the new tokens."""
+"""The engine: requests and texts in, tokens and results out."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from kvkeep import budget as budgets
-from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission, usable
 from kvkeep.engine.coroutines import AsyncEvents
-from kvkeep.engine.interrupts import Guard, Uninterrupted
+from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.engine.own import keeps_states
-from kvkeep.engine.request import Asked, Event, Generation, Result, listed, request_of
-from kvkeep.engine.rows import Rows
+from kvkeep.engine.request import Asked, Event, Result, listed, request_of
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.scheduler import Batch, Scheduler
-from kvkeep.engine.service import Box, Service
-from kvkeep.errors import InputError, NoNumbersError
+from kvkeep.engine.service import Box
+from kvkeep.engine.work import Work
+from kvkeep.errors import InputError
 from kvkeep.memory import Memory
-from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
 from kvkeep.models.suitable import generator
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 
-_log = logging.getLogger(__name__)
 
-
-class Engine:
+class Engine(Work):
     """Runs many requests on one model, each in a row of KV memory that is allocated once.
 
     A request gets the tokens that it would get alone with the same ``prefill_chunk``, whatever runs beside it.
@@ -76,39 +68,21 @@ class Engine:
         for name, number in numbers.items():
             budgets.check_one(1 if number is None and name != "budget" else number, name)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
-        self.policy, self.budget, self._chunk = usable(policy), budget, prefill_chunk
+        self.policy, self.budget = usable(policy), budget
         options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
         if has_states := keeps_states(self.model):
-            options["prefill_chunk"], self._chunk = prefill_chunk, None
+            options["prefill_chunk"], prefill_chunk = prefill_chunk, None
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
-        self._admission = Admission(self.model, tokenizer, **asked, options=options)
+        admission = Admission(self.model, tokenizer, **asked, options=options)
         graphs = not has_states and (self.model.device.type == "cuda" if graphs is None else graphs)
-        self._runner = Runner(self.model, graphs=graphs)
-        self._all: dict[int, Generation] = {}
-        self._count = 0
-        self._unreported: list[Event] = []
-        self._service, self._closed = Service(), False
-        self._use(self._admission.make_rows(self.policy))
-
-    @property
-    def rows(self) -> int:
-        """The number of sequences that run at once."""
-        return self._rows.count
+        runner = Runner(self.model, graphs=graphs)
+        super().__init__(admission, runner, admission.make_rows(self.policy), chunk=prefill_chunk)
+        self._count, self._closed = 0, False
 
     @property
     def row_bytes(self) -> int:
         """The bytes of a row in all layers, measured."""
         return self._rows.row_bytes
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request waits or runs, or an interrupted step has left something to report."""
-        return bool(self._all or self._unreported)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether fewer requests wait than there are rows: time to add more."""
-        return len(self._scheduler.waiting) < max(1, self.rows)
 
     def memory(self) -> Memory:
         """Return the bytes of all rows, summed over real tensors."""
@@ -169,17 +143,6 @@ class Engine:
             events, self._unreported = self._unreported, []
             return events
 
-    def cancel(self, number: int) -> Result | None:
-        """End a request now; its row is free at the next step. Return ``None`` if it has ended already."""
-        with Uninterrupted(), self._service.turn:
-            one = self._all.get(number)
-            if one is None:
-                return None
-            one.finish("cancelled")
-            self._let_go(one)
-            self._service.deliver(Event(number, None, "", result := one.result()))
-            return result
-
     def close(self) -> None:
         """Cancel all requests and give the memory of the rows back. A closed engine takes no more requests."""
         with Uninterrupted(), self._service.turn:
@@ -220,79 +183,3 @@ class Engine:
             if box is not None:
                 self._service.listen(one.id, box, self._step)
         return one.id
-
-    def _step(self) -> None:
-        with Uninterrupted(), self._service.turn:
-            self._service.sweep(self.cancel)
-            with Guard(self._recover, self._scheduler.beginning):
-                self._admit()
-            for batch in self._scheduler.plan():
-                with Guard(self._recover, partial(getattr, batch, "requests")):
-                    self._advance(batch)
-            self._service.sweep(self.cancel)
-
-    def _report(self, event: Event) -> None:
-        """Hand an event to the listener of its request; without one the next `step` returns it."""
-        if not self._service.deliver(event):
-            self._unreported.append(event)
-
-    def _admit(self) -> None:
-        """Fill free rows. Replace them first if all are free and the next policy needs others; then close gaps."""
-        while (turn := self._scheduler.next_policy()) is not None and not (self.rows and turn == self._rows.policy):
-            with Guard(self._recover, partial(self._scheduler.waiting_for, turn)):
-                self._runner.forget()  # recorded steps hold the memory that the new rows need
-                self._use(self._admission.replace(self._rows, turn), self._scheduler.waiting)
-        for one in self._scheduler.admit(self._rows.takes):
-            with Guard(self._recover, partial(list, (one,))):
-                one.mark("started")
-                row, sequence = cast(int, one.row), one.request.sequence
-                self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence)
-        while (gap := self._scheduler.gap()) is not None:
-            with Guard(self._recover, partial(list, (gap.one,))):
-                self._rows.move(gap.source, gap.target)
-                self._scheduler.move(gap)
-
-    def _advance(self, batch: Batch) -> None:
-        """Run the model over a batch, then choose the next tokens of the rows that are ready for one."""
-        logits = self._runner.run(batch, self._rows)
-        if not (ready := batch.commit()):
-            return
-        places, requests = [i for i, _ in ready], [one for _, one in ready]
-        chosen = logits if len(requests) == len(logits) else logits[places]
-        for one, token in zip(requests, sampler.draw(chosen, requests), strict=True):
-            with Guard(self._recover, partial(list, (one,))):
-                if token is None:
-                    raise NoNumbersError
-                self._take(one, token)
-
-    def _take(self, one: Generation, token: int) -> None:
-        """Add a token to a request, which may end with it."""
-        event = one.take(token)
-        if one.finish_reason:
-            one.memory = self._rows.memory_of(cast(int, one.row))
-            self._let_go(one)
-            event = replace(event, result=one.result())
-        self._report(event)
-
-    def _let_go(self, one: Generation) -> None:
-        """Free the row of a request, or its place in the queue, and forget the request."""
-        if one.row is not None:
-            self._rows.end(one.row)
-        self._scheduler.leave(one)
-        self._all.pop(one.id, None)
-
-    def _use(self, rows: Rows, waiting: Iterable[Generation] = ()) -> None:
-        """Run requests in these rows from now on."""
-        self._rows, self._scheduler = rows, Scheduler(rows.count, self._chunk, alone=rows.alone, waiting=waiting)
-
-    def _recover(self, error: BaseException, touched: Sequence[Generation]) -> None:
-        """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""
-        self._rows.renew()  # a layer that was left half way refuses to go on
-        failed = [one for one in touched if one.id in self._all]
-        for one in failed:
-            one.finish("error", reason_of(error))
-            self._let_go(one)
-        for one in failed:
-            self._report(Event(one.id, None, one.rest(), one.result()))
-        with suppress(Exception):  # a handler of the user
-            _log.debug("A step failed.", exc_info=error)  # its requests say why they end

@@ -1,0 +1,143 @@
+"""Requests in rows, and the step that brings all of them further: admit, run, take the new tokens, recover."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+from kvkeep.engine import sampler
+from kvkeep.engine.admission import Admission
+from kvkeep.engine.interrupts import Guard, Uninterrupted
+from kvkeep.engine.request import Event, Generation, Result
+from kvkeep.engine.rows import Rows
+from kvkeep.engine.runner import Runner
+from kvkeep.engine.scheduler import Batch, Scheduler
+from kvkeep.engine.service import Service
+from kvkeep.errors import NoNumbersError
+from kvkeep.models.device import reason_of
+
+_log = logging.getLogger(__name__)
+
+
+class Work:
+    """The requests of an engine, the rows that they run in, and the step that brings them further.
+
+    Args:
+        admission: checks requests and makes rows.
+        runner: runs the model.
+        rows: the first rows.
+        chunk: prompt tokens per step; ``None``: a whole prompt.
+    """
+
+    def __init__(self, admission: Admission, runner: Runner, rows: Rows, *, chunk: int | None) -> None:
+        self._admission, self._runner, self._chunk = admission, runner, chunk
+        self._all: dict[int, Generation] = {}
+        self._unreported: list[Event] = []
+        self._service = Service()
+        self._use(rows)
+
+    @property
+    def rows(self) -> int:
+        """The number of sequences that run at once."""
+        return self._rows.count
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs, or an interrupted step has left something to report."""
+        return bool(self._all or self._unreported)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether fewer requests wait than there are rows: time to add more."""
+        return len(self._scheduler.waiting) < max(1, self.rows)
+
+    def cancel(self, number: int) -> Result | None:
+        """End a request now; its row is free at the next step. Return ``None`` if it has ended already."""
+        with Uninterrupted(), self._service.turn:
+            one = self._all.get(number)
+            if one is None:
+                return None
+            one.finish("cancelled")
+            self._let_go(one)
+            self._service.deliver(Event(number, None, "", result := one.result()))
+            return result
+
+    def _step(self) -> None:
+        with Uninterrupted(), self._service.turn:
+            self._service.sweep(self.cancel)
+            with Guard(self._recover, self._scheduler.beginning):
+                self._admit()
+            for batch in self._scheduler.plan():
+                with Guard(self._recover, partial(getattr, batch, "requests")):
+                    self._advance(batch)
+            self._service.sweep(self.cancel)
+
+    def _report(self, event: Event) -> None:
+        """Hand an event to the listener of its request; without one the next `step` returns it."""
+        if not self._service.deliver(event):
+            self._unreported.append(event)
+
+    def _admit(self) -> None:
+        """Fill free rows. Replace them first if all are free and the next policy needs others; then close gaps."""
+        while (turn := self._scheduler.next_policy()) is not None and not (self.rows and turn == self._rows.policy):
+            with Guard(self._recover, partial(self._scheduler.waiting_for, turn)):
+                self._runner.forget()  # recorded steps hold the memory that the new rows need
+                self._use(self._admission.replace(self._rows, turn), self._scheduler.waiting)
+        for one in self._scheduler.admit(self._rows.takes):
+            with Guard(self._recover, partial(list, (one,))):
+                one.mark("started")
+                row, sequence = cast(int, one.row), one.request.sequence
+                self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence)
+        while (gap := self._scheduler.gap()) is not None:
+            with Guard(self._recover, partial(list, (gap.one,))):
+                self._rows.move(gap.source, gap.target)
+                self._scheduler.move(gap)
+
+    def _advance(self, batch: Batch) -> None:
+        """Run the model over a batch, then choose the next tokens of the rows that are ready for one."""
+        logits = self._runner.run(batch, self._rows)
+        if not (ready := batch.commit()):
+            return
+        places, requests = [i for i, _ in ready], [one for _, one in ready]
+        chosen = logits if len(requests) == len(logits) else logits[places]
+        for one, token in zip(requests, sampler.draw(chosen, requests), strict=True):
+            with Guard(self._recover, partial(list, (one,))):
+                if token is None:
+                    raise NoNumbersError
+                self._take(one, token)
+
+    def _take(self, one: Generation, token: int) -> None:
+        """Add a token to a request, which may end with it."""
+        event = one.take(token)
+        if one.finish_reason:
+            one.memory = self._rows.memory_of(cast(int, one.row))
+            self._let_go(one)
+            event = replace(event, result=one.result())
+        self._report(event)
+
+    def _let_go(self, one: Generation) -> None:
+        """Free the row of a request, or its place in the queue, and forget the request."""
+        if one.row is not None:
+            self._rows.end(one.row)
+        self._scheduler.leave(one)
+        self._all.pop(one.id, None)
+
+    def _use(self, rows: Rows, waiting: Iterable[Generation] = ()) -> None:
+        """Run requests in these rows from now on."""
+        self._rows, self._scheduler = rows, Scheduler(rows.count, self._chunk, alone=rows.alone, waiting=waiting)
+
+    def _recover(self, error: BaseException, touched: Sequence[Generation]) -> None:
+        """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""
+        self._rows.renew()  # a layer that was left half way refuses to go on
+        failed = [one for one in touched if one.id in self._all]
+        for one in failed:
+            one.finish("error", reason_of(error))
+            self._let_go(one)
+        for one in failed:
+            self._report(Event(one.id, None, one.rest(), one.result()))
+        with suppress(Exception):  # a handler of the user
+            _log.debug("A step failed.", exc_info=error)  # its requests say why they end
