@@ -20,6 +20,7 @@ FLOORS = [
     {"layer", "layout"},
     {"handing"},
     {"hybrid"},
+    {"snapshot"},
     {"cache"},
     {"models", "plots"},
     {"engine", "planning"},

@@ -4,5 +4,17 @@ from kvkeep.store.block import Block
 from kvkeep.store.cascade import Alone, Cascade
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store, inference
+from kvkeep.store.row import RowCopy, check_row, put_row, take_row
 
-__all__ = ["Alone", "Block", "Cascade", "DenseStore", "Store", "inference"]
+__all__ = [
+    "Alone",
+    "Block",
+    "Cascade",
+    "DenseStore",
+    "RowCopy",
+    "Store",
+    "check_row",
+    "inference",
+    "put_row",
+    "take_row",
+]

@@ -194,6 +194,32 @@ class Block:
         budget = {"budget": self.budget} if isinstance(self.budget, Tensor) else {}
         return {**store, **state, **own, **budget}
 
+    def per_slot(self) -> frozenset[str]:
+        """Names of the tensors of `per_row` whose third axis is the slots. The others belong to the row as a whole."""
+        return frozenset(
+            (*(f"store.{name}" for name in self.store.per_slot()), *(f"state.{name}" for name in self.state))
+        )
+
+    def set_budget(self, row: int, budget: int | Sequence[int]) -> None:
+        """Set the budget of one row, for all heads or for each head. An existing tensor is changed in place."""
+        if isinstance(self.budget, int) and isinstance(budget, int) and (budget == self.budget or len(self.seen) == 1):
+            self.budget = budget
+            return
+        wanted = self.seen.new_tensor([budget] if isinstance(budget, int) else list(budget))
+        held = self.budget if isinstance(self.budget, Tensor) else self.seen.new_full((len(self.seen), 1), self.budget)
+        if len(wanted) > held.shape[1]:
+            held = held.repeat(1, len(wanted))
+        held[row] = wanted
+        self.budget = held
+
+    def widen(self, capacity: int) -> None:
+        """Give every head more slots, and keep the content. The tensors are replaced."""
+        missing = capacity - self.store.capacity
+        if missing > 0:
+            held, self.store = self.store.slots(), self.store.wider(capacity)
+            self.store.fill(*held)
+            self.state = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.state.items()}
+
     def over(self, tensors: Mapping[str, Tensor]) -> Block:
         """A block over other tensors, named as in `per_row`."""
         other = copy.copy(self)

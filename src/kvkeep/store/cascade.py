@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -10,6 +12,8 @@ from kvkeep.memory import bytes_of
 from kvkeep.types import Report
 
 _LATER = torch.iinfo(torch.int64).max
+_TABLES = (("tokens", _LATER, torch.int64), ("importance", 0, torch.float32), ("held", _LATER, torch.int64))
+"""Name, value of an empty entry, and dtype of each table."""
 
 
 class Cascade:
@@ -37,6 +41,34 @@ class Cascade:
         for name in () if layer != self.first else ("_tokens", "_importance", "_held"):
             tensor = getattr(self, name)
             setattr(self, name, None if tensor is None else tensor.index_select(0, index.to(tensor.device)))
+
+    def take_row(self, row: int) -> dict[str, Tensor]:
+        """Copy one row's tables, without the entries of empty slots. Nothing before the first step."""
+        if self._tokens is None or self._importance is None or self._held is None:
+            return {}
+        n, m = (int((table[row] < _LATER).sum()) for table in (self._tokens, self._held))
+        rows = {"tokens": self._tokens[row, :n], "importance": self._importance[row, :n], "held": self._held[row, :m]}
+        return {name: table.clone() for name, table in rows.items()}
+
+    def put_row(self, row: int, rows: int, width: int, tables: Mapping[str, Tensor], device: torch.device) -> None:
+        """Overwrite one row's tables with those of `take_row`.
+
+        Args:
+            row: which row.
+            rows: rows of the batch.
+            width: slots of the first layer.
+            tables: the row's tables; empty ones forget the row.
+            device: device of the slots.
+        """
+        for name, empty, dtype in _TABLES:
+            table, held = tables.get(name, torch.empty(0, dtype=dtype)), getattr(self, f"_{name}")
+            if held is None:
+                held = torch.full((rows, width), empty, dtype=dtype, device=device)
+            if (missing := len(table) - held.shape[1]) > 0:
+                held = torch.nn.functional.pad(held, (0, missing), value=empty)
+            held[row] = empty
+            held[row, : len(table)] = table
+            setattr(self, f"_{name}", held)
 
     def enter(self, layer: int, positions: Int[Tensor, "B S"]) -> tuple[Float[Tensor, "B S"], Bool[Tensor, "B S"]]:
         """Begin a layer's step with these tokens, -1 = empty. Return their importance so far, and which are alive."""

@@ -84,6 +84,10 @@ class DenseStore(Store):
         """Every tensor of the store by name. The first axis of each tensor is the rows."""
         return {"keys": self.keys, "values": self.values, "positions": self.positions}
 
+    def per_slot(self) -> tuple[str, ...]:
+        """All tensors: they have one entry per slot."""
+        return ("keys", "values", "positions")
+
     def over(self, tensors: Mapping[str, Tensor]) -> DenseStore:
         """A dense store over other tensors, named as in `per_row`."""
         other = copy.copy(self)

@@ -80,6 +80,10 @@ class Store(abc.ABC):
     def per_row(self) -> dict[str, Tensor]:
         """Every tensor of the store by name. The first axis of each tensor is the rows."""
 
+    def per_slot(self) -> tuple[str, ...]:
+        """Names of the tensors of `per_row` whose third axis is the slots. The others are copied whole."""
+        return ()
+
     @abc.abstractmethod
     def over(self, tensors: Mapping[str, Tensor]) -> Store:
         """A store of the same kind over other tensors, named as in `per_row`."""

@@ -1,0 +1,135 @@
+"""One sequence's memory over all layers, taken out of rows and put back into rows.
+
+`BoundedCache` and the engine's rows hold their blocks in different ways. Both hand them to `take` and `put`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvkeep.errors import ShapeError
+from kvkeep.memory import bytes_of
+from kvkeep.snapshot.states import StateCopy, check_state, put_state, take_state
+from kvkeep.store import Block, Cascade, RowCopy, check_row, inference, put_row, take_row
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """One sequence's memory over all layers. It shares no memory with the rows that it was taken from.
+
+    Attributes:
+        layers: the row of each layer with slots.
+        shared: the row's tables under a policy that prunes through the layers; otherwise empty.
+        states: the state of each layer that has one, by the layer's number in the model.
+    """
+
+    layers: tuple[RowCopy, ...]
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+    states: Mapping[int, StateCopy] = field(default_factory=dict)
+
+    @property
+    def seen(self) -> int:
+        """Tokens that the sequence has seen."""
+        return self.layers[0].seen if self.layers else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        parts = (*self.layers, *self.states.values())
+        return sum(part.nbytes for part in parts) + bytes_of(self.shared.values())
+
+    def to(self, device: torch.device | str) -> Contents:
+        """The same memory on a device; tensors that are there already are not copied."""
+        shared = {name: table.to(device) for name, table in self.shared.items()}
+        states = {number: state.to(device) for number, state in self.states.items()}
+        return Contents(tuple(layer.to(device) for layer in self.layers), shared, states)
+
+
+@inference
+def take(
+    blocks: Sequence[Block],
+    row: int,
+    *,
+    cascade: Cascade | None = None,
+    states: Mapping[int, object] | None = None,
+    cascade_row: int | None = None,
+    device: torch.device | None = None,
+) -> Contents:
+    """Copy one row out of all layers. The row can go on; nothing that happens to it changes the copy.
+
+    Args:
+        blocks: the block of each layer with slots. Blocks whose state has general names must be seen through
+            `Block.under`, so that names and number of the state tensors are the policy's.
+        row: which row.
+        cascade: the tables that the layers share.
+        states: transformers' layers with a state, by their number in the model.
+        cascade_row: the row's number in tables and states, where these belong to fewer rows; by default ``row``.
+        device: where the copy shall be; by default the blocks' device.
+    """
+    beside = row if cascade_row is None else cascade_row
+    tables = {} if cascade is None else cascade.take_row(beside)
+    return Contents(
+        tuple(take_row(block, row, device) for block in blocks),
+        {name: table.to(device or table.device) for name, table in tables.items()},
+        {number: take_state(layer, beside, device) for number, layer in (states or {}).items()},
+    )
+
+
+@inference
+def put(
+    contents: Contents,
+    blocks: Sequence[Block],
+    row: int,
+    *,
+    cascade: Cascade | None = None,
+    states: Mapping[int, object] | None = None,
+    cascade_row: int | None = None,
+) -> None:
+    """Overwrite one row of all layers. If the contents do not fit, nothing changes.
+
+    The row goes on bit for bit as the original would have done, if the blocks have as many slots and rows as the
+    original's blocks.
+
+    Args:
+        contents: the row's new memory; it stays as it is and can be put back any number of times.
+        blocks: see `take`. Each must have as many slots as the contents use; `Block.widen` adds some.
+        row: which row.
+        cascade: the tables that the layers share.
+        states: transformers' layers with a state; they may be new.
+        cascade_row: see `take`.
+
+    Raises:
+        ShapeError: the contents belong to another kind of layers.
+    """
+    states = states or {}
+    check(contents, blocks, states)
+    rows = 1 if cascade_row is not None else len(blocks[0].seen) if blocks else 1
+    beside = row if cascade_row is None else cascade_row
+    for block, copy in zip(blocks, contents.layers, strict=True):
+        put_row(block, row, copy)
+    device = blocks[0].seen.device if blocks else torch.device("cpu")
+    if cascade is not None:
+        cascade.put_row(beside, rows, blocks[0].store.capacity, contents.shared, device)
+    for number, state in contents.states.items():
+        put_state(states[number], beside, rows, state, device)
+
+
+def check(contents: Contents, blocks: Sequence[Block], states: Mapping[int, object]) -> None:
+    """Refuse contents that do not fit the layers.
+
+    Raises:
+        ShapeError: the number of layers, or a tensor's name, shape or dtype differs.
+    """
+    if len(contents.layers) != len(blocks) or contents.states.keys() != states.keys():
+        raise ShapeError(
+            f"The memory of {len(contents.layers)} layers with slots and {len(contents.states)} with a state was given "
+            f"to {len(blocks)} and {len(states)}: it belongs to another model."
+        )
+    for block, copy in zip(blocks, contents.layers, strict=True):
+        check_row(block, copy)
+    for number, state in contents.states.items():
+        check_state(states[number], state)

@@ -1,0 +1,135 @@
+"""One row of a block as an object: copied out of the block, and put back into a row of this block or another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep.errors import ShapeError
+from kvkeep.memory import bytes_of
+from kvkeep.store.block import Block
+from kvkeep.types import EMPTY
+
+
+@dataclass(frozen=True, eq=False)
+class RowCopy:
+    """A copy of one row of a block. It shares no memory with the block.
+
+    Every token keeps the index of its slot. The order of slots decides the order of sums, and the empty slots decide
+    where the next token is written: only with both does the row go on bit for bit as before.
+
+    Attributes:
+        tensors: the tensors of `Block.per_row` without the axis of rows. Tensors with a slot axis end with the last
+            occupied slot.
+        cut: names of the tensors with a slot axis; it is their second axis.
+        positions: true positions of the tokens up to the last occupied slot, ``-1`` = empty.
+        capacity: slots per head of the block.
+        budget: slots that may stay occupied, of all heads or of each head.
+    """
+
+    tensors: Mapping[str, Tensor]
+    cut: frozenset[str]
+    positions: Int[Tensor, "Hk used"]
+    capacity: int
+    budget: int | tuple[int, ...]
+
+    @property
+    def used(self) -> int:
+        """The number of slots up to the last occupied one."""
+        return self.positions.shape[1]
+
+    @property
+    def seen(self) -> int:
+        """Tokens that the row has seen."""
+        return int(self.tensors["seen"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return bytes_of((*self.tensors.values(), self.positions))
+
+    def to(self, device: torch.device | str) -> RowCopy:
+        """The same row on a device; tensors that are there already are not copied."""
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return RowCopy(tensors, self.cut, self.positions.to(device), self.capacity, self.budget)
+
+
+def take_row(block: Block, row: int, device: torch.device | None = None) -> RowCopy:
+    """Copy one row out of a block.
+
+    Args:
+        block: the block.
+        row: which row.
+        device: where the copy shall be; by default the block's device.
+    """
+    positions = block.store.positions[row]
+    occupied = (positions >= 0).any(dim=0).nonzero()
+    used = int(occupied[-1]) + 1 if len(occupied) else 0
+    cut = block.per_slot()
+    tensors = {
+        name: _copied(tensor[row, :, :used] if name in cut else tensor[row], device)
+        for name, tensor in block.per_row().items()
+        if name != "budget"
+    }
+    return RowCopy(tensors, cut, _copied(positions[:, :used], device), block.store.capacity, _budget(block, row))
+
+
+def put_row(block: Block, row: int, copy: RowCopy) -> None:
+    """Overwrite one row of a block with a copy. Other rows stay as they are.
+
+    Args:
+        block: a block with at least as many slots as the copy uses.
+        row: which row.
+        copy: the row's new content.
+
+    Raises:
+        ShapeError: the copy does not fit; then nothing has changed.
+    """
+    check_row(block, copy)
+    block.set_budget(row, copy.budget)
+    mine = block.per_row()
+    for name, tensor in copy.tensors.items():
+        target = mine[name][row]
+        (target[:, : copy.used] if name in copy.cut else target).copy_(tensor)
+    block.store.positions[row, :, copy.used :] = EMPTY
+
+
+def check_row(block: Block, copy: RowCopy) -> None:
+    """Refuse a copy that does not fit a block's rows.
+
+    Raises:
+        ShapeError: names, shapes, dtypes or the number of slots differ.
+    """
+    mine = {name: tensor for name, tensor in block.per_row().items() if name != "budget"}
+    if mine.keys() != copy.tensors.keys() or block.per_slot() != copy.cut:
+        other = sorted(mine.keys() ^ copy.tensors.keys())
+        raise ShapeError(f"The row of another policy or store was given: {', '.join(other)} are not in both.")
+    if copy.used > block.store.capacity:
+        raise ShapeError(f"A row of {copy.used} slots was given to a block of {block.store.capacity} slots per head.")
+    heads = block.store.positions.shape[1]
+    if isinstance(copy.budget, tuple) and len(copy.budget) != heads:
+        raise ShapeError(f"{len(copy.budget)} budgets were given for {heads} KV heads.")
+    for name, tensor in copy.tensors.items():
+        target = mine[name][:, :, : copy.used] if name in copy.cut else mine[name]
+        if (target.shape[1:], target.dtype) != (tensor.shape, tensor.dtype):
+            raise ShapeError(
+                f"{name} of a row has the shape {tuple(tensor.shape)} in {tensor.dtype}, and the block holds "
+                f"{tuple(target.shape[1:])} in {target.dtype}: they belong to different models or dtypes."
+            )
+
+
+def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """A contiguous copy that shares no memory with the tensor."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device).copy_(tensor)
+
+
+def _budget(block: Block, row: int) -> int | tuple[int, ...]:
+    """The budget of one row."""
+    if isinstance(block.budget, int):
+        return block.budget
+    numbers = tuple(block.budget[row].tolist())
+    return numbers[0] if len(numbers) == 1 else numbers

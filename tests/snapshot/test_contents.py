@@ -1,0 +1,168 @@
+"""A row that is taken out of layers and put back goes on bit for bit as before."""
+
+import itertools
+
+import pytest
+import torch
+
+import kvkeep
+from kvkeep.errors import ShapeError
+from kvkeep.layer import Layer
+from kvkeep.snapshot import open_layer, put, take
+from kvkeep.store import Block, Cascade
+from kvkeep.testing import Case, Tape
+from kvkeep.types import Phase
+
+CASE = Case(rows=2, prompt=20, steps=14, budget=8, padding=3)
+SMALL = {"adakv": "window=2", "ahakv": "recent=2", "snapkv": "window=2", "pyramidkv": "window=2", "nacl": "sinks=1"}
+POLICIES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()]
+
+
+def made(policy, case=CASE, cascade=None):
+    budget = case.budget if policy.evicts else case.prompt + case.steps
+    return Layer(policy, budget, index=1, prefill_chunk=case.chunk, cascade=cascade)
+
+
+def feed(layer, tape, start, stop, case=CASE):
+    phase = Phase.PREFILL if start == 0 else Phase.DECODE
+    real = tape.real[:, start:stop]
+    out = layer.step(*tape.at(slice(start, stop)), options=case.options, phase=phase, real=real)
+    return out.masked_fill(~real[:, None, :, None], 0)
+
+
+def run(layer, tape, start, stop):
+    bounds = [0, *range(CASE.prompt, stop + 1)] if start == 0 else range(start, stop + 1)
+    return [feed(layer, tape, a, b) for a, b in itertools.pairwise(bounds)]
+
+
+def same(one, other):
+    """Whether two layers hold the same tokens in the same slots, with the same state."""
+    held = one.store.positions >= 0
+    ours, theirs = one.block.per_row(), other.block.per_row()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        if name in one.block.per_slot():
+            assert torch.equal(tensor[held], theirs[name][held]), name
+        else:
+            assert torch.equal(tensor, theirs[name]), name
+    assert torch.equal(one.store.positions, other.store.positions)
+
+
+@pytest.mark.parametrize("stop", [20, 21, 27])
+@pytest.mark.parametrize("name", POLICIES)
+def test_rows_go_on_in_a_new_layer_as_in_the_old_one(name, stop):
+    policy, tape = kvkeep.parse(name), Tape.random(CASE)
+    cascades = [policy.cascades(1) if policy.cascades else None for _ in range(2)]
+    old, new = (made(policy, cascade=cascade) for cascade in cascades)
+    run(old, tape, 0, stop)
+    rows = [take([old.block], row, cascade=cascades[0]) for row in range(CASE.rows)]
+    want = run(old, tape, stop, CASE.prompt + CASE.steps)
+    open_layer(new, [row.layers[0] for row in rows], columns=stop)
+    for number, row in enumerate(rows):
+        put(row, [new.block], number, cascade=cascades[1])
+    got = run(new, tape, stop, CASE.prompt + CASE.steps)
+    assert all(torch.equal(*pair) for pair in zip(want, got, strict=True))
+    same(old, new)
+
+
+@pytest.mark.parametrize("name", ["h2o:recent=2", "scissorhands", "adakv:window=2", "tova", "full"])
+def test_a_row_can_be_rewound(name):
+    """The row ran on, and other tokens lie in its slots. The other row is not touched."""
+    policy, tape = kvkeep.parse(name), Tape.random(CASE)
+    layer = made(policy)
+    run(layer, tape, 0, 22)
+    kept = [take([layer.block], row) for row in range(CASE.rows)]
+    want = run(layer, tape, 22, 30)
+    for again in range(2):
+        put(kept[0], [layer.block], 0)
+        before = {name: tensor[1].clone() for name, tensor in layer.block.per_row().items()}
+        put(kept[1], [layer.block], 1)
+        got = run(layer, tape, 22, 30)
+        assert all(torch.equal(*pair) for pair in zip(want, got, strict=True)), again
+    assert before["seen"] == 30 - CASE.padding
+
+
+def test_rows_of_an_engine_take_part_through_their_policys_names():
+    """The engine's blocks have more rows, more slots, and state under general names."""
+    policy, tape = kvkeep.parse("h2o:recent=2"), Tape.random(Case(rows=1, prompt=20, steps=14, padding=0))
+    layer = made(policy)
+    run(layer, tape, 0, 25)
+    kept = take([layer.block], 0)
+    like = torch.zeros(4, CASE.heads, 1, CASE.dim)
+    block = Block(like, like, numbers=[12], starts={"0": 0.0, "1": 0.0})
+    block.store.positions[:] = 7
+    block.budget = block.seen.new_full((4, 1), 12)
+    places = {name: tensor.data_ptr() for name, tensor in block.per_row().items()}
+    put(kept, [block.under(policy.slots)], 2)
+    assert {name: tensor.data_ptr() for name, tensor in block.per_row().items()} == places
+    assert block.budget.flatten().tolist() == [12, 12, 8, 12]
+    assert (block.store.positions[[0, 1, 3]] == 7).all()
+    again = take([block.under(policy.slots)], 2)
+    for name, tensor in kept.layers[0].tensors.items():
+        assert torch.equal(tensor, again.layers[0].tensors[name]), name
+    assert again.layers[0].budget == 8
+
+
+def test_a_copy_shares_no_memory_and_has_only_slots_in_use():
+    layer = made(kvkeep.parse("h2o"))
+    tape = Tape.random(CASE)
+    feed(layer, tape, 0, 6)
+    copy = take([layer.block], 1).layers[0]
+    assert copy.seen == 3
+    assert copy.used == 3
+    assert copy.tensors["store.keys"].shape == (CASE.heads, 3, CASE.dim)
+    places = {tensor.untyped_storage().data_ptr() for tensor in layer.block.per_row().values()}
+    assert not places & {tensor.untyped_storage().data_ptr() for tensor in copy.tensors.values()}
+    before = copy.tensors["store.keys"].clone()
+    feed(layer, tape, 6, 7)
+    assert torch.equal(before, copy.tensors["store.keys"])
+
+
+def test_contents_that_do_not_fit_change_nothing():
+    tape = Tape.random(CASE)
+    layers = {name: made(kvkeep.parse(name)) for name in ("h2o", "tova", "full")}
+    for layer in layers.values():
+        feed(layer, tape, 0, 20)
+    target = layers["h2o"].block
+    before = {name: tensor.clone() for name, tensor in target.per_row().items()}
+    wrong = [
+        ([take([layers["tova"].block], 0)], "another policy or store"),
+        ([take([layers["h2o"].block] * 2, 0)], "belongs to another model"),
+        (
+            [take([layers["h2o"].block.over({**target.per_row(), "store.keys": target.store.keys.double()})], 0)],
+            "float64",
+        ),
+    ]
+    for (contents,), message in wrong:
+        with pytest.raises(ShapeError, match=message):
+            put(contents, [target], 0)
+    wide = made(kvkeep.parse("h2o"), Case(budget=30))
+    feed(wide, tape, 0, 20)
+    with pytest.raises(ShapeError, match=r"A row of 20 slots was given to a block of 9"):
+        put(take([wide.block], 0), [target], 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.per_row().items())
+
+
+def test_more_slots_keep_their_content():
+    layer, tape = made(kvkeep.parse("h2o")), Tape.random(CASE)
+    feed(layer, tape, 0, 20)
+    before = take([layer.block], 1).layers[0]
+    layer.block.widen(20)
+    assert layer.block.store.capacity == 20
+    after = take([layer.block], 1).layers[0]
+    assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+
+
+def test_tables_of_a_cascade_go_with_their_row():
+    cascade = Cascade(0)
+    assert cascade.take_row(0) == {}
+    cascade.put_row(1, 2, 4, {}, torch.device("cpu"))
+    policy, tape = kvkeep.parse("spatten"), Tape.random(CASE)
+    tables = policy.cascades(1)
+    layer = made(policy, cascade=tables)
+    run(layer, tape, 0, 25)
+    kept = tables.take_row(1)
+    assert kept["tokens"].tolist() == sorted(layer.store.positions[1, 0][layer.store.positions[1, 0] >= 0].tolist())
+    other = policy.cascades(1)
+    other.put_row(0, 1, 3, kept, torch.device("cpu"))  # wider tables than slots
+    assert all(torch.equal(table, other.take_row(0)[name]) for name, table in kept.items())
