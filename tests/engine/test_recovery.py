@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.request import Generation
+from kvkeep.engine.generation import Generation
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.scheduler import Scheduler

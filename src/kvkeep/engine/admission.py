@@ -8,18 +8,19 @@ import re
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from kvkeep.engine.request import Generation, Request
+from kvkeep.engine.generation import Generation
+from kvkeep.engine.request import Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
+from kvkeep.engine.words import Words
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, show_bytes
 from kvkeep.layout import Layout
-from kvkeep.models import text
 from kvkeep.models.generation import ends_of
-from kvkeep.models.load import Checkpoint, Model, Tokenizer, position_limit
+from kvkeep.models.load import Model, Tokenizer, position_limit
 from kvkeep.models.suitable import placeholders
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
@@ -65,6 +66,7 @@ class Admission:
         self._end_ids = frozenset(ends_of(model))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
+        self._words = Words(model, tokenizer, self._limit)
         self._layouts = {policy: Layout.of(model.config, policy, **options)}
 
     def check(self, request: Request, number: int) -> Generation:
@@ -84,8 +86,9 @@ class Admission:
                 f"A budget of {budget} is more than the engine's {self._budget}: its rows have memory for no more. "
                 "Ask for less, or give the engine a larger `budget`."
             )
-        request = self._encoded(request)
-        prompt = cast(Sequence[int], request.prompt)
+        prompt = self._words.ids_of(request)
+        if prompt is not request.prompt:
+            request = dataclasses.replace(request, prompt=prompt, messages=None)
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
         check_room(self._layout(policy), budget, len(prompt), request.sampling.max_new_tokens)
         if self._limit is not None and total > self._limit:
@@ -155,28 +158,6 @@ class Admission:
                 f"per row, and there are {self._kv_memory}. Give more memory{advice}"
             )
         return min(fits, self._wanted or fits)
-
-    def _encoded(self, request: Request) -> Request:
-        """Return a request whose prompt is token ids: a text or a conversation goes through the chat template.
-
-        Raises:
-            InputError: there is no tokenizer or no chat template, or the template fails.
-        """
-        if request.messages is None and not isinstance(request.prompt, str):
-            return request
-        if self._tokenizer is None:
-            what = "messages need" if request.prompt is None else "a text needs"
-            raise InputError(
-                f"The engine has no tokenizer, and {what} one: make it with Engine(model, tokenizer), or give token "
-                "ids as the prompt."
-            )
-        name = getattr(self._tokenizer, "name_or_path", None) or type(self._tokenizer).__name__
-        checkpoint = Checkpoint(name, self._model.config, self._tokenizer, self._limit, allow_pickle=False)
-        if isinstance(request.prompt, str):
-            ids = text.encode(checkpoint, request.prompt, raw=request.raw)
-        else:
-            ids = text.encode_chat(checkpoint, request.messages or ())
-        return dataclasses.replace(request, prompt=tuple(ids[0].tolist()), messages=None)
 
     def _layout(self, policy: Policy) -> Layout:
         """Return the layout of rows for a policy.

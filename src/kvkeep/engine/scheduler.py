@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvkeep.engine.request import Generation
+from kvkeep.engine.generation import Generation
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
 

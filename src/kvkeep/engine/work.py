@@ -11,8 +11,9 @@ from typing import cast
 
 from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission
+from kvkeep.engine.generation import Generation
 from kvkeep.engine.interrupts import Guard, Uninterrupted
-from kvkeep.engine.request import Event, Generation, Result
+from kvkeep.engine.request import Event, Result
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.scheduler import Batch, Scheduler
