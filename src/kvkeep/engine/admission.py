@@ -16,7 +16,7 @@ from kvkeep.engine.generation import Generation
 from kvkeep.engine.request import Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
-from kvkeep.engine.words import Words
+from kvkeep.engine.words import Past, Words
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, show_bytes
 from kvkeep.layout import Layout
 from kvkeep.models.generation import ends_of
@@ -43,6 +43,9 @@ class Admission:
         kv_memory: bytes that all rows may take together.
         options: of the cache: ``layer_budget``, ``positions`` and ``prefill_chunk``, see `Rows`.
 
+    Attributes:
+        words: turns texts into token ids.
+
     Raises:
         KVKeepError: the policy does not go together with the model or the options.
     """
@@ -66,15 +69,16 @@ class Admission:
         self._end_ids = frozenset(ends_of(model))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
-        self._words = Words(model, tokenizer, self._limit)
+        self.words = Words(model, tokenizer, self._limit, self._end_ids)
         self._layouts = {policy: Layout.of(model.config, policy, **options)}
 
-    def check(self, request: Request, number: int) -> Generation:
+    def check(self, request: Request, number: int, past: Past | None = None) -> Generation:
         """Return the beginning of a request's generation.
 
         Args:
             request: the request.
             number: the number of the generation.
+            past: the part of a sequence that it continues; it becomes a part of the prompt.
 
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
@@ -86,7 +90,7 @@ class Admission:
                 f"A budget of {budget} is more than the engine's {self._budget}: its rows have memory for no more. "
                 "Ask for less, or give the engine a larger `budget`."
             )
-        prompt = self._words.ids_of(request)
+        prompt = self.words.continued(request, past or Past())
         if prompt is not request.prompt:
             request = dataclasses.replace(request, prompt=prompt, messages=None)
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed

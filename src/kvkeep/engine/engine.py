@@ -13,6 +13,7 @@ from kvkeep.engine.admission import Admission, usable
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.engine.own import keeps_states
+from kvkeep.engine.prefixes import Prefixes, check_prefix_memory
 from kvkeep.engine.request import Asked, Event, Result, listed, request_of
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
@@ -43,6 +44,8 @@ class Engine(Work):
             A model with layers that keep a state reads prompts whole; its layers with slots take these chunks.
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
+        prefix_memory: bytes of main memory for common beginnings of prompts. Prompts that begin with the same chunks
+            read these once. Needs ``prefill_chunk``.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
 
     Raises:
@@ -62,11 +65,13 @@ class Engine(Work):
         prefill_chunk: int | None = None,
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
+        prefix_memory: int = 0,
         graphs: bool | None = None,
     ) -> None:
         numbers = {"budget": budget, "rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk}
         for name, number in numbers.items():
             budgets.check_one(1 if number is None and name != "budget" else number, name)
+        prefix_memory = check_prefix_memory(prefix_memory, prefill_chunk)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
         self.policy, self.budget = usable(policy), budget
         options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
@@ -75,8 +80,8 @@ class Engine(Work):
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
         admission = Admission(self.model, tokenizer, **asked, options=options)
         graphs = not has_states and (self.model.device.type == "cuda" if graphs is None else graphs)
-        runner = Runner(self.model, graphs=graphs)
-        super().__init__(admission, runner, admission.make_rows(self.policy), chunk=prefill_chunk)
+        prefixes, runner = Prefixes(prefix_memory, prefill_chunk), Runner(self.model, graphs=graphs)
+        super().__init__(admission, runner, admission.make_rows(self.policy), chunk=prefill_chunk, prefixes=prefixes)
         self._count, self._closed = 0, False
 
     @property
@@ -150,6 +155,7 @@ class Engine(Work):
             for number in list(self._all):
                 self.cancel(number)
             self._runner.forget()
+            self._prefixes.clear()
             self._rows.allocate(0)
         self._service.wait()
 

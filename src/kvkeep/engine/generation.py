@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import cast
 
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
 from kvkeep.engine.stops import StopText
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
+from kvkeep.snapshot import Contents
 
 
 @dataclass(eq=False)
@@ -35,6 +35,12 @@ class Generation:
         error: the reason, if a step failed.
         used: marks the tokens of the vocabulary that occur in it, for a repetition penalty.
         memory: bytes of its row at its end.
+        reads: whether it ends as soon as its prompt has been read.
+        cached: tokens of the prompt that the model need not read, because their memory was there.
+        borders: a hash of its prompt's tokens at each border of chunks, once it is needed.
+        load: returns the memory that its row begins with; ``None`` for an empty row.
+        keep: takes the memory of its row when it ends well.
+        left: told when it has ended in any way, and its row is free.
         times: seconds of a clock at which it was ``added``, ``started``, and had its ``first`` and ``last`` token.
     """
 
@@ -52,6 +58,12 @@ class Generation:
     error: str | None = None
     used: Tensor | None = None
     memory: Memory = field(default_factory=Memory)
+    reads: bool = False
+    cached: int = 0
+    borders: list[bytes] | None = None
+    load: Callable[[], Contents | None] | None = None
+    keep: Callable[[Generation, Contents], None] | None = None
+    left: Callable[[Generation], None] | None = None
     times: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,8 +75,9 @@ class Generation:
 
     @property
     def prompt(self) -> Sequence[int]:
-        """The token ids of the prompt."""
-        return cast(Sequence[int], self.request.prompt)
+        """The token ids of the prompt; none as long as they are not known."""
+        found = self.request.prompt
+        return () if found is None or isinstance(found, str) else found
 
     @property
     def prompt_left(self) -> int:
@@ -107,6 +120,7 @@ class Generation:
             text=self.tail.text if self.tail else "",
             finish_reason=self.finish_reason,
             prompt_tokens=len(self.prompt),
+            cached_tokens=self.cached,
             logprobs=tuple(self.logprobs[:n]),
             queued_s=started - at["added"],
             ttft_s=at["first"] - at["added"] if n else None,

@@ -151,6 +151,8 @@ class Result:
         tpot_s: time per token after the first; ``None`` with fewer than two.
         error: the reason, if a step failed.
         memory: bytes of its row at its end; zeros if it was cancelled or ended by an error.
+        cached_tokens: tokens of the prompt that were not read again: a session's or a snapshot's, or a common
+            beginning of prompts.
     """
 
     id: int
@@ -165,6 +167,7 @@ class Result:
     tpot_s: float | None
     error: str | None = None
     memory: Memory = field(default_factory=Memory)
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.cache import BoundedCache
-from kvkeep.engine.own import Own, states_of
+from kvkeep.engine.own import Own, beside_slots, states_of
 from kvkeep.engine.segments import Segment, Segments, segments
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.hybrid import beside_state
@@ -18,6 +18,7 @@ from kvkeep.layout import Layout, caches_latents
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
 from kvkeep.policies.base import Policy
+from kvkeep.snapshot import Contents, put, take
 from kvkeep.store import Block, inference
 from kvkeep.types import Phase, Slots, Stepper
 
@@ -32,8 +33,7 @@ class Rows:
         model: the model, attached.
         policy: the policy that the rows are made for.
         budget: the largest budget of a row; every row has memory for it.
-        layer_budget: how budgets are spread over the layers, see `BoundedCache`.
-        positions: ``true`` or ``slot``, see `BoundedCache`.
+        layer_budget, positions: see `BoundedCache`.
         prefill_chunk: see `BoundedCache`; for a model that reads prompts whole.
 
     Attributes:
@@ -62,11 +62,8 @@ class Rows:
         self._config = model.config
         self._budget = budget
         self._most_bytes: int | None = None
-        self._options: dict[str, Any] = {
-            "layer_budget": layer_budget,
-            "positions": positions,
-            "prefill_chunk": prefill_chunk,
-        }
+        self._options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
+        self._options["prefill_chunk"] = prefill_chunk
         self._layouts: dict[Policy, Layout] = {}
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Policy | None] = []
@@ -139,17 +136,27 @@ class Rows:
         return held + more <= self._most_bytes
 
     @inference
-    def begin(self, row: int, *, budget: int, policy: Policy | None = None, sequence: int = 0) -> None:
-        """Empty a row for a new sequence.
+    def begin(
+        self,
+        row: int,
+        *,
+        budget: int,
+        policy: Policy | None = None,
+        sequence: int = 0,
+        contents: Contents | None = None,
+    ) -> None:
+        """Empty a row for a new sequence, or continue one whose memory was taken before.
 
         Args:
             row: which.
             budget: the sequence's budget.
             policy: one that `takes` accepts; ``None``: the policy that the rows are made for.
-            sequence: the sequence's identity for randomness.
+            sequence: the sequence's identity for randomness; contents bring their own.
+            contents: the memory, under the same policy and budget.
 
         Raises:
             BudgetError: the policy protects more than the budget.
+            ShapeError: the contents belong to another model or policy.
         """
         owner = self._owners[row] = self.policy if policy is None else policy
         self._own[row] = self._new_own(owner)
@@ -166,6 +173,12 @@ class Rows:
                 block.budget[row] = number
             block.sequences[row] = sequence
         self._empty(row)
+        if contents is not None:
+            put(contents, self._blocks_of(row), row, **beside_slots(self._own[row]))
+
+    def take(self, row: int) -> Contents:
+        """Copy the memory of a row into main memory."""
+        return take(self._blocks_of(row), row, **beside_slots(self._own[row]), device=torch.device("cpu"))
 
     @inference
     def end(self, row: int) -> None:
@@ -260,6 +273,10 @@ class Rows:
             layer = self._layers[one.policy][index].over(block, columns=columns, cascade=cascade)
             steppers.append((slice(one.start - start, one.stop - start), layer))
         return steppers[0][1] if len(steppers) == 1 else Segments(steppers)
+
+    def _blocks_of(self, row: int) -> list[Block]:
+        """The blocks of all layers as the policy of a row sees them."""
+        return [block.under((self._owners[row] or self.policy).slots) for block in self._blocks]
 
     def _empty(self, row: int) -> None:
         for block in self._blocks:

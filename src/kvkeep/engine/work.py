@@ -13,6 +13,7 @@ from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.interrupts import Guard, Uninterrupted
+from kvkeep.engine.prefixes import Prefixes
 from kvkeep.engine.request import Event, Result
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
@@ -20,6 +21,7 @@ from kvkeep.engine.scheduler import Batch, Scheduler
 from kvkeep.engine.service import Service
 from kvkeep.errors import NoNumbersError
 from kvkeep.models.device import reason_of
+from kvkeep.types import Phase
 
 _log = logging.getLogger(__name__)
 
@@ -32,13 +34,17 @@ class Work:
         runner: runs the model.
         rows: the first rows.
         chunk: prompt tokens per step; ``None``: a whole prompt.
+        prefixes: common beginnings of prompts.
     """
 
-    def __init__(self, admission: Admission, runner: Runner, rows: Rows, *, chunk: int | None) -> None:
+    def __init__(
+        self, admission: Admission, runner: Runner, rows: Rows, *, chunk: int | None, prefixes: Prefixes
+    ) -> None:
         self._admission, self._runner, self._chunk = admission, runner, chunk
         self._all: dict[int, Generation] = {}
         self._unreported: list[Event] = []
         self._service = Service()
+        self._prefixes = prefixes
         self._use(rows)
 
     @property
@@ -90,18 +96,27 @@ class Work:
                 self._use(self._admission.replace(self._rows, turn), self._scheduler.waiting)
         for one in self._scheduler.admit(self._rows.takes):
             with Guard(self._recover, partial(list, (one,))):
-                one.mark("started")
-                row, sequence = cast(int, one.row), one.request.sequence
-                self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence)
+                self._begin(one, cast(int, one.row))
         while (gap := self._scheduler.gap()) is not None:
             with Guard(self._recover, partial(list, (gap.one,))):
                 self._rows.move(gap.source, gap.target)
                 self._scheduler.move(gap)
 
+    def _begin(self, one: Generation, row: int) -> None:
+        """Begin a request in its row, with the memory that it continues if there is one."""
+        one.mark("started")
+        contents = one.load() if one.load else self._prefixes.find(one)
+        self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=one.request.sequence, contents=contents)
+        one.fed = one.cached = contents.seen if contents else 0
+
     def _advance(self, batch: Batch) -> None:
         """Run the model over a batch, then choose the next tokens of the rows that are ready for one."""
         logits = self._runner.run(batch, self._rows)
-        if not (ready := batch.commit()):
+        ready = batch.commit()
+        if batch.phase is Phase.PREFILL:
+            for one in batch.requests:
+                self._prefixes.keep(one, self._rows)
+        if not ready:
             return
         places, requests = [i for i, _ in ready], [one for _, one in ready]
         chosen = logits if len(requests) == len(logits) else logits[places]
@@ -112,20 +127,32 @@ class Work:
                 self._take(one, token)
 
     def _take(self, one: Generation, token: int) -> None:
-        """Add a token to a request, which may end with it."""
-        event = one.take(token)
+        """Add a token to a request, which may end with it. A request that only reads ends without it."""
+        event = Event(one.id, None, "") if one.reads else one.take(token)
+        if one.reads:
+            one.finish("length")
         if one.finish_reason:
-            one.memory = self._rows.memory_of(cast(int, one.row))
-            self._let_go(one)
+            self._end(one, cast(int, one.row))
             event = replace(event, result=one.result())
         self._report(event)
+
+    def _end(self, one: Generation, row: int) -> None:
+        """End a request that has all of its tokens. If its memory cannot be kept, the request ends with an error."""
+        one.memory = self._rows.memory_of(row)
+        try:
+            if one.keep:
+                one.keep(one, self._rows.take(row))
+        except Exception as error:
+            one.finish("error", reason_of(error))
+        self._let_go(one)
 
     def _let_go(self, one: Generation) -> None:
         """Free the row of a request, or its place in the queue, and forget the request."""
         if one.row is not None:
             self._rows.end(one.row)
         self._scheduler.leave(one)
-        self._all.pop(one.id, None)
+        if self._all.pop(one.id, None) is not None and one.left:
+            one.left(one)
 
     def _use(self, rows: Rows, waiting: Iterable[Generation] = ()) -> None:
         """Run requests in these rows from now on."""
