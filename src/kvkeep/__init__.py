@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ModelFileError,
         PolicyError,
         ShapeError,
+        SnapshotError,
         UnsupportedModelError,
         UnsupportedOperationError,
     )
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from kvkeep.policies.base import Policy, option
     from kvkeep.registry import available as available_policies
     from kvkeep.registry import parse, spec
+    from kvkeep.snapshot.snapshot import Snapshot
     from kvkeep.statistic import Mass, Nothing, Statistic
     from kvkeep.types import AttentionOptions, Budget, Report, State, View
 
@@ -68,6 +70,8 @@ _HOME = {
     "Result": "engine.request:Result",
     "Sampling": "engine.sampling:Sampling",
     "ShapeError": "errors:ShapeError",
+    "Snapshot": "snapshot.snapshot:Snapshot",
+    "SnapshotError": "errors:SnapshotError",
     "State": "types:State",
     "Statistic": "statistic:Statistic",
     "UnsupportedModelError": "errors:UnsupportedModelError",
@@ -109,6 +113,8 @@ __all__ = [
     "Result",
     "Sampling",
     "ShapeError",
+    "Snapshot",
+    "SnapshotError",
     "State",
     "Statistic",
     "UnsupportedModelError",

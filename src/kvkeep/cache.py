@@ -22,10 +22,12 @@ from kvkeep.memory import Memory
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
+from kvkeep.snapshot.caches import Settings, SnapshotCache
+from kvkeep.snapshot.fingerprint import rule
 from kvkeep.types import Phase
 
 
-class BoundedCache(PhasedCache):
+class BoundedCache(SnapshotCache):
     """A KV cache in a fixed amount of memory, for any attached model.
 
     Args:
@@ -90,6 +92,7 @@ class BoundedCache(PhasedCache):
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)
+        self._settings = Settings(config, budget, rule(layout.layer_budget), prefill_chunk, cascade)
         self._history: History | None = None
         self._prompt_columns = 0
 

@@ -8,6 +8,7 @@
     ├── PolicyError (ValueError)         unknown policy, unknown or bad option
     ├── InputError (ValueError)          a prompt, a file or an argument that cannot be used
     ├── ShapeError (ValueError)          tensors that do not fit the cache
+    ├── SnapshotError (ValueError)       a snapshot of another model, policy or budget, or a file that holds none
     ├── BrokenCacheError                 a cache in which a step failed halfway
     ├── NoNumbersError                   logits that are NaN or infinite
     ├── ModelFileError (OSError)         a model folder that is missing, incomplete, unsafe or corrupted
@@ -42,6 +43,10 @@ class InputError(KVKeepError, ValueError):
 
 class ShapeError(KVKeepError, ValueError):
     """Tensors do not fit the cache: another model, batch size, dtype or attention mask."""
+
+
+class SnapshotError(KVKeepError, ValueError):
+    """A snapshot does not belong to this model, policy or budget, or its file cannot be read or written."""
 
 
 class BrokenCacheError(KVKeepError):

@@ -48,6 +48,7 @@ class Layer:
     Attributes:
         columns: columns seen so far, padding included.
         moves: number of times that rows were selected.
+        broken: whether a step has failed between its beginning and its end.
         block: the slots, state and counters; allocated by the first step.
         budgets: the budget asked for, at most the window; one number, or one per row.
     """
@@ -74,7 +75,7 @@ class Layer:
         if prefill_chunk is not None and (not whole or prefill_chunk < 1):
             raise BudgetError(f"The prefill chunk {prefill_chunk} is no whole number of 1 or more tokens.")
         self.policy, self.window = policy, window
-        self.columns, self.moves, self.allocated, self._broken = 0, 0, False, False
+        self.columns, self.moves, self.allocated, self.broken = 0, 0, False, False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index, self._sequences, self._rotation = index, sequences, rotation
         self._prefill_chunk = None if prefill_chunk is None else int(prefill_chunk)
@@ -110,7 +111,7 @@ class Layer:
             BrokenCacheError: an earlier step failed before its end.
             UnsupportedOperationError: under `Phase.PROBE`, the policy prunes through the layers.
         """
-        if self._broken:
+        if self.broken:
             raise BrokenCacheError("a step failed between its beginning and its end")
         T = query.shape[2]
         self._open(keys, values)
@@ -122,7 +123,7 @@ class Layer:
                 check_room(self.policy, self.block, coming, phase=phase, window=self.window)
         elif self.policy.cascades:
             raise UnsupportedOperationError(f"{self.policy} prunes through the layers and cannot read a text again.")
-        self._broken = True  # until the step has ended
+        self.broken = True  # until the step has ended
         if phase is Phase.DECODE:
             out = self._decode(query, keys, values, options, real)
         elif phase is Phase.PROBE:
@@ -130,12 +131,12 @@ class Layer:
         else:
             feed = partial(self._prefill, options)
             out = in_chunks(feed, query, keys, values, real=real, size=self._prefill_chunk or T)
-        self._broken = False
+        self.broken = False
         return out
 
     def reset(self) -> None:
         """Forget everything. The memory stays allocated, unless rows were selected or heads have their own budgets."""
-        self.columns, self._broken = 0, False
+        self.columns, self.broken = 0, False
         self._shared.clear()
         if self.moves or self.policy.spreads:  # the block's budgets have changed: the next step makes a new block
             self.allocated = False
@@ -148,10 +149,10 @@ class Layer:
         """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
         if self.allocated:
             self.moves += 1
-            broken, self._broken = self._broken, True  # until all rows have moved
+            broken, self.broken = self.broken, True  # until all rows have moved
             self.block.select_rows(index)
             self._shared.select_rows(self._index, index)
-            self._broken = broken
+            self.broken = broken
 
     def over(self, block: Block, *, columns: int, cascade: Cascade | None = None) -> Layer:
         """A copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""

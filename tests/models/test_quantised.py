@@ -19,9 +19,10 @@ from kvkeep.cli.main import app
 from kvkeep.errors import InputError, ModelFileError
 from kvkeep.models import quantised
 from kvkeep.models.compiled import compile_layers
-from kvkeep.models.load import embedded, find, fingerprint, load, quiet, read_weights
+from kvkeep.models.load import embedded, find, load, quiet, read_weights
 from kvkeep.models.packed import pack_weights
 from kvkeep.models.quantised import weight_bytes
+from kvkeep.models.weights import fingerprint
 
 torchao = pytest.mark.skipif(util.find_spec("torchao") is None, reason="needs torchao")
 FORMATS = ["int8", "fp8"]

@@ -8,7 +8,7 @@ import torch
 import kvkeep
 from kvkeep.errors import ShapeError
 from kvkeep.layer import Layer
-from kvkeep.snapshot import open_layer, put, take
+from kvkeep.snapshot import new_block, put, take
 from kvkeep.store import Block, Cascade
 from kvkeep.testing import Case, Tape
 from kvkeep.types import Phase
@@ -57,7 +57,7 @@ def test_rows_go_on_in_a_new_layer_as_in_the_old_one(name, stop):
     run(old, tape, 0, stop)
     rows = [take([old.block], row, cascade=cascades[0]) for row in range(CASE.rows)]
     want = run(old, tape, stop, CASE.prompt + CASE.steps)
-    open_layer(new, [row.layers[0] for row in rows], columns=stop)
+    new.hold(new_block(new, [row.layers[0] for row in rows], CASE.rows), columns=stop)
     for number, row in enumerate(rows):
         put(row, [new.block], number, cascade=cascades[1])
     got = run(new, tape, stop, CASE.prompt + CASE.steps)

@@ -15,7 +15,7 @@ from kvkeep.evals import plan, texts
 from kvkeep.evals.plan import Planned, Wanted
 from kvkeep.evals.records import Records
 from kvkeep.evals.task import Options, Task
-from kvkeep.models import load
+from kvkeep.models import weights
 from kvkeep.models.device import enough_memory
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
@@ -157,4 +157,4 @@ def versions() -> dict[str, str]:
 
 def fingerprint(writer: Writer) -> str:
     """A hash that tells other weights of the same name apart."""
-    return load.fingerprint(writer.model)
+    return weights.fingerprint(writer.model)

@@ -26,6 +26,7 @@ from kvkeep.models.suitable import (
     text_config,
     unwrapped,
 )
+from kvkeep.models.weights import WeightsOf
 from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, AttentionOptions, Slots
 
@@ -86,6 +87,8 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
                 "A cache was given together with use_cache=False, an argument or a line of the generation_config. Each "
                 "step would feed the whole text into it again. Pass use_cache=True, or no cache."
             )
+        if not (isinstance(cache.weights, WeightsOf) and cache.weights.of(model)):
+            cache.feeds(WeightsOf(model))
         if cache.records and ids.shape[1] > 1:
             check_positions(cast(PreTrainedModel, model), ids)
         if cache.get_seq_length() == 0:

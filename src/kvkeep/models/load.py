@@ -7,7 +7,6 @@ expensive rest. `load` does both.
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from kvkeep.models.files import check_folder, check_numbers, check_shape, explai
 from kvkeep.models.generation import check_generation_config
 from kvkeep.models.hf import attach
 from kvkeep.models.hub import cached_if_unreachable, no_conversion_service
-from kvkeep.models.quantised import check_format, check_readable, options, parts
+from kvkeep.models.quantised import check_format, check_readable, options
 from kvkeep.models.shards import check_index, check_size
 from kvkeep.models.suitable import auto_class, generates_text, try_out
 
@@ -269,16 +268,6 @@ def _read_tokenizer(name: str, config: PreTrainedConfig) -> PreTrainedTokenizerB
     if not tokenizer.get_vocab().keys() - special:
         raise ModelFileError(f"{name} has no tokenizer (tokenizer.json). Download the model again, with all its files.")
     return tokenizer
-
-
-def fingerprint(model: Model) -> str:
-    """A hash of the beginning of every parameter, which tells other weights under the same name apart."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        for part in parts(parameter.detach()):
-            digest.update(part.flatten()[:64].to("cpu", torch.float32).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """A sequence's memory as an object: copied, saved, restored."""
 
 from kvkeep.snapshot.contents import Contents, put, take
-from kvkeep.snapshot.layers import open_layer
+from kvkeep.snapshot.fingerprint import Fingerprint
+from kvkeep.snapshot.layers import new_block
+from kvkeep.snapshot.snapshot import Snapshot
 
-__all__ = ["Contents", "open_layer", "put", "take"]
+__all__ = ["Contents", "Fingerprint", "Snapshot", "new_block", "put", "take"]

@@ -39,8 +39,8 @@ class Contents:
     @property
     def nbytes(self) -> int:
         """Bytes of all copies."""
-        parts = (*self.layers, *self.states.values())
-        return sum(part.nbytes for part in parts) + bytes_of(self.shared.values())
+        states = sum(state.nbytes for state in self.states.values())
+        return sum(layer.nbytes for layer in self.layers) + states + bytes_of(self.shared.values())
 
     def to(self, device: torch.device | str) -> Contents:
         """The same memory on a device; tensors that are there already are not copied."""

@@ -1,4 +1,4 @@
-"""Layers that have no block yet, made ready for rows that are put into them."""
+"""Blocks with room for rows that are put into them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import torch
 
 from kvkeep.errors import ShapeError
 from kvkeep.layer import Layer
+from kvkeep.snapshot.contents import Contents
 from kvkeep.store import Block, RowCopy, inference
 
 
 @inference
-def open_layer(layer: Layer, copies: Sequence[RowCopy], *, columns: int, device: torch.device | None = None) -> None:
-    """Give a layer an empty block with one row for each copy, and at least as many slots as the copies' blocks had.
+def new_block(layer: Layer, copies: Sequence[RowCopy], rows: int, device: torch.device | None = None) -> Block:
+    """An empty block for a layer, with at least as many slots as the blocks had from which the copies were taken.
 
     Args:
         layer: a layer without a block.
-        copies: what will be put into the rows.
-        columns: columns that the layer has seen by then, padding included.
+        copies: what will be put into the block.
+        rows: rows of the block.
         device: where the block shall be; by default the first copy's device.
 
     Raises:
@@ -27,9 +28,36 @@ def open_layer(layer: Layer, copies: Sequence[RowCopy], *, columns: int, device:
     tensors = copies[0].tensors
     if not {"store.keys", "store.values"} <= tensors.keys():
         raise ShapeError("Rows of another store than the default one need a cache that holds such a store already.")
-    like = (
-        tensors[name][None, :, :0].expand(len(copies), -1, -1, -1).to(device) for name in ("store.keys", "store.values")
-    )
+    keys, values = (tensors[f"store.{name}"][None, :, :0].to(device) for name in ("keys", "values"))
+    like = (tensor.expand(rows, -1, -1, -1) for tensor in (keys, values))
     block = Block(*like, numbers=layer.budgets, starts=layer.policy.slots)
     block.widen(max(copy.capacity for copy in copies))
-    layer.hold(block, columns=columns)
+    return block
+
+
+@inference
+def blocks_for(layers: Sequence[Layer], contents: Sequence[Contents], rows: int) -> list[Block]:
+    """The block of each layer, with enough slots for what will be put in; a new one for a layer that has none.
+
+    A new block is not yet the layer's own.
+
+    Args:
+        layers: the layers with slots.
+        contents: what will be put in.
+        rows: rows of a new block.
+
+    Raises:
+        ShapeError: the contents have another number of layers.
+    """
+    blocks = []
+    for i, layer in enumerate(layers):
+        copies = [one.layers[i] for one in contents if len(one.layers) == len(layers)]
+        if len(copies) < len(contents):
+            raise ShapeError(f"It does not have {len(layers)} layers with slots, as this model has.")
+        if not layer.allocated:
+            blocks.append(new_block(layer, copies, rows))
+            continue
+        if any(copy.used > layer.block.store.capacity for copy in copies):
+            layer.block.widen(max(copy.capacity for copy in copies))
+        blocks.append(layer.block)
+    return blocks

@@ -31,10 +31,11 @@ from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.fused import prepare
 from kvkeep.models.generation import remark
-from kvkeep.models.load import Checkpoint, embedded, find, fingerprint, quiet, read_weights
+from kvkeep.models.load import Checkpoint, embedded, find, quiet, read_weights
 from kvkeep.models.packed import pack_weights
 from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
+from kvkeep.models.weights import fingerprint
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse as parse_policy

@@ -1,0 +1,127 @@
+"""The model and the settings that a sequence's memory belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvkeep.errors import SnapshotError
+
+FORMAT = 1
+"""Version of the contents and of the file. Higher ones are refused."""
+
+_PASSING = {
+    *("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"),
+    *("return_dict", "output_attentions", "output_hidden_states", "attn_implementation", "_attn_implementation"),
+    *("id2label", "label2id", "problem_type", "torchscript", "is_encoder_decoder", "chunk_size_feed_forward"),
+}
+"""Entries of a configuration that do not change what a model computes."""
+
+_NAMES = {
+    "version": "format version",
+    "config": "model configuration",
+    "dtype": "dtype",
+    "weights": "weights",
+    "tokenizer": "tokenizer",
+    "policy": "policy",
+    "budget": "budget",
+    "layer_budget": "layer_budget",
+    "positions": "positions mode",
+    "chunk": "prefill_chunk",
+}
+"""Part → its name in messages, in the order in which parts are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """The model and the settings that a sequence's memory belongs to. Under others it would mean nothing.
+
+    Attributes:
+        model: name of the model, for people; it is not compared.
+        config: hash of the model's configuration.
+        policy: the policy's string.
+        budget: the row's budget.
+        layer_budget: rule by which the budget is spread over the layers, or one weight per layer.
+        dtype: dtype of the keys; ``None`` if nothing is cached yet.
+        positions: ``true`` or ``slot``.
+        chunk: tokens of the prompt that are taken at once.
+        weights: hash of the model's weights; ``None`` if the model is not known.
+        tokenizer: hash of the tokenizer; ``None`` if it is not known.
+        version: version of kvkeep's format.
+    """
+
+    model: str
+    config: str
+    policy: str
+    budget: int
+    layer_budget: str | tuple[float, ...] = "uniform"
+    dtype: str | None = None
+    positions: str = "true"
+    chunk: int | None = None
+    weights: str | None = None
+    tokenizer: str | None = None
+    version: int = FORMAT
+
+    def differences(self, other: Fingerprint) -> dict[str, tuple[object, object]]:
+        """The parts that differ, by name, with both values. Parts that one side does not know are not compared."""
+        pairs = {name: (getattr(self, key), getattr(other, key)) for key, name in _NAMES.items()}
+        strict = _NAMES["chunk"]
+        return {
+            name: (mine, theirs)
+            for name, (mine, theirs) in pairs.items()
+            if mine != theirs and (name == strict or None not in (mine, theirs))
+        }
+
+    def check(self, here: Fingerprint) -> None:
+        """Refuse to use the memory elsewhere.
+
+        Args:
+            here: where the memory would be used.
+
+        Raises:
+            SnapshotError: a part differs. The message names the part and both values.
+        """
+        found = self.differences(here)
+        if not found:
+            return
+        shown = [
+            f"{name} ({_short(mine)} in the snapshot, {_short(theirs)} here)" for name, (mine, theirs) in found.items()
+        ]
+        if _NAMES["config"] in found and self.model != here.model:
+            shown[0] += f", as {self.model} is not {here.model}"
+        raise SnapshotError(
+            f"The snapshot cannot be used here. Different: {'; '.join(shown)}. Its memory means nothing under other "
+            "settings: use the same ones, or read the text again."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """All parts as plain data."""
+        return asdict(self)
+
+
+def _short(value: object) -> str:
+    """A value as a message shows it."""
+    return f"{value!s:.80}"
+
+
+def hash_of_config(config: Any) -> str:
+    """A hash of the entries of a configuration on which the model's results depend."""
+    text = config.get_text_config(decoder=True)
+    fields = {name: value for name, value in text.to_dict().items() if name not in _PASSING}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def name_of_config(config: Any) -> str:
+    """The name of a model for people: the hub's name, the name of its folder, or its kind."""
+    name = str(getattr(config, "name_or_path", "") or "").replace("\\", "/").rstrip("/")
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        name = name.rpartition("/")[2]
+    return name or str(config.model_type)
+
+
+def rule(layer_budget: str | Sequence[float]) -> str | tuple[float, ...]:
+    """A rule that spreads budgets over layers, as a value that can be compared."""
+    return layer_budget if isinstance(layer_budget, str) else tuple(map(float, layer_budget))

@@ -1,0 +1,80 @@
+"""`Snapshot`: one sequence's memory as an object."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep.errors import SnapshotError
+from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """One sequence's memory over all layers, at one moment. It shares no memory with a cache and never changes.
+
+    Attributes:
+        contents: the memory itself.
+        fingerprint: the model and the settings that it belongs to.
+        tokens: ids of the tokens that it stands for, without padding; ``None`` if they are not known.
+        pending: tokens of a prompt that were announced and not fed yet.
+    """
+
+    contents: Contents
+    fingerprint: Fingerprint
+    tokens: Int[Tensor, " n"] | None = None
+    pending: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and len(self.tokens) != self.seen:
+            raise SnapshotError(
+                f"{len(self.tokens)} token ids were given for a sequence of {self.seen} tokens; give one for each."
+            )
+
+    @property
+    def seen(self) -> int:
+        """Tokens that the sequence has seen."""
+        return self.contents.seen
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory and of the token ids."""
+        return self.contents.nbytes + (0 if self.tokens is None else self.tokens.nbytes)
+
+    def to(self, device: torch.device | str) -> Snapshot:
+        """The same memory on a device. Token ids stay on the CPU."""
+        return replace(self, contents=self.contents.to(device))
+
+    def positions(self, layer: int = 0) -> Int[Tensor, "Hk used"]:
+        """True positions of the tokens that a layer holds, -1 = empty. Layers without slots are not counted."""
+        return self.contents.layers[layer].positions
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the memory to a file of safetensors. After a crash the file is the old one or the new one.
+
+        Raises:
+            SnapshotError: the file cannot be written; an older file of that name stays as it was.
+        """
+        from kvkeep.snapshot.writing import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Snapshot:
+        """Read a file that `save` wrote. Nothing is allocated before the file's own numbers are checked.
+
+        Raises:
+            SnapshotError: the file cannot be read, or is no whole file of a snapshot.
+        """
+        from kvkeep.snapshot.reading import load
+
+        return load(path).to(device)
+
+    def __repr__(self) -> str:
+        made = self.fingerprint
+        return f"Snapshot({self.seen} tokens of {made.model}, policy='{made.policy}', budget={made.budget})"
