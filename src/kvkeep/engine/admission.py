@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvkeep import budget as budgets
 from kvkeep.engine.generation import Generation
+from kvkeep.engine.identity import Identity
+from kvkeep.engine.past import Past
 from kvkeep.engine.request import Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
-from kvkeep.engine.words import Past, Words
-from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, show_bytes
+from kvkeep.engine.usable import usable
+from kvkeep.engine.words import Words
+from kvkeep.errors import BudgetError, CapacityError, InputError, show_bytes
 from kvkeep.layout import Layout
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Model, Tokenizer, position_limit
 from kvkeep.models.suitable import placeholders
 from kvkeep.policies.base import Policy
-from kvkeep.registry import parse
+from kvkeep.snapshot import Fingerprint, Snapshot
 
 DEFAULT_ROWS = 16
 
@@ -41,9 +44,11 @@ class Admission:
         budget: the most tokens that a request may keep.
         rows: number of rows that the user wants.
         kv_memory: bytes that all rows may take together.
+        chunk: prompt tokens per step; ``None``: a whole prompt.
         options: of the cache: ``layer_budget``, ``positions`` and ``prefill_chunk``, see `Rows`.
 
     Attributes:
+        identity: the model and the settings, as snapshots name them.
         words: turns texts into token ids.
 
     Raises:
@@ -59,6 +64,7 @@ class Admission:
         budget: int,
         rows: int | None,
         kv_memory: int | None,
+        chunk: int | None,
         options: dict[str, Any],
     ) -> None:
         if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
@@ -69,6 +75,7 @@ class Admission:
         self._end_ids = frozenset(ends_of(model))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
+        self.identity = Identity(model, tokenizer, chunk)
         self.words = Words(model, tokenizer, self._limit, self._end_ids)
         self._layouts = {policy: Layout.of(model.config, policy, **options)}
 
@@ -83,13 +90,9 @@ class Admission:
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
         """
-        policy = self._policy if request.policy is None else usable(request.policy)
-        budget = self._budget if request.budget is None else request.budget
-        if budget > self._budget:
-            raise BudgetError(
-                f"A budget of {budget} is more than the engine's {self._budget}: its rows have memory for no more. "
-                "Ask for less, or give the engine a larger `budget`."
-            )
+        policy, budget = self.settle(request.policy, request.budget, request.memory)
+        if request.memory is not None:
+            past = Past.of(request.memory)
         prompt = self.words.continued(request, past or Past())
         if prompt is not request.prompt:
             request = dataclasses.replace(request, prompt=prompt, messages=None)
@@ -111,7 +114,35 @@ class Admission:
             raise InputError("Stop texts need a tokenizer: make the engine with one.")
         ends = frozenset() if request.ignore_end else self._end_ids
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
-        return Generation(number, request, policy, budget, ends, tail)
+        load = None if request.memory is None else partial(getattr, request.memory, "contents")
+        return Generation(number, request, policy, budget, ends, tail, load=load)
+
+    def settle(
+        self, policy: str | Policy | None, budget: int | None, memory: Snapshot | None = None
+    ) -> tuple[Policy, int]:
+        """Return the policy and the budget of a request or a session; a memory brings its own.
+
+        Raises:
+            KVKeepError: the engine has no rows for them, or the memory belongs to others.
+        """
+        if memory is not None:
+            made = memory.fingerprint
+            policy = made.policy if policy is None else policy
+            budget = made.budget if budget is None else budget
+        found = self._policy if policy is None else usable(policy)
+        number = self._budget if budget is None else budgets.check_one(budget)
+        if number > self._budget:
+            raise BudgetError(
+                f"A budget of {number} is more than the engine's {self._budget}: its rows have memory for no more. "
+                "Ask for less, or give the engine a larger `budget`."
+            )
+        if memory is not None:
+            made.check(self.fingerprint(found, number))
+        return found, number
+
+    def fingerprint(self, policy: Policy, budget: int) -> Fingerprint:
+        """Return what the memory of a sequence belongs to."""
+        return self.identity.fingerprint(self._layout(policy), budget)
 
     def make_rows(self, policy: Policy) -> Rows:
         """Allocate the engine's rows for a policy.
@@ -224,34 +255,6 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cpu" or not source.exists():
         return None
     return 1024 * sum(map(int, re.findall(r"^(?:MemAvailable|SwapFree): *(\d+) kB$", source.read_text(), re.MULTILINE)))
-
-
-def usable(policy: object) -> Policy:
-    """Return a policy, or the policy that a string names, after checking that it can be compared with others.
-
-    Raises:
-        PolicyError: it is no policy, or cannot be compared or hashed, which decides whether requests share rows.
-    """
-    found = parse(policy) if isinstance(policy, str) else policy
-    if not isinstance(found, Policy):
-        raise PolicyError(f"{policy!r:.80} is neither a policy nor the name of one.")
-    try:
-        tells = hash(found) is not None and found == found
-    except Exception:  # a class may raise anything there
-        tells = False
-    fields = {field.name for field in dataclasses.fields(found)}
-    others = {name for name in vars(found).keys() - fields if not _is_remembered(type(found), name)}
-    if not tells or others:
-        raise PolicyError(
-            f"Policies of {type(found).__name__} cannot be told apart by their options. Make the class a frozen "
-            "dataclass whose fields are numbers, texts or tuples: @dataclass(frozen=True, kw_only=True)."
-        )
-    return found
-
-
-def _is_remembered(kind: type, name: str) -> bool:
-    """Whether an attribute is a property that is computed once; it follows from the fields."""
-    return isinstance(inspect.getattr_static(kind, name, None), cached_property)
 
 
 def _largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from kvkeep import budget as budgets
-from kvkeep.engine.admission import Admission, usable
+from kvkeep.engine.admission import Admission
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.engine.own import keeps_states
@@ -18,14 +18,18 @@ from kvkeep.engine.request import Asked, Event, Result, listed, request_of
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.service import Box
+from kvkeep.engine.session import Session
+from kvkeep.engine.sessions import Sessions
+from kvkeep.engine.shelf import Shelf
+from kvkeep.engine.usable import usable
 from kvkeep.engine.work import Work
-from kvkeep.errors import InputError
 from kvkeep.memory import Memory
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
 from kvkeep.models.suitable import generator
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
+from kvkeep.snapshot import Snapshot
 
 
 class Engine(Work):
@@ -78,11 +82,12 @@ class Engine(Work):
         if has_states := keeps_states(self.model):
             options["prefill_chunk"], prefill_chunk = prefill_chunk, None
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
-        admission = Admission(self.model, tokenizer, **asked, options=options)
+        admission = Admission(self.model, tokenizer, **asked, chunk=prefill_chunk, options=options)
         graphs = not has_states and (self.model.device.type == "cuda" if graphs is None else graphs)
-        prefixes, runner = Prefixes(prefix_memory, prefill_chunk), Runner(self.model, graphs=graphs)
-        super().__init__(admission, runner, admission.make_rows(self.policy), chunk=prefill_chunk, prefixes=prefixes)
-        self._count, self._closed = 0, False
+        runner = Runner(self.model, graphs=graphs)
+        prefixes = Prefixes(prefix_memory, prefill_chunk, lambda: admission.identity.weights)
+        rooms: dict[str, Any] = {"prefixes": prefixes, "sessions": Sessions(Shelf())}
+        super().__init__(admission, runner, admission.make_rows(self.policy), chunk=prefill_chunk, **rooms)
 
     @property
     def row_bytes(self) -> int:
@@ -176,16 +181,54 @@ class Engine(Work):
         source = iter(enumerate(listed(requests)))
         yield from self._service.drain(source, add, lambda: self.has_room, step=self._step, end=self.cancel)
 
+    def session(
+        self,
+        *,
+        name: str | None = None,
+        policy: str | Policy | None = None,
+        budget: int | None = None,
+        sequence: int = 0,
+        memory: Snapshot | None = None,
+    ) -> Session:
+        """Begin a conversation whose memory stays between its turns, or open the one of this name again.
+
+        Args:
+            name: by which it is found again, also by a later engine with the same ``session_dir``.
+            policy: the eviction policy; by default the memory's, or else the engine's.
+            budget: tokens kept per layer and head; by default the memory's, or else the engine's.
+            sequence: identity for everything random, see `Request`.
+            memory: a snapshot that it continues.
+
+        Raises:
+            InputError: the name cannot be used, or the engine is closed.
+            SnapshotError: the memory belongs to another model, policy, budget or other settings.
+            KVKeepError: the engine has no rows for the policy or the budget; see `add`.
+        """
+        with Uninterrupted(), self._service.turn:
+            return self._sessions.open(self, name, policy, budget, sequence, memory)
+
+    def prefix(
+        self, asked: str | Sequence[int], *, policy: str | Policy | None = None, budget: int | None = None
+    ) -> Snapshot:
+        """Read a text once, and return its memory, which any number of requests and sessions may continue.
+
+        Args:
+            asked: a text, which is taken as it is, or token ids.
+            policy: the eviction policy; by default the engine's.
+            budget: tokens kept per layer and head; by default the engine's.
+
+        Raises:
+            KVKeepError: see `add`; or a step failed.
+        """
+        with self.session(policy=policy, budget=budget) as session:
+            session.read(asked)
+            return session.snapshot()
+
     def _add(self, asked: Asked, sampling: Sampling | None, box: Box | None = None) -> int:
         with Uninterrupted(), self._service.turn:
-            if self._closed:
-                raise InputError("The engine is closed and takes no more requests; make a new one.")
+            self._check_open()
             one = self._admission.check(request_of(asked, sampling), self._count)
-            if box is not None and box.left:
-                return one.id
-            self._count += 1
-            self._all[one.id] = one
-            self._scheduler.waiting.append(one)
-            if box is not None:
-                self._service.listen(one.id, box, self._step)
+            if box is None or not box.left:
+                self._enter(one, box)
+                self._scheduler.waiting.append(one)
         return one.id

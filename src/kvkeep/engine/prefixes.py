@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import islice
 
 from kvkeep.engine.generation import Generation
@@ -40,13 +40,15 @@ class Prefixes:
     Args:
         most_bytes: the most that all of them may take; 0 keeps none.
         chunk: tokens of a chunk; ``None`` if prompts are read whole, and have no borders.
+        weights: returns a hash of the model's weights as they are now.
 
     Attributes:
         held_bytes: bytes of all memories.
     """
 
-    def __init__(self, most_bytes: int, chunk: int | None) -> None:
+    def __init__(self, most_bytes: int, chunk: int | None, weights: Callable[[], str]) -> None:
         self._most_bytes, self._chunk = most_bytes if chunk else 0, chunk or 1
+        self._weights = weights
         self._found: OrderedDict[Hashable, Contents] = OrderedDict()
         self.held_bytes = 0
 
@@ -91,9 +93,9 @@ class Prefixes:
         """The key of each border: the settings on which a memory depends, and a hash of the tokens before it."""
         if one.borders is None:
             one.borders = list(_hashes(one.prompt, self._chunk))
-        sequence = one.request.sequence if one.policy.stochastic else None
+        sequence, weights = one.request.sequence if one.policy.stochastic else None, self._weights()
         for digest in one.borders:
-            yield one.policy, one.budget, sequence, digest
+            yield one.policy, one.budget, sequence, weights, digest
 
 
 def _hashes(tokens: Sequence[int], chunk: int) -> Iterator[bytes]:

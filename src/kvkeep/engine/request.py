@@ -12,6 +12,7 @@ from kvkeep.engine.sampling import Sampling, whole_within
 from kvkeep.errors import InputError
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
+from kvkeep.snapshot import Snapshot
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -32,6 +33,7 @@ class Request:
         logprobs: report each token's log-probability, and those of this many of the likeliest tokens.
         sequence: identity of the request for everything random (drawn tokens, policies). Equal requests of the same
             identity get the same tokens.
+        memory: the memory that the prompt continues. Policy and budget are then by default the memory's.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -48,6 +50,7 @@ class Request:
     ignore_end: bool = False
     logprobs: int | None = None
     sequence: int = 0
+    memory: Snapshot | None = None
 
     def __post_init__(self) -> None:
         self._take_text()
@@ -59,6 +62,8 @@ class Request:
             raise InputError(f"ignore_end={self.ignore_end!r} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
             raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
+        if self.memory is not None and not isinstance(self.memory, Snapshot):
+            raise InputError(f"memory={self.memory!r:.80} is no kvkeep.Snapshot.")
         if self.budget is not None:
             object.__setattr__(self, "budget", budgets.check_one(self.budget))
         if self.logprobs is not None:
@@ -84,6 +89,10 @@ Asked: TypeAlias = "Request | str"
 """A request, or a text that becomes one."""
 
 
+Turn: TypeAlias = "Request | str | Sequence[int] | Sequence[Mapping[str, str]]"
+"""A request, a text, token ids or messages."""
+
+
 def request_of(asked: object, sampling: Sampling | None = None) -> Request:
     """Return a request as it is, or make one of a text.
 
@@ -103,6 +112,23 @@ def request_of(asked: object, sampling: Sampling | None = None) -> Request:
     else:
         remedy = "give a text, or put token ids into a request: Request(prompt=ids)."
     raise InputError(f"{asked!r:.80} is no text and no kvkeep.Request; {remedy}")
+
+
+def turn_of(asked: Any, sampling: Sampling | None) -> Request:
+    """Return a turn as a request.
+
+    Raises:
+        InputError: it is nothing that a session can continue with, or has a policy, budget or memory of its own.
+    """
+    if isinstance(asked, str | Request):
+        request = request_of(asked, sampling)
+    else:
+        chosen = Sampling() if sampling is None else sampling
+        talks = isinstance(asked, Sequence) and len(asked) > 0 and isinstance(asked[0], Mapping)
+        request = Request(messages=asked, sampling=chosen) if talks else Request(prompt=asked, sampling=chosen)
+    if (request.policy, request.budget, request.memory) != (None, None, None):
+        raise InputError("A session has its policy, budget and memory from engine.session(...); a turn names none.")
+    return request
 
 
 def listed(asked: object) -> Iterable[Any]:

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import cast
 
+from kvkeep.engine.past import Past
 from kvkeep.engine.request import Request
 from kvkeep.errors import InputError
 from kvkeep.models import text
 from kvkeep.models.load import Checkpoint, Model, Tokenizer
-
-
-@dataclass(frozen=True)
-class Past:
-    """The part of a sequence that a request continues.
-
-    Attributes:
-        ids: the token ids that the memory stands for.
-        pending: token ids that follow, and that the model has not read: usually the last token of an answer.
-        messages: the conversation that they are, ending with an answer; empty if they are something else.
-    """
-
-    ids: array[int] = field(default_factory=lambda: array("i"))
-    pending: tuple[int, ...] = ()
-    messages: tuple[Mapping[str, str], ...] = ()
 
 
 class Words:

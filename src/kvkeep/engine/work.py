@@ -18,8 +18,9 @@ from kvkeep.engine.request import Event, Result
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.scheduler import Batch, Scheduler
-from kvkeep.engine.service import Service
-from kvkeep.errors import NoNumbersError
+from kvkeep.engine.service import Box, Service
+from kvkeep.engine.sessions import Sessions
+from kvkeep.errors import InputError, NoNumbersError
 from kvkeep.models.device import reason_of
 from kvkeep.types import Phase
 
@@ -35,16 +36,25 @@ class Work:
         rows: the first rows.
         chunk: prompt tokens per step; ``None``: a whole prompt.
         prefixes: common beginnings of prompts.
+        sessions: the sessions of the engine.
     """
 
     def __init__(
-        self, admission: Admission, runner: Runner, rows: Rows, *, chunk: int | None, prefixes: Prefixes
+        self,
+        admission: Admission,
+        runner: Runner,
+        rows: Rows,
+        *,
+        chunk: int | None,
+        prefixes: Prefixes,
+        sessions: Sessions,
     ) -> None:
         self._admission, self._runner, self._chunk = admission, runner, chunk
         self._all: dict[int, Generation] = {}
         self._unreported: list[Event] = []
+        self._count, self._closed = 0, False
         self._service = Service()
-        self._prefixes = prefixes
+        self._prefixes, self._sessions = prefixes, sessions
         self._use(rows)
 
     @property
@@ -72,6 +82,27 @@ class Work:
             self._let_go(one)
             self._service.deliver(Event(number, None, "", result := one.result()))
             return result
+
+    def _check_open(self) -> None:
+        """Refuse new work after `close`.
+
+        Raises:
+            InputError: the engine is closed.
+        """
+        if self._closed:
+            raise InputError("The engine is closed and takes no more requests; make a new one.")
+
+    def _enter(self, one: Generation, box: Box | None) -> None:
+        """Note a request, and where its events go."""
+        self._count += 1
+        self._all[one.id] = one
+        if box is not None:
+            self._service.listen(one.id, box, self._step)
+
+    def _refuse(self, one: Generation, error: Exception) -> None:
+        """Forget a request that cannot run after all, and raise the reason in its listener."""
+        self._all.pop(one.id, None)
+        self._service.refuse(one.id, error)
 
     def _step(self) -> None:
         with Uninterrupted(), self._service.turn:
