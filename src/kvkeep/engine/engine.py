@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -50,6 +51,9 @@ class Engine(Work):
         positions: ``true`` or ``slot``, see `BoundedCache`.
         prefix_memory: bytes of main memory for common beginnings of prompts. Prompts that begin with the same chunks
             read these once. Needs ``prefill_chunk``.
+        session_memory: bytes of main memory for idle sessions. The least recently used ones beyond it are moved to
+            ``session_dir``; by default there is no limit.
+        session_dir: a folder for these, and for sessions with a name; one engine at a time uses it.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
 
     Raises:
@@ -70,6 +74,8 @@ class Engine(Work):
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
         prefix_memory: int = 0,
+        session_memory: int | None = None,
+        session_dir: str | os.PathLike[str] | None = None,
         graphs: bool | None = None,
     ) -> None:
         numbers = {"budget": budget, "rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk}
@@ -86,8 +92,9 @@ class Engine(Work):
         graphs = not has_states and (self.model.device.type == "cuda" if graphs is None else graphs)
         runner = Runner(self.model, graphs=graphs)
         prefixes = Prefixes(prefix_memory, prefill_chunk, lambda: admission.identity.weights)
-        rooms: dict[str, Any] = {"prefixes": prefixes, "sessions": Sessions(Shelf())}
-        super().__init__(admission, runner, admission.make_rows(self.policy), chunk=prefill_chunk, **rooms)
+        first = admission.make_rows(self.policy)
+        rooms: dict[str, Any] = {"prefixes": prefixes, "sessions": Sessions(Shelf(session_memory, session_dir))}
+        super().__init__(admission, runner, first, chunk=prefill_chunk, **rooms)
 
     @property
     def row_bytes(self) -> int:
@@ -154,11 +161,18 @@ class Engine(Work):
             return events
 
     def close(self) -> None:
-        """Cancel all requests and give the memory of the rows back. A closed engine takes no more requests."""
+        """Cancel all requests, save named sessions, and give the memory of the rows back. Nothing works afterwards.
+
+        Raises:
+            SnapshotError: a session cannot be saved. The engine stays open, and the session loses nothing.
+        """
         with Uninterrupted(), self._service.turn:
-            self._closed = True
             for number in list(self._all):
                 self.cancel(number)
+            if not self._closed:
+                self._sessions.write()
+                self._sessions.close()
+            self._closed = True
             self._runner.forget()
             self._prefixes.clear()
             self._rows.allocate(0)
@@ -205,7 +219,7 @@ class Engine(Work):
             KVKeepError: the engine has no rows for the policy or the budget; see `add`.
         """
         with Uninterrupted(), self._service.turn:
-            return self._sessions.open(self, name, policy, budget, sequence, memory)
+            return self._sessions.open(self, name, policy=policy, budget=budget, sequence=sequence, memory=memory)
 
     def prefix(
         self, asked: str | Sequence[int], *, policy: str | Policy | None = None, budget: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvkeep.engine.coroutines import AsyncEvents
@@ -13,30 +13,15 @@ from kvkeep.engine.generation import Generation
 from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.engine.past import Past
 from kvkeep.engine.request import Event, Request, Result, Turn, turn_of
-from kvkeep.engine.sampling import Sampling, whole_within
+from kvkeep.engine.sampling import Sampling, another_sequence, whole_within
 from kvkeep.engine.service import Box
-from kvkeep.engine.shelf import Kept, Shelf
+from kvkeep.engine.shelf import Shelf, State
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents, Snapshot
 
 if TYPE_CHECKING:
     from kvkeep.engine.work import Work
-
-_GOLDEN = 0x9E3779B97F4A7C15
-
-
-@dataclass(frozen=True)
-class State:
-    """A session after its last finished turn.
-
-    Attributes:
-        past: the tokens and messages so far.
-        kept: the memory of these tokens; ``None`` before the first turn.
-    """
-
-    past: Past
-    kept: Kept | None = None
 
 
 class Session:
@@ -151,7 +136,7 @@ class Session:
             self._check_open()
             if self._state.kept is None:
                 raise SnapshotError("The session has no memory yet: send it a turn, or read a text, first.")
-            return self._state.kept.snapshot()
+            return self._shelf.load(self._state.kept)
 
     def rewind(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot of this session, or to any other one of the same model, policy and budget.
@@ -167,18 +152,38 @@ class Session:
             if self._running is not None:
                 raise InputError("A turn of the session is running. Wait for its end, or cancel it, before you rewind.")
             self._work._admission.settle(self.policy, self.budget, snapshot)
-            self._state = State(Past.of(snapshot), self._shelf.keep(snapshot, self.name))
+            self._keep_state(Past.of(snapshot), snapshot)
 
-    def close(self) -> None:
-        """Cancel all turns and give the memory up. The memory of a named session is written to the disk first."""
+    def save(self) -> None:
+        """Write the memory of a named session to the engine's ``session_dir``. `close` does it as well.
+
+        Raises:
+            SnapshotError: it cannot be written; an older file stays as it was.
+        """
+        with Uninterrupted(), self._work._service.turn:
+            if self.name is not None and self._state.kept is not None:
+                self._shelf.write(self._state.kept)
+
+    def close(self, *, delete: bool = False) -> None:
+        """Cancel all turns and give the memory up. A named session is saved, so that it can be opened again.
+
+        Args:
+            delete: remove the file of a named session instead of writing it.
+
+        Raises:
+            SnapshotError: the memory cannot be written. The session stays open and loses nothing.
+        """
         with Uninterrupted(), self._work._service.turn:
             if self._closed:
                 return
-            self._closed = True
             for one in [*self._queue, *([self._running] if self._running else [])]:
                 self._work.cancel(one.id)
+            if not delete:
+                self.save()
+            elif self.name is not None:
+                self._shelf.remove(self.name)
+            self._closed, self._state = True, State(Past())
             self._work._sessions.leave(self)
-            self._state = State(Past())
 
     def __enter__(self) -> Session:
         return self
@@ -201,8 +206,12 @@ class Session:
 
     def _fork(self) -> Session:
         self._forks += 1
-        sequence = _mixed(self.sequence, self._forks)
-        return Session(self._work, self._shelf, self._state, policy=self.policy, budget=self.budget, sequence=sequence)
+        past, kept = self._state.past, self._state.kept
+        if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
+            kept = self._shelf.keep(self._shelf.load(kept))
+        sequence = another_sequence(self.sequence, self._forks)
+        state = State(past, kept)
+        return Session(self._work, self._shelf, state, policy=self.policy, budget=self.budget, sequence=sequence)
 
     def _check_open(self) -> None:
         """Refuse to go on after `close`.
@@ -239,7 +248,7 @@ class Session:
             KVKeepError: the engine cannot run it.
         """
         past, work = self._state.past, self._work
-        sequence = _mixed(self.sequence, len(past.ids)) if past.ids else self.sequence
+        sequence = another_sequence(self.sequence, len(past.ids)) if past.ids else self.sequence
         request = replace(one.request, policy=self.policy, budget=self.budget, sequence=sequence)
         made = work._admission.check(request, one.id, past)
         made.times, made.reads, made.left = one.times, one.reads, one.left
@@ -254,7 +263,7 @@ class Session:
 
     def _load(self) -> Contents | None:
         """The memory with which a turn begins."""
-        return self._state.kept.snapshot().contents if self._state.kept else None
+        return self._shelf.load(self._state.kept).contents if self._state.kept else None
 
     def _keep(self, one: Generation, contents: Contents) -> None:
         """Take over the memory of a turn that has ended well."""
@@ -263,8 +272,12 @@ class Session:
         answered = (*self._state.past.messages, *self._messages, {"role": "assistant", "content": said})
         past = Past(ids[: contents.seen], tuple(ids[contents.seen :]), answered if self._messages else ())
         fingerprint = self._work._admission.fingerprint(self.policy, self.budget)
-        snapshot = Snapshot(contents, fingerprint, past.tokens, note=past.note)
-        self._state = State(past, self._shelf.keep(snapshot, self.name))
+        self._keep_state(past, Snapshot(contents, fingerprint, past.tokens))
+
+    def _keep_state(self, past: Past, snapshot: Snapshot) -> None:
+        """Go on from a memory. If there is no room for it, the session stays as it is."""
+        snapshot = replace(snapshot, note={**past.note, "sequence": self.sequence})
+        self._state = State(past, self._shelf.keep(snapshot, self.name, instead=self._state.kept))
 
     def _left(self, one: Generation) -> None:
         """Let the next turn begin after one has ended."""
@@ -287,8 +300,3 @@ def _last(events: Iterator[Event]) -> Result:
         result = event.result
     assert result is not None
     return result
-
-
-def _mixed(sequence: int, number: int) -> int:
-    """A sequence that draws other tokens, for a fork or a later turn."""
-    return (sequence + number * _GOLDEN) % 2**63
