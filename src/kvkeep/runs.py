@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -76,10 +76,14 @@ class Lock:
         self.release()
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Replace a file's content: after a crash or a power cut the file holds the old or the new one, never a part.
 
     The new content is written to a file of a random name first, so that no link that somebody made is followed.
+
+    Args:
+        path: the file.
+        data: the content, whole or in pieces.
 
     Raises:
         OSError: the file cannot be written; the old content stays.
@@ -88,7 +92,7 @@ def write_whole(path: Path, data: bytes) -> None:
     beside = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            file.writelines([data] if isinstance(data, bytes) else data)
             sync(file)
         os.chmod(beside, 0o666 & ~_umask())  # mkstemp's files can be read by their owner only
         beside.replace(path)

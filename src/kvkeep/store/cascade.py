@@ -70,6 +70,15 @@ class Cascade:
             held[row, : len(table)] = table
             setattr(self, f"_{name}", held)
 
+    @staticmethod
+    def fits(tables: Mapping[str, Tensor]) -> bool:
+        """Whether tables have the names, dtypes and lengths of those of `take_row`."""
+        kinds = {name: dtype for name, _, dtype in _TABLES}
+        if tables.keys() != kinds.keys() or any(table.ndim != 1 for table in tables.values()):
+            return False
+        same = tables["tokens"].shape == tables["importance"].shape
+        return same and all(table.dtype == kinds[name] for name, table in tables.items())
+
     def enter(self, layer: int, positions: Int[Tensor, "B S"]) -> tuple[Float[Tensor, "B S"], Bool[Tensor, "B S"]]:
         """Begin a layer's step with these tokens, -1 = empty. Return their importance so far, and which are alive."""
         if layer == self.first:

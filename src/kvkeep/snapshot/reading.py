@@ -1,0 +1,169 @@
+"""Snapshots read from files that nobody vouches for: every number is checked before it is used."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import IO
+
+import torch
+from jaxtyping import Bool, Int, UInt8
+from torch import Tensor
+
+from kvkeep.errors import SnapshotError
+from kvkeep.runs import in_full
+from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.described import LayerDescription, described_flags, described_layers, fingerprint_of, whole
+from kvkeep.snapshot.header import Entry, NotASnapshotError, check, opened, read_header, read_tensor
+from kvkeep.snapshot.layout import LAYER, OCCUPIED, SHARED, STATE, TOKENS, is_cut
+from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.snapshot.states import Place, StateCopy
+from kvkeep.store import Cascade, RowCopy
+from kvkeep.types import EMPTY
+
+_EXPANSION, _SLACK = 256, 2**20
+"""A file may describe slots of at most so many times its own bytes, or this many more."""
+
+
+def load(path: str | os.PathLike[str]) -> Snapshot:
+    """Read a snapshot onto the CPU, see `Snapshot.load`.
+
+    Raises:
+        SnapshotError: the file cannot be read, or is no whole file of a snapshot.
+    """
+    source = in_full(path)
+    try:
+        with opened(source) as (file, size):
+            return _read(file, size)
+    except NotASnapshotError as error:
+        raise SnapshotError(
+            f"{source} is no snapshot that can be used: {error}. Give a file that Snapshot.save has written."
+        ) from error
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise SnapshotError(f"{source!s:.200} cannot be read: {why}.") from error
+
+
+def _read(file: IO[bytes], size: int) -> Snapshot:
+    header = read_header(file, size)
+    fingerprint, layers = fingerprint_of(header.about), described_layers(header.about)
+    pending = whole(header.about.get("pending"), "pending", most=2**40)
+    groups = _by_layer(header.entries, len(layers))
+    seen = layers[0].numbers["seen"]
+    for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
+        _check_shapes(f"layer {number}", layer, entries, fingerprint.dtype)
+        expanded = layer.heads * layer.used * sum(_slot_bytes(entry) for name, entry in entries.items() if is_cut(name))
+        check(expanded <= _EXPANSION * size + _SLACK, f"layer {number} has {expanded} bytes of slots, nearly all empty")
+    if (tokens := header.entries.get(TOKENS)) is not None:
+        fits = (tokens.dtype, tokens.shape) == (torch.int32, (seen,))
+        check(fits, f"it has not one token id for each of {seen} tokens")
+
+    def tensor(entry: Entry) -> Tensor:
+        return read_tensor(file, header.start, entry)
+
+    ids = None if tokens is None else tensor(tokens)
+    check(ids is None or bool((ids >= 0).all()), "a token id is negative")
+    copies = [
+        _layer(f"layer {number}", layer, {name: tensor(entry) for name, entry in entries.items()})
+        for number, (layer, entries) in enumerate(zip(layers, groups, strict=True))
+    ]
+    shared = {found[1]: tensor(entry) for name, entry in header.entries.items() if (found := SHARED.fullmatch(name))}
+    _check_tables(shared, seen, most=copies[0].capacity)
+    flags = described_flags(header.about)
+    states: dict[int, dict[Place, Tensor]] = {number: {} for number in flags}
+    for name, entry in header.entries.items():
+        if found := STATE.fullmatch(name):
+            check(int(found[1]) in states, f"state {found[1]} is not described")
+            states[int(found[1])][found[2], None if found[3] is None else int(found[3])] = tensor(entry)
+    held = {number: StateCopy(tensors, flags[number]) for number, tensors in states.items()}
+    return Snapshot(Contents(tuple(copies), shared, held), fingerprint, ids, pending)
+
+
+def _by_layer(entries: Mapping[str, Entry], layers: int) -> list[dict[str, Entry]]:
+    """The tensors of each layer, by their names in the layer.
+
+    Raises:
+        NotASnapshotError: there is a tensor that no snapshot has.
+    """
+    groups: list[dict[str, Entry]] = [{} for _ in range(layers)]
+    for name, entry in entries.items():
+        found = LAYER.fullmatch(name)
+        if found and int(found[1]) < layers and str(int(found[1])) == found[1]:
+            groups[int(found[1])][found[2]] = entry
+        else:
+            known = not found and (name == TOKENS or SHARED.fullmatch(name) or STATE.fullmatch(name))
+            check(bool(known), f"it has a tensor {name!r:.60}, which no snapshot has")
+    return groups
+
+
+def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Entry], dtype: str | None) -> None:
+    """Refuse a layer whose tensors do not fit its description or each other."""
+    missing = {OCCUPIED, "store.keys", "store.values", "store.positions"} - entries.keys()
+    check(not missing, f"{shown} lacks {', '.join(sorted(missing))}")
+    keys, values, bits = entries["store.keys"], entries["store.values"], entries[OCCUPIED]
+    check(len(keys.shape) == len(values.shape) == 2, f"{shown} has keys or values of a wrong shape")
+    for entry in (keys, values):
+        check(str(entry.dtype) == f"torch.{dtype}", f"{shown} has {entry.dtype}, and its fingerprint says {dtype}")
+    slots, n = layer.heads * layer.used, keys.shape[0]
+    check((bits.dtype, bits.shape) == (torch.uint8, (-(-slots // 8),)), f"{shown} has not one bit for each slot")
+    check(1 <= n <= slots, f"{shown} has {n} tokens in {slots} slots")
+    check(n <= layer.room, f"{shown} has {n} tokens, more than its budget of {layer.room}")
+    for name in filter(is_cut, entries):
+        kind, shape = entries[name].dtype, entries[name].shape
+        check(shape[:1] == (n,), f"{shown} has {n} tokens, and its {name} the shape {list(shape)}")
+        if name not in ("store.keys", "store.values"):
+            wanted = torch.int32 if name == "store.positions" else torch.float32
+            check((kind, len(shape)) == (wanted, 1), f"{name} of {shown} is no list of {wanted}")
+
+
+def _slot_bytes(entry: Entry) -> int:
+    """Bytes of one token."""
+    return entry.dtype.itemsize * math.prod(entry.shape[1:])
+
+
+def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> RowCopy:
+    """One layer's row, with every token in its slot."""
+    occupied = unpacked_bits(found.pop(OCCUPIED), about.heads * about.used).view(about.heads, about.used)
+    n = len(found["store.positions"])
+    check(int(occupied.sum()) == n, f"{shown} has {n} tokens in {int(occupied.sum())} occupied slots")
+    check(not about.used or bool(occupied[:, -1].any()), f"{shown} ends with empty slots")
+    dense = {name: _spread(tensor, occupied) if is_cut(name) else tensor for name, tensor in found.items()}
+    positions = dense["store.positions"].masked_fill_(~occupied, EMPTY)
+    _check_positions(shown, found["store.positions"], positions, about.numbers["seen"])
+    cut = frozenset(filter(is_cut, dense))
+    numbers = {name: torch.tensor(value, dtype=torch.int64) for name, value in about.numbers.items()}
+    return RowCopy({**dense, **numbers}, cut, positions.clone(), about.capacity, about.budget)
+
+
+def _check_positions(shown: str, found: Int[Tensor, " n"], dense: Int[Tensor, "Hk used"], seen: int) -> None:
+    """Refuse positions that the sequence has not seen, or that a head holds twice."""
+    check(bool(((found >= 0) & (found < seen)).all()), f"{shown} holds positions outside of the {seen} tokens seen")
+    order = dense.sort(dim=1).values
+    twice = (order[:, 1:] == order[:, :-1]) & (order[:, 1:] >= 0)
+    check(not bool(twice.any()), f"{shown} holds a position twice in a head")
+
+
+def _spread(packed: Tensor, occupied: Bool[Tensor, "Hk used"]) -> Tensor:
+    """Tokens in their slots; empty slots are 0."""
+    dense = packed.new_zeros((*occupied.shape, *packed.shape[1:]))
+    dense[occupied] = packed
+    return dense
+
+
+def unpacked_bits(found: UInt8[Tensor, " bytes"], n: int) -> Bool[Tensor, " n"]:
+    """The first ``n`` bits of bytes, see `kvkeep.snapshot.writing.packed_bits`."""
+    bits: Tensor = (found[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return bits.flatten()[:n].bool()
+
+
+def _check_tables(shared: Mapping[str, Tensor], seen: int, *, most: int) -> None:
+    """Refuse tables of a cascade that no run has made."""
+    if not shared:
+        return
+    check(Cascade.fits(shared), "its shared tables are incomplete or of wrong dtypes")
+    for name in ("tokens", "held"):
+        table = shared[name]
+        check(len(table) <= most, f"its table {name} is longer than a layer has slots")
+        rising = bool((table[1:] > table[:-1]).all()) and bool(((table >= 0) & (table < seen)).all())
+        check(rising, f"its table {name} is not in order")
