@@ -88,12 +88,9 @@ def check_state(layer: object, copy: StateCopy) -> None:
     Raises:
         ShapeError: it has attributes that the layer does not have, or its tensors have other shapes.
     """
-    known = dict((*_entries(layer, _TENSORS), *_entries(layer, _FLAGS)))
-    for place in (*copy.tensors, *copy.flags):
-        if place not in known or (place[0] in _TENSORS) != (place in copy.tensors):
-            raise ShapeError(
-                f"A state of another kind of layer was given: this one has no {place[0]} {place[1] or ''}."
-            )
+    known, flags = dict(_entries(layer, _TENSORS)), dict(_entries(layer, _FLAGS))
+    if strange := sorted(str(place[0]) for place in (copy.tensors.keys() - known) | (copy.flags.keys() - flags)):
+        raise ShapeError(f"A state of another kind of layer was given: this one has no {strange[0]!r:.40}.")
     for (name, key), flag in copy.flags.items():
         conv = copy.tensors.get(("conv_states", key))
         wanted = (None if conv is None else conv.shape[-1],) if name == _SIZE else (False, True)
