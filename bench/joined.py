@@ -19,7 +19,7 @@ from lib import arguments, finish, positive, show, speed_model
 
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.batch import Batch, Run
-from kvkeep.engine.request import Generation
+from kvkeep.engine.generation import Generation
 from kvkeep.engine.sampling import Sampling
 from kvkeep.models.fused import prepare
 from kvkeep.types import Phase

@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.batch import Batch, Run
-from kvkeep.engine.request import Generation
+from kvkeep.engine.generation import Generation
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling

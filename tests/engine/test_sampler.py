@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
 
 import kvkeep
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.request import Generation
+from kvkeep.engine.generation import Generation
 from kvkeep.engine.sampler import choose, draw
 from kvkeep.engine.sampling import Sampling
 

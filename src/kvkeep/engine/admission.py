@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from kvkeep import budget as budgets
 from kvkeep.engine import choice
 from kvkeep.engine.asked import usable
+from kvkeep.engine.generation import Generation
+from kvkeep.engine.identity import Identity
+from kvkeep.engine.past import Past
 from kvkeep.engine.prompts import checked_guard
-from kvkeep.engine.request import Generation, Request
+from kvkeep.engine.request import Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
+from kvkeep.engine.words import Words
 from kvkeep.errors import BudgetError, CapacityError, InputError, show_bytes
 from kvkeep.layout import Layout
-from kvkeep.models import text
 from kvkeep.models.generation import ends_of
-from kvkeep.models.load import Checkpoint, Model, Tokenizer, position_limit
+from kvkeep.models.load import Model, Tokenizer, position_limit
 from kvkeep.models.suitable import placeholders
 from kvkeep.pins import Spans, end
 from kvkeep.policies.base import Policy
+from kvkeep.snapshot import Fingerprint, Snapshot
 
 DEFAULT_ROWS = 16
 
@@ -42,9 +47,13 @@ class Admission:
         budget: the most tokens that a request may keep.
         rows: number of rows that the user wants.
         kv_memory: bytes that all rows may take together.
+        chunk: prompt tokens per step; ``None``: a whole prompt.
         options: of the cache: ``layer_budget``, ``positions`` and ``prefill_chunk``, see `Rows`.
-        chunk: prompt tokens that are read at once, by the model or by a layer; ``None``: all.
         guard: of requests that have none.
+
+    Attributes:
+        identity: the model and the settings, as snapshots name them.
+        words: turns texts into token ids.
 
     Raises:
         KVKeepError: the policy does not go together with the model or the options.
@@ -59,41 +68,43 @@ class Admission:
         budget: int,
         rows: int | None,
         kv_memory: int | None,
+        chunk: int | None,
         options: dict[str, Any],
-        chunk: int | None = None,
         guard: float | None = None,
     ) -> None:
         if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
             raise InputError(f"A {type(tokenizer).__name__} is no tokenizer; give the object that AutoTokenizer loads.")
         self._model, self._tokenizer, self._policy, self._budget = model, tokenizer, policy, budget
         self._wanted, self._kv_memory, self._options = rows, kv_memory, options
-        self._chunk, self._guard = chunk, checked_guard(guard)
+        self._chunk, self._guard = options.get("prefill_chunk", chunk), checked_guard(guard)
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
+        self.identity = Identity(model, tokenizer, chunk)
+        self.words = Words(model, tokenizer, self._limit, self._end_ids)
         self._layouts = {policy: Layout.of(model.config, policy, **options)}
 
-    def check(self, request: Request, number: int) -> Generation:
+    def check(self, request: Request, number: int, past: Past | None = None) -> Generation:
         """Return the beginning of a request's generation.
 
         Args:
             request: the request.
             number: the number of the generation.
+            past: the part of a sequence that it continues; it becomes a part of the prompt.
 
         Raises:
             KVKeepError: the engine cannot run the request; see `Engine.add`.
         """
-        policy = self._policy if request.policy is None else usable(request.policy)
-        budget = self._budget if request.budget is None else request.budget
-        if budget > self._budget:
-            raise BudgetError(
-                f"A budget of {budget} is more than the engine's {self._budget}: its rows have memory for no more. "
-                "Ask for less, or give the engine a larger `budget`."
-            )
-        request = self._encoded(request if request.guard is not None else replace(request, guard=self._guard))
-        prompt = cast(Sequence[int], request.prompt)
-        levels = self._levels(policy, budget, request)
+        policy, budget = self.settle(request.policy, request.budget, request.memory)
+        if request.memory is not None:
+            past = Past.of(request.memory)
+        prompt = self.words.continued(request, past or Past())
+        if prompt is not request.prompt:
+            request = dataclasses.replace(request, prompt=prompt, messages=None)
+        if not past and request.guard is None:
+            request = dataclasses.replace(request, guard=self._guard)
+        levels = self._levels(policy, budget, request, before=len(past.ids) if past else 0)
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
         check_room(self._layout(policy), budget, len(prompt), request.sampling.max_new_tokens)
         if self._limit is not None and total > self._limit:
@@ -112,9 +123,10 @@ class Admission:
             raise InputError("Stop texts need a tokenizer: make the engine with one.")
         ends = frozenset() if request.ignore_end else self._end_ids
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
-        return Generation(number, request, policy, budget, ends, tail, levels=levels)
+        load = None if request.memory is None else partial(getattr, request.memory, "contents")
+        return Generation(number, request, policy, budget, ends, tail, levels=levels, load=load)
 
-    def _levels(self, policy: Policy, budget: int, request: Request) -> tuple[int, ...]:
+    def _levels(self, policy: Policy, budget: int, request: Request, *, before: int) -> tuple[int, ...]:
         """Return the budgets among which a guarded request chooses, after a check of its pins.
 
         Raises:
@@ -126,15 +138,52 @@ class Admission:
             raise InputError(
                 f"The pins end at position {end(pins)}, and the prompt has {n} tokens. Pin tokens of the prompt only."
             )
+        if pins and pins[0][0] < before:
+            raise InputError(
+                f"The pins begin at position {pins[0][0]}, and the memory has read {before} tokens already, of "
+                "which some may be gone. Pin later tokens, or pin these when the memory is made."
+            )
         self._layout(policy).check_pins(budget, pins)
         if request.guard is None:
             return ()
+        if before:
+            raise InputError(
+                "`guard` chooses a budget when a text is read from its beginning, and this request continues a memory. "
+                "Leave `guard` out."
+            )
         if self._chunk is not None and n > self._chunk:
             raise InputError(
                 f"`guard` chooses a budget when a prompt has been read, and this one of {n} tokens is cut after chunks "
                 f"of {self._chunk}. Leave `guard` or `prefill_chunk` out."
             )
         return choice.levels(self._layout(policy), budget, pins)
+
+    def settle(
+        self, policy: str | Policy | None, budget: int | None, memory: Snapshot | None = None
+    ) -> tuple[Policy, int]:
+        """Return the policy and the budget of a request or a session; a memory brings its own.
+
+        Raises:
+            KVKeepError: the engine has no rows for them, or the memory belongs to others.
+        """
+        if memory is not None:
+            made = memory.fingerprint
+            policy = made.policy if policy is None else policy
+            budget = made.budget if budget is None else budget
+        found = self._policy if policy is None else usable(policy)
+        number = self._budget if budget is None else budgets.check_one(budget)
+        if number > self._budget:
+            raise BudgetError(
+                f"A budget of {number} is more than the engine's {self._budget}: its rows have memory for no more. "
+                "Ask for less, or give the engine a larger `budget`."
+            )
+        if memory is not None:
+            made.check(self.fingerprint(found, number))
+        return found, number
+
+    def fingerprint(self, policy: Policy, budget: int) -> Fingerprint:
+        """Return what the memory of a sequence belongs to."""
+        return self.identity.fingerprint(self._layout(policy), budget)
 
     def make_rows(self, policy: Policy) -> Rows:
         """Allocate the engine's rows for a policy.
@@ -152,6 +201,7 @@ class Admission:
                 "smaller `budget`."
             )
         rows.allocate(count, most_bytes=self._kv_memory)
+        self.identity.dtype = rows.dtype
         return rows
 
     def replace(self, rows: Rows, policy: Policy) -> Rows:
@@ -185,28 +235,6 @@ class Admission:
                 f"per row, and there are {self._kv_memory}. Give more memory{advice}"
             )
         return min(fits, self._wanted or fits)
-
-    def _encoded(self, request: Request) -> Request:
-        """Return a request whose prompt is token ids: a text or a conversation goes through the chat template.
-
-        Raises:
-            InputError: there is no tokenizer or no chat template, or the template fails.
-        """
-        if request.messages is None and not isinstance(request.prompt, str):
-            return request
-        if self._tokenizer is None:
-            what = "messages need" if request.prompt is None else "a text needs"
-            raise InputError(
-                f"The engine has no tokenizer, and {what} one: make it with Engine(model, tokenizer), or give token "
-                "ids as the prompt."
-            )
-        name = getattr(self._tokenizer, "name_or_path", None) or type(self._tokenizer).__name__
-        checkpoint = Checkpoint(name, self._model.config, self._tokenizer, self._limit, allow_pickle=False)
-        if isinstance(request.prompt, str):
-            ids = text.encode(checkpoint, request.prompt, raw=request.raw)
-        else:
-            ids = text.encode_chat(checkpoint, request.messages or ())
-        return replace(request, prompt=tuple(ids[0].tolist()), messages=None)
 
     def _layout(self, policy: Policy) -> Layout:
         """Return the layout of rows for a policy.

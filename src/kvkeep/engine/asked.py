@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -17,6 +17,10 @@ from kvkeep.registry import parse
 
 Asked: TypeAlias = Request | str
 """A request, or a text that becomes one."""
+
+
+Turn: TypeAlias = "Request | str | Sequence[int] | Sequence[Mapping[str, str]]"
+"""A request, a text, token ids or messages."""
 
 
 def request_of(asked: object, sampling: Sampling | None = None) -> Request:
@@ -38,6 +42,23 @@ def request_of(asked: object, sampling: Sampling | None = None) -> Request:
     else:
         remedy = "give a text, or put token ids into a request: Request(prompt=ids)."
     raise InputError(f"{asked!r:.80} is no text and no kvkeep.Request; {remedy}")
+
+
+def turn_of(asked: Any, sampling: Sampling | None) -> Request:
+    """Return a turn as a request.
+
+    Raises:
+        InputError: it is nothing that a session can continue with, or has a policy, budget or memory of its own.
+    """
+    if isinstance(asked, str | Request):
+        request = request_of(asked, sampling)
+    else:
+        chosen = Sampling() if sampling is None else sampling
+        talks = isinstance(asked, Sequence) and len(asked) > 0 and isinstance(asked[0], Mapping)
+        request = Request(messages=asked, sampling=chosen) if talks else Request(prompt=asked, sampling=chosen)
+    if (request.policy, request.budget, request.memory) != (None, None, None):
+        raise InputError("A session has its policy, budget and memory from engine.session(...); a turn names none.")
+    return request
 
 
 def listed(asked: object) -> Iterable[Any]:

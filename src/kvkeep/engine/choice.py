@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvkeep import loss, scores
 from kvkeep.engine.batch import Batch
-from kvkeep.engine.request import Generation
+from kvkeep.engine.generation import Generation
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.segments import Segment
 from kvkeep.errors import BudgetError, InputError, PolicyError

@@ -1,43 +1,39 @@
-"""The engine: a step gives rows to requests, plans batches, runs the model over them and takes the new tokens."""
+"""The engine: requests and texts in, tokens and results out."""
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from kvkeep.engine import sampler
+from kvkeep.engine import scheduler
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.asked import Asked, check_numbers, listed, request_of, usable
-from kvkeep.engine.batch import Run
-from kvkeep.engine.choice import measure
 from kvkeep.engine.coroutines import AsyncEvents
-from kvkeep.engine.interrupts import Guard, Uninterrupted
+from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.engine.own import keeps_states
-from kvkeep.engine.request import Event, Generation, Result
-from kvkeep.engine.rows import Rows
+from kvkeep.engine.prefixes import Prefixes, check_prefix_memory
+from kvkeep.engine.request import Event, Result
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
-from kvkeep.engine.scheduler import Scheduler, pace
-from kvkeep.engine.service import Box, Service
-from kvkeep.errors import InputError, NoNumbersError
+from kvkeep.engine.service import Box
+from kvkeep.engine.session import Session
+from kvkeep.engine.sessions import Sessions
+from kvkeep.engine.shelf import Shelf
+from kvkeep.engine.work import Work
 from kvkeep.memory import Memory
-from kvkeep.models.device import reason_of
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
 from kvkeep.models.suitable import generator
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
+from kvkeep.snapshot import Snapshot
 
-_log = logging.getLogger(__name__)
 
-
-class Engine:
+class Engine(Work):
     """Runs many requests on one model, each in a row of KV memory that is allocated once.
 
     A request gets the tokens that it would get alone with the same ``prefill_chunk``, whatever runs beside it.
@@ -54,6 +50,11 @@ class Engine:
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         decode_every: prompt tokens for which each running row gets a token; by default 128 on a CPU, 1024 elsewhere.
+        prefix_memory: bytes of main memory for common beginnings of prompts. Prompts that begin with the same chunks
+            read these once. Needs ``prefill_chunk``.
+        session_memory: bytes of main memory for idle sessions. The least recently used ones beyond it are moved to
+            ``session_dir``; by default there is no limit.
+        session_dir: a folder for these, and for sessions with a name; one engine at a time uses it.
         graphs: whether decode steps are recorded as CUDA graphs, where they can be; by default on CUDA.
         guard: of requests that have none, see `Request`.
 
@@ -75,46 +76,34 @@ class Engine:
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
         decode_every: int | None = None,
+        prefix_memory: int = 0,
+        session_memory: int | None = None,
+        session_dir: str | os.PathLike[str] | None = None,
         graphs: bool | None = None,
         guard: float | None = None,
     ) -> None:
         numbers = {"rows": rows, "kv_memory": kv_memory, "prefill_chunk": prefill_chunk, "decode_every": decode_every}
         check_numbers(budget, **numbers)
+        prefix_memory = check_prefix_memory(prefix_memory, prefill_chunk)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
-        self.policy, self.budget, self._chunk = usable(policy), budget, prefill_chunk
+        self.policy, self.budget = usable(policy), budget
         options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
         if has_states := keeps_states(self.model):
-            options["prefill_chunk"], self._chunk = prefill_chunk, None
+            options["prefill_chunk"], prefill_chunk = prefill_chunk, None
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
-        asked |= {"chunk": prefill_chunk, "guard": guard}
-        self._admission = Admission(self.model, tokenizer, **asked, options=options)
+        admission = Admission(self.model, tokenizer, **asked, chunk=prefill_chunk, guard=guard, options=options)
         graphs = not has_states and (self.model.device.type == "cuda" if graphs is None else graphs)
-        self._runner = Runner(self.model, graphs=graphs)
-        self._schedule = partial(Scheduler, chunk=self._chunk, decode_every=decode_every or pace(self.model.device))
-        self._all: dict[int, Generation] = {}
-        self._unreported: list[Event] = []
-        self._service, self._closed, self._count = Service(), False, 0
-        self._use(self._admission.make_rows(self.policy))
-
-    @property
-    def rows(self) -> int:
-        """The number of sequences that run at once."""
-        return self._rows.count
+        runner = Runner(self.model, graphs=graphs)
+        prefixes = Prefixes(prefix_memory, prefill_chunk, lambda: admission.identity.weights)
+        first = admission.make_rows(self.policy)
+        rooms: dict[str, Any] = {"prefixes": prefixes, "sessions": Sessions(Shelf(session_memory, session_dir))}
+        pace = decode_every or scheduler.pace(self.model.device)
+        super().__init__(admission, runner, first, chunk=prefill_chunk, decode_every=pace, **rooms)
 
     @property
     def row_bytes(self) -> int:
         """The bytes of a row in all layers, measured."""
         return self._rows.row_bytes
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request waits or runs, or an interrupted step has left something to report."""
-        return bool(self._all or self._unreported)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether fewer requests wait than there are rows: time to add more."""
-        return len(self._scheduler.waiting) < max(1, self.rows)
 
     def memory(self) -> Memory:
         """Return the bytes of all rows, summed over real tensors."""
@@ -174,24 +163,21 @@ class Engine:
             events, self._unreported = self._unreported, []
             return events
 
-    def cancel(self, number: int) -> Result | None:
-        """End a request now; its row is free at the next step. Return ``None`` if it has ended already."""
-        with Uninterrupted(), self._service.turn:
-            one = self._all.get(number)
-            if one is None:
-                return None
-            one.finish("cancelled")
-            self._let_go(one)
-            self._service.deliver(Event(number, None, "", result := one.result()))
-            return result
-
     def close(self) -> None:
-        """Cancel all requests and give the memory of the rows back. A closed engine takes no more requests."""
+        """Cancel all requests, save named sessions, and give the memory of the rows back. Nothing works afterwards.
+
+        Raises:
+            SnapshotError: a session cannot be saved. The engine stays open, and the session loses nothing.
+        """
         with Uninterrupted(), self._service.turn:
-            self._closed = True
             for number in list(self._all):
                 self.cancel(number)
+            if not self._closed:
+                self._sessions.write()
+                self._sessions.close()
+            self._closed = True
             self._runner.forget()
+            self._prefixes.clear()
             self._rows.allocate(0)
         self._service.wait()
 
@@ -212,92 +198,61 @@ class Engine:
         source = iter(enumerate(listed(requests)))
         yield from self._service.drain(source, add, lambda: self.has_room, step=self._step, end=self.cancel)
 
+    def session(
+        self,
+        *,
+        name: str | None = None,
+        policy: str | Policy | None = None,
+        budget: int | None = None,
+        sequence: int = 0,
+        memory: Snapshot | None = None,
+    ) -> Session:
+        """Begin a conversation whose memory stays between its turns, or open the one of this name again.
+
+        Args:
+            name: by which it is found again, also by a later engine with the same ``session_dir``.
+            policy: the eviction policy; by default the memory's, or else the engine's.
+            budget: tokens kept per layer and head; by default the memory's, or else the engine's.
+            sequence: identity for everything random, see `Request`.
+            memory: a snapshot that it continues.
+
+        Raises:
+            InputError: the name cannot be used, or the engine is closed.
+            SnapshotError: the memory belongs to another model, policy, budget or other settings.
+            KVKeepError: the engine has no rows for the policy or the budget; see `add`.
+        """
+        with Uninterrupted(), self._service.turn:
+            return self._sessions.open(self, name, policy=policy, budget=budget, sequence=sequence, memory=memory)
+
+    @property
+    def session_names(self) -> list[str]:
+        """The names of all sessions that are open, or on the disk in ``session_dir``."""
+        with self._service.turn:
+            return self._sessions.names
+
+    def prefix(
+        self, asked: str | Sequence[int], *, policy: str | Policy | None = None, budget: int | None = None
+    ) -> Snapshot:
+        """Read a text once, and return its memory, which any number of requests and sessions may continue.
+
+        Args:
+            asked: a text, which is taken as it is, or token ids.
+            policy: the eviction policy; by default the engine's.
+            budget: tokens kept per layer and head; by default the engine's.
+
+        Raises:
+            KVKeepError: see `add`; or a step failed.
+        """
+        with self.session(policy=policy, budget=budget) as session:
+            session.read(asked)
+            return session.snapshot()
+
     def _add(self, asked: Asked, sampling: Sampling | None, box: Box | None = None) -> int:
         with Uninterrupted(), self._service.turn:
-            if self._closed:
-                raise InputError("The engine is closed and takes no more requests; make a new one.")
+            self._check_open()
             one = self._admission.check(request_of(asked, sampling), self._count)
-            if box is not None and box.left:
-                return one.id
-            self._count += 1
-            self._all[one.id] = one
-            self._scheduler.waiting.append(one)
-            if box is not None:
-                self._service.listen(one.id, box, self._step)
+            if box is None or not box.left:
+                self._enter(one, box)
+                if not self._twins.joins(one):
+                    self._scheduler.waiting.append(one)
         return one.id
-
-    def _step(self) -> None:
-        with Uninterrupted(), self._service.turn:
-            self._service.sweep(self.cancel)
-            with Guard(self._recover, self._scheduler.beginning):
-                self._admit()
-            for run in self._scheduler.plan():
-                with Guard(self._recover, partial(getattr, run, "requests")):
-                    self._advance(run)
-            self._service.sweep(self.cancel)
-
-    def _report(self, event: Event) -> None:
-        """Hand an event to the listener of its request; without one the next `step` returns it."""
-        if not self._service.deliver(event):
-            self._unreported.append(event)
-
-    def _admit(self) -> None:
-        """Fill free rows. Replace them first if all are free and the next policy needs others; then close gaps."""
-        while (turn := self._scheduler.next_policy()) is not None and not (self.rows and turn == self._rows.policy):
-            with Guard(self._recover, partial(self._scheduler.waiting_for, turn)):
-                self._runner.forget()  # recorded steps hold the memory that the new rows need
-                self._use(self._admission.replace(self._rows, turn), self._scheduler.waiting)
-        for one in self._scheduler.admit(self._rows.takes):
-            with Guard(self._recover, partial(list, (one,))):
-                one.mark("started")
-                row, sequence, pins = cast(int, one.row), one.request.sequence, one.pins
-                self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence, pins=pins)
-        while (gap := self._scheduler.gap()) is not None:
-            with Guard(self._recover, partial(list, (gap.one,))):
-                self._rows.move(gap.source, gap.target)
-                self._scheduler.move(gap)
-
-    def _advance(self, run: Run) -> None:
-        """Run the model, then choose the next tokens of the rows that are ready for one."""
-        logits = self._runner.run(run, self._rows)
-        if not (ready := run.commit()):
-            return
-        places, requests = [i for i, _ in ready], [one for _, one in ready]
-        chosen = logits if len(requests) == len(logits) else logits[places]
-        for one, token in zip(requests, sampler.draw(chosen, requests), strict=True):
-            with Guard(self._recover, partial(list, (one,))):
-                if token is None:
-                    raise NoNumbersError
-                self._take(one, token)
-
-    def _take(self, one: Generation, token: int) -> None:
-        """Add a token to a request, which may end with it."""
-        event = one.take(token)
-        if one.finish_reason:
-            measure(one, self._rows)
-            self._let_go(one)
-            event = replace(event, result=one.result())
-        self._report(event)
-
-    def _let_go(self, one: Generation) -> None:
-        """Free the row of a request, or its place in the queue, and forget the request."""
-        if one.row is not None:
-            self._rows.end(one.row)
-        self._scheduler.leave(one)
-        self._all.pop(one.id, None)
-
-    def _use(self, rows: Rows, waiting: Iterable[Generation] = ()) -> None:
-        """Run requests in these rows from now on."""
-        self._rows, self._scheduler = rows, self._schedule(rows.count, alone=rows.alone, waiting=waiting)
-
-    def _recover(self, error: BaseException, touched: Sequence[Generation]) -> None:
-        """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""
-        self._rows.renew()  # a layer that was left half way refuses to go on
-        failed = [one for one in touched if one.id in self._all]
-        for one in failed:
-            one.finish("error", reason_of(error))
-            self._let_go(one)
-        for one in failed:
-            self._report(Event(one.id, None, one.rest(), one.result()))
-        with suppress(Exception):  # a handler of the user
-            _log.debug("A step failed.", exc_info=error)  # its requests say why they end

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvkeep.engine.request import Generation
+from kvkeep.engine.generation import Generation
 
 
 class Uninterrupted:

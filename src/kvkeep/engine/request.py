@@ -1,24 +1,20 @@
-"""Requests to the engine, their results, and the state of a request between the two."""
+"""Requests to the engine, and their results."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal, cast
-
-from torch import Tensor
+from typing import Literal
 
 from kvkeep import budget as budgets
 from kvkeep.engine.prompts import checked_guard, conversation, stop_texts, token_ids
 from kvkeep.engine.sampling import Sampling, whole_within
-from kvkeep.engine.stops import StopText
 from kvkeep.errors import InputError
 from kvkeep.loss import LostMass
 from kvkeep.memory import Memory
-from kvkeep.pins import Span, Spans, spans
+from kvkeep.pins import Span, spans
 from kvkeep.policies.base import Policy
+from kvkeep.snapshot import Snapshot
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -43,6 +39,7 @@ class Request:
             `kvkeep.pins.spans` returns them.
         guard: take the smallest of a quarter, half and all of the budget at which the prompt's cut loses at most this
             share of attention (`Result.lost_mass`), or all of it if none does; by default the engine's.
+        memory: the memory that the prompt continues. Policy and budget are then by default the memory's.
 
     Raises:
         InputError: there is nothing to continue, a value has another type, or a number is out of range.
@@ -61,6 +58,7 @@ class Request:
     sequence: int = 0
     pins: Sequence[Span] = ()
     guard: float | None = None
+    memory: Snapshot | None = None
 
     def __post_init__(self) -> None:
         self._take_text()
@@ -74,6 +72,8 @@ class Request:
             raise InputError(f"ignore_end={self.ignore_end!r} is neither True nor False.")
         if self.policy is not None and not isinstance(self.policy, str | Policy):
             raise InputError(f"policy={self.policy!r} is neither a policy nor the name of one.")
+        if self.memory is not None and not isinstance(self.memory, Snapshot):
+            raise InputError(f"memory={self.memory!r:.80} is no kvkeep.Snapshot.")
         if self.budget is not None:
             object.__setattr__(self, "budget", budgets.check_one(self.budget))
         if self.logprobs is not None:
@@ -131,6 +131,8 @@ class Result:
         budget: tokens kept per layer and head: what the request asked for, or what its guard has chosen.
         lost_mass: the share of attention that evicted tokens carried; unknown if it was cancelled or ended by an error.
         guarded: whether the prompt's cut lost at most the guard; ``None`` without a guard, or if the loss is unknown.
+        cached_tokens: tokens of the prompt that were not read again: a session's or a snapshot's, or a common
+            beginning of prompts.
     """
 
     id: int
@@ -148,6 +150,7 @@ class Result:
     budget: int = 0
     lost_mass: LostMass = field(default_factory=LostMass)
     guarded: bool | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,116 +168,3 @@ class Event:
     token_id: int | None
     text: str
     result: Result | None = None
-
-
-@dataclass(eq=False)
-class Generation:
-    """A request that waits or runs.
-
-    Attributes:
-        id: the number that `Engine.add` gave.
-        request: the request; its prompt is token ids.
-        policy: the policy that it runs under.
-        budget: tokens kept per layer and head.
-        ends: tokens that end the text.
-        tail: turns tokens into text and looks for stop texts; ``None`` without a tokenizer.
-        row: its row; ``None`` while it waits.
-        fed: tokens that the model has seen, of the prompt and new ones; counted when a step has succeeded.
-        token_ids: the new tokens.
-        logprobs: an entry for each new token, if asked for.
-        finish_reason: why it has ended; ``None`` while it runs.
-        error: the reason, if a step failed.
-        used: marks the tokens of the vocabulary that occur in it, for a repetition penalty.
-        memory: bytes of its row at its end.
-        lost: the attention that its evicted tokens carried.
-        levels: the budgets among which its guard chooses at the end of the prompt, in order; empty without a guard.
-        times: seconds of a clock at which it was ``added``, ``started``, and had its ``first`` and ``last`` token.
-    """
-
-    id: int
-    request: Request
-    policy: Policy
-    budget: int
-    ends: frozenset[int]
-    tail: StopText | None = None
-    row: int | None = None
-    fed: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    used: Tensor | None = None
-    memory: Memory = field(default_factory=Memory)
-    lost: LostMass = field(default_factory=LostMass)
-    levels: tuple[int, ...] = ()
-    times: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.mark("added")
-
-    def mark(self, event: str) -> None:
-        """Note the time of an event."""
-        self.times[event] = time.perf_counter()
-
-    @property
-    def prompt(self) -> Sequence[int]:
-        """The token ids of the prompt."""
-        return cast(Sequence[int], self.request.prompt)
-
-    @property
-    def pins(self) -> Spans:
-        """The spans of the prompt that may not be evicted."""
-        return cast(Spans, self.request.pins)
-
-    @property
-    def prompt_left(self) -> int:
-        """The number of prompt tokens that the model has not seen."""
-        return max(0, len(self.prompt) - self.fed)
-
-    def take(self, token_id: int) -> Event:
-        """Add a new token, and end the request if this is its last one."""
-        if not self.token_ids:
-            self.mark("first")
-        self.token_ids.append(token_id)
-        piece, stopped = self.tail.add(token_id) if self.tail else ("", False)
-        if stopped or token_id in self.ends:
-            self.finish("stop")
-        elif len(self.token_ids) >= self.request.sampling.max_new_tokens:
-            self.finish("length")
-        if self.finish_reason and self.tail:
-            piece += self.tail.end()
-        return Event(self.id, token_id, piece)
-
-    def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """Note that it ends, and why."""
-        self.finish_reason, self.error = reason, error
-        self.mark("last")
-
-    def rest(self) -> str:
-        """Return the text that was held back, after a failed step."""
-        with suppress(BaseException):  # perhaps the tokenizer is what fails, or a second Ctrl-C comes
-            return self.tail.end() if self.tail else ""
-        return ""
-
-    def result(self) -> Result:
-        """Return the finished request as the user gets it."""
-        assert self.finish_reason is not None
-        at, n, guard = self.times, len(self.token_ids), self.request.guard
-        started = at.get("started", at["last"])
-        return Result(
-            id=self.id,
-            token_ids=tuple(self.token_ids),
-            text=self.tail.text if self.tail else "",
-            finish_reason=self.finish_reason,
-            prompt_tokens=len(self.prompt),
-            logprobs=tuple(self.logprobs[:n]),
-            queued_s=started - at["added"],
-            ttft_s=at["first"] - at["added"] if n else None,
-            prefill_s=at["first"] - started if n else None,
-            tpot_s=(at["last"] - at["first"]) / (n - 1) if n > 1 else None,
-            error=self.error,
-            memory=self.memory,
-            budget=self.budget,
-            lost_mass=self.lost,
-            guarded=None if guard is None or self.lost.prompt is None else self.lost.prompt <= guard,
-        )

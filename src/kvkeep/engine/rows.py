@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from kvkeep.cache import BoundedCache
-from kvkeep.engine.own import Own, probed, states_of
+from kvkeep.engine.own import Own, beside_slots, probed, states_of
 from kvkeep.engine.segments import Owner, Segment, joined, segments
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.hybrid import beside_state
@@ -16,8 +17,9 @@ from kvkeep.layer import Layer
 from kvkeep.layout import Layout, caches_latents
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
-from kvkeep.pins import Spans
+from kvkeep.pins import Spans, spans
 from kvkeep.policies.base import Policy
+from kvkeep.snapshot import Contents, put, take
 from kvkeep.store import Block, inference
 from kvkeep.types import Phase, Slots
 
@@ -35,13 +37,13 @@ class Rows:
         model: the model, attached.
         policy: the policy that the rows are made for.
         budget: the largest budget of a row; every row has memory for it.
-        layer_budget: how budgets are spread over the layers, see `BoundedCache`.
-        positions: ``true`` or ``slot``, see `BoundedCache`.
+        layer_budget, positions: see `BoundedCache`.
         prefill_chunk: see `BoundedCache`; for a model that reads prompts whole.
 
     Attributes:
         count: rows that are allocated; 0 before `allocate`.
         version: incremented whenever row tensors, or the caches made from them, are replaced.
+        dtype: the name of the dtype of keys; ``None`` if the model has none.
         row_bytes: bytes of one row under the policy that the rows are made for.
         alone: whether a run of the model may have only one row.
 
@@ -75,6 +77,7 @@ class Rows:
         layers = (probe := probed(model)).bounded_layers()
         self._first = min(layers, default=0)
         self._like = [layer.store.slots() for layer in layers.values()]
+        self.dtype = next((str(like.keys.dtype).removeprefix("torch.") for like in self._like), None)
         self._windows = {index: layer.window for index, layer in layers.items()}
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
@@ -137,21 +140,32 @@ class Rows:
 
     @inference
     def begin(
-        self, row: int, *, budget: int, policy: Policy | None = None, sequence: int = 0, pins: Spans = ()
+        self,
+        row: int,
+        *,
+        budget: int,
+        policy: Policy | None = None,
+        sequence: int = 0,
+        pins: Spans = (),
+        contents: Contents | None = None,
     ) -> None:
-        """Empty a row for a new sequence.
+        """Empty a row for a new sequence, or continue one whose memory was taken before.
 
         Args:
             row: which.
             budget: the sequence's budget.
             policy: one that `takes` accepts; ``None``: the policy that the rows are made for.
-            sequence: the sequence's identity for randomness.
-            pins: spans of positions that may not be evicted.
+            sequence: the sequence's identity for randomness; its memory brings its own.
+            pins: spans of positions that may not be evicted, besides those of its memory.
+            contents: its memory.
 
         Raises:
             BudgetError: the policy protects more than the budget.
+            ShapeError: the contents belong to another model or policy.
         """
         policy = self.policy if policy is None else policy
+        held = contents.layers[0].pins if contents is not None and contents.layers else ()
+        pins = spans((*held, *pins))
         self._owners[row] = Owner(policy, bool(pins) and policy.evicts)
         self._own[row] = self._new_own(policy)
         self.numbers(policy, budget)
@@ -163,17 +177,33 @@ class Rows:
         for block in self._blocks:
             block.sequences[row] = sequence
         self._empty(row)
+        self._pin(row, pins)
+        if contents is not None:
+            self._limit(row, [layer.budget for layer in contents.layers])
+            put(contents, self._seen_by(row), row, **beside_slots(self._own[row]))
+            self._pin(row, pins)
+
+    def _pin(self, row: int, pins: Spans) -> None:
+        """Protect spans of positions in a row."""
         if pins and sum(block.pin_row(row, pins) for block in self._blocks):
             self.renew()
 
     def limit_row(self, row: int, policy: Policy, budget: int) -> None:
         """Give a row a budget, which holds from the next step on."""
-        for block, number in zip(self._blocks, self.numbers(policy, budget), strict=True):
+        self._limit(row, self.numbers(policy, budget))
+
+    def _limit(self, row: int, numbers: Sequence[int | tuple[int, ...]]) -> None:
+        """Give a row a budget in each layer. Blocks whose heads have budgets of their own have a table already."""
+        for block, number in zip(self._blocks, numbers, strict=True):
             if isinstance(block.budget, int) and block.budget != number:
                 self.renew()
                 block.budget = block.seen.new_full((self.count, 1), block.budget)
             if isinstance(block.budget, Tensor):
-                block.budget[row] = number
+                block.budget[row] = block.budget.new_tensor(number)
+
+    def take(self, row: int) -> Contents:
+        """Copy the memory of a row into main memory."""
+        return take(self._seen_by(row), row, **beside_slots(self._own[row]), device=torch.device("cpu"))
 
     @inference
     def end(self, row: int) -> None:
@@ -276,6 +306,12 @@ class Rows:
         if watch is not None:
             layer.policy = watch(index, one)
         return layer
+
+    def _seen_by(self, row: int) -> list[Block]:
+        """The blocks of all layers as the policy of a row sees them."""
+        owner = self._owners[row]
+        slots = (self.policy if owner is None else owner.policy).slots
+        return [block.under(slots) for block in self._blocks]
 
     def _empty(self, row: int) -> None:
         for block in self._blocks:

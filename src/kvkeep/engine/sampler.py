@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.engine.request import Generation, Logprob
+from kvkeep.engine.generation import Generation
+from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling import Sampling
 from kvkeep.noise import spread, uniform
 

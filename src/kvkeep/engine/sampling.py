@@ -13,6 +13,7 @@ _MOST_TOKENS = 2**31 - 1
 _LEAST_TOP_P = 1e-6
 _PENALTIES = (0.01, 100.0)
 _HOTTEST = 1000.0
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,3 +136,8 @@ def _shown(value: object) -> str:
     except ValueError:
         return "a number of thousands of digits"
     return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+def another_sequence(sequence: int, number: int) -> int:
+    """Return the identity for random numbers of a fork or a later turn, which draws other tokens than the first."""
+    return (sequence + number * _GOLDEN) % 2**63

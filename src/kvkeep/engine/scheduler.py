@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 
 from kvkeep.engine.batch import Batch, Run
-from kvkeep.engine.request import Generation
+from kvkeep.engine.generation import Generation
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
 

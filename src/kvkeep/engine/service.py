@@ -109,6 +109,12 @@ class Service:
                 self._left.append(box)
         return box is not None
 
+    def refuse(self, number: int, error: Exception) -> None:
+        """Raise an error in the listener of a request, of which no more events come. The caller has the turn."""
+        box = self._boxes.pop(number, None)
+        if box is not None:
+            box.put(error)
+
     def events(self, box: Box, step: Callable[[], object]) -> Iterator[Event]:
         """Yield the next events of a box: all that are there, at least one. Without a thread that steps, step."""
         while box.empty and box.open and self._thread is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,6 +58,48 @@ def encode_chat(checkpoint: Checkpoint, messages: Sequence[Mapping[str, str]]) -
     for message in messages:
         _check_text(message["content"])
     return _encoded(checkpoint, fill(checkpoint.tokenizer, messages), add_special_tokens=False)
+
+
+def encode_next(
+    checkpoint: Checkpoint, before: Sequence[Mapping[str, str]], new: Sequence[Mapping[str, str]]
+) -> Int[Tensor, "1 T"]:
+    """The token ids of new messages in a memory that is not empty, up to the beginning of the model's next answer.
+
+    Args:
+        checkpoint: the model and its tokenizer.
+        before: the conversation so far, which ends with an answer; its token ids begin with what closes that answer.
+            Without one a conversation begins: its token ids have no beginning of a text.
+        new: each with ``role`` and ``content``.
+
+    Raises:
+        InputError: see `encode_chat`; or the template does not show where the last answer ends.
+    """
+    if not before:
+        ids = encode_chat(checkpoint, new)
+        return ids[:, 1:] if int(ids[0, 0]) == checkpoint.tokenizer.bos_token_id and ids.shape[1] > 1 else ids
+    for message in new:
+        _check_text(message["content"])
+    known = [message["content"] for message in (*before, *new)]
+    mark = next(text for n in itertools.count() if not any((text := f"kvkeep{n}answer") in one for one in known))
+    text = fill(checkpoint.tokenizer, [*before[:-1], {**before[-1], "content": mark}, *new])
+    if text.count(mark) != 1:
+        raise InputError(
+            f"The chat template of {checkpoint.name} does not show the last answer as it is, so a conversation cannot "
+            "go on in its memory. Use `raw=True` and write what follows the answer yourself."
+        )
+    return _encoded(checkpoint, text.partition(mark)[2], add_special_tokens=False)
+
+
+def encode_rest(checkpoint: Checkpoint, text: str) -> Int[Tensor, "1 T"]:
+    """The token ids of a text that follows another one, without the chat template and without special tokens.
+
+    Raises:
+        InputError: see `encode`.
+    """
+    if not text:
+        raise InputError("The text is empty. Give some text.")
+    _check_text(text)
+    return _encoded(checkpoint, text, add_special_tokens=False)
 
 
 def _check_text(text: str) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvkeep.errors import InputError
+from kvkeep.pins import Spans, spans
 from kvkeep.snapshot.fingerprint import FORMAT, Fingerprint
 from kvkeep.snapshot.header import NotASnapshotError, check
 from kvkeep.snapshot.states import Flag, Place
@@ -26,6 +28,7 @@ class LayerDescription:
         used: slots up to the last occupied one.
         capacity: slots per head of the block.
         budget: slots that may stay occupied, of all heads or of each head.
+        pins: spans of positions that may not be evicted.
         whole: names of the state that each head has once.
         numbers: the row's counters by name.
     """
@@ -34,6 +37,7 @@ class LayerDescription:
     used: int
     capacity: int
     budget: int | tuple[int, ...]
+    pins: Spans
     whole: frozenset[str]
     numbers: Mapping[str, int]
 
@@ -102,6 +106,10 @@ def _layer(found: object, shown: str) -> LayerDescription:
         budget = tuple(whole(one, f"a budget of {shown}", most=_MOST) for one in budget)
     else:
         budget = whole(budget, f"the budget of {shown}", least=1, most=_MOST)
+    try:
+        pins = spans(found.get("pins"))
+    except InputError as error:
+        raise NotASnapshotError(f"{shown}: {error}") from error
     names = found.get("whole")
     check(isinstance(names, list) and all(isinstance(name, str) for name in names), f"{shown} lacks names of state")
     numbers = found.get("numbers")
@@ -112,7 +120,7 @@ def _layer(found: object, shown: str) -> LayerDescription:
         whole(value, f"{name!r:.40} of {shown}", least=least, most=2**63 - 1)
     whole(numbers["seen"], f"the number of tokens of {shown}", least=1, most=_MOST)
     check(numbers["prompt"] <= numbers["seen"], f"{shown} has a prompt longer than its text")
-    return LayerDescription(heads, used, capacity, budget, frozenset(names or ()), numbers)
+    return LayerDescription(heads, used, capacity, budget, pins, frozenset(names or ()), numbers)
 
 
 def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:

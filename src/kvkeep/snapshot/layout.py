@@ -8,8 +8,8 @@ these are. ``docs/sessions.md`` draws the layout.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -26,6 +26,7 @@ class Parts(NamedTuple):
     fingerprint: Fingerprint
     tokens: Int[Tensor, " n"] | None
     pending: int
+    note: Mapping[str, Any]
 
 
 KEY = "kvkeep"

@@ -48,6 +48,8 @@ def _read(file: IO[bytes], size: int) -> Parts:
     header = read_header(file, size)
     fingerprint, layers = fingerprint_of(header.about), described_layers(header.about)
     pending = whole(header.about.get("pending"), "pending", most=2**40)
+    note = header.about.get("note", {})
+    check(isinstance(note, dict), "its note is no object")
     groups = _by_layer(header.entries, len(layers))
     seen = layers[0].numbers["seen"]
     for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
@@ -80,7 +82,7 @@ def _read(file: IO[bytes], size: int) -> Parts:
             check(int(found[1]) in states, f"state {found[1]} is not described")
             states[int(found[1])][found[2], None if found[3] is None else int(found[3])] = tensor(entry)
     held = {number: StateCopy(tensors, flags[number]) for number, tensors in states.items()}
-    return Parts(Contents(tuple(copies), shared, held), fingerprint, ids, pending)
+    return Parts(Contents(tuple(copies), shared, held), fingerprint, ids, pending, note)
 
 
 def _by_layer(entries: Mapping[str, Entry], layers: int) -> list[dict[str, Entry]]:
@@ -136,7 +138,7 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
     positions = dense["store.positions"].masked_fill_(~occupied, EMPTY)
     _check_positions(shown, found["store.positions"], positions, about.numbers["seen"])
     numbers = {name: torch.tensor(value, dtype=torch.int64) for name, value in about.numbers.items()}
-    return RowCopy({**dense, **numbers}, cut, positions.clone(), about.capacity, about.budget)
+    return RowCopy({**dense, **numbers}, cut, positions.clone(), about.capacity, about.budget, about.pins)
 
 
 def _check_positions(shown: str, found: Int[Tensor, " n"], dense: Int[Tensor, "Hk used"], seen: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -25,12 +27,14 @@ class Snapshot:
         fingerprint: the model and the settings that it belongs to.
         tokens: ids of the tokens that it stands for, without padding; ``None`` if they are not known.
         pending: tokens of a prompt that were announced and not fed yet.
+        note: plain data of whoever took it, such as a session's messages; it is saved as JSON.
     """
 
     contents: Contents
     fingerprint: Fingerprint
     tokens: Int[Tensor, " n"] | None = None
     pending: int = 0
+    note: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.tokens is not None and len(self.tokens) != self.seen:
@@ -62,7 +66,7 @@ class Snapshot:
         Raises:
             SnapshotError: the file cannot be written; an older file of that name stays as it was.
         """
-        writing.save(Parts(self.contents, self.fingerprint, self.tokens, self.pending), path)
+        writing.save(Parts(self.contents, self.fingerprint, self.tokens, self.pending, self.note), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Snapshot:

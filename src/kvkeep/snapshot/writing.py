@@ -70,6 +70,7 @@ def _about(parts: Parts) -> dict[str, Any]:
     return {
         "fingerprint": parts.fingerprint.as_dict(),
         "pending": parts.pending,
+        "note": dict(parts.note),
         "layers": [_about_layer(layer) for layer in contents.layers],
         "states": {
             str(number): [[name, key, flag] for (name, key), flag in state.flags.items()]
@@ -83,7 +84,7 @@ def _about_layer(layer: RowCopy) -> dict[str, Any]:
     heads, used = layer.positions.shape
     budget = layer.budget if isinstance(layer.budget, int) else list(layer.budget)
     sizes = {"heads": heads, "used": used, "capacity": layer.capacity, "budget": budget}
-    return {**sizes, "whole": _whole(layer), "numbers": numbers}
+    return {**sizes, "pins": [list(span) for span in layer.pins], "whole": _whole(layer), "numbers": numbers}
 
 
 def _whole(layer: RowCopy) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
@@ -11,8 +11,12 @@ from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.memory import bytes_of
+from kvkeep.pins import LAST, Spans
 from kvkeep.store.block import Block
 from kvkeep.types import EMPTY
+
+_NUMBERS = ("budget", "pins")
+"""Tensors of `Block.per_row` that not every block has. A copy holds them as numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +33,7 @@ class RowCopy:
         positions: true positions of the tokens up to the last occupied slot, ``-1`` = empty.
         capacity: slots per head of the block.
         budget: slots that may stay occupied, of all heads or of each head.
+        pins: spans of positions that may not be evicted.
     """
 
     tensors: Mapping[str, Tensor]
@@ -36,6 +41,7 @@ class RowCopy:
     positions: Int[Tensor, "Hk used"]
     capacity: int
     budget: int | tuple[int, ...]
+    pins: Spans = ()
 
     @property
     def used(self) -> int:
@@ -55,7 +61,7 @@ class RowCopy:
     def to(self, device: torch.device | str) -> RowCopy:
         """The same row on a device; tensors that are there already are not copied."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return RowCopy(tensors, self.cut, self.positions.to(device), self.capacity, self.budget)
+        return replace(self, tensors=tensors, positions=self.positions.to(device))
 
 
 def take_row(block: Block, row: int, device: torch.device | None = None) -> RowCopy:
@@ -73,9 +79,10 @@ def take_row(block: Block, row: int, device: torch.device | None = None) -> RowC
     tensors = {
         name: _copied(tensor[row, :, :used] if name in cut else tensor[row], device)
         for name, tensor in block.per_row().items()
-        if name != "budget"
+        if name not in _NUMBERS
     }
-    return RowCopy(tensors, cut, _copied(positions[:, :used], device), block.store.capacity, _budget(block, row))
+    held = _copied(positions[:, :used], device)
+    return RowCopy(tensors, cut, held, block.store.capacity, _budget(block, row), _pins(block, row))
 
 
 def put_row(block: Block, row: int, copy: RowCopy) -> None:
@@ -91,6 +98,8 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
     """
     check_row(block, copy)
     block.set_budget(row, copy.budget)
+    if copy.pins or block.pins is not None:
+        block.pin_row(row, copy.pins)
     mine = block.per_row()
     for name, tensor in copy.tensors.items():
         target = mine[name][row]
@@ -104,7 +113,7 @@ def check_row(block: Block, copy: RowCopy) -> None:
     Raises:
         ShapeError: names, shapes, dtypes or the number of slots differ.
     """
-    mine = {name: tensor for name, tensor in block.per_row().items() if name != "budget"}
+    mine = {name: tensor for name, tensor in block.per_row().items() if name not in _NUMBERS}
     if mine.keys() != copy.tensors.keys() or block.per_slot() != copy.cut:
         other = sorted(mine.keys() ^ copy.tensors.keys())
         raise ShapeError(f"The row of another policy or store was given: {', '.join(other)} are not in both.")
@@ -125,6 +134,12 @@ def check_row(block: Block, copy: RowCopy) -> None:
 def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
     """A contiguous copy that shares no memory with the tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device).copy_(tensor)
+
+
+def _pins(block: Block, row: int) -> Spans:
+    """The pins of one row."""
+    bounds = [] if block.pins is None else [bound for bound in block.pins[row].tolist() if bound != LAST]
+    return tuple(zip(bounds[::2], bounds[1::2], strict=True))
 
 
 def _budget(block: Block, row: int) -> int | tuple[int, ...]:

@@ -1,0 +1,73 @@
+"""The model and the settings of an engine, as its snapshots name them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvkeep.errors import PolicyError
+from kvkeep.layout import Layout
+from kvkeep.models.load import Model, Tokenizer
+from kvkeep.models.weights import fingerprint
+from kvkeep.registry import spec
+from kvkeep.snapshot import Fingerprint
+from kvkeep.snapshot.fingerprint import hash_of_config, name_of_config, rule
+
+
+@dataclass(eq=False)
+class Identity:
+    """The model and the settings of an engine.
+
+    Attributes:
+        model: the model, attached.
+        tokenizer: the engine's, if it has one.
+        chunk: prompt tokens per step; ``None``: a whole prompt.
+        dtype: dtype of the keys; ``None`` before there are rows.
+    """
+
+    model: Model
+    tokenizer: Tokenizer | None
+    chunk: int | None
+    dtype: str | None = None
+
+    @property
+    def weights(self) -> str:
+        """A hash of the model's weights as they are now."""
+        return fingerprint(self.model)
+
+    @cached_property
+    def _tokenizer_hash(self) -> str | None:
+        """A hash of the tokens and their numbers."""
+        if self.tokenizer is None or not hasattr(self.tokenizer, "get_vocab"):
+            return None
+        words = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
+        return hashlib.sha256(repr(words).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _config(self) -> str:
+        return hash_of_config(self.model.config)
+
+    def fingerprint(self, layout: Layout, budget: int) -> Fingerprint:
+        """Return what a memory belongs to.
+
+        Args:
+            layout: the policy, and how the budget is spread over the layers.
+            budget: tokens kept per layer and head.
+        """
+        try:
+            policy = spec(layout.policy)
+        except PolicyError:  # it is not registered
+            policy = str(layout.policy)
+        return Fingerprint(
+            model=name_of_config(self.model.config),
+            config=self._config,
+            policy=policy,
+            budget=budget,
+            layer_budget=rule(layout.layer_budget),
+            dtype=self.dtype,
+            positions="true" if layout.rotation is None else "slot",
+            chunk=self.chunk,
+            weights=self.weights,
+            tokenizer=self._tokenizer_hash,
+        )

@@ -1,0 +1,301 @@
+"""`Session`: a conversation whose memory stays between its turns, without a row of the engine."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvkeep.engine.asked import Turn, turn_of
+from kvkeep.engine.coroutines import AsyncEvents
+from kvkeep.engine.generation import Generation
+from kvkeep.engine.interrupts import Uninterrupted
+from kvkeep.engine.past import Past
+from kvkeep.engine.request import Event, Request, Result
+from kvkeep.engine.sampling import Sampling, another_sequence, whole_within
+from kvkeep.engine.service import Box
+from kvkeep.engine.shelf import Shelf, State
+from kvkeep.errors import InputError, SnapshotError
+from kvkeep.policies.base import Policy
+from kvkeep.snapshot import Contents, Snapshot
+
+if TYPE_CHECKING:
+    from kvkeep.engine.work import Work
+
+
+class Session:
+    """A conversation whose memory stays between its turns. `Engine.session` makes it.
+
+    A session has a row of the engine only while a turn runs. A turn that fails, is cancelled or interrupted leaves the
+    session as it was before that turn. Turns that are sent while another one runs wait for it, in order.
+
+    Attributes:
+        name: by which the engine finds it again; ``None`` if it has no name.
+        policy: its eviction policy.
+        budget: its tokens kept per layer and head.
+        sequence: its identity for drawn tokens; forks get others.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        shelf: Shelf,
+        state: State,
+        settled: tuple[Policy, int],
+        *,
+        sequence: int = 0,
+        name: str | None = None,
+    ) -> None:
+        self.name, self.sequence, (self.policy, self.budget) = name, sequence, settled
+        self._work, self._shelf, self._state = work, shelf, state
+        self._running: Generation | None = None
+        self._messages: tuple[Mapping[str, str], ...] = ()
+        self._queue: deque[Generation] = deque()
+        self._forks = 0
+        self._closed = False
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens up to the end of the last finished turn. The model may not have read the last one yet."""
+        past = self._state.past
+        return (*past.ids, *past.pending)
+
+    @property
+    def messages(self) -> tuple[Mapping[str, str], ...]:
+        """The conversation up to the last finished turn; empty if that turn did not use the chat template."""
+        return self._state.past.messages
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its memory, in main memory or on the disk."""
+        return self._state.kept.nbytes if self._state.kept else 0
+
+    @property
+    def running(self) -> bool:
+        """Whether a turn runs or waits."""
+        return self._running is not None
+
+    def send(self, asked: Turn, sampling: Sampling | None = None) -> Iterator[Event]:
+        """Continue the conversation, and yield the answer's tokens as they come.
+
+        The turn begins when the first event is asked for. Whoever stops listening cancels the turn.
+
+        Args:
+            asked: a text, which becomes the user's message in the chat template; new messages; token ids; or a request
+                with one of these, stop texts and more.
+            sampling: how tokens are chosen, unless a request says it.
+
+        Raises:
+            InputError: the session or the engine is closed, or the request cannot be used; see `Engine.add`.
+        """
+        return self._events(asked, sampling)
+
+    def ask(self, asked: Turn, sampling: Sampling | None = None) -> Result:
+        """Continue the conversation, and return the whole answer; arguments as for `send`."""
+        return _last(self.send(asked, sampling))
+
+    def asend(self, asked: Turn, sampling: Sampling | None = None) -> AsyncEvents:
+        """Continue the conversation from a coroutine: ``async for event in session.asend("a text")``."""
+        return AsyncEvents(lambda box: self._enqueue(asked, sampling, box), self._work._service.leave)
+
+    def read(self, asked: str | Sequence[int]) -> Result:
+        """Add a text or token ids to the memory without an answer. A text is taken as it is.
+
+        Raises:
+            KVKeepError: see `send`; or a step failed.
+        """
+        request = Request(prompt=asked, raw=isinstance(asked, str), sampling=Sampling(max_new_tokens=1))
+        result = _last(self._events(request, None, reads=True))
+        if result.error or result.finish_reason == "cancelled":
+            raise InputError(f"The text was not read: {result.error or 'the turn was cancelled'}. Read it again.")
+        return result
+
+    def fork(self, n: int = 1) -> list[Session]:
+        """Return sessions that go on from the last finished turn. They share nothing with this one afterwards.
+
+        Each draws its own random tokens. A running turn is no part of the forks.
+
+        Raises:
+            InputError: the session or the engine is closed, or ``n`` is no whole number of 1 or more.
+        """
+        count = whole_within("n", n, 1, 2**20)
+        with Uninterrupted(), self._work._service.turn:
+            self._check_open()
+            return [self._fork() for _ in range(count)]
+
+    def snapshot(self) -> Snapshot:
+        """Return the memory after the last finished turn, with its token ids and messages.
+
+        Raises:
+            InputError: the session or the engine is closed.
+            SnapshotError: there is no finished turn yet, or the memory cannot be read from the disk.
+        """
+        with Uninterrupted(), self._work._service.turn:
+            self._check_open()
+            if self._state.kept is None:
+                raise SnapshotError("The session has no memory yet: send it a turn, or read a text, first.")
+            return self._shelf.load(self._state.kept)
+
+    def rewind(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot of this session, or to any other one of the same model, policy and budget.
+
+        Raises:
+            InputError: the session or the engine is closed, or a turn is running.
+            SnapshotError: the snapshot belongs to something else; the session stays as it was.
+        """
+        if not isinstance(snapshot, Snapshot):
+            raise InputError(f"{type(snapshot).__name__} is no kvkeep.Snapshot; give what session.snapshot() returned.")
+        with Uninterrupted(), self._work._service.turn:
+            self._check_open()
+            if self._running is not None:
+                raise InputError("A turn of the session is running. Wait for its end, or cancel it, before you rewind.")
+            self._work._admission.settle(self.policy, self.budget, snapshot)
+            self._keep_state(Past.of(snapshot), snapshot)
+
+    def save(self) -> None:
+        """Write the memory of a named session to the engine's ``session_dir``. `close` does it as well.
+
+        Raises:
+            SnapshotError: it cannot be written; an older file stays as it was.
+        """
+        with Uninterrupted(), self._work._service.turn:
+            if self.name is not None and self._state.kept is not None:
+                self._shelf.write(self._state.kept)
+
+    def close(self, *, delete: bool = False) -> None:
+        """Cancel all turns and give the memory up. A named session is saved, so that it can be opened again.
+
+        Args:
+            delete: remove the file of a named session instead of writing it.
+
+        Raises:
+            SnapshotError: the memory cannot be written. The session stays open and loses nothing.
+        """
+        with Uninterrupted(), self._work._service.turn:
+            if self._closed:
+                return
+            for one in [*self._queue, *([self._running] if self._running else [])]:
+                self._work.cancel(one.id)
+            if not delete:
+                self.save()
+            elif self.name is not None:
+                self._shelf.remove(self.name)
+            self._closed, self._state = True, State(Past())
+            self._work._sessions.leave(self)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        name = "" if self.name is None else f"{self.name!r}, "
+        return f"Session({name}{len(self.token_ids)} tokens, policy='{self.policy}', budget={self.budget})"
+
+    def _events(self, asked: Turn, sampling: Sampling | None, *, reads: bool = False) -> Iterator[Event]:
+        """Queue a turn when the first event is asked for, and yield its events."""
+
+        def add(one: Turn, box: Box) -> int:
+            return self._enqueue(one, sampling, box, reads=reads)
+
+        work = self._work
+        return work._service.drain(iter([asked]), add, lambda: True, step=work._step, end=work.cancel)
+
+    def _fork(self) -> Session:
+        self._forks += 1
+        past, kept = self._state.past, self._state.kept
+        if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
+            kept = self._shelf.keep(self._shelf.load(kept))
+        seed, settled = another_sequence(self.sequence, self._forks), (self.policy, self.budget)
+        return Session(self._work, self._shelf, State(past, kept), settled, sequence=seed)
+
+    def _check_open(self) -> None:
+        """Refuse to go on after `close`.
+
+        Raises:
+            InputError: the session or its engine is closed.
+        """
+        self._work._check_open()
+        if self._closed:
+            raise InputError("The session is closed. Open it again by its name, or begin a new one.")
+
+    def _enqueue(self, asked: Turn, sampling: Sampling | None, box: Box, *, reads: bool = False) -> int:
+        """Start a turn, or let it wait for the one that runs, and return its number."""
+        request = turn_of(asked, sampling)
+        with Uninterrupted(), self._work._service.turn:
+            self._check_open()
+            one = Generation(self._work._count, request, self.policy, self.budget, frozenset())
+            one.reads, one.left = reads, self._left
+            if box.left:
+                return one.id
+            if self._running is None:
+                one = self._continued(one)
+            self._work._enter(one, box)
+            if self._running is None:
+                self._start(one)
+            else:
+                self._queue.append(one)
+            return one.id
+
+    def _continued(self, one: Generation) -> Generation:
+        """Return a turn with the token ids of the whole session as its prompt.
+
+        Raises:
+            KVKeepError: the engine cannot run it.
+        """
+        past, work = self._state.past, self._work
+        sequence = another_sequence(self.sequence, len(past.ids)) if past.ids else self.sequence
+        request = replace(one.request, policy=self.policy, budget=self.budget, sequence=sequence)
+        made = work._admission.check(request, one.id, past)
+        made.times, made.reads, made.left = one.times, one.reads, one.left
+        made.load, made.keep = self._load, self._keep
+        self._messages = work._admission.words.messages_of(request)
+        return made
+
+    def _start(self, one: Generation) -> None:
+        """Let a turn wait for a row."""
+        self._running = self._work._all[one.id] = one
+        self._work._scheduler.waiting.append(one)
+
+    def _load(self) -> Contents | None:
+        """The memory with which a turn begins."""
+        return self._shelf.load(self._state.kept).contents if self._state.kept else None
+
+    def _keep(self, one: Generation, contents: Contents) -> None:
+        """Take over the memory of a turn that has ended well."""
+        ids = array("i", (*one.prompt, *one.token_ids))
+        said = one.tail.text if one.tail else ""
+        answered = (*self._state.past.messages, *self._messages, {"role": "assistant", "content": said})
+        past = Past(ids[: contents.seen], tuple(ids[contents.seen :]), answered if self._messages else ())
+        fingerprint = self._work._admission.fingerprint(self.policy, self.budget)
+        self._keep_state(past, Snapshot(contents, fingerprint, past.tokens))
+
+    def _keep_state(self, past: Past, snapshot: Snapshot) -> None:
+        """Go on from a memory. If there is no room for it, the session stays as it is."""
+        snapshot = replace(snapshot, note={**past.note, "sequence": self.sequence})
+        self._state = State(past, self._shelf.keep(snapshot, self.name, instead=self._state.kept))
+
+    def _left(self, one: Generation) -> None:
+        """Let the next turn begin after one has ended."""
+        if one is not self._running:
+            self._queue = deque(other for other in self._queue if other.id != one.id)
+            return
+        self._running = None
+        while self._queue and self._running is None:
+            waiting = self._queue.popleft()
+            try:
+                self._start(self._continued(waiting))
+            except Exception as error:  # what the user did wrong; or a tokenizer that fails
+                self._work._refuse(waiting, error)
+
+
+def _last(events: Iterator[Event]) -> Result:
+    """The result with which events end."""
+    result = None
+    for event in events:
+        result = event.result
+    assert result is not None
+    return result

@@ -1,0 +1,90 @@
+"""Texts and conversations of requests as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import cast
+
+from kvkeep.engine.past import Past
+from kvkeep.engine.request import Request
+from kvkeep.errors import InputError
+from kvkeep.models import text
+from kvkeep.models.load import Checkpoint, Model, Tokenizer
+
+
+class Words:
+    """Turns the texts of requests into token ids.
+
+    Args:
+        model: the model, attached.
+        tokenizer: the engine's, if it has one.
+        limit: the number of positions that the model has learned, if it is limited.
+        ends: tokens that end a text.
+    """
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer | None, limit: int | None, ends: Collection[int] = ()
+    ) -> None:
+        self._model, self._tokenizer, self._limit, self._ends = model, tokenizer, limit, ends
+
+    def ids_of(self, request: Request) -> tuple[int, ...]:
+        """Return the token ids of a request. A text or a conversation goes through the chat template.
+
+        Raises:
+            InputError: there is no tokenizer or no chat template, or the template fails.
+        """
+        if request.messages is None and not isinstance(request.prompt, str):
+            return tuple(cast(Sequence[int], request.prompt))
+        checkpoint = self._checkpoint(request)
+        if isinstance(request.prompt, str):
+            ids = text.encode(checkpoint, request.prompt, raw=request.raw)
+        else:
+            ids = text.encode_chat(checkpoint, request.messages or ())
+        return tuple(ids[0].tolist())
+
+    def continued(self, request: Request, past: Past) -> tuple[int, ...]:
+        """Return the token ids of a sequence and of the request that continues it.
+
+        The past stays as it is, also if the chat template would now write earlier turns in another way. The template
+        decides how the last answer is closed: an end token that the model has not read gives way to that.
+
+        Raises:
+            InputError: see `ids_of`; or the request is a conversation, and the template does not show its last answer.
+        """
+        before = (*past.ids, *past.pending)
+        if not before:
+            return self.ids_of(request)
+        if request.messages is None and not isinstance(request.prompt, str):
+            return before + self.ids_of(request)
+        checkpoint = self._checkpoint(request)
+        new = self.messages_of(request)
+        if not new:
+            return before + tuple(text.encode_rest(checkpoint, cast(str, request.prompt))[0].tolist())
+        ids = tuple(text.encode_next(checkpoint, past.messages, new)[0].tolist())
+        if past.messages and past.pending and past.pending[-1] in self._ends:
+            before = before[:-1]
+        return before + ids
+
+    def messages_of(self, request: Request) -> tuple[Mapping[str, str], ...]:
+        """Return the messages of a request; none if it is token ids, or a text without the chat template."""
+        if request.messages is not None:
+            return tuple(request.messages)
+        if not isinstance(request.prompt, str) or request.raw:
+            return ()
+        has_template = getattr(self._tokenizer, "chat_template", None) is not None
+        return ({"role": "user", "content": request.prompt},) if has_template else ()
+
+    def _checkpoint(self, request: Request) -> Checkpoint:
+        """Return the model's configuration together with the tokenizer.
+
+        Raises:
+            InputError: there is no tokenizer.
+        """
+        if self._tokenizer is None:
+            what = "messages need" if request.prompt is None else "a text needs"
+            raise InputError(
+                f"The engine has no tokenizer, and {what} one: make it with Engine(model, tokenizer), or give token "
+                "ids as the prompt."
+            )
+        name = getattr(self._tokenizer, "name_or_path", None) or type(self._tokenizer).__name__
+        return Checkpoint(name, self._model.config, self._tokenizer, self._limit, allow_pickle=False)

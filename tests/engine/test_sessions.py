@@ -1,0 +1,533 @@
+"""Sessions continue exactly where they were, whatever runs beside them, and whatever went wrong in between."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from sweeps import sweep
+
+import kvkeep
+from kvkeep.engine import Engine, Request
+from kvkeep.errors import BudgetError, CapacityError, InputError, KVKeepError, PolicyError, SnapshotError
+
+from .models import model
+from .session_models import BUDGET, Alone, answers, engine_of, short
+from .test_equal import POLICIES, prompt_of
+
+KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4", "spatten", "scissorhands")
+TURNS = [prompt_of(i, n) for i, n in enumerate((7, 3, 12, 1, 5))]
+
+
+def ids(events):
+    return tuple(event.token_id for event in events)
+
+
+def chunks_of(policy):
+    return (None,) if kvkeep.parse(policy).cascades else (None, 4)
+
+
+# ------------------------------------------------------------------ turns
+
+
+@pytest.mark.parametrize(
+    ("policy", "chunk"),
+    sweep([(p, c) for p in POLICIES for c in chunks_of(p)], lambda case: case[0] in KINDS),
+)
+def test_a_session_goes_on_where_it_was(policy, chunk):
+    budget = 14 if kvkeep.parse(policy).evicts else 64
+    if kvkeep.parse(policy).grows:
+        budget = 64
+    with engine_of(policy, budget, prefill_chunk=chunk) as engine:
+        session = engine.session()
+        found = []
+        for i, turn in enumerate(TURNS):
+            found.append(session.ask(turn, short()).token_ids)
+            engine.generate([Request(prompt=prompt_of(50 + i, 9), sampling=short())] * 2)  # its row is used again
+        assert found == answers(TURNS, policy=policy, budget=budget, chunk=chunk)
+
+
+def test_a_turn_says_what_was_read_again_and_what_was_not():
+    engine = engine_of()
+    session = engine.session()
+    first = session.ask(TURNS[0], short())
+    assert (first.prompt_tokens, first.cached_tokens) == (7, 0)
+    assert session.token_ids == TURNS[0] + first.token_ids
+    second = session.ask(TURNS[1], short())
+    assert (second.prompt_tokens, second.cached_tokens) == (7 + 4 + 3, 7 + 3)  # the last new token was not read yet
+    assert session.token_ids == TURNS[0] + first.token_ids + TURNS[1] + second.token_ids
+
+
+def test_a_session_has_a_row_only_while_it_runs():
+    engine = engine_of(rows=1)
+    sessions = [engine.session() for _ in range(5)]
+    for turn in TURNS:
+        for session in sessions:
+            assert ids(session.send(turn, short()))
+            assert not session.running
+            assert not engine.busy
+    assert {session.token_ids for session in sessions} == {sessions[0].token_ids}
+    assert all(bool((block.store.positions < 0).all()) for block in engine._rows._blocks)
+
+
+@pytest.mark.parametrize("turns", sweep([40, 200], lambda n: n == 40))
+def test_two_hundred_turns_take_constant_memory(turns):
+    engine = engine_of()
+    session, sizes = engine.session(), set()
+    alone = Alone()
+    for i in range(turns):
+        turn = prompt_of(i, 1 + i % 3)
+        assert session.ask(turn, short(2)).token_ids == alone.ask(turn, 2)
+        if i > 20:
+            sizes.add(session.snapshot().contents.nbytes)
+    assert len(sizes) == 1
+    assert engine.memory().allocated_bytes == engine_of().memory().allocated_bytes
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
+def test_other_architectures(name):
+    with engine_of(name=name, prefill_chunk=5) as engine:
+        session = engine.session()
+        assert [session.ask(turn, short()).token_ids for turn in TURNS[:3]] == answers(TURNS[:3], name=name, chunk=5)
+
+
+def test_drawn_tokens_differ_between_turns_and_are_the_same_again():
+    def draw(sequence):
+        session = engine_of().session(sequence=sequence)
+        return [session.ask(turn, short(6, temperature=1.0, seed=5)).token_ids for turn in TURNS[:3]]
+
+    assert draw(0) == draw(0) != draw(1)
+    plain = engine_of().generate([Request(prompt=TURNS[0], sampling=short(6, temperature=1.0, seed=5))])[0]
+    assert draw(0)[0] == plain.token_ids
+
+
+def test_a_first_turn_is_like_a_request():
+    policy = "random"  # depends on the sequence
+    engine = engine_of(policy)
+    for sequence in (0, 3):
+        want = engine.generate([Request(prompt=TURNS[2], sampling=short(8), sequence=sequence)])[0]
+        assert engine.session(sequence=sequence).ask(TURNS[2], short(8)).token_ids == want.token_ids
+
+
+def test_a_repetition_penalty_knows_the_earlier_turns():
+    engine = engine_of(budget=64)
+    sampling = short(6, repetition_penalty=3.0)
+    session = engine.session()
+    session.read(TURNS[0])
+    want = engine.generate([Request(prompt=TURNS[0] + TURNS[1], sampling=sampling)])[0]
+    assert session.ask(TURNS[1], sampling).token_ids == want.token_ids
+
+
+def test_sessions_of_several_policies_and_budgets_run_side_by_side():
+    engine = engine_of("h2o", 14, rows=4)
+    ways = [("h2o", 14), ("tova", 10), ("scissorhands", 12), ("adakv:window=4", 14), ("h2o", 9)]
+    sessions = [engine.session(policy=policy, budget=budget) for policy, budget in ways]
+    with ThreadPoolExecutor(len(ways)) as pool:
+        found = list(pool.map(lambda s: [s.ask(turn, short()).token_ids for turn in TURNS], sessions))
+    assert found == [answers(TURNS, policy=policy, budget=budget) for policy, budget in ways]
+
+
+# ------------------------------------------------------------------ forks, snapshots, rewinds
+
+
+def test_forks_share_nothing():
+    engine = engine_of()
+    session = engine.session()
+    first = session.ask(TURNS[0], short()).token_ids
+    forks = session.fork(3)
+    for fork, turn in zip(forks, TURNS[1:], strict=False):
+        assert fork.token_ids == TURNS[0] + first
+        assert fork.ask(turn, short()).token_ids == answers([TURNS[0], turn])[1]
+    assert session.ask(TURNS[4], short()).token_ids == answers([TURNS[0], TURNS[4]])[1]
+    session.close()
+    assert forks[0].ask(TURNS[3], short()).token_ids == answers([TURNS[0], TURNS[1], TURNS[3]])[2]
+
+
+def test_a_fork_while_the_parent_runs_is_the_last_finished_turn():
+    engine = engine_of()
+    session = engine.session()
+    session.ask(TURNS[0], short())
+    stream = session.send(TURNS[1], short(8))
+    seen = [next(stream)]
+    (fork,) = session.fork()
+    snapshot = session.snapshot()
+    assert session.running
+    assert fork.ask(TURNS[2], short()).token_ids == answers([TURNS[0], TURNS[2]])[1]
+    alone = Alone()
+    alone.ask(TURNS[0])
+    assert ids([*seen, *stream]) == alone.ask(TURNS[1], 8)
+    session.rewind(snapshot)
+    assert session.ask(TURNS[2], short()).token_ids == answers([TURNS[0], TURNS[2]])[1]
+
+
+def test_forks_draw_their_own_tokens():
+    engine = engine_of()
+    session = engine.session()
+    session.read(TURNS[2])
+    drawn = {fork.ask(TURNS[0], short(8, temperature=1.0)).token_ids for fork in session.fork(4)}
+    assert len(drawn) == 4
+    greedy = {fork.ask(TURNS[0], short(8)).token_ids for fork in session.fork(4)}
+    assert len(greedy) == 1
+
+
+def test_a_fork_under_a_random_policy_goes_on_with_the_numbers_of_its_parent():
+    engine = engine_of("random")
+    session = engine.session()
+    session.ask(TURNS[2], short())
+    (fork,) = session.fork()
+    assert fork.ask(TURNS[0], short(8)).token_ids == session.ask(TURNS[0], short(8)).token_ids
+
+
+@pytest.mark.parametrize("policy", sweep(POLICIES, KINDS.__contains__))
+def test_a_rewind_takes_everything_back(policy):
+    budget = 14 if kvkeep.parse(policy).evicts and not kvkeep.parse(policy).grows else 64
+    session = engine_of(policy, budget).session()
+    session.ask(TURNS[0], short())
+    snapshot = session.snapshot()
+    before = session.token_ids
+    once = [session.ask(turn, short()).token_ids for turn in TURNS[1:]]
+    session.rewind(snapshot)
+    assert session.token_ids == before
+    assert [session.ask(turn, short()).token_ids for turn in TURNS[1:]] == once
+
+
+def test_a_snapshot_starts_sessions_and_requests():
+    engine = engine_of("h2o", 14)
+    session = engine.session(policy="tova", budget=9)
+    session.ask(TURNS[0], short())
+    snapshot, want = session.snapshot(), session.ask(TURNS[1], short())
+    other = engine.session(memory=snapshot)
+    assert (other.policy, other.budget) == (session.policy, 9)
+    assert other.ask(TURNS[1], short()).token_ids == want.token_ids
+    found = engine.generate([Request(prompt=TURNS[1], memory=snapshot, sampling=short())] * 3)
+    assert {result.token_ids for result in found} == {want.token_ids}
+    assert {(result.prompt_tokens, result.cached_tokens) for result in found} == {(14, 10)}
+
+
+def test_a_snapshot_of_a_cache_goes_on_in_an_engine():
+    cache = kvkeep.BoundedCache(model("llama").config, "h2o", BUDGET)
+    with torch.inference_mode():
+        model("llama")(input_ids=torch.tensor([TURNS[2]]), past_key_values=cache)
+    alone = Alone()
+    alone._cache = cache
+    engine = engine_of()
+    snapshot = cache.snapshot(0, tokens=TURNS[2])
+    want = alone.ask(TURNS[0])
+    assert engine.session(memory=snapshot).ask(TURNS[0], short()).token_ids == want
+    with pytest.raises(SnapshotError, match="which tokens"):
+        engine.session(memory=cache.snapshot())
+
+
+def test_a_prefix_is_read_once():
+    engine = engine_of(prefill_chunk=4)
+    prefix = engine.prefix(TURNS[2])
+    assert prefix.tokens.tolist() == list(TURNS[2])
+    found = engine.generate([Request(prompt=turn, memory=prefix, sampling=short()) for turn in TURNS])
+    for turn, result in zip(TURNS, found, strict=True):
+        assert (result.cached_tokens, result.prompt_tokens) == (12, 12 + len(turn))
+        session = engine.session()
+        session.read(TURNS[2])
+        assert result.token_ids == session.ask(turn, short()).token_ids
+    whole = engine.generate([Request(prompt=TURNS[2] + TURNS[1], sampling=short())])[0]
+    assert found[1].token_ids == whole.token_ids  # the prefix ends at the border of a chunk
+
+
+# ------------------------------------------------------------------ what goes wrong
+
+
+@pytest.fixture
+def session():
+    engine = engine_of()
+    session = engine.session()
+    session.ask(TURNS[0], short())
+    return session
+
+
+def is_as_before(session):
+    return session.ask(TURNS[1], short()).token_ids == answers(TURNS[:2])[1]
+
+
+def failing(module, *args):
+    raise RuntimeError("the model fails")
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_failed_turn_leaves_the_session_as_it_was(session, after):
+    stream = session.send(TURNS[3], short(8))
+    for _ in range(after):
+        next(stream)
+    hook = model("llama").register_forward_pre_hook(failing)
+    *_, last = stream
+    hook.remove()
+    assert last.result.finish_reason == "error"
+    assert "the model fails" in last.result.error
+    assert is_as_before(session)
+
+
+def test_a_turn_that_nobody_listens_to_leaves_the_session_as_it_was(session):
+    stream = session.send(TURNS[3], short(100))
+    next(stream)
+    stream.close()
+    assert not session.running
+    assert is_as_before(session)
+
+
+def test_an_interrupt_leaves_the_session_as_it_was(session):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    hook = model("llama").register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        session.ask(TURNS[3], short())
+    hook.remove()
+    assert is_as_before(session)
+
+
+def test_a_memory_that_cannot_be_kept_ends_the_turn_with_an_error(session, monkeypatch):
+    def full(self, *args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(session._shelf), "keep", full)
+        events = list(session.send(TURNS[3], short()))
+    assert (len(events), events[-1].result.finish_reason) == (4, "error")
+    assert "No space left" in events[-1].result.error
+    assert is_as_before(session)
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        ((), "no tokens"),
+        ("", "empty"),
+        ("a text", "no tokenizer"),
+        ([{"role": "user", "content": "hello"}], "no tokenizer"),
+        ([{"role": "user"}], "conversation"),
+        ([61], "vocabulary"),
+        ([-1], "vocabulary"),
+        ([1.5], "whole number"),
+        (None, "prompt"),
+        (7, "prompt"),
+        (b"ab", "prompt"),
+        ({"input_ids": [1]}, "prompt.input_ids"),
+        (Request(prompt=[1], policy="h2o"), "engine.session"),
+        (Request(prompt=[1], budget=3), "engine.session"),
+    ],
+)
+def test_a_turn_that_cannot_be_used_is_refused_and_changes_nothing(session, asked, match, no_checked_annotations):
+    with pytest.raises(InputError, match=match):
+        session.ask(asked)
+    assert not session.running
+    assert not session._work.busy
+    assert is_as_before(session)
+
+
+def test_a_turn_that_is_too_long_is_refused(session):
+    long = engine_of(name="gpt2").session()
+    long.read([1] * 100)
+    with pytest.raises(InputError, match="positions"):
+        long.ask([2] * 20, short(20))
+    full = engine_of("full", 12).session()
+    full.ask(TURNS[0], short())
+    with pytest.raises(CapacityError):
+        full.ask(TURNS[0], short())
+    assert full.ask(TURNS[3], short(1)).token_ids
+
+
+@pytest.mark.parametrize("make", [{"policy": "nosuch"}, {"budget": BUDGET + 1}, {"budget": 0}, {"policy": 3}])
+def test_sessions_that_the_engine_has_no_rows_for_are_refused(make, no_checked_annotations):
+    with pytest.raises((PolicyError, BudgetError, InputError)):
+        engine_of().session(**make)
+
+
+def test_nothing_works_after_the_end(session):
+    snapshot = session.snapshot()
+    engine = session._work
+    session.close()
+    session.close()
+    for use in (
+        lambda: session.ask(TURNS[1]),
+        lambda: session.read(TURNS[1]),
+        session.fork,
+        session.snapshot,
+        lambda: session.rewind(snapshot),
+    ):
+        with pytest.raises(InputError, match="session is closed"):
+            use()
+    other = engine.session(memory=snapshot)
+    engine.close()
+    for use in (lambda: other.ask(TURNS[1]), other.fork, lambda: other.rewind(snapshot), engine.session):
+        with pytest.raises(InputError, match="engine is closed"):
+            use()
+    other.close()
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
+def test_a_number_of_forks_that_makes_no_sense_is_refused(session, n, no_checked_annotations):
+    with pytest.raises(InputError, match="n="):
+        session.fork(n)
+
+
+def test_a_session_without_memory_has_no_snapshot_and_forks_from_nothing():
+    session = engine_of().session()
+    with pytest.raises(SnapshotError, match="no memory yet"):
+        session.snapshot()
+    (fork,) = session.fork()
+    assert fork.ask(TURNS[0], short()).token_ids == answers(TURNS[:1])[0]
+
+
+def test_a_rewind_to_something_foreign_is_refused(session, no_checked_annotations):
+    engine = session._work
+    other = engine.session(policy="tova")
+    other.ask(TURNS[0], short())
+    smaller = engine.session(budget=8)
+    smaller.ask(TURNS[0], short())
+    foreign = engine_of(name="qwen3").session()
+    foreign.ask(TURNS[0], short())
+    for snapshot, part in ((other, "policy"), (smaller, "budget"), (foreign, "configuration")):
+        with pytest.raises(SnapshotError, match=part):
+            session.rewind(snapshot.snapshot())
+    with pytest.raises(InputError, match="Snapshot"):
+        session.rewind("last week")
+    assert is_as_before(session)
+
+
+def test_a_snapshot_of_other_weights_is_refused(session):
+    snapshot = session.snapshot()
+    torch.manual_seed(77)
+    other = kvkeep.attach(type(model("llama"))(model("llama").config).eval())
+    engine = Engine(other, policy="h2o", budget=BUDGET)
+    with pytest.raises(SnapshotError, match="weights"):
+        engine.session(memory=snapshot)
+    with pytest.raises(SnapshotError, match="weights"):
+        engine.generate([Request(prompt=[1], memory=snapshot)])
+
+
+def test_a_running_session_is_not_rewound(session):
+    snapshot = session.snapshot()
+    stream = session.send(TURNS[1], short(6))
+    next(stream)
+    with pytest.raises(InputError, match="running"):
+        session.rewind(snapshot)
+    list(stream)
+    session.rewind(snapshot)
+    assert is_as_before(session)
+
+
+# ------------------------------------------------------------------ several at once
+
+
+def test_turns_wait_for_the_running_one_in_order():
+    session = engine_of().session()
+    stream = session.send(TURNS[0], short())
+    first, found = next(stream), {}
+
+    def listen(i):
+        found[i] = ids(session.send(TURNS[i], short()))
+
+    threads = [threading.Thread(target=listen, args=(i,)) for i in (1, 2, 3)]
+    with session._work._service.turn:  # nothing ends before all of them wait
+        for n, thread in enumerate(threads):
+            thread.start()
+            while len(session._work._service.turn._waiting) <= n:
+                pass
+    found[0] = ids([first, *stream])
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(4)] == answers(TURNS[:4])
+
+
+def test_coroutines_queue_on_one_session():
+    engine = engine_of()
+    session = engine.session()
+
+    async def turn(tokens):
+        return ids([event async for event in session.asend(tokens, short())])
+
+    async def main():
+        tasks = []
+        for tokens in TURNS:
+            tasks.append(asyncio.create_task(turn(tokens)))
+            await asyncio.sleep(0.02)
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(main()) == answers(TURNS)
+
+
+def test_a_queued_turn_that_is_cancelled_leaves_the_others(session):
+    stream = session.send(TURNS[1], short(30))
+    next(stream)
+
+    async def main():
+        waiting = asyncio.create_task(anext(aiter(session.asend(TURNS[2], short()))))
+        last = asyncio.create_task(anext(aiter(session.asend(TURNS[3], short()))))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return last
+
+    asyncio.run(main())
+    list(stream)
+    assert not session._queue
+
+
+def test_a_queued_turn_that_turns_out_to_be_too_long_raises_in_its_listener():
+    engine = engine_of("full", 16)
+    session = engine.session()
+    stream = session.send(TURNS[0], short(6))
+    next(stream)
+    with pytest.raises(CapacityError):  # it runs the first turn to its end, then it has no room
+        session.ask(TURNS[0], short(6))
+    assert len(ids(stream)) == 5
+    assert not session.running
+    assert not engine.busy
+    assert session.ask([1], short(2)).token_ids
+
+
+def test_many_threads_on_one_session_and_many_sessions():
+    engine = engine_of(rows=3)
+    shared = engine.session()
+
+    def work(i):
+        if i % 3 == 0:
+            return shared.ask(TURNS[i % 5], short()).token_ids
+        own = engine.session()
+        return [own.ask(turn, short()).token_ids for turn in TURNS[:3]]
+
+    with ThreadPoolExecutor(9) as pool:
+        found = list(pool.map(work, range(9)))
+    assert [found[i] for i in range(9) if i % 3] == [answers(TURNS[:3])] * 6
+    told = shared.token_ids
+    assert len(told) == sum(len(TURNS[i % 5]) + 4 for i in range(0, 9, 3))
+    assert not engine.busy
+
+
+@pytest.mark.parametrize("who", ["session", "engine"])
+def test_closing_while_turns_run_and_wait_cancels_them(session, who):
+    engine, started = session._work, threading.Event()
+
+    def run():
+        events = []
+        for event in session.send(TURNS[1], short(200)):
+            events.append(event)
+            started.set()
+        return events[-1].result.finish_reason
+
+    def wait():
+        started.wait()
+        try:
+            return session.ask(TURNS[2], short(200)).finish_reason
+        except KVKeepError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(run), pool.submit(wait)
+        started.wait()
+        while not session._queue and not second.done():
+            pass
+        (session if who == "session" else engine).close()
+        assert first.result(20) == "cancelled"
+        assert second.result(20) == "cancelled"
+    assert not engine._all
+    assert not session.running
