@@ -1,7 +1,7 @@
 """Attention and decode steps in C++, compiled for this machine at first use.
 
 `build` compiles and loads the kernel. `ops` are its functions on tensors, `prefill_ops` those for many tokens per row,
-`small_ops` the operators between two attentions.
+`slot_ops` those on slots, `small_ops` the operators between two attentions.
 `native` returns the kernel, or why there is none.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.native import ops, prefill_ops
+from kvkeep.backends.native import ops, prefill_ops, slot_ops
 from kvkeep.backends.native.build import Native, native
 from kvkeep.backends.native.turn import Turn, turn_of
 from kvkeep.backends.protocol import Added, AtRanks, Backend, Limits
@@ -72,23 +72,23 @@ class NativeBackend(Backend):
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
         """See `Backend.append`."""
-        slot = ops.write(*slots, new=(keys, values), now=now)
+        slot = slot_ops.write(*slots, new=(keys, values), now=now)
         return self._others.append(slots, keys, values, now) if slot is None else slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
         """See `Backend.expire`."""
-        if not ops.expire(positions, seen, window):
+        if not slot_ops.expire(positions, seen, window):
             self._others.expire(positions, seen, window)
 
     def is_over(self, positions: Int[Tensor, "B Hk S"], limit: Budget) -> bool:
         """See `Backend.is_over`."""
-        count = ops.count_over(positions, limit)
+        count = slot_ops.count_over(positions, limit)
         return self._others.is_over(positions, limit) if count is None else count > 0
 
     def evict(self, positions: Int[Tensor, "B Hk S"], score: Float[Tensor, "B Hk S"], limits: Limits) -> None:
         """See `Backend.evict`."""
         sinks, recent, limit = limits.sinks, limits.recent, limits.stay
-        if not ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
+        if not slot_ops.evict(positions, score, limits.seen, sinks=sinks, recent=recent, limit=limit):
             self._others.evict(positions, score, limits)
 
     def step(

@@ -1,5 +1,5 @@
-// The functions that Python calls. Each takes one struct of 8-byte fields, which ops.py packs in the same order, and
-// returns -1 if there was no memory; then nothing has been done.
+// The functions that Python calls. Each takes one struct of 8-byte fields, which ops.py or one of its neighbours packs
+// in the same order, and returns -1 if there was no memory; then nothing has been done.
 
 #include "attend.h"
 #include "prefill.h"

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.backends.native import checks, ops
+from kvkeep.backends.native.packing import LAST, pointer
 from kvkeep.backends.wanted import sums_wanted
 from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Report, Slots
@@ -53,9 +54,9 @@ def attend(
     )
     packed += _NO_PIECE + _piece(keys, values, positions)
     packed += _REST.pack(
-        *(now.data_ptr(), out.data_ptr(), ops.pointer(sinks), min(options.window or 0, ops.LAST)),
-        *(len(wanted.masses), len(wanted.lows), ops.pointer(weights), sums.data_ptr()),
-        *(ops.pointer(gain), wanted.live),
+        *(now.data_ptr(), out.data_ptr(), pointer(sinks), min(options.window or 0, LAST)),
+        *(len(wanted.masses), len(wanted.lows), pointer(weights), sums.data_ptr()),
+        *(pointer(gain), wanted.live),
         *(options.scaling, options.softcap or 0.0, wanted.theta),
     )
     if library.kvkeep_prefill(packed):
