@@ -16,7 +16,7 @@ FLOORS = [
     {"runs", "scores", "statistic", "memory", "budget", "rotary", "history"},
     {"results", "backends", "store"},
     {"policies"},
-    {"registry", "eviction"},
+    {"registry", "eviction", "asked"},
     {"layer", "layout"},
     {"handing"},
     {"hybrid"},

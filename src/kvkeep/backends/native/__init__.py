@@ -37,6 +37,7 @@ class NativeBackend(Backend):
 
     name = "native"
     fuses = True
+    tallies = True
     small = True
 
     def __init__(self, rotation: Rotation | None = None) -> None:

@@ -3,6 +3,7 @@
 
 #include "attend.h"
 #include "prefill.h"
+#include "ring.h"
 #include "small.h"
 #include "slots.h"
 
@@ -23,6 +24,7 @@ extern "C" struct Step {
     const int64_t *limits;
     int64_t limits_row, limits_head, limit;
     double keep;  // factor on a sum before the mass is added
+    Ring ring;    // without words: none
 };
 
 namespace {
@@ -85,7 +87,12 @@ int64_t step_as(const Step &s) {
         const int64_t own = write_head(write, row, head);
         if (a.back) unrotate<X>(s, row, head, own);
         float *mass = scratch + attention, *spare = mass + slots;
-        Head<X>(a, i, scratch, mass, nullptr).run();
+        Head<X>(a, i, scratch, mass, spare).run();
+        if (s.ring.words) {
+            const int64_t at = row * s.sum_row + head * s.sum_head;
+            const Marks marks(s.ring, row, a.now[row * a.now_row], held_by(held, row, head));
+            return marks.apply(mass, spare, a.slots, own, at, s.sums[0] + at, s.sums[1] + at);
+        }
         const float keep = a.now[row * a.now_row] < 0 ? 1.0f : (float)s.keep;
         for (float *sum : s.sums)
             if (sum) add(sum + row * s.sum_row + head * s.sum_head, mass, a.slots, own, keep);

@@ -18,14 +18,16 @@ from kvkeep.backends.native import checks
 from kvkeep.backends.native.build import native
 from kvkeep.backends.native.packing import LAST, as_dtype, bounded, either, pointer, strides
 from kvkeep.backends.native.turn import Turn
-from kvkeep.backends.protocol import Added, Limits
+from kvkeep.backends.protocol import Added, Limits, Ring
 from kvkeep.backends.wanted import Wanted
+from kvkeep.statistic import BITS
 from kvkeep.types import AttentionOptions, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
 _NOTHING = Wanted()
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q")
 _STEP = struct.Struct("3q 3q 2q 3q 3q 3q 4q d")
+_RING = struct.Struct("6q q")
 
 
 def attend(
@@ -70,11 +72,12 @@ def step(
 ) -> Float[Tensor, "B Hq 1 E"] | None:
     """`Backend.step` in one pass over keys and values, where both windows are the same.
 
-    ``wanted`` asks for the mass alone; it is ``None`` if the policy has no sums. With a ``turn`` the slots' keys are
-    unrotated, and the token is rotated to its position.
+    ``wanted`` asks for the mass alone, with a ring for low as well; it is ``None`` if the policy has no sums. With a
+    ``turn`` the slots' keys are unrotated, and the token is rotated to its position.
     """
     (query, *new), (keys, values, positions) = token, slots
-    library = library_for(query, *slots, *new, now, limits.seen, *added.states)
+    words = added.ring.words if added.ring else ()
+    library = library_for(query, *slots, *new, now, limits.seen, *added.states, *words)
     if library is None or not checks.attendable(
         query, keys, values, now, positions, options=options, wanted=wanted, turn=turn
     ):
@@ -88,6 +91,7 @@ def step(
     most, limit = either(bounded(limits.stay), torch.int64)
     total, other = (*added.states, None, None)[:2]
     call = _attention(query, slots, now, options=options, wanted=wanted, turn=turn, reports=False)
+    marks, sizes = _marks(added.ring, len(query))
     packed = call.packed + _STEP.pack(
         *(new[0].data_ptr(), *new[0].stride()[:2]),
         *(new[1].data_ptr(), *new[1].stride()[:2]),
@@ -98,7 +102,22 @@ def step(
         *(pointer(most), *((0, 0) if most is None else strides(most)), limit),
         1.0 if wanted is None else wanted.decay,
     )
-    return None if library.kvkeep_step(packed) else call.results[0]
+    done = library.kvkeep_step(packed + marks)
+    del sizes  # it had to live as long as the call
+    return None if done else call.results[0]
+
+
+def _marks(ring: Ring | None, rows: int) -> tuple[bytes, Tensor | None]:
+    """The sizes and words of a ring, and the tensor that lies at their address if the rows have sizes of their own."""
+    if ring is None:
+        return _RING.pack(0, 0, 0, 0, 0, 0, 0), None
+    sizes = ring.window, ring.least, ring.drop, ring.budget
+    own = None
+    if any(isinstance(size, Tensor) for size in sizes):
+        own = torch.cat([torch.as_tensor(size, dtype=torch.int64).view(-1, 1).expand(rows, 1) for size in sizes], dim=1)
+    numbers = sizes if own is None else (0, 0, 0, 0)
+    packed = _RING.pack(len(ring.words), *numbers, pointer(own), BITS)
+    return packed + struct.pack(f"{len(ring.words)}q", *(word.data_ptr() for word in ring.words)), own
 
 
 class _Attention(NamedTuple):
