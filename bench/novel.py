@@ -5,7 +5,7 @@
     python bench/novel.py --text FILE [--tokens 200000]    # a text: its bytes are the tokens
 
 One row, read in chunks under one policy as one long prompt. Each line of the table is a part of the text: its time, the
-bytes of the cache after it, and the peak of the process so far, from the moment when the model was loaded and warm.
+bytes of the cache after it, and the peak of the process so far, less what it held when the model was loaded.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def main() -> None:
     options = parse_arguments()
     torch.set_num_threads(options.threads)
     text, reader = tokens_of(options), Reader(options)
+    before, lines, parts, done = resident_bytes("VmRSS"), [], [], 0
     reader.read(text[: WARM_CHUNKS * options.chunk])
     reader.cache = reader.fresh()
     forget_peak()
-    before, lines, parts, done = resident_bytes("VmRSS"), [], [], 0
     for part in text.chunk(options.parts):
         seconds = reader.read(part)
         done += len(part)
