@@ -99,7 +99,9 @@ def test_large_shapes(name, T, S, D, G):
     """One head of one row; its last key is as far from a multiple of any tile as its length allows."""
     options = AttentionOptions(scaling=D**-0.5, window=300 if S == 257 else None)
     given = chunk(T, S, D, G, Hk=1, B=1, pads=min(5, T - 1), dtype=DTYPES[(T + D) % 3])
-    check(backend_of(name), *on(name, given, Low(live=D > 64) if G == 2 else Mass(rows=40), options))
+    low = G == 2 and T < 512  # in more rows too many keys are so near to the threshold that rounding may decide
+    asked = Low(live=D > 64 and S > 1) if low else Mass(rows=40, gain=1.3 if D == 80 else 1.0)
+    check(backend_of(name), *on(name, given, asked, options))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
