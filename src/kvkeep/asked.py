@@ -25,13 +25,14 @@ class Asked:
     def __init__(self, policy: Policy):
         self._policy = policy
         self._steady = policy.sums is not None and policy.sums.steady
-        self._last: tuple[Tensor, Budget, tuple[int, int], Statistic] | None = None
+        self._last: tuple[Tensor, Budget, list[int], Statistic] | None = None
 
     def by(self, view: View) -> Statistic:
         """The statistic of this step."""
-        if not self._steady or not view.prompt.is_cpu or view.prompt.is_inference():
-            return self._policy.wants(view)
-        versions = view.prompt._version, view.budget._version if isinstance(view.budget, Tensor) else 0
+        numbers = [tensor for tensor in (view.prompt, view.budget) if isinstance(tensor, Tensor)]
+        if not self._steady or any(not tensor.is_cpu or tensor.is_inference() for tensor in numbers):
+            return self._policy.wants(view)  # tensors of inference mode do not count the writes into them
+        versions = [tensor._version for tensor in numbers]
         if self._last is not None:
             prompt, budget, before, statistic = self._last
             if prompt is view.prompt and budget is view.budget and before == versions:

@@ -150,7 +150,7 @@ def _added(policy: Policy, budget: Budget, state: State) -> Added:
         score = policy.sums.score
         names = sorted(policy.slots, key=lambda name: name != score)
         return Added(tuple(state[name] for name in names), score is not None)
-    *words, mass, due = state.values()
+    *words, mass, due = (state[name] for name in policy.slots)
     ring = Ring(tuple(words), *policy.tally.sizes(policy, budget), budget)
     return Added((mass, due), is_score=False, ring=ring)
 

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -222,6 +222,17 @@ def test_a_steady_statistic_is_asked_for_once_after_each_prompt(budget):
         assert found is not first
         assert torch.equal(found.gain, one.policy.wants(view).gain)
         first = found
+
+
+def test_tensors_that_do_not_count_writes_are_looked_at_in_each_step():
+    with torch.inference_mode():
+        prompt, budget = torch.tensor([40, 50]), torch.tensor([[33], [43]])
+    layer = kvkeep.Layer(kvkeep.parse("ahakv"), 33)
+    steps(layer, 40)
+    for field in ({"prompt": prompt}, {"budget": budget}):
+        view = layer._view(layer.store.slots(), new=torch.ones(2).long(), phase=Phase.DECODE)
+        asked, view = Asked(layer.policy), replace(view, **field)
+        assert asked.by(view) is not asked.by(view)
 
 
 def test_a_copy_of_a_layer_asks_anew():
