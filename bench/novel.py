@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from lib import arguments, finish, kernel, positive, settle_shape, show, speed_config, speed_model, with_shapes
+from lib import arguments, finish, kernel, policy, positive, settle_shape, show, speed_config, speed_model, with_shapes
 from lib.sizes import MIB
 from peers.__main__ import forget_peak, resident_bytes
 
@@ -51,9 +51,8 @@ class Reader:
         self.cache = self.fresh()
 
     def fresh(self) -> kvkeep.BoundedCache:
-        return kvkeep.BoundedCache(
-            self.model.config, self.options.policy, self.options.budget, positions=self.options.positions
-        )
+        asked = self.options
+        return kvkeep.BoundedCache(self.model.config, asked.policy, asked.budget, positions=asked.positions)
 
     @torch.inference_mode()
     def read(self, text: torch.Tensor) -> float:
@@ -71,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, help="a file; without one the tokens are random")
     parser.add_argument("--tokens", type=positive, help="by default 20 000")
     parser.add_argument("--parts", type=positive, default=10, help="lines of the table")
-    parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--policy", type=policy, default="h2o")
     parser.add_argument("--budget", type=positive, default=1024)
     parser.add_argument("--chunk", type=positive, default=512)
     parser.add_argument("--positions", choices=["true", "slot"], help="by default the policy's own")
@@ -81,11 +80,10 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse_arguments()
-    torch.set_num_threads(options.threads)
+def measure(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Each part of the text in turn: what it took, and what is held after it."""
     text, reader = tokens_of(options), Reader(options)
-    before, lines, parts, done = resident_bytes("VmRSS"), [], [], 0
+    before, parts, done = resident_bytes("VmRSS"), [], 0
     reader.read(text[: WARM_CHUNKS * options.chunk])
     reader.cache = reader.fresh()
     forget_peak()
@@ -93,10 +91,28 @@ def main() -> None:
         seconds = reader.read(part)
         done += len(part)
         held, peak = reader.cache.memory().allocated_bytes, max(0, resident_bytes("VmHWM") - before)
-        lines.append(
-            [f"{done:,}", f"{seconds:.2f}", f"{len(part) / seconds:.0f}", f"{held / MIB:.1f}", f"{peak / MIB:.0f}"]
-        )
-        parts.append({"tokens": done, "seconds": seconds, "cache_bytes": held, "peak_bytes": peak})
+        speed = {"seconds": seconds, "tokens_per_s": len(part) / seconds}
+        parts.append({"tokens": done, **speed, "cache_bytes": held, "peak_bytes": peak})
+    return parts
+
+
+def main() -> None:
+    options = parse_arguments()
+    torch.set_num_threads(options.threads)
+    try:
+        parts = measure(options)
+    except kvkeep.KVKeepError as error:
+        raise SystemExit(str(error)) from error
+    lines = [
+        [
+            f"{part['tokens']:,}",
+            f"{part['seconds']:.2f}",
+            f"{part['tokens_per_s']:.0f}",
+            f"{part['cache_bytes'] / MIB:.1f}",
+            f"{part['peak_bytes'] / MIB:.0f}",
+        ]
+        for part in parts
+    ]
     title = f"{options.policy} {options.budget}, {options.tokens:,} tokens by {options.chunk}, {options.dtype}"
     show(f"{title}, kernel: {kernel()}", COLUMNS, lines)
     finish({"bench": "novel", **vars(options), "text": options.text and str(options.text), "parts": parts})

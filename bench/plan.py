@@ -21,6 +21,7 @@ from lib import (
     interleaved,
     kernel,
     median_ms,
+    policy,
     positive,
     settle_shape,
     show,
@@ -96,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.set_defaults(shape="qwen3-0.6b")
     parser.add_argument("--rows", type=positive, default=1)
     parser.add_argument("--contexts", type=positive, nargs="+", default=[2048, 8192])
-    parser.add_argument("--policy", default="h2o")
+    parser.add_argument("--policy", type=policy, default="h2o")
     parser.add_argument("--budget", type=positive, default=1024)
     parser.add_argument("--repeats", type=positive, default=9)
     options = parser.parse_args()
@@ -112,7 +113,10 @@ def main() -> None:
     speed = f"{options.bandwidth / 1e9:.1f} GB/s"
     print(f"Memory bandwidth (threads: {options.threads}): {speed}; kvkeep's kernel: {kernel()}")
     model = speed_model(getattr(torch, options.dtype), options.layers, attach=False, shape=options.shape)
-    cells = [cell(model, context, options) for context in options.contexts]
+    try:
+        cells = [cell(model, context, options) for context in options.contexts]
+    except kvkeep.KVKeepError as error:
+        raise SystemExit(str(error)) from error
     finish({"bench": "plan", **vars(options), "cells": cells})
 
 

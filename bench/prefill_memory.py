@@ -17,7 +17,7 @@ import argparse
 import os
 
 import torch
-from lib import arguments, finish, kernel, positive, settle_shape, show, speed_config, with_shapes
+from lib import arguments, finish, kernel, policy, positive, settle_shape, show, speed_config, with_shapes
 from lib.cells import System, alternating, asked, leaving_out, middle, ran, saved_model, skipped
 from lib.sizes import MIB, bounded_row_bytes, token_bytes
 
@@ -82,7 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = with_shapes(leaving_out(arguments(__doc__)))
     parser.add_argument("--full", action="store_true", help="2048, 8192, 32768 tokens, every policy, 3 runs")
     parser.add_argument("--contexts", type=positive, nargs="+", help="prompt tokens; 65536 is possible, too")
-    parser.add_argument("--policies", nargs="+", help=f"by default h2o; with --full {' '.join(POLICIES)}")
+    parser.add_argument("--policies", type=policy, nargs="+", help=f"by default h2o; with --full {' '.join(POLICIES)}")
     parser.add_argument("--pages", action="store_true", help="count memory in use, without what glibc's heap keeps")
     parser.add_argument("--budget", type=positive, default=1024)
     parser.add_argument("--chunk", type=positive, default=512)

@@ -92,6 +92,15 @@ def config_of(shape: str) -> PreTrainedConfig:
     return QWEN3 if shape == "qwen3-0.6b" else SPEED_MODEL
 
 
+def policy(text: str) -> str:
+    """A policy string, from the command line."""
+    try:
+        kvkeep.parse(text)
+    except kvkeep.KVKeepError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def speed_config(layers: int, shape: str = "speed") -> PreTrainedConfig:
     """The model for speed, or one of another shape, with another number of layers."""
     config = copy.deepcopy(config_of(shape))

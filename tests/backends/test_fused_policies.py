@@ -8,12 +8,16 @@ from typing import ClassVar
 import pytest
 import torch
 from conformance.dummy_backend import DummyBackend
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
+from kvkeep import layer as layer_module
 from kvkeep import registry
 from kvkeep.asked import Asked
 from kvkeep.backends import SWITCH
 from kvkeep.backends.native import NativeBackend, native
+from kvkeep.engine import Engine, Request
+from kvkeep.engine.sampling import Sampling
 from kvkeep.eviction import fuses
 from kvkeep.policies._mass import HeavyHitters
 from kvkeep.policies.abilities import Sums
@@ -244,3 +248,39 @@ def test_a_copy_of_a_layer_asks_anew():
     for other in (copy.copy(asked), copy.deepcopy(asked), pickle.loads(pickle.dumps(asked))):
         assert other._last is None
     assert copy.deepcopy(layer)._asked._last is None
+
+
+@pytest.mark.skipif(native().library is None, reason=native().detail)
+def test_an_engine_generates_the_same_with_fused_steps(monkeypatch):
+    """Ragged requests under several policies share rows, whose state changes hands."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = kvkeep.attach(LlamaForCausalLM(config).eval())
+    for layer in model.model.layers:  # uneven attention
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            torch.nn.init.normal_(linear.weight, std=0.5)
+
+    def texts():
+        policies = ("scissorhands", "ahakv:recent=4", "scissorhands:window=3,drop=4", "h2o")
+        engine = Engine(model, policy="scissorhands", budget=16, rows=3, prefill_chunk=10)
+        asked = [
+            Request(
+                prompt=[(7 * i + j) % 97 for j in range(5 + 9 * i)],
+                sampling=Sampling(max_new_tokens=20 + 5 * i),
+                ignore_end=True,
+                policy=policies[i % 4],
+            )
+            for i in range(6)
+        ]
+        return [result.token_ids for result in engine.generate(asked)]
+
+    fused = texts()
+    monkeypatch.setattr(layer_module, "fuses", lambda *given, **others: False)
+    assert fused == texts()

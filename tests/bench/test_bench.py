@@ -485,3 +485,22 @@ def test_a_novel_that_cannot_be_read_is_one_line(monkeypatch, capsys, tmp_path, 
         file.write_bytes(content)
     with pytest.raises(SystemExit, match=complaint):
         run("novel", monkeypatch, capsys, "--text", str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "complaint"),
+    [
+        ("novel", ["--policy", "h3o"], "h3o"),
+        ("novel", ["--policy", "ahakv", "--budget", "8"], "protects"),
+        ("novel", ["--policy", "full", "--tokens", "60", "--budget", "50"], "50"),
+        ("plan", ["--policy", "ahakv", "--budget", "8", "--contexts", "20"], "protects"),
+        ("plan", ["--policy", "h2o:recent=x"], "recent"),
+        ("prefill_memory", ["--policies", "h2o", "h3o"], "h3o"),
+        ("prefill_memory", ["--shape", "gpt-5"], "gpt-5"),
+    ],
+)
+@pytest.mark.usefixtures("qwen")
+def test_a_mistake_is_a_line(monkeypatch, capsys, name, words, complaint):
+    with pytest.raises(SystemExit) as error:
+        run(name, monkeypatch, capsys, *words)
+    assert complaint in f"{error.value} {capsys.readouterr().err}"
