@@ -276,15 +276,15 @@ class Layer:
         return out
 
     def _view(self, slots: Slots, *, new: Int[Tensor, " B"], phase: Phase) -> View:
-        past, alive = self._shared.enter(self._index, slots.positions[:, 0])
-        return self.block.view(slots, new, phase=phase, layer=self._index, past=past, alive=alive)
+        tables = self._shared.enter(self._index, slots.positions[:, 0])
+        return self.block.view(slots, new=new, phase=phase, layer=self._index, tables=tables)
 
     def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate the block on the first step; later, check that the tensors fit it."""
         if keys.shape[2] == 0:
             raise ShapeError("There are no tokens: the prompt is empty.")
         if self.allocated and (self.columns or self.store.fits(keys, values)):
-            self.block.check_fit(keys, values)
+            self.store.check_fit(keys, values)
             return
         starts, ids, pins = self.policy.slots, self._sequences, self._pins
         new = Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind, pins=pins)

@@ -139,6 +139,7 @@ def walk(policy, *, budget=21, window=None, dtype=torch.float32, fuse):
             layer._fuses = False
         out = layer.step(q, k, v, options=options, phase=phase, real=None if step % 3 else real)
         holds = {**layer.state, "keys": layer.store.keys[..., 0], "positions": layer.store.positions}
+        holds["lost"] = layer.block.lost
         yield layer._fuses, out, {name: tensor.clone() for name, tensor in holds.items()}
 
 
@@ -159,7 +160,30 @@ def test_a_fused_layer_holds_the_same_to_the_last_bit(policy, dtype, monkeypatch
     for (fuses_one, out, one), (_, other_out, other) in zip(*walks, strict=True):
         assert fuses_one
         assert out.equal(other_out)
+        torch.testing.assert_close(one.pop("lost"), other["lost"], rtol=1e-5, atol=1e-5)  # another order of sums
         assert all(tensor.equal(other[name]) for name, tensor in one.items())
+    assert (other["lost"][..., 3] > 0).all()
+
+
+@pytest.mark.skipif(native().library is None, reason=native().detail)
+@pytest.mark.parametrize("policy", ["scissorhands", "ahakv:recent=5", "h2o"])
+def test_steps_are_fused_until_a_row_has_pins(policy, monkeypatch):
+    taken, step = [], NativeBackend.step
+
+    def counted(self, *given, **others):
+        taken.append(step(self, *given, **others) is not None)
+        return None if not taken[-1] else torch.zeros_like(given[0])
+
+    monkeypatch.setenv(SWITCH, "native")
+    monkeypatch.setattr(NativeBackend, "step", counted)
+    for pins, wanted in (((), [True] * 30), ([((2, 5),), ()], [])):
+        taken.clear()
+        layer = kvkeep.Layer(kvkeep.parse(policy), 21, pins=pins)
+        for T in (40, *[1] * 30):
+            given = (torch.randn(2, heads, T, 16) for heads in (4, 2, 2))
+            layer.step(*given, options=AttentionOptions(0.3), phase=Phase.PREFILL if T > 1 else Phase.DECODE)
+        assert taken == wanted
+    assert {2, 3, 4} <= set(layer.store.positions[0, 0].tolist())
 
 
 def test_a_window_in_which_heads_hold_more_and_fewer_tokens_is_not_tallied():

@@ -18,7 +18,7 @@ from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, inference
+from kvkeep.store import Block, inference, pin_row
 from kvkeep.types import Phase, Slots
 
 Watch: TypeAlias = Callable[[int, Segment], Policy]
@@ -163,7 +163,7 @@ class Rows:
         for block in self._blocks:
             block.sequences[row] = sequence
         self._empty(row)
-        if pins and sum(block.pin_row(row, pins) for block in self._blocks):
+        if pins and sum(pin_row(block, row, pins) for block in self._blocks):
             self.renew()
 
     def limit_row(self, row: int, policy: Policy, budget: int) -> None:
