@@ -4,10 +4,12 @@
     python bench/decode.py --full [--dtype bfloat16]          # 1, 8, 32 rows x 512, 2048, 8192 tokens
     python bench/decode.py --rows 32 --contexts 8192          # one cell
     python bench/decode.py --compile [--no-pack]              # kvkeep with compiled layers, too
+    python bench/decode.py --shape qwen3-0.6b                 # a size that users know, in bfloat16
 
-A step runs a 12-layer model on one token per row and takes the argmax. Caches are filled with random keys and values,
-so no prompt is fed. Interleaved: transformers with DynamicCache and StaticCache, kvkeep's `full`, and a policy at
-several budgets. If their caches do not fit into --memory together, groups of them take turns, and the title says so.
+A step runs a 12-layer model, or one of another shape, on one token per row and takes the argmax. Caches are filled with
+random keys and values, so no prompt is fed. Interleaved: transformers with DynamicCache and StaticCache, kvkeep's
+`full`, and a policy at several budgets. If their caches do not fit into --memory together, groups of them take turns,
+and the title says so.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from lib import (
     kernel,
     median_ms,
     positive,
+    settle_shape,
     show,
-    speed_config,
     speed_model,
     spread,
     twin,
+    with_shapes,
 )
 from lib.sizes import GIB, half_of_memory, token_bytes, weight_bytes
 from peers import kvkeep as bounded
@@ -73,9 +76,8 @@ class Models:
 
     @classmethod
     def build(cls, options: argparse.Namespace, rows: int) -> Models:
-        first = speed_model(getattr(torch, options.dtype), options.layers, attach=False)
-        second = LlamaForCausalLM(speed_config(options.layers)).eval()
-        second.load_state_dict(first.state_dict(), assign=True)
+        first = speed_model(getattr(torch, options.dtype), options.layers, attach=False, shape=options.shape)
+        second = twin(first)
         if not options.no_pack:
             if options.compile:  # fused layers are not compiled
                 fused, packed = 0, kvkeep.pack_weights(second, rows, if_faster=True)
@@ -173,7 +175,7 @@ def cell(models: Models, rows: int, context: int, options: argparse.Namespace) -
 
 
 def parse() -> argparse.Namespace:
-    parser = arguments(__doc__)
+    parser = with_shapes(arguments(__doc__))
     parser.add_argument("--full", action="store_true", help="1, 8, 32 rows x 512, 2048, 8192 tokens")
     parser.add_argument("--rows", type=positive, nargs="+")
     parser.add_argument("--contexts", type=positive, nargs="+", help="tokens in the cache; 16384 is possible, too")
@@ -184,6 +186,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="kvkeep with compiled layers as well")
     parser.add_argument("--no-pack", action="store_true", help="leave kvkeep's layers as transformers has them")
     options = parser.parse_args()
+    settle_shape(options)
     options.rows = options.rows or ([1, 8, 32] if options.full else [1, 8])
     options.contexts = options.contexts or ([512, 2048, 8192] if options.full else [512, 2048])
     return options

@@ -15,7 +15,7 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig, Qwen3Config
 
 import kvkeep
 from kvkeep.backends import choose, why
@@ -32,6 +32,24 @@ SPEED_MODEL = LlamaConfig(
     eos_token_id=None,
 )
 """About 82 M random weights; for speed only shapes matter. Nothing ends a text early."""
+
+QWEN3 = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    rope_theta=1_000_000.0,
+    tie_word_embeddings=True,
+    eos_token_id=None,
+)
+"""Qwen3-0.6B's shape: about 0.6 G weights, drawn at random."""
+
+SHAPES = {"speed": "float32", "qwen3-0.6b": "bfloat16"}
+"""Shapes of models, and the dtype of each unless the command line says otherwise."""
 
 WIDTH = 100
 """Columns of a table that is written to a file."""
@@ -54,18 +72,53 @@ def positive(text: str) -> int:
     return number
 
 
-def speed_config(layers: int) -> LlamaConfig:
-    """The model for speed with another number of layers."""
-    config = copy.deepcopy(SPEED_MODEL)
+def with_shapes(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """An option for the shape of the model, on which the number of layers and the dtype then depend."""
+    parser.add_argument(
+        "--shape", choices=[*SHAPES], default="speed", help="the model: a small one, or one with a name"
+    )
+    parser.set_defaults(layers=None, dtype=None)
+    return parser
+
+
+def settle_shape(options: argparse.Namespace) -> None:
+    """Fill in what the shape of the model decides."""
+    options.layers = options.layers or config_of(options.shape).num_hidden_layers
+    options.dtype = options.dtype or SHAPES[options.shape]
+
+
+def config_of(shape: str) -> PreTrainedConfig:
+    """The configuration of a shape."""
+    return QWEN3 if shape == "qwen3-0.6b" else SPEED_MODEL
+
+
+def policy(text: str) -> str:
+    """A policy string, from the command line."""
+    try:
+        kvkeep.parse(text)
+    except kvkeep.KVKeepError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def speed_config(layers: int, shape: str = "speed") -> PreTrainedConfig:
+    """The model for speed, or one of another shape, with another number of layers."""
+    config = copy.deepcopy(config_of(shape))
     config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1] * layers
     return config
 
 
 def speed_model(
-    dtype: torch.dtype = torch.float32, layers: int = SPEED_MODEL.num_hidden_layers, *, attach: bool = True
+    dtype: torch.dtype = torch.float32,
+    layers: int = SPEED_MODEL.num_hidden_layers,
+    *,
+    attach: bool = True,
+    shape: str = "speed",
 ) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(speed_config(layers)).eval().to(dtype)
+    model = AutoModelForCausalLM.from_config(speed_config(layers, shape), dtype=torch.float32).eval().to(dtype)
     return kvkeep.attach(model) if attach else model
 
 

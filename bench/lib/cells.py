@@ -53,11 +53,11 @@ def asked(systems: list[System], options: argparse.Namespace) -> list[System]:
 
 
 @contextmanager
-def saved_model(layers: int, dtype: str) -> Iterator[str]:
+def saved_model(layers: int, dtype: str, shape: str = "speed") -> Iterator[str]:
     """A folder with the model for speed, which every system loads."""
     with tempfile.TemporaryDirectory(prefix="kvkeep-bench-") as folder:
         with quiet():
-            speed_model(getattr(torch, dtype), layers, attach=False).save_pretrained(folder)
+            speed_model(getattr(torch, dtype), layers, attach=False, shape=shape).save_pretrained(folder)
         yield folder
 
 

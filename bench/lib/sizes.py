@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from kvkeep import parse
 from kvkeep.planning.cost import LayerShape, block_bytes
@@ -14,15 +14,19 @@ GIB = 2**30
 MIB = 2**20
 
 
-def token_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+def head_dim(config: PreTrainedConfig) -> int:
+    """The width of a head, which a configuration may name."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token in all layers."""
-    dim = config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers * config.num_key_value_heads * 2 * dim * dtype.itemsize
+    return config.num_hidden_layers * config.num_key_value_heads * 2 * head_dim(config) * dtype.itemsize
 
 
-def bounded_row_bytes(config: LlamaConfig, dtype: torch.dtype, policy: str, budget: int) -> int:
+def bounded_row_bytes(config: PreTrainedConfig, dtype: torch.dtype, policy: str, budget: int) -> int:
     """What kvkeep holds for a row: the formula of ``docs/layouts.md``, summed over layers."""
-    dim = config.hidden_size // config.num_attention_heads
+    dim = head_dim(config)
     shape = LayerShape(config.num_key_value_heads, dim, dim)
     return config.num_hidden_layers * block_bytes(shape, budget, dtype.itemsize, states=len(parse(policy).slots))
 

@@ -57,7 +57,8 @@ def load(work: Work) -> Run:
 def filled_cache(model, policy: str, budget: int, *, rows: int, tokens: int) -> kvkeep.BoundedCache:
     """A cache as it is after ``tokens`` tokens: the newest half of the budget, and older tokens drawn at random."""
     config = model.config
-    heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    heads = config.num_key_value_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = kvkeep.BoundedCache(config, policy=policy, budget=budget)
     kept = min(budget, tokens)
     newest = kept - kept // 2

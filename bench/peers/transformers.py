@@ -67,7 +67,8 @@ def static_cache(model, *, rows: int, tokens: int, room: int) -> Cache:
 
 def _fill(cache: Cache, model, rows: int, tokens: int) -> Cache:
     config = model.config
-    shape = (1, config.num_key_value_heads, tokens, config.hidden_size // config.num_attention_heads)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = (1, config.num_key_value_heads, tokens, dim)
     for layer in range(config.num_hidden_layers):
         keys, values = (
             torch.randn(shape, dtype=model.dtype, device=model.device).expand(rows, -1, -1, -1) for _ in range(2)

@@ -10,10 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep import scores
-from kvkeep.backends import Added, Backend, Limits
+from kvkeep import loss, scores
+from kvkeep.backends import Added, Backend, Limits, Ring
 from kvkeep.errors import PolicyError
 from kvkeep.policies.base import Policy
+from kvkeep.statistic import Statistic
 from kvkeep.store import Block
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, State, View
 
@@ -69,25 +70,29 @@ def append(
         block.state[name].scatter_(-1, slot, start)
 
 
-def fuses(policy: Policy, backend: Backend) -> bool:
-    """Whether `fused` may take a decode step of this policy."""
+def fuses(policy: Policy, backend: Backend, *, window: int | None = None) -> bool:
+    """Whether `fused` may take a decode step of this policy in a layer with this sliding window."""
+    if not backend.fuses or policy.focuses is not None or policy.cascades is not None or any(policy.slots.values()):
+        return False  # the kernel starts every state at 0
+    if policy.tally is not None:
+        waits = policy.bursts is not None and policy.bursts.waits and window is None  # in a window heads differ in size
+        return backend.tallies and waits and _is_told(type(policy), "tally", "observe", "wants", "bursts")
     rule = policy.sums
-    if rule is None or not backend.fuses or not _is_told(type(policy)) or len(policy.slots) > 2:
+    if rule is None or policy.bursts is not None or len(policy.slots) > 2:
         return False
-    if policy.bursts is not None or policy.focuses is not None or policy.cascades is not None:
+    if rule.score is not None and rule.score not in policy.slots:
         return False
-    if any(policy.slots.values()) or (rule.score is not None and rule.score not in policy.slots):
-        return False  # the kernel starts every sum at 0
-    return all(getattr(policy, name) == value for name, value in rule.only.items())
+    is_told = _is_told(type(policy), "sums", "observe", "score", "wants")
+    return is_told and all(getattr(policy, name) == value for name, value in rule.only.items())
 
 
 def fused(
     policy: Policy,
     block: Block,
     view: View,
-    new: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
-    positions: Int[Tensor, "B 1"],
+    new: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"], Int[Tensor, "B 1"]],
     *,
+    statistic: Statistic,
     options: AttentionOptions,
     window: int | None,
     backend: Backend,
@@ -98,8 +103,8 @@ def fused(
         policy: one that `fuses`.
         block: the slots, without the new token.
         view: the block's slots as the policy sees them.
-        new: the query, key and value of each row's token.
-        positions: position of each row's token, -1 for padding.
+        new: the query, key, value and position of each row's token; the position of padding is -1.
+        statistic: what the policy wants.
         options: what the model's attention asks for.
         window: sliding window of the layer.
         backend: does the work.
@@ -107,33 +112,53 @@ def fused(
     Returns:
         The attention output; ``None`` if the backend cannot take this step, and then nothing has changed.
     """
-    rule = policy.sums
-    assert rule is not None
-    names = sorted(policy.slots, key=lambda name: name != rule.score)
-    sinks, recent = policy.protected(view.budget)
-    return backend.step(
+    added = _added(policy, block, view)
+    ring = added.ring
+    out = backend.step(
         new[0],
         Slots(view.keys, view.values, view.positions),
-        new[1:],
-        positions,
-        statistic=policy.wants(view),
+        new[1:3],
+        new[3],
+        statistic=statistic,
         options=options,
-        added=Added(tuple(block.state[name] for name in names), rule.score is not None, block.lost[..., 2:]),
-        limits=Limits(view.seen, sinks, recent, limit(policy, view, block.state, window=window), window),
+        added=added,
+        limits=_limits(policy, view, block.state, window=window) if ring is None else Limits(view.seen, window=window),
     )
+    if ring is not None and out is not None and evict(policy, block, view, window=window, backend=backend):
+        block.lost[..., 2] += loss.of_evicted(ring.mass, block.store.positions >= 0)  # the rest has been counted
+    return out
+
+
+def _added(policy: Policy, block: Block, view: View) -> Added:
+    """The state of a policy that `fuses`, as the backend updates it."""
+    state, lost = block.state, block.lost[..., 2:]
+    if policy.tally is None:
+        assert policy.sums is not None
+        score = policy.sums.score
+        names = sorted(policy.slots, key=lambda name: name != score)
+        return Added(tuple(state[name] for name in names), score is not None, lost=lost)
+    *words, mass, due = (state[name] for name in policy.slots)
+    window, least, drop = policy.tally.sizes(policy, view.budget)
+    ring = Ring(tuple(words), mass.new_empty(mass.shape), window, least, drop, view.budget)
+    return Added((mass, due), is_score=False, ring=ring, lost=lost)
+
+
+def _limits(policy: Policy, view: View, state: State, *, window: int | None) -> Limits:
+    """The number of slots that stay occupied, and which ones are protected."""
+    return Limits(view.seen, *policy.protected(view.budget), limit(policy, view, state, window=window), window)
 
 
 @functools.cache
-def _is_told(kind: type[Policy]) -> bool:
-    """Whether `sums` still describes the policy: no subclass has overridden the methods of which `sums` tells."""
+def _is_told(kind: type[Policy], ability: str, *names: str) -> bool:
+    """Whether an ability still describes the policy: no subclass has overridden an attribute of which it tells."""
 
     def owner(name: str) -> type:
         return next(base for base in kind.__mro__ if name in vars(base))
 
-    return all(issubclass(owner("sums"), owner(name)) for name in ("observe", "score", "wants"))
+    return all(issubclass(owner(ability), owner(name)) for name in names)
 
 
-def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> None:
+def evict(policy: Policy, block: Block, view: View, *, window: int | None, backend: Backend) -> bool:
     """After a decode step, empty slots of every row and head that holds too many tokens. No token moves.
 
     Args:
@@ -142,22 +167,28 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
         view: the block's slots as the policy sees them.
         window: sliding window of the layer; expired slots are emptied first, see `scores.expire`.
         backend: does the work.
+
+    Returns:
+        Whether a slot may have been emptied, apart from expired ones.
     """
     held = block.store.positions  # the view has the same tensor: a token that expires here has expired there, too
     if window is not None:
         backend.expire(held, block.seen, window)
+    if policy.bursts is not None and policy.bursts.waits and not backend.is_over(held, view.budget):
+        return False
     stays = limit(policy, view, block.state, window=window)
     at_hand = policy.slots and policy.bursts is None and not policy.stochastic  # a score that costs nothing
     if not at_hand and not backend.is_over(held, stays):
-        return
+        return False
     if policy.bursts is not None:
         held.masked_fill_(~scores.keep(shielded(policy, view, block.state), held, stays), EMPTY)
-        return
+        return True
     sinks, recent = policy.protected(view.budget)
     score = _scores(policy, view, block.state)
     if view.pins is not None:  # a backend knows of sinks and recent tokens only
         score = score.masked_fill(scores.pinned(held, view.pins), torch.inf)
     backend.evict(held, score, Limits(view.seen, sinks, recent, stays))
+    return True
 
 
 def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> Bool[Tensor, "B Hk S"]:

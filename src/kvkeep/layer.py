@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep import loss, scores
+from kvkeep.asked import Asked, one_each
 from kvkeep.backends import Backend, choose
 from kvkeep.capacity import check_pins, check_room
 from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
@@ -79,7 +80,7 @@ class Layer:
         whole = isinstance(prefill_chunk, SupportsIndex) and not isinstance(prefill_chunk, bool)
         if prefill_chunk is not None and (not whole or prefill_chunk < 1):
             raise BudgetError(f"The prefill chunk {prefill_chunk} is no whole number of 1 or more tokens.")
-        self.policy, self.window = policy, window
+        self.policy, self.window, self._asked = policy, window, Asked(policy)
         self.columns, self.moves, self.allocated, self.broken = 0, 0, False, False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index, self._sequences, self._rotation = index, sequences, rotation
@@ -165,7 +166,7 @@ class Layer:
         """A copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""
         other = copy.copy(self)
         other.hold(block, columns=columns)
-        other._shared = cascade or Alone()
+        other._shared, other._asked = cascade or Alone(), Asked(self.policy)
         return other
 
     def memory(self) -> Memory:
@@ -202,17 +203,19 @@ class Layer:
         positions = self.block.advance(1, real, Phase.DECODE)
         self.columns += 1
         slots, backend = self.store.slots(), self._backend
+        fresh = one_each(len(positions), positions.device) if real is None else real.sum(dim=1)
         if self._fuses and self.block.pins is None:
-            view, new = self._view(slots, new=positions >= 0, phase=Phase.DECODE), (query, keys, values)
+            view, new = self._view(slots, new=fresh, phase=Phase.DECODE), (query, keys, values, positions)
+            asked, window = self._asked.by(view), self.window
             done = fused(
-                self.policy, self.block, view, new, positions, options=options, window=self.window, backend=backend
+                self.policy, self.block, view, new, statistic=asked, options=options, window=window, backend=backend
             )
             if done is not None:
                 return done
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, positions)
         append(self.policy, self.block, keys, values, positions, backend=backend)
-        view = self._view(slots, new=positions >= 0, phase=Phase.DECODE)
+        view = self._view(slots, new=fresh, phase=Phase.DECODE)
         if (focus := self.policy.focuses) is not None:
             options = replace(options, top=focus.top(self.policy, view))
         out, report = backend.attend(query, slots, positions, statistic=self.policy.wants(view), options=options)
@@ -243,7 +246,7 @@ class Layer:
         slots, state = self.block.beside(keys, values, shared, starts=self.policy.slots, used=used)
         positions = slots.positions
         left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
-        view = self._view(slots._replace(positions=left), new=new >= 0, phase=Phase.PREFILL)
+        view = self._view(slots._replace(positions=left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
         attended, wanted = slots._replace(positions=shared if first else positions), self.policy.wants(view)
         out, report = self._backend.attend(query, attended, new, statistic=wanted, options=options)
         self._shared.add(left[:, 0], report)
@@ -266,22 +269,22 @@ class Layer:
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, now)
         slots, _ = self.block.beside(keys, values, now.to(torch.int32)[:, None], starts={}, used=held)
-        view = self._view(self.store.slots(), new=now >= 0, phase=Phase.PROBE)
+        view = self._view(self.store.slots(), new=(now >= 0).sum(dim=1), phase=Phase.PROBE)
         out, report = self._backend.attend(query, slots, now, statistic=self.policy.wants(view), options=options)
         mine = Report({name: tensor[..., :held] for name, tensor in report.sums.items()})
         self.block.remember(self.policy.observe(self.state, view, mine))
         return out
 
-    def _view(self, slots: Slots, *, new: Bool[Tensor, "B T"], phase: Phase) -> View:
-        past, alive = self._shared.enter(self._index, slots.positions[:, 0])
-        return self.block.view(slots, new.sum(dim=1), phase=phase, layer=self._index, past=past, alive=alive)
+    def _view(self, slots: Slots, *, new: Int[Tensor, " B"], phase: Phase) -> View:
+        tables = self._shared.enter(self._index, slots.positions[:, 0])
+        return self.block.view(slots, new=new, phase=phase, layer=self._index, tables=tables)
 
     def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate the block on the first step; later, check that the tensors fit it."""
         if keys.shape[2] == 0:
             raise ShapeError("There are no tokens: the prompt is empty.")
         if self.allocated and (self.columns or self.store.fits(keys, values)):
-            self.block.check_fit(keys, values)
+            self.store.check_fit(keys, values)
             return
         self.hold(self.new_block(keys, values), columns=self.columns)
 
@@ -295,4 +298,4 @@ class Layer:
         self.block, self.allocated, self.columns, self._kind = block, True, columns, type(block.store)
         backend = choose(block.seen.device, block.store.slots().keys.dtype)
         self._backend = backend if self._rotation is None else backend.at_ranks(self._rotation)
-        self._fuses = fuses(self.policy, self._backend)
+        self._fuses = fuses(self.policy, self._backend, window=self.window)

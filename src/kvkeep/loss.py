@@ -67,8 +67,13 @@ def count(
     if among is not None:
         mass = mass.masked_fill(~among, 0.0)
     sums = lost[..., :2] if phase is Phase.PREFILL else lost[..., 2:]
-    sums[..., 0] += mass.masked_fill(stays, 0.0).sum(dim=-1)
+    sums[..., 0] += of_evicted(mass, stays)
     sums[..., 1] += mass.sum(dim=-1)
+
+
+def of_evicted(mass: Float[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk"]:
+    """Return the mass of the tokens that do not stay."""
+    return mass.masked_fill(stays, 0.0).sum(dim=-1)
 
 
 def shares(lost: Float[Tensor, "B Hk 4"]) -> LostShares:

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvkeep
 from kvkeep import backends
-from kvkeep.backends.native import Native, NativeBackend, build, native, ops
+from kvkeep.backends.native import Native, NativeBackend, build, native, packing
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.statistic import Nothing
-from kvkeep.types import AttentionOptions, Slots
+from kvkeep.types import AttentionOptions, Phase, Slots
 
 needs_the_kernel = pytest.mark.skipif(native().library is None, reason=native().detail)
 
@@ -127,6 +128,43 @@ def test_a_compiler_that_fails(cache, tmp_path, monkeypatch, caplog):
 def test_a_compiler_whose_complaint_is_no_utf8(cache, tmp_path, monkeypatch, caplog):
     fake_compiler(tmp_path, monkeypatch, "printf 'fatal error: \\377\\376 caf\\351\\n' >&2; exit 1")
     assert reason(caplog).endswith("g++ failed: fatal error: \ufffd\ufffd caf\ufffd")
+
+
+COMPLAINTS = {
+    "an old compiler": "g++: error: unrecognized command line option '-std=c++17'",
+    "a compiler without OpenMP": "clang: error: unsupported option '-fopenmp'",
+    "an ARM processor that it does not know": "error: unknown value 'native' for '-march'",
+}
+
+
+@pytest.mark.parametrize("complaint", COMPLAINTS.values(), ids=COMPLAINTS.keys())
+def test_without_a_kernel_a_line_says_so_and_the_same_tokens_stay(cache, tmp_path, monkeypatch, caplog, complaint):
+    fake_compiler(tmp_path, monkeypatch, f'echo "{complaint}" >&2; exit 1')
+    monkeypatch.setattr(build, "_processor", lambda: "aarch64\nFeatures : fp asimd\nCPU part : 0xd0c")
+    held = {"kernel": kept()}
+    assert reason(caplog).endswith(complaint)
+    found = load()  # the failure is remembered
+    for module in (packing, backends):
+        monkeypatch.setattr(module, "native", lambda: found)
+    assert backends.choose(torch.device("cpu"), torch.float32).name == "torch"
+    assert complaint in backends.why(torch.device("cpu"), torch.float32)
+    held["torch"] = kept()
+    for policy, positions in held["torch"].items():
+        assert torch.equal(positions, held["kernel"][policy])
+
+
+def kept():
+    """The positions that stay under several policies after a prompt and some tokens, in order."""
+    found = {}
+    for policy in ("h2o", "scissorhands", "ahakv:recent=3", "snapkv:window=4", "tova"):
+        g = torch.Generator().manual_seed(7)
+        layer = kvkeep.Layer(kvkeep.parse(policy), 16)
+        for T in (33, *(1,) * 20):
+            new = (torch.randn(2, heads, T, 16, generator=g) for heads in (4, 2, 2))
+            phase = Phase.PREFILL if T > 1 else Phase.DECODE
+            layer.step(*new, options=AttentionOptions(scaling=0.3), phase=phase)
+        found[policy] = layer.store.positions.sort(dim=-1).values
+    return found
 
 
 HANGS = {"compiling": "sleep 60", "with a child that hangs": "sleep 60 & wait", "mute": "exec sleep 60 >/dev/null 2>&1"}
@@ -288,7 +326,7 @@ def test_a_kernel_that_goes_away_leaves_the_work_to_torch(monkeypatch):
     def output(backend):
         return backend.attend(q, slots, now, statistic=Nothing(), options=AttentionOptions(scaling=0.5))[0]
 
-    monkeypatch.setattr(ops, "native", lambda: Native(None, "not today"))
+    monkeypatch.setattr(packing, "native", lambda: Native(None, "not today"))
     assert torch.equal(output(NativeBackend()), output(TorchBackend()))
 
 

@@ -1,12 +1,15 @@
 """What the native kernel's functions check before they hand bare addresses to C++; torch does whatever they refuse."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from kvkeep import scores
+from kvkeep.backends import Added, Limits, Ring
 from kvkeep.backends.native import native, ops, packing, slot_ops
 from kvkeep.backends.native.turn import Turn
-from kvkeep.types import AttentionOptions
+from kvkeep.types import AttentionOptions, Slots
 
 pytestmark = [
     pytest.mark.skipif(native().library is None, reason=native().detail),
@@ -251,3 +254,51 @@ def test_rows_of_numbers_that_had_to_be_converted_live_as_long_as_the_call(monke
     """Their addresses are handed over: freed before the call, they would be read after something else is there."""
     call = slot_ops._slots(held(), SEEN.int(), recent=torch.full((B, 1), 2).int(), limit=torch.full((B, HK), 4).int())
     assert [tensor.dtype for tensor in call.tensors] == [torch.int64] * 3
+
+
+def tallied(**changes):
+    """Whether a decode step with a ring is taken."""
+    ring = Ring((torch.zeros(B, HK, S),), torch.empty(B, HK, S), window=2, least=1, drop=2, budget=4)
+    ring = dataclasses.replace(ring, **{name: value for name, value in changes.items() if hasattr(ring, name)})
+    sums = changes.get("states", tuple(torch.zeros(B, HK, S) for _ in range(2)))
+    return ops.step(
+        (torch.zeros(B, HK * G, 1, D), torch.zeros(B, HK, 1, D), torch.zeros(B, HK, 1, E)),
+        Slots(torch.zeros(B, HK, S, D), torch.zeros(B, HK, S, E), torch.full((B, HK, S), -1, dtype=torch.int32)),
+        torch.tensor([[5], [7]]),
+        options=AttentionOptions(0.5),
+        wanted=changes.get("wanted", ops.Wanted("low")),
+        added=Added(sums, is_score=False, ring=ring),
+        limits=Limits(torch.tensor([6, 8])),
+    )
+
+
+RINGS = {
+    "no words": {"words": ()},
+    "words of fewer slots": {"words": (torch.zeros(B, HK, S - 1),)},
+    "whole numbers as words": {"words": (torch.zeros(B, HK, S, dtype=torch.int32),)},
+    "words on another device": {"words": (torch.zeros(B, HK, S, device="meta"),)},
+    "words with other strides": {"words": (torch.zeros(HK, B, S).transpose(0, 1),)},
+    "a mass of fewer slots": {"mass": torch.empty(B, HK, S - 1)},
+    "whole numbers as a mass": {"mass": torch.empty(B, HK, S, dtype=torch.int32)},
+    "a mass on another device": {"mass": torch.empty(B, HK, S, device="meta")},
+    "a mass with other strides": {"mass": torch.empty(HK, B, S).transpose(0, 1)},
+    "one sum": {"states": (torch.zeros(B, HK, S),)},
+    "no sum": {"states": ()},
+    "a report without low": {"wanted": ops.Wanted()},
+    "no report": {"wanted": None},
+    "a window for every head": {"window": torch.ones(B, HK + 1, dtype=torch.int64)},
+    "bursts of fewer rows": {"drop": torch.ones(B - 1, 1, dtype=torch.int64)},
+    "a budget as a float": {"budget": torch.ones(B, 1)},
+}
+
+
+def test_a_ring_is_taken_with_sizes_of_any_kind():
+    assert tallied() is not None
+    assert tallied(drop=0) is not None  # no policy passes its check with this, but nothing is divided by it
+    assert tallied(budget=torch.tensor([[4], [3]], dtype=torch.int32), window=2**40) is not None
+
+
+@pytest.mark.parametrize("changes", RINGS.values(), ids=RINGS.keys())
+def test_a_step_leaves_to_others_a_ring_that_does_not_fit(changes, library):
+    assert tallied(**changes) is None
+    assert not library.called

@@ -1,6 +1,7 @@
 """The benchmarks of speed, memory and peers, each in its smallest form and in this process; bytes by hand."""
 
 import json
+import os
 import sys
 import weakref
 from importlib import import_module
@@ -52,6 +53,8 @@ def bench(monkeypatch):
             "kernel",
             "products",
             "sessions",
+            "plan",
+            "novel",
         }:
             del sys.modules[name]
 
@@ -410,3 +413,107 @@ def test_the_machine_is_described_with_its_kernel():
     lib = import_module("lib")
     assert lib.machine()["kernel"].startswith(("native", "torch ("))
     assert lib.machine()["kvkeep"] == kvkeep.__version__
+
+
+def test_prefill_memory_of_several_policies(monkeypatch, capsys, here):
+    words = ["--contexts", "40", "--budget", "8", "--chunk", "16", "--dtype", "bfloat16", "--repeats", "2", "--pages"]
+    words += ["--policies", "snapkv:window=4", "full"]
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "")
+    text, data = run("prefill_memory", monkeypatch, capsys, *words)
+    systems = data["cells"][0]["systems"]
+    names = ["kvkeep snapkv:window=4 8 whole", "kvkeep full 41 whole", "kvkeep full 41 by 16"]
+    assert all(len(systems[name]) == 2 for name in names)
+    assert "bfloat16" in text
+    assert "memory in use" in text
+    assert os.environ["MALLOC_MMAP_THRESHOLD_"] == str(2**20)
+
+
+@pytest.fixture
+def qwen(monkeypatch):
+    """A small model of the other shape, whose heads are wider than its width divided by their number."""
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "num_attention_heads": 4}
+    lib = import_module("lib")
+    config = lib.Qwen3Config(**{**lib.QWEN3.to_diff_dict(), **small, "num_key_value_heads": 2, "layer_types": None})
+    monkeypatch.setattr(lib, "QWEN3", config)
+
+
+def test_a_shape_with_a_name_has_its_own_layers_dtype_and_heads(monkeypatch, capsys):
+    lib, sizes = import_module("lib"), import_module("lib.sizes")
+    options = lib.with_shapes(lib.arguments("x")).parse_args(["--shape", "qwen3-0.6b"])
+    lib.settle_shape(options)
+    assert (options.layers, options.dtype) == (28, "bfloat16")
+    config = lib.speed_config(28, "qwen3-0.6b")
+    assert sizes.token_bytes(config, torch.bfloat16) == 28 * 8 * 2 * 128 * 2
+    with torch.device("meta"):
+        model = lib.AutoModelForCausalLM.from_config(config)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == 0.60
+
+
+@pytest.mark.usefixtures("qwen")
+def test_decode_of_another_shape(monkeypatch, capsys):
+    decode = import_module("decode")
+    monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(1e9, 5e8))
+    words = ["--shape", "qwen3-0.6b", "--rows", "2", "--contexts", "20", "--repeats", "1", "--budgets", "8"]
+    text, data = run("decode", monkeypatch, capsys, *words)
+    assert "2 rows x 20 tokens, bfloat16" in text
+    one = data["cells"][0]["systems"]["h2o 8 (40%)"]
+    assert one["bytes"] - data["weights"] == 2 * 9 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.usefixtures("qwen")
+def test_prefill_memory_of_another_shape(monkeypatch, capsys, here):
+    words = ["--shape", "qwen3-0.6b", "--contexts", "40", "--budget", "8", "--chunk", "16"]
+    _, data = run("prefill_memory", monkeypatch, capsys, *words)
+    assert data["cells"][0]["full_bytes"] == 40 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.usefixtures("qwen")
+def test_a_plan_names_the_bytes_that_exist(monkeypatch, capsys):
+    plan = import_module("plan")
+    monkeypatch.setattr(plan, "measure_bandwidth", lambda device: Bandwidth(1e9, 5e8))
+    text, data = run("plan", monkeypatch, capsys, "--rows", "2", "--contexts", "20", "--budget", "8", "--repeats", "1")
+    pairs = data["cells"][0]["pairs"]
+    for what in ("weights, MiB", "cache of 2 rows, h2o 8, MiB"):
+        assert pairs[what]["measured"] == pytest.approx(pairs[what]["planned"], rel=0.05)
+    assert pairs["tokens/s, h2o 8"]["planned"] > pairs["tokens/s, full cache"]["planned"]
+    assert "measured / planned" in text
+
+
+def test_novel(monkeypatch, capsys, tmp_path):
+    words = ["--tokens", "90", "--parts", "3", "--budget", "8", "--chunk", "16"]
+    text, data = run("novel", monkeypatch, capsys, *words)
+    assert [part["tokens"] for part in data["parts"]] == [30, 60, 90]
+    assert len({part["cache_bytes"] for part in data["parts"]}) == 1
+    assert "90 tokens by 16" in text
+    file = tmp_path / "novel.txt"
+    file.write_bytes(b"\x01\x02\x03" * 5)
+    _, data = run("novel", monkeypatch, capsys, *words, "--text", str(file), "--positions", "slot")
+    assert data["parts"][-1]["tokens"] == 90
+
+
+@pytest.mark.parametrize(("content", "complaint"), [(None, "cannot be read: No such file"), (b"", "is empty")])
+def test_a_novel_that_cannot_be_read_is_one_line(monkeypatch, capsys, tmp_path, content, complaint):
+    file = tmp_path / "novel.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SystemExit, match=complaint):
+        run("novel", monkeypatch, capsys, "--text", str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "complaint"),
+    [
+        ("novel", ["--policy", "h3o"], "h3o"),
+        ("novel", ["--policy", "ahakv", "--budget", "8"], "protects"),
+        ("novel", ["--policy", "full", "--tokens", "60", "--budget", "50"], "50"),
+        ("plan", ["--policy", "ahakv", "--budget", "8", "--contexts", "20"], "protects"),
+        ("plan", ["--policy", "h2o:recent=x"], "recent"),
+        ("prefill_memory", ["--policies", "h2o", "h3o"], "h3o"),
+        ("prefill_memory", ["--shape", "gpt-5"], "gpt-5"),
+    ],
+)
+@pytest.mark.usefixtures("qwen")
+def test_a_mistake_is_a_line(monkeypatch, capsys, name, words, complaint):
+    with pytest.raises(SystemExit) as error:
+        run(name, monkeypatch, capsys, *words)
+    assert complaint in f"{error.value} {capsys.readouterr().err}"

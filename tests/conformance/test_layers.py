@@ -83,7 +83,9 @@ def test_a_layer_holds_the_tokens_of_the_definition(name, policy, window, monkey
 
 
 @pytest.mark.parametrize("window", [None, 14])
-@pytest.mark.parametrize("policy", ["local", "streaming_llm", "h2o:recent=0,decay=0.5", "tova", "knorm"])
+@pytest.mark.parametrize(
+    "policy", ["local", "streaming_llm", "h2o:recent=0,decay=0.5", "scissorhands", "tova", "knorm"]
+)
 @pytest.mark.parametrize("name", FAST)
 def test_a_stream_under_slot_positions(name, policy, window, monkeypatch):
     check(name, monkeypatch, policy, 20, window=window, rotation=ROTATION)

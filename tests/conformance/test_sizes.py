@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvkeep.backends import torch as plain
-from kvkeep.backends.native import Native, build, ops
+from kvkeep.backends.native import Native, build, packing
 from kvkeep.backends.triton import gpu
 from kvkeep.backends.triton import ops as triton_ops
 from kvkeep.statistic import Low, Mass
@@ -26,7 +26,7 @@ def test_shorter_vectors(flags, tmp_path, monkeypatch):
     backend = backend_of("native")
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
     library = build._opened(build._compile(build._compiler(), tmp_path, "short"))
-    monkeypatch.setattr(ops, "native", lambda: Native(library, "short vectors"))
+    monkeypatch.setattr(packing, "native", lambda: Native(library, "short vectors"))
     for (D, S), dtype in itertools.product([(7, 3), (16, 17), (40, 70), (64, 257)], DTYPES):
         check(backend, token(S, D, 3, dtype), Low(live=True), GREAT_SINK_AND_ALL)
         check(backend, token(S, D, 3, dtype), Mass(gain=1.5), PLAIN)

@@ -38,6 +38,34 @@ class Limits:
 
 
 @dataclass(frozen=True, eq=False)
+class Ring:
+    """How a decode step updates the state of a policy that marks the rows in which a token received little.
+
+    All heads of a row hold equally many tokens. In the ring (see `kvkeep.statistic.ring`) the row's bit is set for a
+    token that is low in this row, and cleared for the others. A burst brings a head that holds ``n`` tokens, more than
+    the budget, down to ``max(n - k·drop, least)`` with the smallest ``k`` that is enough. So ``due`` of the last rows
+    belong to the window of the next burst. Where ``m`` is the mass of this row and ``t`` the second sum, the first sum
+    becomes ``m + t·[window > 1]`` and the second ``m·[due > 0] + t·[due > 1]``. A padded token has no bit and no mass,
+    and is compared with 0 instead of 1.
+
+    Attributes:
+        words: the states that hold the bits.
+        mass: receives ``m``, so that the caller can tell how much attention the tokens of a burst carried.
+        window: number of rows in a window.
+        least: number of tokens that a burst leaves at least.
+        drop: a burst drops a multiple of this number.
+        budget: slots that may stay occupied.
+    """
+
+    words: tuple[Float[Tensor, "B Hk S"], ...]
+    mass: Float[Tensor, "B Hk S"]
+    window: Budget
+    least: Budget
+    drop: Budget
+    budget: Budget
+
+
+@dataclass(frozen=True, eq=False)
 class Added:
     """How a decode step updates the state of a policy whose state is a sum: ``state = decay·state + mass``.
 
@@ -46,13 +74,21 @@ class Added:
     Attributes:
         states: the policy's sums, at most two; all receive the same mass.
         is_score: whether the first sum is the score; otherwise the position is.
+        ring: bits beside two sums. The two sums are then updated as `Ring` says, and the step evicts nothing.
         lost: the victim's mass, and the mass of all slots that hold a token until then, are added here, where there are
-            sums; ``None``: nowhere.
+            sums; ``None``: nowhere. With a ring there is no victim.
     """
 
     states: tuple[Float[Tensor, "B Hk S"], ...]
     is_score: bool
+    ring: Ring | None = None
     lost: Float[Tensor, "B Hk 2"] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that the step changes."""
+        ring = () if self.ring is None else (*self.ring.words, self.ring.mass)
+        return (*self.states, *ring) if self.lost is None else (*self.states, *ring, self.lost)
 
 
 class Backend(abc.ABC):
@@ -61,11 +97,13 @@ class Backend(abc.ABC):
     Attributes:
         name: the name for ``KVKEEP_BACKEND``.
         fuses: whether `step` ever does anything.
+        tallies: whether `step` knows `Added.ring`.
         small: whether the functions of `kvkeep.backends.native.small_ops` run beside it.
     """
 
     name: ClassVar[str]
     fuses: ClassVar[bool] = False
+    tallies: ClassVar[bool] = False
     small: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -132,7 +170,7 @@ class Backend(abc.ABC):
     ) -> Float[Tensor, "B Hq 1 E"] | None:
         """Append, attend, add the report to the policy's sums, expire and evict, fused and in place.
 
-        Returns ``None``, and does nothing, if the backend cannot do it.
+        With `Added.ring` no slot is emptied. Returns ``None``, and does nothing, if the backend cannot do it.
         """
         return None
 

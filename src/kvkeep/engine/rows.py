@@ -20,7 +20,7 @@ from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents, put, take
-from kvkeep.store import Block, inference
+from kvkeep.store import Block, inference, pin_row
 from kvkeep.types import Phase, Slots
 
 Watch: TypeAlias = Callable[[int, Segment], Policy]
@@ -185,7 +185,7 @@ class Rows:
 
     def _pin(self, row: int, pins: Spans) -> None:
         """Protect spans of positions in a row."""
-        if pins and sum(block.pin_row(row, pins) for block in self._blocks):
+        if pins and sum(pin_row(block, row, pins) for block in self._blocks):
             self.renew()
 
     def limit_row(self, row: int, policy: Policy, budget: int) -> None:

@@ -92,7 +92,12 @@ class History(Policy):
         goes = torch.minimum(drop * -(-over // drop), n - least)
         return torch.where(over > 0, n - goes, limit)
 
-    bursts: ClassVar[Bursts | None] = Bursts(stays)
+    bursts: ClassVar[Bursts | None] = Bursts(stays, waits=True)
+
+    def _ring(self, budget: Budget) -> tuple[Budget, Budget, Budget]:
+        """The window, the tokens that a burst leaves at least, and the tokens of a burst."""
+        window, recent, drop = self.sizes(budget)
+        return window, between(1, recent, None), drop
 
     def due(self, view: View) -> Int[Tensor, " B"]:
         """How many of the last rows lie in the window of the next burst, if only generated tokens follow."""

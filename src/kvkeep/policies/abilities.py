@@ -24,9 +24,11 @@ class Bursts:
     Attributes:
         stays: method that returns how many slots stay occupied after a step, at most the budget. Pinned tokens
             (`View.pins`) are among them: whoever counts the tokens to keep counts these as well.
+        waits: whether a head that is within its budget keeps all its tokens.
     """
 
     stays: Callable[[Any, View, State], Budget]
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,28 @@ class Sums:
     Attributes:
         score: name of the state that is the score; ``None`` if the position is.
         only: values of options under which this holds.
+        steady: whether `wants` looks at the view's prompt, budget and number of rows alone, so that all tokens that are
+            generated after a prompt ask for the same.
     """
 
     score: str | None = None
     only: Mapping[str, object] = field(default_factory=dict)
+    steady: bool = False
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The rule of a policy that marks low rows in a ring of bits, simple enough for a kernel that attends to apply it.
+
+    For a generated token, `wants` must return `kvkeep.statistic.Low`, whatever the view, and `observe` must do what
+    `kvkeep.backends.Ring` says. The states must be the words of the ring, then the two sums, and must start at 0. The
+    policy must have `Bursts` that wait. A kernel then does the work of `observe`, which is not called.
+
+    Attributes:
+        sizes: method that returns the window, the least number of tokens and the burst under a budget.
+    """
+
+    sizes: Callable[[Any, Budget], tuple[Budget, Budget, Budget]]
 
 
 @dataclass(frozen=True)
@@ -111,6 +131,7 @@ class Abilities:
         focuses: set if generated tokens attend to a part of the slots.
         cascades: set if it prunes through the layers: the class of the table that the layers share.
         sums: set if the rule for generated tokens can run within an attention kernel.
+        tally: set if the part of the rule that does not drop tokens can run within an attention kernel.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         defaults: arguments of a cache that depend on the policy.
     """
@@ -122,6 +143,7 @@ class Abilities:
     focuses: ClassVar[Focus | None] = None
     cascades: ClassVar[type[Cascade] | None] = None
     sums: ClassVar[Sums | None] = None
+    tally: ClassVar[Tally | None] = None
     stochastic: ClassVar[bool] = False
     defaults: ClassVar[Defaults] = Defaults()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvkeep import scores
 from kvkeep.budget import column
 from kvkeep.policies._bursts import History
+from kvkeep.policies.abilities import Tally
 from kvkeep.policies.base import option
 from kvkeep.statistic import Low, LowRows, Statistic
 from kvkeep.types import State, View
@@ -30,6 +31,7 @@ class Scissorhands(History):
     threshold: Literal["row", "live"] = option("row", "n is the row's number, or the number of tokens that it sees")
     literal_ties: bool = option(False, "among equal counts the newest go first, as in a stable sort")
 
+    tally: ClassVar[Tally | None] = Tally(History._ring)
     bibtex: ClassVar[str] = """@inproceedings{liu2023scissorhands,
   title     = {Scissorhands: Exploiting the Persistence of Importance Hypothesis for {LLM} {KV} Cache Compression at
                Test Time},

@@ -4,7 +4,7 @@ from kvkeep.store.block import Block
 from kvkeep.store.cascade import Alone, Cascade
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store, inference
-from kvkeep.store.row import RowCopy, check_row, put_row, take_row
+from kvkeep.store.row import RowCopy, check_row, pin_row, put_row, take_row
 
 __all__ = [
     "Alone",
@@ -15,6 +15,7 @@ __all__ = [
     "Store",
     "check_row",
     "inference",
+    "pin_row",
     "put_row",
     "take_row",
 ]

@@ -96,18 +96,6 @@ class Block:
         if self.pins is not None:
             self.pins[row] = spans.LAST
 
-    def pin_row(self, row: int, pins: spans.Spans) -> bool:
-        """Pin spans in an empty row. Return whether the table had to be replaced by a wider one."""
-        held = self.pins
-        if grows := held is None or held.shape[1] < 2 * len(pins):
-            rows, device = len(self.seen), self.seen.device
-            self.pins = spans.table([()] * rows, device, width=1 << (2 * len(pins) - 1).bit_length())
-            if held is not None:
-                self.pins[:, : held.shape[1]] = held
-        assert self.pins is not None
-        self.pins[row] = spans.table([pins], self.pins.device, width=self.pins.shape[1])[0]
-        return grows
-
     def following(self, T: int, real: Bool[Tensor, "B T"] | None) -> Int[Tensor, "B T"]:
         """The positions of the next ``T`` tokens of each row, -1 for padding."""
         if real is None:
@@ -151,27 +139,23 @@ class Block:
     def view(
         self,
         slots: Slots,
-        new: Int[Tensor, " B"],
         *,
+        new: Int[Tensor, " B"],
         phase: Phase,
         layer: int,
-        past: Float[Tensor, "B A"],
-        alive: Bool[Tensor, "B A"],
+        tables: tuple[Float[Tensor, "B A"], Bool[Tensor, "B A"]],
     ) -> View:
-        """What a policy sees of slots in a step. The counters are live, as the block's slots are.
+        """Slots of this block, or copies of them beside a chunk, as a policy sees them. Counters are live.
 
         Args:
-            slots: the block's slots, or copies of them beside a chunk.
+            slots: keys, values and positions.
             new: real tokens that each row received.
             phase: the kind of these tokens.
             layer: index of the layer in the model.
-            past: see `View`.
-            alive: see `View`.
+            tables: ``past`` and ``alive``, see `View`.
         """
         return View(
-            positions=slots.positions,
-            keys=slots.keys,
-            values=slots.values,
+            *(slots.positions, slots.keys, slots.values),
             seen=self.seen,
             budget=self.budget,
             new=new,
@@ -179,8 +163,8 @@ class Block:
             phase=phase,
             layer=layer,
             sequences=self.sequences,
-            past=past,
-            alive=alive,
+            past=tables[0],
+            alive=tables[1],
             pins=self.pins,
         )
 
@@ -208,20 +192,6 @@ class Block:
         """The number of occupied slots of each head."""
         return (self.store.positions >= 0).sum(dim=-1)
 
-    def check_fit(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
-        """Refuse tokens of another shape, dtype or device.
-
-        Raises:
-            ShapeError: the tensors do not fit what the block holds.
-        """
-        if not self.store.fits(keys, values):
-            held = self.store.slots().keys
-            raise ShapeError(
-                f"The cache holds (rows, KV heads, slots, head dim) = {tuple(held.shape)} in {held.dtype} and was "
-                f"given {tuple(keys.shape)} in {keys.dtype}. One cache serves one model and one batch: make a new one "
-                "for another, or call reset() first."
-            )
-
     def per_row(self) -> dict[str, Tensor]:
         """Every tensor of the block by name. The first axis of each tensor is the rows.
 
@@ -237,18 +207,6 @@ class Block:
         """Names of the tensors of `per_row` whose third axis is the slots. The others belong to the row as a whole."""
         state = self.state.keys() - self.heads
         return frozenset((*(f"store.{name}" for name in self.store.per_slot()), *(f"state.{name}" for name in state)))
-
-    def set_budget(self, row: int, budget: int | Sequence[int]) -> None:
-        """Set the budget of one row, for all heads or for each head. An existing tensor is changed in place."""
-        if isinstance(self.budget, int) and isinstance(budget, int) and (budget == self.budget or len(self.seen) == 1):
-            self.budget = budget
-            return
-        wanted = self.seen.new_tensor([budget] if isinstance(budget, int) else list(budget))
-        held = self.budget if isinstance(self.budget, Tensor) else self.seen.new_full((len(self.seen), 1), self.budget)
-        if len(wanted) > held.shape[1]:
-            held = held.repeat(1, len(wanted))
-        held[row] = wanted
-        self.budget = held
 
     def widen(self, capacity: int) -> None:
         """Give every head more slots, and keep the content. The tensors are replaced."""

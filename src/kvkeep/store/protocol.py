@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.errors import ShapeError
 from kvkeep.types import Slots
 
 _P = ParamSpec("_P")
@@ -71,6 +72,20 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
         """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+
+    def check_fit(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> None:
+        """Refuse tokens of another shape, dtype or device.
+
+        Raises:
+            ShapeError: the tensors do not fit the store.
+        """
+        if not self.fits(keys, values):
+            held = self.slots().keys
+            raise ShapeError(
+                f"The cache holds (rows, KV heads, slots, head dim) = {tuple(held.shape)} in {held.dtype} and was "
+                f"given {tuple(keys.shape)} in {keys.dtype}. One cache serves one model and one batch: make a new one "
+                "for another, or call reset() first."
+            )
 
     @abc.abstractmethod
     def wider(self, capacity: int) -> Store:

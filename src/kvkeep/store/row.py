@@ -1,17 +1,17 @@
-"""One row of a block as an object: copied out of the block, and put back into a row of this block or another one."""
+"""One row of a block: its pins, and the row as an object, copied out and put back into this block or another one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvkeep import pins as spans
 from kvkeep.errors import ShapeError
 from kvkeep.memory import bytes_of
-from kvkeep.pins import LAST, Spans
 from kvkeep.store.block import Block
 from kvkeep.types import EMPTY
 
@@ -41,7 +41,7 @@ class RowCopy:
     positions: Int[Tensor, "Hk used"]
     capacity: int
     budget: int | tuple[int, ...]
-    pins: Spans = ()
+    pins: spans.Spans = ()
 
     @property
     def used(self) -> int:
@@ -97,14 +97,27 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
         ShapeError: the copy does not fit; then nothing has changed.
     """
     check_row(block, copy)
-    block.set_budget(row, copy.budget)
+    _set_budget(block, row, copy.budget)
     if copy.pins or block.pins is not None:
-        block.pin_row(row, copy.pins)
+        pin_row(block, row, copy.pins)
     mine = block.per_row()
     for name, tensor in copy.tensors.items():
         target = mine[name][row]
         (target[:, : copy.used] if name in copy.cut else target).copy_(tensor)
     block.store.positions[row, :, copy.used :] = EMPTY
+
+
+def pin_row(block: Block, row: int, pins: spans.Spans) -> bool:
+    """Pin spans in an empty row. Return whether the block's table had to be replaced by a wider one."""
+    held = block.pins
+    if grows := held is None or held.shape[1] < 2 * len(pins):
+        rows, device = len(block.seen), block.seen.device
+        block.pins = spans.table([()] * rows, device, width=1 << (2 * len(pins) - 1).bit_length())
+        if held is not None:
+            block.pins[:, : held.shape[1]] = held
+    assert block.pins is not None
+    block.pins[row] = spans.table([pins], block.pins.device, width=block.pins.shape[1])[0]
+    return grows
 
 
 def check_row(block: Block, copy: RowCopy) -> None:
@@ -136,10 +149,24 @@ def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device).copy_(tensor)
 
 
-def _pins(block: Block, row: int) -> Spans:
+def _pins(block: Block, row: int) -> spans.Spans:
     """The pins of one row."""
-    bounds = [] if block.pins is None else [bound for bound in block.pins[row].tolist() if bound != LAST]
+    bounds = [] if block.pins is None else [bound for bound in block.pins[row].tolist() if bound != spans.LAST]
     return tuple(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
+    """Set the budget of one row, for all heads or for each head. An existing tensor is changed in place."""
+    held = block.budget
+    if isinstance(held, int) and isinstance(budget, int) and (budget == held or len(block.seen) == 1):
+        block.budget = budget
+        return
+    wanted = block.seen.new_tensor([budget] if isinstance(budget, int) else list(budget))
+    held = held if isinstance(held, Tensor) else block.seen.new_full((len(block.seen), 1), held)
+    if len(wanted) > held.shape[1]:
+        held = held.repeat(1, len(wanted))
+    held[row] = wanted
+    block.budget = held
 
 
 def _budget(block: Block, row: int) -> int | tuple[int, ...]:

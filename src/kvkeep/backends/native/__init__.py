@@ -1,7 +1,7 @@
 """Attention and decode steps in C++, compiled for this machine at first use.
 
 `build` compiles and loads the kernel. `ops` are its functions on tensors, `prefill_ops` those for many tokens per row,
-`slot_ops` those on slots alone, `small_ops` the operators between two attentions.
+`slot_ops` those on slots, `small_ops` the operators between two attentions.
 `native` returns the kernel, or why there is none.
 """
 
@@ -37,6 +37,7 @@ class NativeBackend(Backend):
 
     name = "native"
     fuses = True
+    tallies = True
     small = True
 
     def __init__(self, rotation: Rotation | None = None) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.backends.native.turn import Turn
-from kvkeep.backends.protocol import Added
+from kvkeep.backends.protocol import Added, Ring
 from kvkeep.backends.wanted import Wanted
 from kvkeep.types import AttentionOptions, Budget
 
@@ -82,16 +82,27 @@ def writable(keys: Tensor, values: Tensor, positions: Tensor, new: tuple[Tensor,
 
 
 def addable(added: Added, positions: Tensor, wanted: Wanted | None) -> bool:
-    """Whether the policy's sums have the dtype, shape and strides that `step` promises to the kernel."""
+    """Whether the policy's state has the dtype, shape and strides that `step` promises to the kernel."""
+    ring = added.ring
     if wanted is None or not added.states:
-        return wanted is None and not added.states
+        return wanted is None and not added.states and ring is None
+    if ring is not None and (len(added.states) != 2 or not _is_ring(ring, positions)):
+        return False
     if added.lost is not None and (added.lost.dtype, added.lost.shape) != (torch.float32, (*positions.shape[:2], 2)):
         return False
     strides = added.states[0].stride()
-    return wanted.second is None and all(
+    return wanted.second == (None if ring is None else "low") and all(
         state.dtype == torch.float32 and state.shape == positions.shape and state.stride() == strides
-        for state in added.states
+        for state in (*added.states, *(ring.words if ring else ()))
     )
+
+
+def _is_ring(ring: Ring, positions: Tensor) -> bool:
+    """Whether there are words, a place for the mass, and of each size one whole number, or one for each row."""
+    mass = ring.mass
+    if not ring.words or (mass.dtype, mass.shape) != (torch.float32, positions.shape) or not mass.is_contiguous():
+        return False
+    return all(_is_share(size, len(positions), 1) for size in (ring.window, ring.least, ring.drop, ring.budget))
 
 
 def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0, limit: Budget = 0) -> bool:

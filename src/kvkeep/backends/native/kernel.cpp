@@ -1,8 +1,9 @@
-// The functions that Python calls. Each takes one struct of 8-byte fields, which ops.py and its neighbours pack in the same order, and
-// returns -1 if there was no memory; then nothing has been done.
+// The functions that Python calls. Each takes one struct of 8-byte fields, which ops.py or one of its neighbours packs
+// in the same order, and returns -1 if there was no memory; then nothing has been done.
 
 #include "attend.h"
 #include "prefill.h"
+#include "ring.h"
 #include "small.h"
 #include "slots.h"
 
@@ -25,6 +26,7 @@ extern "C" struct Step {
     double keep;  // factor on a sum before the mass is added
     float *lost;  // mass of the victim, and of all slots: both are added to; null: not wanted
     int64_t lost_row, lost_head;
+    Ring ring;  // without words: none
 };
 
 namespace {
@@ -96,13 +98,21 @@ int64_t step_as(const Step &s) {
         const int64_t row = i / a.kv_heads, head = i % a.kv_heads;
         const int64_t own = write_head(write, row, head);
         if (a.back) unrotate<X>(s, row, head, own);
-        float *mass = scratch + attention, *spare = mass + slots;
-        Head<X>(a, i, scratch, mass, nullptr).run();
+        float *mass = s.ring.words ? s.ring.mass + i * a.slots : scratch + attention;
+        float *spare = scratch + attention + slots;
+        Head<X>(a, i, scratch, mass, spare).run();
+        float *lost = s.lost ? s.lost + row * s.lost_row + head * s.lost_head : nullptr;
+        if (s.ring.words) {
+            const int64_t at = row * s.sum_row + head * s.sum_head;
+            const Marks marks(s.ring, row, a.now[row * a.now_row], held_by(held, row, head));
+            marks.apply(mass, spare, a.slots, own, at, s.sums[0] + at, s.sums[1] + at);
+            if (lost) lost[1] += mass_held(positions_of(held, row, head), mass, a.slots);
+            return;
+        }
         const float keep = a.now[row * a.now_row] < 0 ? 1.0f : (float)s.keep;
         for (float *sum : s.sums)
             if (sum) add(sum + row * s.sum_row + head * s.sum_head, mass, a.slots, own, keep);
         if (a.window) expire_head(held, row, head);
-        float *lost = s.lost ? s.lost + row * s.lost_row + head * s.lost_head : nullptr;
         if (lost) lost[1] += mass_held(positions_of(held, row, head), mass, a.slots);
         const int64_t victim = evict_head(held, row, head, spare);
         if (lost && victim >= 0) lost[0] += mass[victim];

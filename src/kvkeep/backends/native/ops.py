@@ -16,14 +16,16 @@ from torch import Tensor
 from kvkeep.backends.native import checks
 from kvkeep.backends.native.packing import LAST, bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.backends.native.turn import Turn
-from kvkeep.backends.protocol import Added, Limits
+from kvkeep.backends.protocol import Added, Limits, Ring
 from kvkeep.backends.wanted import Wanted
+from kvkeep.statistic import BITS
 from kvkeep.types import AttentionOptions, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
 _NOTHING = Wanted()
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q")
 _STEP = struct.Struct("3q 3q 2q 3q 3q 3q 4q d 3q")
+_RING = struct.Struct("6q 2q")
 
 
 def attend(
@@ -68,13 +70,11 @@ def step(
 ) -> Float[Tensor, "B Hq 1 E"] | None:
     """`Backend.step` in one pass over keys and values, where both windows are the same.
 
-    ``wanted`` asks for the mass alone; it is ``None`` if the policy has no sums. With a ``turn`` the slots' keys are
-    unrotated, and the token is rotated to its position.
+    ``wanted`` asks for the mass alone, with a ring for low as well; it is ``None`` if the policy has no sums. With a
+    ``turn`` the slots' keys are unrotated, and the token is rotated to its position.
     """
     (query, *new), (keys, values, positions) = token, slots
-    library = library_for(
-        query, *slots, *new, now, limits.seen, *added.states, *(() if added.lost is None else (added.lost,))
-    )
+    library = library_for(query, *slots, *new, now, limits.seen, *added.tensors)
     if library is None or not checks.attendable(
         query, keys, values, now, positions, options=options, wanted=wanted, turn=turn
     ):
@@ -89,6 +89,7 @@ def step(
     total, other = (*added.states, None, None)[:2]
     lost = None if wanted is None else added.lost
     call = _attention(query, slots, now, options=options, wanted=wanted, turn=turn, reports=False)
+    marks, sizes = _marks(added.ring, len(query))
     packed = call.packed + _STEP.pack(
         *(new[0].data_ptr(), *new[0].stride()[:2]),
         *(new[1].data_ptr(), *new[1].stride()[:2]),
@@ -100,7 +101,22 @@ def step(
         1.0 if wanted is None else wanted.decay,
         *((0, 0, 0) if lost is None else (lost.data_ptr(), *lost.stride()[:2])),
     )
-    return None if library.kvkeep_step(packed) else call.results[0]
+    done = library.kvkeep_step(packed + marks)
+    del sizes  # it had to live as long as the call
+    return None if done else call.results[0]
+
+
+def _marks(ring: Ring | None, rows: int) -> tuple[bytes, Tensor | None]:
+    """The sizes and words of a ring, and the tensor that lies at their address if the rows have sizes of their own."""
+    if ring is None:
+        return _RING.pack(*(0,) * 8), None
+    sizes = ring.window, ring.least, ring.drop, ring.budget
+    own = None
+    if any(isinstance(size, Tensor) for size in sizes):
+        own = torch.cat([torch.as_tensor(size, dtype=torch.int64).view(-1, 1).expand(rows, 1) for size in sizes], dim=1)
+    numbers = sizes if own is None else (0, 0, 0, 0)
+    packed = _RING.pack(len(ring.words), *numbers, pointer(own), BITS, ring.mass.data_ptr())
+    return packed + struct.pack(f"{len(ring.words)}q", *(word.data_ptr() for word in ring.words)), own
 
 
 class _Attention(NamedTuple):

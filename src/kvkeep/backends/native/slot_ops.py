@@ -1,4 +1,8 @@
-"""The kernel's functions on slots; each returns ``None`` and does nothing if the kernel cannot do it, see `ops`."""
+"""The kernel's functions on slots: write a token, expire, count, evict.
+
+Each returns ``None`` and does nothing if the kernel cannot do it. The kernel takes bare addresses. `checks` makes sure
+that everything it relies on holds.
+"""
 
 from __future__ import annotations
 

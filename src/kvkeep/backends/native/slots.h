@@ -71,11 +71,16 @@ inline void expire_head(const Slots &s, int64_t row, int64_t head) {
     for (int64_t i = 0; i < s.slots; i++) positions[i] = positions[i] <= last ? -1 : positions[i];
 }
 
-inline bool is_over(const Slots &s, int64_t row, int64_t head) {
+// The number of occupied slots.
+inline int32_t held_by(const Slots &s, int64_t row, int64_t head) {
     const int32_t *positions = positions_of(s, row, head);
     int32_t held = 0;
     for (int64_t i = 0; i < s.slots; i++) held += positions[i] >= 0;
-    return held > (s.limits ? s.limits[row * s.limits_row + head * s.limits_head] : s.limit);
+    return held;
+}
+
+inline bool is_over(const Slots &s, int64_t row, int64_t head) {
+    return held_by(s, row, head) > (s.limits ? s.limits[row * s.limits_row + head * s.limits_head] : s.limit);
 }
 
 // Empty the slot that goes first, if the head holds more than its limit. Without scores the position is the score.

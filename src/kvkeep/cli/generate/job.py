@@ -295,7 +295,5 @@ def _beside(batch: Batch) -> Path:
 def _lines(source: Path, read_line: Read, todo: Mapping[int, str]) -> Iterator[Line]:
     """Read the lines to run once more. A line whose text has changed since the survey is left out."""
     for number, raw in read(source):
-        if number in todo and digest(raw) == todo[number]:
-            line = read_line(number, raw)
-            if isinstance(line, Line):
-                yield line
+        if number in todo and digest(raw) == todo[number] and isinstance(line := read_line(number, raw), Line):
+            yield line

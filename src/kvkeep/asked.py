@@ -1,0 +1,59 @@
+"""Small tensors of a decode step that need not be made anew for every token."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep.policies.base import Policy
+from kvkeep.statistic import Statistic
+from kvkeep.types import Budget, View
+
+
+class Asked:
+    """The statistic that a policy wants, remembered on a CPU where the policy says that it is steady.
+
+    A recorded graph would remember it for ever, so on a GPU the policy is asked in each step.
+
+    Args:
+        policy: the policy to ask.
+    """
+
+    def __init__(self, policy: Policy):
+        self._policy = policy
+        self._steady = policy.sums is not None and policy.sums.steady
+        self._last: tuple[Tensor, Budget, list[int], Statistic] | None = None
+
+    def by(self, view: View) -> Statistic:
+        """The statistic of this step."""
+        numbers = [tensor for tensor in (view.prompt, view.budget) if isinstance(tensor, Tensor)]
+        if not self._steady or any(not tensor.is_cpu or tensor.is_inference() for tensor in numbers):
+            return self._policy.wants(view)  # tensors of inference mode do not count the writes into them
+        versions = [tensor._version for tensor in numbers]
+        if self._last is not None:
+            prompt, budget, before, statistic = self._last
+            if prompt is view.prompt and budget is view.budget and before == versions:
+                return statistic
+        statistic = self._policy.wants(view)
+        self._last = view.prompt, view.budget, versions, statistic
+        return statistic
+
+    def __reduce__(self) -> tuple[type[Asked], tuple[Policy]]:
+        """A copy remembers nothing: versions count the writes into a tensor, and those of its copy begin at 0."""
+        return Asked, (self._policy,)
+
+
+def one_each(rows: int, device: torch.device) -> Int[Tensor, " B"]:
+    """One new token per row. The tensor is shared and must not be written."""
+    if device.type == "cpu":
+        return _ones(rows)
+    return torch.ones(rows, dtype=torch.int64, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(rows: int) -> Int[Tensor, " B"]:
+    with torch.inference_mode(False):
+        return torch.ones(rows, dtype=torch.int64)
