@@ -61,8 +61,8 @@ def chunks(parts: Parts) -> Iterator[bytes]:
     header = json.dumps(entries, separators=(",", ":")).encode()
     if len(header) > LONGEST_HEADER:
         raise SnapshotError(
-            f"The snapshot's note makes a header of {len(header)} bytes, and a file has at most {LONGEST_HEADER}. Keep a "
-            "shorter conversation."
+            f"The snapshot's note makes a header of {len(header)} bytes, and a file has at most {LONGEST_HEADER}. Keep "
+            "a shorter conversation."
         )
     header += b" " * (-len(header) % 8)  # tensors begin at a multiple of 8
     yield len(header).to_bytes(8, "little") + header
