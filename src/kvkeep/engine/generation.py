@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import cast
 
 from torch import Tensor
@@ -17,6 +17,12 @@ from kvkeep.memory import Memory
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents
+
+_FREE = {
+    *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "logprobs"),
+    *("policy", "budget", "sequence", "memory"),
+}
+"""Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
 
 
 @dataclass(eq=False)
@@ -90,6 +96,15 @@ class Generation:
     def pins(self) -> Spans:
         """The spans of the prompt that may not be evicted."""
         return cast(Spans, self.request.pins)
+
+    @property
+    def settings(self) -> tuple[Hashable, ...]:
+        """Everything on which the memory of the prompt depends but its tokens. Requests with equal ones may share it.
+
+        A field that requests get in the future belongs to it, unless it is named in `_FREE`.
+        """
+        others = (getattr(self.request, one.name) for one in fields(self.request) if one.name not in _FREE)
+        return self.policy, self.budget, self.request.sequence if self.policy.stochastic else None, *others
 
     @property
     def prompt_left(self) -> int:
