@@ -15,7 +15,7 @@ from kvkeep.errors import InputError, PolicyError
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 
-Asked: TypeAlias = Request | str
+Asked: TypeAlias = "Request | str"
 """A request, or a text that becomes one."""
 
 
