@@ -69,6 +69,8 @@ def pinned(positions: Int[Tensor, "B Hk S"], bounds: Int[Tensor, "B bounds"]) ->
         bounds: of each row the spans' starts and stops in order; a position lies in a span if the number of bounds that
             are not above it is odd.
     """
+    if bounds.shape[1] == 2:  # the usual case, without a search
+        return (positions >= bounds[:, :1, None]) & (positions < bounds[:, 1:, None])
     flat = positions.flatten(1).to(bounds.dtype).contiguous()
     return (torch.searchsorted(bounds, flat, right=True) % 2 == 1).view(positions.shape)
 

@@ -149,3 +149,21 @@ def test_a_layer_takes_the_fused_step_where_its_policy_can_be_told(policy, fused
         new = [torch.randn(1, heads, T, 16, device=DEVICE) for heads in (2, 1, 1)]
         layer.step(*new, options=PLAIN, phase=phase_of(new[0]))
     assert len(calls) == fused
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("policy", ["h2o:recent=1", "h2o:recent=1,decay=0.5", "snapkv:window=1,decode=score", "local"])
+def test_a_fused_step_counts_the_mass_of_its_victims(policy, window, monkeypatch):
+    monkeypatch.setattr(prefill_ops, "attend", lambda *args, **kwargs: None)  # torch reads the prompt
+    options, lost = AttentionOptions(scaling=0.2, window=window), []
+    for backend in ("triton", "torch"):
+        monkeypatch.setenv(SWITCH, backend)
+        torch.manual_seed(0)
+        layer = kvkeep.Layer(kvkeep.parse(policy), 4, window=window)
+        for T in (6, 1, 1, 1):
+            new = [torch.randn(2, heads, T, 16) for heads in (4, 2, 2)]
+            layer.step(*(x.to(DEVICE) for x in new), options=options, phase=phase_of(new[0]))
+        lost.append(layer.block.lost.cpu())
+    torch.testing.assert_close(lost[0], lost[1], rtol=1e-4, atol=1e-5)
+    if window is None:
+        assert (lost[0][..., 2] > 0).all() == (policy != "local")

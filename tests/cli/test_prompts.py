@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvkeep
+from kvkeep.cli.generate.summary import _percent
 from kvkeep.cli.main import app
 from kvkeep.engine.admission import check_room
 from kvkeep.errors import InputError
@@ -265,3 +266,22 @@ def test_a_comparison_says_so_too():
     assert "nothing was evicted" in " ".join(result.stderr.split())
     result = generate("-p", PROMPT, "-n", NEW, "-b", 6, "--compare")
     assert "nothing was evicted" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("share", "shown"),
+    [(0.0, "0 %"), (1e-9, "less than 0.01 %"), (0.0012, "0.12 %"), (0.0996, "10 %"), (0.996, "100 %"), (1.0, "100 %")],
+)
+def test_shares_of_attention_are_shown_as_percent(share: float, shown: str):
+    assert _percent(share) == shown
+
+
+def test_the_summary_says_what_was_lost_and_which_budget_was_chosen():
+    text = "Anna has a red ball. " * 30
+    said = " ".join(generate("-p", text, "-n", 3, "-b", 64, "--policy", "h2o", "--guard", 1).stderr.split())
+    assert "budget 16 of 64, chosen by --guard" in said
+    assert re.search(r"lost \d+ % of the attention at the prompt's end, \S+.* % in each new token's step", said)
+    said = " ".join(generate("-p", text, "-n", 3, "-b", 64, "--policy", "h2o", "--guard", 0).stderr.split())
+    assert re.search(r"the whole budget of 64 loses \d+ % of the attention, more than --guard 0; raise --budget", said)
+    said = generate("-p", text, "-n", 3, "-b", 64, "--policy", "local").stderr
+    assert "lost" not in said

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from sweeps import sweep
 
-from kvkeep import InputError
+from kvkeep import InputError, backends
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.loss import LostMass
@@ -129,3 +129,33 @@ def test_a_policy_whose_state_depends_on_the_budget_ends_its_request():
     assert bad.finish_reason == "error"
     assert "no budget can be chosen" in bad.error
     assert engine.generate(asked(2, guard=1.0))[0].budget == 4
+
+
+def test_a_policy_that_cannot_be_asked_beforehand_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class Curious(HeavyHitters):
+        def wants(self, view):
+            return [self.statistic][int(view.positions[0, 0, 5]) * 0]
+
+        def score(self, view, state):
+            return state["mass"]
+
+    engine = Engine(model("llama"), policy="h2o", budget=BUDGET, rows=1)
+    with pytest.raises(InputError, match="cannot be told beforehand"):
+        engine.add(asked(1, policy=Curious(), guard=0.1))
+
+
+def test_a_recorded_step_obeys_the_budget_that_was_chosen(monkeypatch):
+    monkeypatch.setenv(backends.SWITCH, "torch")
+    engine = Engine(model("llama"), policy="h2o:recent=2", budget=BUDGET, rows=2, graphs=True)
+    guarded, small = engine.generate([asked(1, guard=1.0), asked(1, budget=4)])
+    assert guarded.token_ids == small.token_ids
+    assert guarded.budget == 4
+
+
+def test_the_next_sequence_of_the_row_has_its_own_budget():
+    engine = Engine(model("llama"), policy="h2o:recent=2", budget=BUDGET, rows=1)
+    results = engine.generate([asked(1), asked(1, guard=1.0), asked(1)])
+    assert [one.budget for one in results] == [16, 4, 16]
+    assert results[0].token_ids == results[2].token_ids
+    assert results[0].lost_mass == results[2].lost_mass

@@ -124,3 +124,67 @@ def test_the_next_sequence_of_a_row_has_no_pins():
     assert results[1].token_ids == alone("llama", plain.prompt, 3, "h2o:recent=2", 10, None)
     assert results[0].token_ids == results[2].token_ids
     assert (engine._rows._blocks[0].pins == 2**31 - 1).all()
+
+
+@pytest.mark.parametrize("policy", ["h2o:recent=2", "tova", "scissorhands:window=1,recent=1,drop=2"])
+def test_recorded_steps_keep_pins_apart_from_other_rows(policy, monkeypatch):
+    monkeypatch.setenv(backends.SWITCH, "torch")
+    engine = Engine(model("llama"), policy=policy, budget=CAPACITY, rows=2, graphs=True)
+    asked = [
+        Request(prompt=prompt_of(i, 14), sampling=Sampling(max_new_tokens=5), pins=PINS[i % 4]) for i in (0, 1, 2, 1)
+    ]
+    for request, result in zip(asked, engine.generate(asked), strict=True):
+        assert result.token_ids == alone("llama", request.prompt, 5, policy, CAPACITY, None, request.pins)
+
+
+def test_pins_go_with_their_rows_through_beams_repeats_and_resets():
+    net, ids = model("llama"), torch.tensor([prompt_of(1, 20), prompt_of(2, 20)])
+    cache = kvkeep.BoundedCache(net.config, "h2o:recent=2", 8, pins=[[(8, 11)], [(5, 7)]])
+
+    def held(row):
+        return set(cache.positions(1)[row, 0].tolist())
+
+    for _ in range(2):
+        with torch.inference_mode():
+            net(input_ids=ids, past_key_values=cache)
+            cache.batch_repeat_interleave(2)
+            cache.reorder_cache(torch.tensor([3, 2, 1, 0]))
+            for i in range(15):
+                net(input_ids=ids[:, i : i + 1].repeat(2, 1), past_key_values=cache)
+        assert all({5, 6} <= held(row) for row in (0, 1))
+        assert all({8, 9, 10} <= held(row) for row in (2, 3))
+        cache.reset()
+    found = net.generate(ids, max_new_tokens=4, num_beams=1, past_key_values=cache, do_sample=False)
+    assert found.shape == (2, 24)
+    assert {8, 9, 10} <= held(0)
+
+
+def test_tokens_that_come_later_may_be_pinned_in_a_cache():
+    for policy in ("h2o:recent=2", "adakv:window=2", "scissorhands:window=1,recent=1,drop=2"):
+        cache = kvkeep.BoundedCache(model("llama").config, policy, 10, pins=[(1, 2), (25, 28)])
+        ids = torch.tensor([prompt_of(1, 60)])
+        with torch.inference_mode():
+            model("llama")(input_ids=ids[:, :20], past_key_values=cache)
+            for i in range(20, 60):
+                model("llama")(input_ids=ids[:, i : i + 1], past_key_values=cache)
+        for layer in range(3):
+            for head in cache.positions(layer)[0].tolist():
+                assert {1, 25, 26, 27} <= set(head), (policy, layer)
+
+
+def test_a_million_spans_are_joined_before_they_are_counted():
+    pins = [(i, i + 1) for i in range(200_000)] + [(0, 12)]
+    with pytest.raises(InputError, match="end at position 200000"):
+        Engine(model("llama"), budget=10, rows=1).add(Request(prompt=prompt_of(1, 12), pins=pins))
+
+
+def test_a_cache_tells_what_was_lost_by_layer_row_and_head():
+    cache = kvkeep.BoundedCache(model("llama").config, "h2o:recent=2", 8)
+    assert cache.lost_mass() == {}
+    with torch.inference_mode():
+        model("llama")(input_ids=torch.tensor([prompt_of(1, 20), prompt_of(2, 20)]), past_key_values=cache)
+    found = cache.lost_mass()
+    assert list(found) == [0, 1, 2]
+    assert found[1].prompt.shape == (2, 2)
+    assert ((found[1].prompt > 0) & (found[1].prompt < 1)).all()
+    assert found[1].decode.isnan().all()

@@ -23,7 +23,7 @@ from kvkeep.engine.batch import Batch
 from kvkeep.engine.request import Generation
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.segments import Segment
-from kvkeep.errors import BudgetError, InputError, PolicyError
+from kvkeep.errors import BudgetError, InputError, PolicyError, one_line
 from kvkeep.eviction import shielded
 from kvkeep.layout import Layout
 from kvkeep.pins import Spans
@@ -43,7 +43,10 @@ def refusal(policy: Policy, levels: Sequence[int]) -> str | None:
         return "it keeps every token"
     if policy.bursts or policy.grows or policy.spreads or policy.cascades:
         return "its cuts are no plain choice of the best tokens of each head"
-    asked = [policy.wants(_end_of_prompt(10 * max(levels), level)) for level in levels]
+    try:
+        asked = [policy.wants(_end_of_prompt(10 * max(levels), level)) for level in levels]
+    except Exception as error:  # a policy of other code
+        return f"what it asks of attention cannot be told beforehand ({one_line(error)})"
     if "mass" not in asked[0].fields:
         return "its statistic shows no attention mass"
     if not all(_same(asked[0], one) for one in asked[1:]):

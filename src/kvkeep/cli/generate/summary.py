@@ -39,7 +39,9 @@ def _lost(result: Result) -> str:
 
 
 def _percent(share: float) -> str:
-    return "0 %" if not share else "< 0.01 %" if share < 1e-4 else f"{100 * share:.2g} %"
+    if share < 1e-4:
+        return "less than 0.01 %" if share > 0 else "0 %"
+    return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"
 
 
 def remark(job: Job, result: Result) -> None:
