@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -276,7 +276,7 @@ def test_a_copy_of_a_layer_asks_anew():
 
 @pytest.mark.skipif(native().library is None, reason=native().detail)
 def test_an_engine_generates_the_same_with_fused_steps(monkeypatch):
-    """Ragged requests under several policies share rows, whose state changes hands."""
+    """Ragged requests under several policies, one of them with pins, share rows, whose state changes hands."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=97,
@@ -300,11 +300,17 @@ def test_an_engine_generates_the_same_with_fused_steps(monkeypatch):
                 sampling=Sampling(max_new_tokens=20 + 5 * i),
                 ignore_end=True,
                 policy=policies[i % 4],
+                pins=[(1, 3)] if i == 4 else [],
             )
             for i in range(6)
         ]
-        return [result.token_ids for result in engine.generate(asked)]
+        results = list(engine.generate(asked))
+        return [result.token_ids for result in results], [result.lost_mass for result in results]
 
-    fused = texts()
+    fused, lost = texts()
     monkeypatch.setattr(layer_module, "fuses", lambda *given, **others: False)
-    assert fused == texts()
+    unfused, wanted = texts()
+    assert fused == unfused
+    assert all(one.decode > 0 for one in lost)
+    for one, other in zip(lost, wanted, strict=True):
+        assert asdict(one) == pytest.approx(asdict(other), rel=1e-4)
