@@ -31,9 +31,8 @@ class Session:
     session as it was before that turn. Turns that are sent while another one runs wait for it, in order.
 
     Attributes:
-        name: by which the engine finds it again; ``None`` if it has no name.
-        policy: its eviction policy.
-        budget: its tokens kept per layer and head.
+        name: by which the engine finds it again, or ``None``.
+        policy, budget: its eviction policy, and its tokens kept per layer and head.
         sequence: its identity for drawn tokens; forks get others.
     """
 
@@ -52,8 +51,7 @@ class Session:
         self._running: Generation | None = None
         self._messages: tuple[Mapping[str, str], ...] = ()
         self._queue: deque[Generation] = deque()
-        self._forks = 0
-        self._closed = False
+        self._forks, self._closed = 0, False
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -261,8 +259,11 @@ class Session:
         self._work._scheduler.waiting.append(one)
 
     def _load(self) -> Contents | None:
-        """The memory with which a turn begins."""
-        return self._shelf.load(self._state.kept).contents if self._state.kept else None
+        """The memory with which a turn begins, if it belongs to the model as it is now."""
+        snapshot = self._state.kept and self._shelf.load(self._state.kept)
+        if snapshot is not None:
+            snapshot.fingerprint.check(self._work._admission.fingerprint(self.policy, self.budget))
+        return snapshot and snapshot.contents
 
     def _keep(self, one: Generation, contents: Contents) -> None:
         """Take over the memory of a turn that has ended well."""
