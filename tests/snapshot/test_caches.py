@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from snapshot_models import POLICIES, bounded, feed, ids, model
+from sweeps import sweep
 
 import kvkeep
 from kvkeep import BoundedCache, InputError, SnapshotError
@@ -24,7 +25,7 @@ def modes(policy):
     return ["slot"] if kvkeep.parse(policy).defaults.positions == "slot" else ["true", "slot"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", sweep(POLICIES, lambda policy: POLICIES.index(policy) % 3 == 0))
 def test_a_new_cache_goes_on_as_the_old_one(policy):
     tokens = ids(1)
     for positions in modes(policy):
