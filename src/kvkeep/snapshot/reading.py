@@ -49,6 +49,8 @@ def _read(file: IO[bytes], size: int) -> Snapshot:
     header = read_header(file, size)
     fingerprint, layers = fingerprint_of(header.about), described_layers(header.about)
     pending = whole(header.about.get("pending"), "pending", most=2**40)
+    note = header.about.get("note", {})
+    check(isinstance(note, dict), "its note is no JSON object")
     groups = _by_layer(header.entries, len(layers))
     seen = layers[0].numbers["seen"]
     for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
@@ -77,7 +79,7 @@ def _read(file: IO[bytes], size: int) -> Snapshot:
             check(int(found[1]) in states, f"state {found[1]} is not described")
             states[int(found[1])][found[2], None if found[3] is None else int(found[3])] = tensor(entry)
     held = {number: StateCopy(tensors, flags[number]) for number, tensors in states.items()}
-    return Snapshot(Contents(tuple(copies), shared, held), fingerprint, ids, pending)
+    return Snapshot(Contents(tuple(copies), shared, held), fingerprint, ids, pending, note)
 
 
 def _by_layer(entries: Mapping[str, Entry], layers: int) -> list[dict[str, Entry]]:

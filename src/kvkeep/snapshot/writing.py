@@ -71,6 +71,7 @@ def _about(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "fingerprint": snapshot.fingerprint.as_dict(),
         "pending": snapshot.pending,
+        "note": dict(snapshot.note),
         "layers": [_about_layer(layer) for layer in contents.layers],
         "states": {
             str(number): [[name, key, flag] for (name, key), flag in state.flags.items()]
