@@ -11,8 +11,9 @@ from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.streaming_llm import StreamingLLM
+from kvkeep.snapshot import contents, reading
 from kvkeep.statistic import Mass
-from kvkeep.store import Block
+from kvkeep.store import Block, row
 from kvkeep.testing import LAWS, Case
 
 CASE = Case(rows=2, prompt=20, steps=30, budget=8)
@@ -147,3 +148,36 @@ def test_keys_written_to_the_wrong_slot(monkeypatch):
     monkeypatch.setattr(layer, "fuses", lambda policy, backend: False)
     monkeypatch.setattr(layer, "append", shifted)
     assert breaks("slots_hold_the_originals", H2O(recent=3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remembers(Policy):
+    """Keeps a number beside its slots, where no copy of a row finds it."""
+
+    counts: ClassVar[dict[int, int]] = {}
+
+    def score(self, view, state):
+        self.counts[id(view.seen)] = self.counts.get(id(view.seen), 0) + 1
+        return (view.positions % (self.counts[id(view.seen)] % 3 + 2)).float()
+
+
+def test_memory_beside_the_state():
+    assert breaks("saving_and_restoring_changes_nothing", Remembers())
+
+
+def test_tokens_that_return_to_other_slots(monkeypatch):
+    honest = reading._spread
+    monkeypatch.setattr(reading, "_spread", lambda packed, occupied: honest(packed.flip(0), occupied))
+    assert breaks("saving_and_restoring_changes_nothing", H2O(recent=3))
+
+
+def test_state_left_out_of_a_copy(monkeypatch):
+    honest = row.put_row
+
+    def forgetful(block, number, copy):
+        honest(block, number, copy)
+        for tensor in block.state.values():
+            tensor[number] = 0
+
+    monkeypatch.setattr(contents, "put_row", forgetful)
+    assert breaks("saving_and_restoring_changes_nothing", H2O(recent=3))

@@ -15,7 +15,6 @@ from kvkeep.budget import check as check_budget
 from kvkeep.errors import (
     BrokenCacheError,
     InputError,
-    PolicyError,
     ShapeError,
     SnapshotError,
     UnsupportedOperationError,
@@ -25,9 +24,14 @@ from kvkeep.history import History, padded, rows_of
 from kvkeep.hybrid import state_part
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
-from kvkeep.registry import spec
 from kvkeep.snapshot.contents import check, put, take
-from kvkeep.snapshot.fingerprint import Fingerprint, hash_of_config, name_of_config
+from kvkeep.snapshot.fingerprint import (
+    Fingerprint,
+    hash_of_config,
+    name_of_config,
+    name_of_policy,
+    policy_named,
+)
 from kvkeep.snapshot.layers import blocks_for
 from kvkeep.snapshot.snapshot import Snapshot
 from kvkeep.store import Cascade
@@ -145,7 +149,7 @@ class SnapshotCache(PhasedCache):
         made, make = snapshots[0].fingerprint, cast(Callable[..., _Cache], cls)
         cache = make(
             config,
-            made.policy if policy is None else policy,
+            policy_named(made.policy) if policy is None else policy,
             [snapshot.fingerprint.budget for snapshot in snapshots],
             prefill_chunk=made.chunk,
             layer_budget=made.layer_budget,
@@ -218,7 +222,7 @@ class SnapshotCache(PhasedCache):
         return Fingerprint(
             model=name_of_config(made.config),
             config=hash_of_config(made.config),
-            policy=_spec(self.policy),
+            policy=name_of_policy(self.policy),
             budget=budgets[row] if len(budgets) > 1 else budgets[0],
             layer_budget=made.layer_budget,
             dtype=str(layer.store.slots().keys.dtype).removeprefix("torch.") if layer.allocated else None,
@@ -263,14 +267,6 @@ def _history_of(rows: Sequence[Tensor], columns: int, device: torch.device) -> H
     history = History()
     history.add(ids[1:].to(device), real[1:].to(device), held=0)
     return history
-
-
-def _spec(policy: Policy) -> str:
-    """The string of a policy, from which it can be made again if it is registered."""
-    try:
-        return spec(policy)
-    except PolicyError:
-        return str(policy)
 
 
 def _checked(row: object, rows: int) -> int:

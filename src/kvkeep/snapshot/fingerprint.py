@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvkeep.errors import SnapshotError
+from kvkeep.errors import PolicyError, SnapshotError
+from kvkeep.policies.base import Policy
+from kvkeep.registry import available, parse, spec, split
 
 FORMAT = 1
 """Version of the contents and of the file. Higher ones are refused."""
@@ -125,3 +127,27 @@ def name_of_config(config: Any) -> str:
 def rule(layer_budget: str | Sequence[float]) -> str | tuple[float, ...]:
     """A rule that spreads budgets over layers, as a value that can be compared."""
     return layer_budget if isinstance(layer_budget, str) else tuple(map(float, layer_budget))
+
+
+def policy_named(policy: str) -> Policy:
+    """The policy that a snapshot names. A file may name any module, so only registered names are looked up.
+
+    Raises:
+        SnapshotError: no policy of that name is registered, or its options are wrong.
+    """
+    name, _ = split(policy)
+    try:
+        if name in available():
+            return parse(policy)
+        why = f"No policy of the name {name!r:.80} is registered"
+    except PolicyError as error:
+        why = str(error).rstrip(".")
+    raise SnapshotError(f"The snapshot's policy cannot be made: {why}. If it is your own, pass it as `policy`.")
+
+
+def name_of_policy(policy: Policy) -> str:
+    """The string of a policy, from which it can be made again if it is registered."""
+    try:
+        return spec(policy)
+    except PolicyError:
+        return str(policy)

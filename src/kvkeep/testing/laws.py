@@ -16,6 +16,7 @@ from kvkeep.policies.base import Policy
 from kvkeep.registry import available, parse, spec
 from kvkeep.statistic import Nothing
 from kvkeep.testing.case import Case, Tape, replay, run
+from kvkeep.testing.moving import Fed
 from kvkeep.types import EMPTY, Phase, Slots, State, View
 
 MARGIN = 1e-5
@@ -214,3 +215,21 @@ def scores_are_finite_numbers(policy: Policy, case: Case) -> None:
     for _ in run(spy, case):
         pass
     assert not torch.cat(seen).isnan().any(), "a score is NaN"
+
+
+@_law
+def saving_and_restoring_changes_nothing(policy: Policy, case: Case) -> None:
+    """Rows that are saved to files at any step, and put into a new layer, go on bit for bit as without it."""
+    tape, end = Tape.random(case), case.prompt + case.steps
+    moment = case.prompt + (case.seed % case.steps if case.steps else 0)
+    if not bool(tape.real[:, :moment].any(dim=1).all()):
+        return  # a row without a token
+    old, new = (Fed(policy, case) for _ in range(2))
+    for stop in range(case.prompt or 1, moment + 1):
+        old.feed(tape, stop)
+    old.move_to(new)
+    for stop in range(moment + 1, end + 1):
+        one, two = (fed.feed(tape, stop) for fed in (old, new))
+        assert torch.equal(one, two), f"column {stop - 1} has another output after saving at column {moment}"
+        held = [fed.layer.store.positions for fed in (old, new)]
+        assert torch.equal(*held), f"after column {stop - 1} other slots are occupied"
