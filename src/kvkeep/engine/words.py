@@ -109,7 +109,7 @@ def _asked(request: Request, opening: Opening) -> tuple[str, tuple[Mapping[str, 
     if request.messages is None:
         if request.raw and not opening.raw:
             raise InputError(
-                "The memory was made with the chat template, so `raw=True` has no place here. Leave it out, or remember "
+                "The memory was made with the chat template, so `raw=True` has no place. Leave it out, or remember "
                 "the text with `raw=True`."
             )
         return cast(str, request.prompt), ()

@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli.console import one_line_errors
-from kvkeep.cli.files import STANDARD_OUTPUT, not_empty, place
+from kvkeep.cli.files import not_empty
+from kvkeep.cli.generate.parse import parse_batch, parse_budget
 from kvkeep.cli.generate.prompt import read_prompt, standard_input, word_of_prompt
-from kvkeep.cli.generate.request import Batch, Request
+from kvkeep.cli.generate.request import Request
 from kvkeep.cli.options import (
     MEMORY,
     AllowPickle,
@@ -27,7 +28,6 @@ from kvkeep.cli.options import (
     Positions,
     PrefillChunk,
     Threads,
-    parse_bytes,
     parse_layer_budget,
     parse_positions,
     parse_prefill_chunk,
@@ -206,7 +206,7 @@ def generate(
     The text goes to standard output while it is generated, and a short summary to standard error.
     """
     model, prompt_file = standard_input(model, source, prompt, prompt_file)
-    batch = _batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
+    batch = parse_batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
     if batch and (compare or any(one is not None for one in (prompt, prompt_file, system, keep_ratio))):
         raise InputError(
             "--input runs a file of prompts; --prompt, --system, --compare and --keep-ratio are for a single one."
@@ -219,7 +219,7 @@ def generate(
         system=None if system is None else not_empty(system, "--system", "Leave it out, or give some text."),
         raw=raw,
         policy=policy,
-        budget=None if budget is None else _parse_budget(budget),
+        budget=None if budget is None else parse_budget(budget),
         keep_ratio=keep_ratio,
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
@@ -254,33 +254,3 @@ def generate(
             if remedy := word_of_prompt(model, prompt):
                 raise ModelFileError(f"{remedy}. If {model} is the model: {error}") from error
             raise
-
-
-def _parse_budget(text: str) -> int:
-    """Read ``--budget`` as a number of tokens; a share of an unknown length is refused."""
-    if text.endswith("%"):
-        raise InputError(
-            f"--budget {text} is a share of no known length; give a number of tokens, e.g. 512. For a share of a "
-            "single prompt there is --keep-ratio, e.g. 0.2."
-        )
-    return parse_tokens(text, "--budget")
-
-
-def _batch(
-    source: str | None, output: str | None, *, skip_bad: bool, max_rows: int | None, kv_memory: str | None, layers: bool
-) -> Batch | None:
-    """The options of a batch job; ``None`` if there is no ``--input``."""
-    if source is None:
-        if output is not None or skip_bad or max_rows is not None or kv_memory is not None or layers:
-            raise InputError(
-                "--output, --skip-bad, --max-rows, --kv-memory and --compile belong to a batch job: give --input FILE."
-            )
-        return None
-    if output is None:
-        raise InputError("A batch job needs --output FILE, where its completions go; - is standard output.")
-    if output != STANDARD_OUTPUT:
-        output = str(place(output, "--output"))
-    if max_rows is not None and max_rows < 1:
-        raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
-    size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
-    return Batch(input=source, output=output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=size, compile=layers)

@@ -16,6 +16,7 @@ from kvkeep.cli.files import STANDARD_INPUT, read_again
 from kvkeep.cli.generate.completion import engine_for, sampling_of
 from kvkeep.cli.generate.request import Batch, Request
 from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, run
+from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.options import MAX_TOKENS
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
@@ -28,12 +29,10 @@ from kvkeep.jobs.output import Output
 from kvkeep.jobs.survey import Survey, foreign, remove_bad, write_bad
 from kvkeep.models import text, threads
 from kvkeep.models.compiled import compile_layers
-from kvkeep.models.device import enough_memory, parse_device, parse_dtype
+from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.fused import prepare
-from kvkeep.models.generation import remark
-from kvkeep.models.load import Checkpoint, embedded, find, quiet, read_weights
+from kvkeep.models.load import Checkpoint, embedded, find, quiet
 from kvkeep.models.packed import pack_weights
-from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
 from kvkeep.planning.plan import default_budget
@@ -50,8 +49,7 @@ def serve(request: Request, batch: Batch) -> None:
     Raises:
         KVKeepError: the request, the input, the output or the model cannot be used.
     """
-    parse_dtype(request.dtype)
-    check_format(request.load_in)
+    check_weights(request)
     device = parse_device(request.device)
     with quiet(), threads.restored(), enough_memory(device), read_again(batch.input, kind="input") as source:
         policy = parse_policy(request.policy)
@@ -201,12 +199,9 @@ def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling)
 def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: dict[str, object]) -> Writer:
     """The model, after a check that the output was written with the same weights."""
     console.progress(f"loading {checkpoint.name} …")
-    model = read_weights(checkpoint, request.dtype, request.device, load_in=request.load_in)
-    threads.use(model, request.threads)
-    if left_out := remark(model):
-        console.note(left_out)
-    output.agree({**settings, "weights": fingerprint(model)})
-    return Writer(checkpoint, model)
+    writer = writer_of(checkpoint, request)
+    output.agree({**settings, "weights": fingerprint(writer.model)})
+    return writer
 
 
 def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, budget: int) -> Engine:

@@ -12,16 +12,14 @@ from typing import Any
 from kvkeep import budget as budgets
 from kvkeep.cli import console
 from kvkeep.cli.generate.request import Request
+from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 from kvkeep.layout import Layout
-from kvkeep.models import text, threads
-from kvkeep.models.device import parse_dtype
-from kvkeep.models.generation import remark
-from kvkeep.models.load import Checkpoint, embedded, find, read_weights
-from kvkeep.models.quantised import check_format
+from kvkeep.models import text
+from kvkeep.models.load import Checkpoint, embedded, find
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
@@ -73,8 +71,7 @@ def prepare(request: Request) -> Job:
     budgets.check(1 if request.budget is None else request.budget)
     if request.keep_ratio is not None:
         budgets.from_ratio(request.keep_ratio, tokens=1)
-    parse_dtype(request.dtype)
-    check_format(request.load_in)
+    check_weights(request)
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
@@ -83,10 +80,7 @@ def prepare(request: Request) -> Job:
     budget = _choose_budget(request, policy, len(prompt))
     layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
     check_room(layout, budget, len(prompt), sampling.max_new_tokens)  # checks the numbers, too
-    writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device, load_in=request.load_in))
-    threads.use(writer.model, request.threads)
-    if left_out := remark(writer.model):
-        console.note(left_out)
+    writer = writer_of(checkpoint, request)
     return Job(request, checkpoint, writer, prompt, policy, budget, layout, sampling)
 
 

@@ -1,0 +1,38 @@
+"""The words of ``kvkeep generate`` as values: its budget, and the options of a batch job."""
+
+from __future__ import annotations
+
+from kvkeep.cli.files import STANDARD_OUTPUT, place
+from kvkeep.cli.generate.request import Batch
+from kvkeep.cli.options import parse_bytes, parse_tokens
+from kvkeep.errors import InputError
+
+
+def parse_budget(text: str) -> int:
+    """Read ``--budget`` as a number of tokens; a share of an unknown length is refused."""
+    if text.endswith("%"):
+        raise InputError(
+            f"--budget {text} is a share of no known length; give a number of tokens, e.g. 512. For a share of a "
+            "single prompt there is --keep-ratio, e.g. 0.2."
+        )
+    return parse_tokens(text, "--budget")
+
+
+def parse_batch(
+    source: str | None, output: str | None, *, skip_bad: bool, max_rows: int | None, kv_memory: str | None, layers: bool
+) -> Batch | None:
+    """The options of a batch job; ``None`` if there is no ``--input``."""
+    if source is None:
+        if output is not None or skip_bad or max_rows is not None or kv_memory is not None or layers:
+            raise InputError(
+                "--output, --skip-bad, --max-rows, --kv-memory and --compile belong to a batch job: give --input FILE."
+            )
+        return None
+    if output is None:
+        raise InputError("A batch job needs --output FILE, where its completions go; - is standard output.")
+    if output != STANDARD_OUTPUT:
+        output = str(place(output, "--output"))
+    if max_rows is not None and max_rows < 1:
+        raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
+    size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
+    return Batch(input=source, output=output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=size, compile=layers)
