@@ -71,11 +71,12 @@ def test_a_session_has_a_row_only_while_it_runs():
     assert all(bool((block.store.positions < 0).all()) for block in engine._rows._blocks)
 
 
-def test_two_hundred_turns_take_constant_memory():
+@pytest.mark.parametrize("turns", sweep([40, 200], lambda n: n == 40))
+def test_two_hundred_turns_take_constant_memory(turns):
     engine = engine_of()
     session, sizes = engine.session(), set()
     alone = Alone()
-    for i in range(200):
+    for i in range(turns):
         turn = prompt_of(i, 1 + i % 3)
         assert session.ask(turn, short(2)).token_ids == alone.ask(turn, 2)
         if i > 20:
@@ -323,11 +324,10 @@ def test_a_turn_that_cannot_be_used_is_refused_and_changes_nothing(session, aske
 
 
 def test_a_turn_that_is_too_long_is_refused(session):
+    long = engine_of(name="gpt2").session()
+    long.read([1] * 100)
     with pytest.raises(InputError, match="positions"):
-        engine = engine_of(name="gpt2")
-        chat = engine.session()
-        chat.read([1] * 100)
-        chat.ask([2] * 20, short(20))
+        long.ask([2] * 20, short(20))
     full = engine_of("full", 12).session()
     full.ask(TURNS[0], short())
     with pytest.raises(CapacityError):

@@ -160,6 +160,7 @@ class Admission:
                 "smaller `budget`."
             )
         rows.allocate(count, most_bytes=self._kv_memory)
+        self.identity.dtype = rows.dtype
         return rows
 
     def replace(self, rows: Rows, policy: Policy) -> Rows:

@@ -221,6 +221,12 @@ class Engine(Work):
         with Uninterrupted(), self._service.turn:
             return self._sessions.open(self, name, policy=policy, budget=budget, sequence=sequence, memory=memory)
 
+    @property
+    def session_names(self) -> list[str]:
+        """The names of all sessions that are open, or on the disk in ``session_dir``."""
+        with self._service.turn:
+            return self._sessions.names
+
     def prefix(
         self, asked: str | Sequence[int], *, policy: str | Policy | None = None, budget: int | None = None
     ) -> Snapshot:

@@ -15,7 +15,7 @@ from kvkeep.snapshot import Fingerprint
 from kvkeep.snapshot.fingerprint import hash_of_config, name_of_config, rule
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Identity:
     """The model and the settings of an engine.
 
@@ -23,11 +23,13 @@ class Identity:
         model: the model, attached.
         tokenizer: the engine's, if it has one.
         chunk: prompt tokens per step; ``None``: a whole prompt.
+        dtype: dtype of the keys; ``None`` before there are rows.
     """
 
     model: Model
     tokenizer: Tokenizer | None
     chunk: int | None
+    dtype: str | None = None
 
     @property
     def weights(self) -> str:
@@ -46,13 +48,12 @@ class Identity:
     def _config(self) -> str:
         return hash_of_config(self.model.config)
 
-    def fingerprint(self, layout: Layout, budget: int, dtype: str | None = None) -> Fingerprint:
+    def fingerprint(self, layout: Layout, budget: int) -> Fingerprint:
         """Return what a memory belongs to.
 
         Args:
             layout: the policy, and how the budget is spread over the layers.
             budget: tokens kept per layer and head.
-            dtype: dtype of the keys; ``None`` if it is not to be compared.
         """
         try:
             policy = spec(layout.policy)
@@ -64,7 +65,7 @@ class Identity:
             policy=policy,
             budget=budget,
             layer_budget=rule(layout.layer_budget),
-            dtype=dtype,
+            dtype=self.dtype,
             positions="true" if layout.rotation is None else "slot",
             chunk=self.chunk,
             weights=self.weights,

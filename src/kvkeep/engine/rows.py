@@ -39,6 +39,7 @@ class Rows:
     Attributes:
         count: rows that are allocated; 0 before `allocate`.
         version: incremented whenever row tensors, or the caches made from them, are replaced.
+        dtype: the name of the dtype of keys; ``None`` if the model has none.
         row_bytes: bytes of one row under the policy that the rows are made for.
         alone: whether a run of the model may have only one row.
 
@@ -62,8 +63,8 @@ class Rows:
         self._config = model.config
         self._budget = budget
         self._most_bytes: int | None = None
-        self._options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
-        self._options["prefill_chunk"] = prefill_chunk
+        options = {"layer_budget": layer_budget, "positions": positions, "prefill_chunk": prefill_chunk}
+        self._options: dict[str, Any] = options
         self._layouts: dict[Policy, Layout] = {}
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Policy | None] = []
@@ -75,6 +76,7 @@ class Rows:
         layers = probe.bounded_layers()
         self._first = min(layers, default=0)
         self._like = [layer.store.slots() for layer in layers.values()]
+        self.dtype = next((str(like.keys.dtype).removeprefix("torch.") for like in self._like), None)
         self._windows = {index: layer.window for index, layer in layers.items()}
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
@@ -151,8 +153,8 @@ class Rows:
             row: which.
             budget: the sequence's budget.
             policy: one that `takes` accepts; ``None``: the policy that the rows are made for.
-            sequence: the sequence's identity for randomness; contents bring their own.
-            contents: the memory, under the same policy and budget.
+            sequence: the sequence's identity for randomness; its memory brings its own.
+            contents: its memory.
 
         Raises:
             BudgetError: the policy protects more than the budget.
@@ -245,8 +247,7 @@ class Rows:
 
     def memory_of(self, row: int) -> Memory:
         """Bytes of one row over all layers."""
-        own = self._own[row]
-        parts = (block.part(row, row + 1).memory() for block in self._blocks)
+        parts, own = (block.part(row, row + 1).memory() for block in self._blocks), self._own[row]
         return sum(parts, Memory() if own is None else own.memory())
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int) -> PhasedCache:

@@ -42,13 +42,12 @@ class Session:
         work: Work,
         shelf: Shelf,
         state: State,
+        settled: tuple[Policy, int],
         *,
-        policy: Policy,
-        budget: int,
         sequence: int = 0,
         name: str | None = None,
     ) -> None:
-        self.name, self.policy, self.budget, self.sequence = name, policy, budget, sequence
+        self.name, self.sequence, (self.policy, self.budget) = name, sequence, settled
         self._work, self._shelf, self._state = work, shelf, state
         self._running: Generation | None = None
         self._messages: tuple[Mapping[str, str], ...] = ()
@@ -209,9 +208,8 @@ class Session:
         past, kept = self._state.past, self._state.kept
         if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
             kept = self._shelf.keep(self._shelf.load(kept))
-        sequence = another_sequence(self.sequence, self._forks)
-        state = State(past, kept)
-        return Session(self._work, self._shelf, state, policy=self.policy, budget=self.budget, sequence=sequence)
+        seed, settled = another_sequence(self.sequence, self._forks), (self.policy, self.budget)
+        return Session(self._work, self._shelf, State(past, kept), settled, sequence=seed)
 
     def _check_open(self) -> None:
         """Refuse to go on after `close`.

@@ -91,13 +91,13 @@ class Sessions:
         kept: Kept | None,
     ) -> Session:
         """Make a session, with the memory that it continues."""
-        settled, number = work._admission.settle(policy, budget, memory)
-        work._admission.fingerprint(settled, number)  # refuses what the engine has no rows for
+        settled = work._admission.settle(policy, budget, memory)
+        work._admission.fingerprint(*settled)  # refuses what the engine has no rows for
         state = State(Past())
         if memory is not None:
             past = Past.of(memory)
             state = State(past, kept or self._shelf.keep(memory, name))
-        session = Session(work, self._shelf, state, policy=settled, budget=number, sequence=seed, name=name)
+        session = Session(work, self._shelf, state, settled, sequence=seed, name=name)
         if name is not None:
             self._named[name] = session
         return session

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvkeep.engine.past import Past
 from kvkeep.engine.sampling import whole_within
 from kvkeep.errors import InputError
 from kvkeep.runs import Lock, in_full

@@ -50,7 +50,7 @@ def _read(file: IO[bytes], size: int) -> Snapshot:
     fingerprint, layers = fingerprint_of(header.about), described_layers(header.about)
     pending = whole(header.about.get("pending"), "pending", most=2**40)
     note = header.about.get("note", {})
-    check(isinstance(note, dict), "its note is no JSON object")
+    check(isinstance(note, dict), "its note is no object")
     groups = _by_layer(header.entries, len(layers))
     seen = layers[0].numbers["seen"]
     for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
