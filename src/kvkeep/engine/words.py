@@ -10,7 +10,7 @@ from kvkeep.engine.request import Request
 from kvkeep.errors import InputError
 from kvkeep.models import text
 from kvkeep.models.load import Checkpoint, Model, Tokenizer
-from kvkeep.models.opening import Opening
+from kvkeep.models.opening import Opening, opened
 
 
 class Words:
@@ -42,6 +42,10 @@ class Words:
         else:
             ids = text.encode_chat(checkpoint, request.messages or ())
         return tuple(ids[0].tolist())
+
+    def opened(self, asked: str, *, system: str | None, raw: bool) -> tuple[list[int], Opening]:
+        """Return the token ids of a text that questions will follow, see `kvkeep.models.opening.opened`."""
+        return opened(self._checkpoint(Request(prompt=asked)), asked, system=system, raw=raw)
 
     def continued(self, request: Request, past: Past) -> tuple[int, ...]:
         """Return the token ids of a sequence and of the request that continues it.

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from kvkeep.errors import InputError
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.templates import fill
 from kvkeep.models.text import encode, encode_rest
+from kvkeep.snapshot import Snapshot
 
 SEPARATOR = "\n\n"
 """Stands between the text and a question."""
@@ -105,6 +106,11 @@ def opening_of(found: object) -> Opening:
         if fits and isinstance(raw, bool) and (system is None or isinstance(system, str)):
             return Opening(tail, skip, system, raw)
     raise InputError(f"{found!r:.80} is no opening of a message.")
+
+
+def noted(snapshot: Snapshot, opening: Opening) -> Snapshot:
+    """The memory of a text, with a note of how questions follow it."""
+    return replace(snapshot, note={**snapshot.note, "opening": asdict(opening)})
 
 
 def opened(
