@@ -45,6 +45,13 @@ def test_the_engines_page_runs(capsys):
     assert len(said.splitlines()[-1]) > 100  # the texts of the coroutines
 
 
+def test_the_page_of_kept_memory_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec("".join(blocks((ROOT / "docs/sessions.md").read_text(), "python")), {})
+    assert re.findall("One day it|In winter it", capsys.readouterr().out) == ["One day it", "In winter it"]
+    assert kvkeep.Snapshot.load("report.kvkeep").tokens is not None
+
+
 def test_the_batch_file_of_the_engines_page_is_answered_as_shown(tmp_path):
     page = (ROOT / "docs/engine.md").read_text()
     (lines,), (shown,) = blocks(page, "jsonl"), blocks(page, "json")

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import memories
 import model_folders
 import pytest
 import result_folders
@@ -49,6 +50,7 @@ COMMANDS = [
     ],
     ["generate", "-i", "prompts.jsonl", "-o", "answers.jsonl", "-n", "4"],
     ["eval", "--report", "results"],
+    ["memory", "report.kvkeep"],
 ]
 
 
@@ -62,6 +64,7 @@ def home(tmp_path, monkeypatch):
     (tmp_path / "home").mkdir()
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once upon a time"}\n')
     result_folders.evaluation(tmp_path / "results")
+    memories.save(tmp_path / "report.kvkeep")
     return tmp_path
 
 

@@ -45,7 +45,7 @@ def offered(line, shell="bash"):
     ("line", "words"),
     [
         ("kvkeep gen", ["generate"]),
-        ("kvkeep ", ["demo", "generate", "eval", "analyze", "theory", "plan", "env", "policies"]),
+        ("kvkeep ", ["demo", "generate", "eval", "analyze", "theory", "plan", "memory", "env", "policies"]),
         ("kvkeep policies s", ["show"]),
         ("kvkeep policies show scis", ["scissorhands", "scissorhands_release"]),
         ("kvkeep generate --max-n", ["--max-new-tokens"]),

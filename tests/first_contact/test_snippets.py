@@ -9,6 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
+import memories
 import model_folders
 import pytest
 import result_folders
@@ -22,7 +23,7 @@ from kvkeep.models.load import load, quiet
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-ELSEWHERE = ("README.md", "engine.md", "index.md")
+ELSEWHERE = ("README.md", "engine.md", "index.md", "sessions.md")
 """Pages whose Python runs in ``tests/docs``."""
 ANYWHERE = {"generate": ["-n", "3"], "eval": ["--tasks", "agreement", "--limit", "1", "--no-plots"], "demo": ["--help"]}
 """Options that make a command short."""
@@ -69,6 +70,7 @@ def place(tmp_path, monkeypatch):
     for name, times in (("report.txt", 8), ("novel.txt", 8), ("book.txt", 200)):
         (tmp_path / name).write_text("the quick brown fox jumps over the lazy dog and the cat " * times)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
+    memories.save(tmp_path / "report.kvkeep")
     return tmp_path
 
 

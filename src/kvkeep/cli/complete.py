@@ -57,6 +57,17 @@ def models(incomplete: str) -> list[Completion]:
     return [(name, remark) for name, remark in found if name.startswith(incomplete)]
 
 
+def snapshots(incomplete: str) -> list[Completion]:
+    """Files of saved memory in the typed folder, and folders to go on in."""
+    typed = Path(incomplete) if incomplete.endswith("/") or not incomplete else Path(incomplete).parent
+    found: list[Completion] = []
+    with contextlib.suppress(OSError):
+        for path in sorted(typed.expanduser().iterdir()):
+            if path.suffix == ".kvkeep" or (path.is_dir() and not path.name.startswith(".")):
+                found.append((_as_typed(path, incomplete) + "/" * path.is_dir(), ""))
+    return [(name, remark) for name, remark in found if name.startswith(incomplete)]
+
+
 def words(*known: str) -> Callable[[str], list[Completion]]:
     """A completion from a fixed list."""
 

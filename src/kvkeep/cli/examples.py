@@ -43,6 +43,10 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "kvkeep theory": "Check all claims",
         "kvkeep theory --only ahakv-gain": "Check one",
     },
+    "memory": {
+        "kvkeep memory report.kvkeep": "Model, policy, size, and what each layer holds",
+        "kvkeep memory report.kvkeep --json": "The positions of every head, for programs",
+    },
     "env": {"kvkeep env": "Print it for a bug report", "kvkeep env --json": "For programs"},
 }
 """Command without ``kvkeep`` → line → remark. MODEL stands for a folder or a hub name."""

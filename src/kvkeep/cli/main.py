@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli import analyze, console, demo, env, generate, plan, policies, remember, theory
+from kvkeep.cli import analyze, console, demo, env, generate, memory, plan, policies, remember, theory
 from kvkeep.cli import eval as evaluation
 from kvkeep.cli.commands import Command, Group
 from kvkeep.version import __version__
@@ -40,6 +40,7 @@ app.command("analyze", cls=Command, rich_help_panel=_MEASURE)(analyze.analyze)
 app.command("theory", cls=Command, rich_help_panel=_MEASURE)(theory.theory)
 app.command("plan", cls=Command, rich_help_panel=_LOOK)(plan.plan)
 app.add_typer(policies.app, name="policies", rich_help_panel=_LOOK)
+app.command("memory", cls=Command, rich_help_panel=_LOOK)(memory.memory)
 app.command("env", cls=Command, rich_help_panel=_LOOK)(env.env)
 
 

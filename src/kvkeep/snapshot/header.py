@@ -68,9 +68,11 @@ def opened(path: Path) -> Iterator[tuple[IO[bytes], int]]:
         OSError: it cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(descriptor)
+        raise NotASnapshotError("it is no regular file")
     with os.fdopen(descriptor, "rb") as file:
-        about = os.fstat(descriptor)
-        check(stat.S_ISREG(about.st_mode), "it is no regular file")
         yield file, about.st_size
 
 

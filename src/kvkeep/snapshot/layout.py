@@ -8,8 +8,26 @@ these are. ``docs/sessions.md`` draws the layout.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep.snapshot.contents import Contents
+from kvkeep.snapshot.fingerprint import Fingerprint
+
+
+class Parts(NamedTuple):
+    """Everything that a file holds, see `kvkeep.Snapshot`."""
+
+    contents: Contents
+    fingerprint: Fingerprint
+    tokens: Int[Tensor, " n"] | None
+    pending: int
+    note: Mapping[str, Any]
+
 
 KEY = "kvkeep"
 """The entry of the metadata."""

@@ -16,8 +16,7 @@ from kvkeep.runs import in_full
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.described import LayerDescription, described_flags, described_layers, fingerprint_of, whole
 from kvkeep.snapshot.header import Entry, NotASnapshotError, check, opened, read_header, read_tensor
-from kvkeep.snapshot.layout import LAYER, OCCUPIED, SHARED, STATE, TOKENS, is_cut
-from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.snapshot.layout import LAYER, OCCUPIED, SHARED, STATE, TOKENS, Parts, is_cut
 from kvkeep.snapshot.states import Place, StateCopy
 from kvkeep.store import Cascade, RowCopy
 from kvkeep.types import EMPTY
@@ -26,7 +25,7 @@ _EXPANSION, _SLACK = 256, 2**20
 """A file may describe slots of at most so many times its own bytes, or this many more."""
 
 
-def load(path: str | os.PathLike[str]) -> Snapshot:
+def load(path: str | os.PathLike[str]) -> Parts:
     """Read a snapshot onto the CPU, see `Snapshot.load`.
 
     Raises:
@@ -45,7 +44,7 @@ def load(path: str | os.PathLike[str]) -> Snapshot:
         raise SnapshotError(f"{source!s:.200} cannot be read: {why}.") from error
 
 
-def _read(file: IO[bytes], size: int) -> Snapshot:
+def _read(file: IO[bytes], size: int) -> Parts:
     header = read_header(file, size)
     fingerprint, layers = fingerprint_of(header.about), described_layers(header.about)
     pending = whole(header.about.get("pending"), "pending", most=2**40)
@@ -79,7 +78,7 @@ def _read(file: IO[bytes], size: int) -> Snapshot:
             check(int(found[1]) in states, f"state {found[1]} is not described")
             states[int(found[1])][found[2], None if found[3] is None else int(found[3])] = tensor(entry)
     held = {number: StateCopy(tensors, flags[number]) for number, tensors in states.items()}
-    return Snapshot(Contents(tuple(copies), shared, held), fingerprint, ids, pending, note)
+    return Parts(Contents(tuple(copies), shared, held), fingerprint, ids, pending, note)
 
 
 def _by_layer(entries: Mapping[str, Entry], layers: int) -> list[dict[str, Entry]]:

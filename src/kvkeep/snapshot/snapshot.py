@@ -12,8 +12,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvkeep.errors import SnapshotError
+from kvkeep.snapshot import reading, writing
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.fingerprint import Fingerprint
+from kvkeep.snapshot.layout import Parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +66,7 @@ class Snapshot:
         Raises:
             SnapshotError: the file cannot be written; an older file of that name stays as it was.
         """
-        from kvkeep.snapshot.writing import save
-
-        save(self, path)
+        writing.save(Parts(self.contents, self.fingerprint, self.tokens, self.pending, self.note), path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Snapshot:
@@ -75,9 +75,7 @@ class Snapshot:
         Raises:
             SnapshotError: the file cannot be read, or is no whole file of a snapshot.
         """
-        from kvkeep.snapshot.reading import load
-
-        return load(path).to(device)
+        return cls(*reading.load(path)).to(device)
 
     def __repr__(self) -> str:
         made = self.fingerprint

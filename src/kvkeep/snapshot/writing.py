@@ -14,15 +14,14 @@ from torch import Tensor
 
 from kvkeep.errors import SnapshotError
 from kvkeep.runs import in_full, remove_leftovers, write_whole
-from kvkeep.snapshot.layout import KEY, NAMES, OCCUPIED, TOKENS, is_cut
-from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.snapshot.layout import KEY, NAMES, OCCUPIED, TOKENS, Parts, is_cut
 from kvkeep.store import RowCopy
 
 _OLD_S = 3600.0
 """Temporary files of this age were left behind by a process that was killed."""
 
 
-def save(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
+def save(parts: Parts, path: str | os.PathLike[str]) -> None:
     """Write a snapshot, see `Snapshot.save`.
 
     Raises:
@@ -34,7 +33,7 @@ def save(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
             raise SnapshotError(
                 f"{target} is a folder, or no regular file, and a snapshot would replace it. Give a file."
             )
-        write_whole(target, chunks(snapshot))
+        write_whole(target, chunks(parts))
     except (OSError, ValueError) as error:
         if isinstance(error, SnapshotError):
             raise
@@ -46,14 +45,14 @@ def save(snapshot: Snapshot, path: str | os.PathLike[str]) -> None:
     remove_leftovers(target.parent, {target.name}, before=time.time() - _OLD_S)
 
 
-def chunks(snapshot: Snapshot) -> Iterator[bytes]:
+def chunks(parts: Parts) -> Iterator[bytes]:
     """The bytes of a file, piece by piece.
 
     Raises:
         SnapshotError: the memory comes from another store than the default one.
     """
-    tensors = dict(_tensors(snapshot))
-    entries: dict[str, Any] = {"__metadata__": {KEY: json.dumps(_about(snapshot), separators=(",", ":"))}}
+    tensors = dict(_tensors(parts))
+    entries: dict[str, Any] = {"__metadata__": {KEY: json.dumps(_about(parts), separators=(",", ":"))}}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
@@ -65,13 +64,13 @@ def chunks(snapshot: Snapshot) -> Iterator[bytes]:
         yield _bytes(tensor)
 
 
-def _about(snapshot: Snapshot) -> dict[str, Any]:
+def _about(parts: Parts) -> dict[str, Any]:
     """The description of the file."""
-    contents = snapshot.contents
+    contents = parts.contents
     return {
-        "fingerprint": snapshot.fingerprint.as_dict(),
-        "pending": snapshot.pending,
-        "note": dict(snapshot.note),
+        "fingerprint": parts.fingerprint.as_dict(),
+        "pending": parts.pending,
+        "note": dict(parts.note),
         "layers": [_about_layer(layer) for layer in contents.layers],
         "states": {
             str(number): [[name, key, flag] for (name, key), flag in state.flags.items()]
@@ -92,15 +91,15 @@ def _is_number(tensor: Tensor) -> bool:
     return tensor.ndim == 0 and tensor.dtype is torch.int64
 
 
-def _tensors(snapshot: Snapshot) -> Iterator[tuple[str, Tensor]]:
+def _tensors(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, by name, on the CPU. The largest dtypes go first, so that all of them are aligned."""
     found: list[tuple[str, Tensor]] = []
-    if snapshot.tokens is not None:
-        found.append((TOKENS, snapshot.tokens.to(torch.int32)))
-    for number, layer in enumerate(snapshot.contents.layers):
+    if parts.tokens is not None:
+        found.append((TOKENS, parts.tokens.to(torch.int32)))
+    for number, layer in enumerate(parts.contents.layers):
         found += [(f"layers.{number}.{name}", tensor) for name, tensor in _layer_tensors(layer)]
-    found += [(f"shared.{name}", table) for name, table in snapshot.contents.shared.items()]
-    for number, state in snapshot.contents.states.items():
+    found += [(f"shared.{name}", table) for name, table in parts.contents.shared.items()]
+    for number, state in parts.contents.states.items():
         for (name, key), tensor in state.tensors.items():
             found.append((f"states.{number}.{name}" + ("" if key is None else f".{key}"), tensor))
     found.sort(key=lambda one: -one[1].element_size())

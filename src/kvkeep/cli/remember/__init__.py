@@ -30,7 +30,6 @@ from kvkeep.cli.options import (
     parse_tokens,
 )
 from kvkeep.cli.remember.request import Request, target
-from kvkeep.errors import InputError
 from kvkeep.policies import LATER
 
 _TEXT = "Text"
@@ -38,17 +37,27 @@ _TEXT = "Text"
 
 @one_line_errors
 def remember(
-    model: Model = None,
     text: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--text",
             "-f",
             metavar="FILE",
-            help="The text, a UTF-8 file; - is standard input. White space around the text is dropped. Required.",
+            help="The text, a UTF-8 file; - is standard input. White space around the text is dropped.",
             rich_help_panel=_TEXT,
         ),
-    ] = None,
+    ],
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File for the memory, for example report.kvkeep.",
+            rich_help_panel=OUTPUT,
+        ),
+    ],
+    model: Model = None,
     system: Annotated[
         str | None,
         typer.Option(
@@ -65,16 +74,6 @@ def remember(
             rich_help_panel=_TEXT,
         ),
     ] = False,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="File for the memory, for example report.kvkeep. Required.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a memory of that name.", rich_help_panel=OUTPUT)
     ] = False,
@@ -108,8 +107,6 @@ def remember(
     """
     from kvkeep.cli.remember import reading  # imports torch and transformers
 
-    if text is None or output is None:
-        raise InputError(f"kvkeep remember needs {_needed(text, output)}. See kvkeep remember --help.")
     request = Request(
         model=model,
         text=text,
@@ -130,8 +127,3 @@ def remember(
         json=json,
     )
     reading.serve(request)
-
-
-def _needed(text: str | None, output: str | None) -> str:
-    """The options that are missing."""
-    return " and ".join(name for name, value in (("--text FILE", text), ("--output FILE", output)) if value is None)

@@ -1,0 +1,155 @@
+"""``kvkeep memory``: a saved memory of a text, without its model: how large it is and which positions it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvkeep.cli import complete, console
+from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.options import Debug, Json
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+    from torch import Tensor
+
+    from kvkeep.snapshot import Snapshot
+
+_MOST_CELLS, _BESIDE = 48, 28
+"""Cells of a drawing, and columns that the rest of its line takes."""
+_BLOCKS, _LETTERS = "·▁▂▃▄▅▆▇█", ".:-=+*#%@"
+"""Nothing held, then an eighth more each; the second for terminals without the first."""
+
+
+@one_line_errors
+def memory(
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="A file that Snapshot.save has written.", metavar="FILE", autocompletion=complete.snapshots
+        ),
+    ],
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a saved memory is: model, policy, size, and the positions that each layer holds.
+
+    The model is not needed. A drawing shows the share of each part of the text that a layer holds, over all heads.
+    """
+    from kvkeep.snapshot import Snapshot  # imports torch
+
+    snapshot = Snapshot.load(file)
+    size = Path(file).expanduser().stat().st_size
+    if json:
+        console.write_json(_report(file, size, snapshot))
+        return
+    screen = console.out()
+    screen.print(console.facts(_facts(size, snapshot)))
+    screen.print()
+    _draw(screen, snapshot)
+
+
+def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
+    """Names and values above the drawing."""
+    made, layers = snapshot.fingerprint, snapshot.contents.layers
+    chunk = "" if made.chunk is None else f", prompt read in chunks of {made.chunk}"
+    full = full_bytes(snapshot)
+    states = f" and {console.count(len(snapshot.contents.states), 'state')}" if snapshot.contents.states else ""
+    held = sum(int((layer.positions >= 0).sum()) for layer in layers) / sum(len(layer.positions) for layer in layers)
+    return {
+        "model": f"{made.model} in {made.dtype}, {console.count(len(layers), 'layer')} with slots{states}",
+        "weights": made.weights or "not known",
+        "policy": made.policy,
+        "budget": f"{console.count(made.budget, 'token')}, {_rule(made.layer_budget)}",
+        "positions": f"{made.positions}{chunk}",
+        "tokens": f"{snapshot.seen} seen, {held:.4g} held per layer and head on average",
+        "token ids": "stored" if snapshot.tokens is not None else "not stored",
+        "size": f"{console.show_bytes(size)}; a full cache would take {console.show_bytes(full)}, "
+        f"{console.show_factor(full / size)} as much",
+    }
+
+
+def _rule(layer_budget: str | tuple[float, ...]) -> str:
+    """How a budget is spread over the layers."""
+    return f"{layer_budget} over layers" if isinstance(layer_budget, str) else "spread over layers by weights"
+
+
+def full_bytes(snapshot: Snapshot) -> int:
+    """Bytes of the keys and values of every token that was seen."""
+    per_token = 0
+    for layer in snapshot.contents.layers:
+        for name in ("store.keys", "store.values"):
+            tensor = layer.tensors[name]
+            per_token += tensor.shape[0] * tensor.shape[2] * tensor.element_size()
+    return per_token * snapshot.seen
+
+
+def _draw(screen: Console, snapshot: Snapshot) -> None:
+    """A line for each layer: how many tokens it holds, and from which parts of the text."""
+    marks = _BLOCKS if screen.encoding.lower().startswith("utf") else _LETTERS
+    most = min(_MOST_CELLS, screen.width - _BESIDE, snapshot.seen)
+    cells = max(1, most)
+    table = console.table("layer", "held", f"share held of positions 0 to {snapshot.seen - 1}")
+    for column in table.columns:
+        column.no_wrap = True
+    for number, layer in enumerate(snapshot.contents.layers):
+        each = (layer.positions >= 0).sum(dim=1).tolist()
+        held = str(each[0]) if len(set(each)) == 1 else f"{min(each)}-{max(each)}"
+        shares = shares_of(layer.positions, snapshot.seen, cells)
+        table.add_row(str(number), held, Text("".join(_mark(share, marks) for share in shares)))
+    screen.print(table)
+
+
+def shares_of(positions: Int[Tensor, "Hk used"], seen: int, cells: int) -> list[float]:
+    """The share of each part of the text that a layer holds, over all heads. The parts have equal length."""
+    import torch
+
+    held = positions[positions >= 0].long()
+    counts = torch.bincount(held * cells // seen, minlength=cells)
+    sizes = torch.bincount(torch.arange(seen) * cells // seen, minlength=cells)
+    shares: list[float] = (counts / (sizes * len(positions))).tolist()
+    return shares
+
+
+def _mark(share: float, marks: str) -> str:
+    """The character for a share; the first one for nothing alone."""
+    steps = len(marks) - 1
+    return marks[0] if share <= 0 else marks[max(1, round(share * steps))]
+
+
+def _report(file: str, size: int, snapshot: Snapshot) -> dict[str, Any]:
+    """Everything as plain data; positions as ranges, both ends included."""
+    return {
+        "file": file,
+        "bytes": size,
+        "full_bytes": full_bytes(snapshot),
+        "fingerprint": snapshot.fingerprint.as_dict(),
+        "tokens_seen": snapshot.seen,
+        "token_ids": None if snapshot.tokens is None else snapshot.tokens.tolist(),
+        "pending_tokens": snapshot.pending,
+        "states": sorted(snapshot.contents.states),
+        "layers": [
+            {
+                "held": (layer.positions >= 0).sum(dim=1).tolist(),
+                "budget": layer.budget,
+                "bytes": layer.nbytes,
+                "positions": [ranges_of(head) for head in layer.positions],
+            }
+            for layer in snapshot.contents.layers
+        ],
+    }
+
+
+def ranges_of(positions: Int[Tensor, " used"]) -> list[list[int]]:
+    """The positions that a head holds, as ranges."""
+    found: list[list[int]] = []
+    for position in positions[positions >= 0].sort().values.tolist():
+        if found and found[-1][1] == position - 1:
+            found[-1][1] = position
+        else:
+            found.append([position, position])
+    return found

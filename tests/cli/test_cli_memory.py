@@ -1,0 +1,99 @@
+"""``kvkeep memory``: facts and drawing of a saved memory, plain data with ``--json``, and mistakes as one line."""
+
+import io
+import json
+import os
+
+import memories
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvkeep.cli import memory
+from kvkeep.cli.complete import snapshots
+from kvkeep.cli.main import app
+
+
+def run(*words, **env):
+    return CliRunner().invoke(app, ["memory", *map(str, words)], env=env)
+
+
+def test_the_facts_and_a_line_for_each_layer(tmp_path):
+    path = memories.save(tmp_path / "report.kvkeep", "adakv:window=2")
+    snapshot = memories.snapshot("adakv:window=2")
+    result = run(path, COLUMNS="80")
+    assert result.exit_code == 0
+    for said in (
+        "adakv:window=2",
+        "16 tokens, uniform over layers",
+        f"{snapshot.seen} seen",
+        "a full cache would take",
+    ):
+        assert said in result.output
+    assert snapshot.fingerprint.weights in result.output
+    drawing = result.output.partition("share held")[2].splitlines()[1:]
+    assert [line.split()[0] for line in drawing] == [str(number) for number in range(len(snapshot.contents.layers))]
+
+
+def test_json_has_every_position(tmp_path):
+    path, snapshot = memories.save(tmp_path / "report.kvkeep"), memories.snapshot()
+    found = json.loads(run(path, "--json").stdout)
+    assert found["bytes"] == path.stat().st_size
+    assert found["token_ids"] == snapshot.tokens.tolist()
+    assert found["tokens_seen"] == snapshot.seen
+    for layer, copy in zip(found["layers"], snapshot.contents.layers, strict=True):
+        for head, ranges in enumerate(layer["positions"]):
+            held = sorted(position for position in copy.positions[head].tolist() if position >= 0)
+            assert [one for start, stop in ranges for one in range(start, stop + 1)] == held
+        assert layer["held"] == [len(positions[positions >= 0]) for positions in copy.positions]
+
+
+def test_shares_of_a_text():
+    positions = torch.tensor([[0, 1, 7, -1], [0, -1, -1, -1]])
+    assert memory.shares_of(positions, 8, 4) == [0.75, 0, 0, 0.25]
+    assert memory.shares_of(positions, 8, 3) == [pytest.approx(3 / 6), 0, pytest.approx(1 / 4)]
+    assert memory.ranges_of(torch.tensor([5, -1, 3, 4, 9])) == [[3, 5], [9, 9]]
+
+
+def test_the_drawing_has_letters_where_a_terminal_has_no_blocks():
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    memory._draw(Console(file=file, width=80), memories.snapshot())
+    file.seek(0)
+    assert "." in file.read()
+
+
+def test_mistakes_are_one_line(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty.kvkeep").write_bytes(b"")
+    (tmp_path / "text.kvkeep").write_text("hello " * 99)
+    cases = {"none.kvkeep": "No such file", ".": "no regular file", "pipe": "no regular file", "empty.kvkeep": "empty"}
+    for name, said in {**cases, "text.kvkeep": "no safetensors file"}.items():
+        result = run(tmp_path / name)
+        assert result.exit_code == 2
+        assert said in result.stderr.replace("\n", " ")
+        assert "Traceback" not in result.output
+    assert run().exit_code == 2
+    assert "FILE" in run().stderr
+
+
+def test_a_name_that_would_steer_a_terminal(tmp_path):
+    from dataclasses import replace
+
+    found = memories.snapshot()
+    made = replace(found.fingerprint, model="\x1b[31mred\x07", weights="\x1b]0;x\x07")
+    replace(found, fingerprint=made).save(tmp_path / "one.kvkeep")
+    result = run(tmp_path / "one.kvkeep")
+    assert "\x1b" not in result.output
+    assert "\x07" not in result.output
+
+
+def test_shells_complete_files_of_memory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one.kvkeep", "two.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    assert snapshots("") == [("folder/", ""), ("one.kvkeep", "")]
+    assert snapshots("o") == [("one.kvkeep", "")]
+    assert snapshots("nowhere/") == []

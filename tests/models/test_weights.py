@@ -1,0 +1,74 @@
+"""The hash of a model's weights: what it notices, what it does not depend on, and when it is computed again."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import kvkeep
+from kvkeep.models import weights
+from kvkeep.models.weights import WeightsOf, fingerprint
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_other_numbers_are_noticed_wherever_they_are(model):
+    before = fingerprint(model)
+    assert fingerprint(copy.deepcopy(model)) == before
+    for name, parameter in copy.deepcopy(model).named_parameters():
+        for at in (0, -1):
+            other = copy.deepcopy(model)
+            other.get_parameter(name).data.view(-1)[at] += 1
+            assert fingerprint(other) != before, name
+        tuned = copy.deepcopy(model)
+        tuned.get_parameter(name).data += 1e-3 * torch.rand(parameter.shape)
+        assert fingerprint(tuned) != before, name
+
+
+def test_names_and_shapes_are_noticed(model):
+    before = fingerprint(model)
+    layer = model.model.layers[0].self_attn
+    layer.q_proj, layer.o_proj = layer.o_proj, layer.q_proj
+    assert fingerprint(model) != before
+    model.model.layers[0].mlp.up_proj = nn.Linear(32, 47, bias=False)
+    model.model.layers[0].mlp.up_proj.weight.data.zero_()
+    assert fingerprint(model) != before
+
+
+def test_copies_in_wider_numbers_and_packed_layers_have_the_same_hash(model):
+    half = model.bfloat16()
+    before = fingerprint(half)
+    assert fingerprint(copy.deepcopy(half).float()) == before
+    kvkeep.pack_weights(half)
+    assert fingerprint(half) == before
+
+
+def test_the_hash_is_computed_once_and_again_after_a_change(model, monkeypatch):
+    calls, honest = [], weights._hash
+    monkeypatch.setattr(weights, "_hash", lambda found: (calls.append(1), honest(found))[1])
+    assert fingerprint(model) == fingerprint(model)
+    assert len(calls) == 1
+    with torch.no_grad():
+        model.lm_head.weight[0] += 1
+    fingerprint(model)
+    assert len(calls) == 2
+
+
+def test_weights_know_their_model_and_do_not_keep_it(model):
+    known = WeightsOf(model)
+    assert known.of(model)
+    assert known() == fingerprint(model)
+    assert copy.deepcopy(known) is known
+    gone = WeightsOf(copy.deepcopy(model))
+    gc.collect()
+    assert gone() is None
