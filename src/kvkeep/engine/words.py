@@ -63,7 +63,7 @@ class Words:
             return before + self.ids_of(request)
         checkpoint = self._checkpoint(request)
         if past.opening is not None:
-            question, more = _asked(request, past.opening)
+            question, more = question_of(request, past.opening)
             return before + tuple(past.opening.rest(checkpoint, question, past.ids, more))
         new = self.messages_of(request)
         if not new:
@@ -79,7 +79,7 @@ class Words:
         The first question about a remembered text is one message together with the end of that text.
         """
         if past is not None and past.opening is not None and (request.messages or isinstance(request.prompt, str)):
-            question, more = _asked(request, past.opening)
+            question, more = question_of(request, past.opening)
             return () if past.opening.raw else (*past.opening.messages(question), *more)
         if request.messages is not None:
             return tuple(request.messages)
@@ -104,7 +104,7 @@ class Words:
         return Checkpoint(name, self._model.config, self._tokenizer, self._limit, allow_pickle=False)
 
 
-def _asked(request: Request, opening: Opening) -> tuple[str, tuple[Mapping[str, str], ...]]:
+def question_of(request: Request, opening: Opening) -> tuple[str, tuple[Mapping[str, str], ...]]:
     """The question with which a request follows a remembered text, and the messages after it.
 
     Raises:

@@ -24,6 +24,7 @@ from kvkeep.jobs.openai import batch
 from kvkeep.jobs.openai.batch import custom_id_of, is_batch_line
 from kvkeep.jobs.openai.requests import COMPLETIONS, Asked, ParameterError, Prompt, in_words_of
 from kvkeep.jobs.options import OPTIONS, check_place, request_of
+from kvkeep.snapshot import Snapshot
 
 
 @runtime_checkable
@@ -144,6 +145,14 @@ def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line |
     except (ValueError, KVKeepError) as error:
         reason, param = reason_of(error), getattr(error, "param", None)
     return BadLine(number, reason, custom_id, param)
+
+
+def after(line: Line | BadLine, memory: Snapshot | None) -> Line | BadLine:
+    """A line whose requests follow a memory, if there is one."""
+    if memory is None or isinstance(line, BadLine):
+        return line
+    others = tuple(dataclasses.replace(one, memory=memory) for one in line.others)
+    return dataclasses.replace(line, request=dataclasses.replace(line.request, memory=memory), others=others)
 
 
 def decoded(raw: bytes) -> dict[str, Any]:

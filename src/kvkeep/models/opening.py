@@ -134,7 +134,7 @@ def opened(
     raw = raw or checkpoint.tokenizer.chat_template is None
     opening = Opening(text, system=None if raw else system, raw=raw)
     if system is not None:
-        _check_system(checkpoint, system, raw)
+        check_system(checkpoint, system, raw=raw)
     whole = opening._ids(checkpoint, _PROBES[0], whole=True)
     for size in (_WINDOW * 4**power for power in itertools.count()):
         at_end = replace(opening, tail=text[-size:].lstrip())
@@ -149,13 +149,13 @@ def opened(
     return whole[: len(whole) - left], replace(at_end, skip=skip)
 
 
-def _check_system(checkpoint: Checkpoint, system: str, raw: bool) -> None:
+def check_system(checkpoint: Checkpoint, system: str, *, raw: bool = False) -> None:
     """Refuse a system message that the model would not see.
 
     Raises:
         InputError: there is no chat template, or it leaves system messages out.
     """
-    if raw:
+    if raw or checkpoint.tokenizer.chat_template is None:
         raise InputError("A `system` message needs a chat template. Put its text at the beginning of the text.")
     messages = [{"role": "system", "content": system}, {"role": "user", "content": "a"}]
     if fill(checkpoint.tokenizer, messages) == fill(checkpoint.tokenizer, messages[1:]):

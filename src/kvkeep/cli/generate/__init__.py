@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli import complete
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
 from kvkeep.cli.generate.parse import parse_batch, parse_budget
@@ -24,7 +25,7 @@ from kvkeep.cli.options import (
     LayerBudget,
     LoadIn,
     Model,
-    Policy,
+    PolicyOrNone,
     Positions,
     PrefillChunk,
     Threads,
@@ -117,7 +118,18 @@ def generate(
             rich_help_panel=_JOB,
         ),
     ] = False,
-    policy: Policy = DEFAULT,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="FILE",
+            help="A text that kvkeep remember has read: prompts are questions about it. Policy, budget and the other "
+            "settings of the memory are then the file's.",
+            autocompletion=complete.snapshots,
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None,
+    policy: PolicyOrNone = None,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -213,12 +225,19 @@ def generate(
         )
     if system is not None and raw:
         raise InputError("--system and --raw were both given; --raw leaves out the chat template, its only place.")
+    if memory is not None and (compare or system is not None or keep_ratio is not None):
+        raise InputError(
+            "--memory brings the text, its system message and its budget; --system, --keep-ratio and --compare are for "
+            "prompts without one."
+        )
     request = Request(
         model=model,
         prompt="" if batch else read_prompt(prompt, prompt_file, model=model),
         system=None if system is None else not_empty(system, "--system", "Leave it out, or give some text."),
         raw=raw,
-        policy=policy,
+        policy=policy or DEFAULT,
+        names_policy=policy is not None,
+        memory=memory,
         budget=None if budget is None else parse_budget(budget),
         keep_ratio=keep_ratio,
         prefill_chunk=parse_prefill_chunk(prefill_chunk),

@@ -10,7 +10,6 @@ from dataclasses import asdict
 
 import typer
 
-from kvkeep import engine as engines
 from kvkeep.cli import console
 from kvkeep.cli.generate import compare
 from kvkeep.cli.generate.prepare import Job, prepare
@@ -63,7 +62,7 @@ def _run(job: Job, engine: Engine, on_text: Callable[[str], object]) -> Result:
         KVKeepError: the engine refuses the prompt, or a step failed.
     """
     result = None
-    for event in engine.stream(engines.Request(prompt=job.prompt, sampling=job.sampling)):
+    for event in engine.stream(job.asked):
         if event.text:
             on_text(event.text)
         result = event.result
@@ -128,6 +127,7 @@ def _describe(job: Job) -> dict[str, object]:
         "layer_budget": job.request.layer_budget or job.policy.defaults.layer_budget,
         "positions": job.position_mode,
         "sampling": asdict(job.sampling),
+        **({} if job.memory is None else {"memory_file": job.memory.file}),
     }
 
 
@@ -137,6 +137,7 @@ def _result(result: Result) -> dict[str, object]:
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
+        "cached_tokens": result.cached_tokens,
         "new_tokens": len(result.token_ids),
         "ttft_s": result.ttft_s,
         "tpot_s": result.tpot_s,

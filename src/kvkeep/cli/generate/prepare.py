@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep import budget as budgets
+from kvkeep import engine as engines
 from kvkeep.cli import console
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.memories import Memory, settled
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.sampling import Sampling
@@ -33,21 +35,31 @@ class Job:
         request: the options of the command.
         checkpoint: the model's configuration and tokenizer.
         writer: the model.
-        prompt: token ids.
+        prompt: token ids, or a text.
         policy: the eviction policy.
         budget: tokens per layer and head.
         layout: how the budget is spread over the model's layers.
         sampling: how tokens are chosen.
+        memory: the memory that the prompt follows; the prompt is then a text.
     """
 
     request: Request
     checkpoint: Checkpoint
     writer: text.Writer
-    prompt: Sequence[int]
+    prompt: Sequence[int] | str
     policy: Policy
     budget: int
     layout: Layout
     sampling: Sampling
+    memory: Memory | None = None
+
+    @property
+    def asked(self) -> engines.Request:
+        """The prompt as a request to an engine."""
+        if self.memory is None:
+            return engines.Request(prompt=self.prompt, sampling=self.sampling)
+        snapshot, raw = self.memory.snapshot, self.request.raw
+        return engines.Request(prompt=self.prompt, raw=raw, sampling=self.sampling, memory=snapshot)
 
     @property
     def name(self) -> str:
@@ -67,6 +79,8 @@ def prepare(request: Request) -> Job:
         KVKeepError: the request or the model cannot be used.
     """
     sampling = sampling_of(request)
+    memory = None if request.memory is None else Memory.read(request.memory)
+    request = settled(request, memory)
     policy = parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     if request.keep_ratio is not None:
@@ -75,13 +89,16 @@ def prepare(request: Request) -> Job:
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
-    prompt = _encode(checkpoint, request)
-    text.check_length(checkpoint, len(prompt), sampling.max_new_tokens)
-    budget = _choose_budget(request, policy, len(prompt))
+    if memory is not None:
+        memory.check_model(checkpoint)
+    prompt = _encode(checkpoint, request) if memory is None else request.prompt
+    tokens = len(prompt) if memory is None else memory.snapshot.seen + 1  # and those of the question
+    text.check_length(checkpoint, tokens, sampling.max_new_tokens)
+    budget = _choose_budget(request, policy, tokens)
     layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
-    check_room(layout, budget, len(prompt), sampling.max_new_tokens)  # checks the numbers, too
+    check_room(layout, budget, tokens, sampling.max_new_tokens)  # checks the numbers, too
     writer = writer_of(checkpoint, request)
-    return Job(request, checkpoint, writer, prompt, policy, budget, layout, sampling)
+    return Job(request, checkpoint, writer, prompt, policy, budget, layout, sampling, memory)
 
 
 def sampling_of(request: Request) -> Sampling:
