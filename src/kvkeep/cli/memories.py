@@ -23,7 +23,7 @@ class Memory:
     """A memory from a file.
 
     Attributes:
-        file: its name, as the user has given it.
+        file: its name in messages.
         snapshot: the memory.
         digest: a hash of the file's content.
     """
@@ -33,8 +33,12 @@ class Memory:
     digest: str
 
     @classmethod
-    def read(cls, file: str) -> Memory:
+    def read(cls, file: str, *, shown: str | None = None) -> Memory:
         """Read a file that ``kvkeep remember`` or ``kvkeep chat`` has written.
+
+        Args:
+            file: its name.
+            shown: its name in messages; by default the same.
 
         Raises:
             SnapshotError: it cannot be read, or is no memory whose tokens are known.
@@ -42,7 +46,7 @@ class Memory:
         snapshot = Snapshot.load(file)
         Past.of(snapshot)  # refuses a memory without token ids
         with in_full(file).open("rb") as content:
-            return cls(file, snapshot, hashlib.file_digest(content, "sha256").hexdigest()[:16])
+            return cls(shown or file, snapshot, hashlib.file_digest(content, "sha256").hexdigest()[:16])
 
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Refuse another model before its weights are read.
