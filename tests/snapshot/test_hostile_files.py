@@ -278,6 +278,25 @@ def test_random_damage_is_refused_or_harmless(seed, good, tmp_path):
             continue
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda flags: flags.append(["__class__", None, 1]),
+        lambda flags: flags.append(["number_of_states", None, 2**40]),
+        lambda flags: flags.append(["conv_states", 0, True]),
+        lambda flags: [flag.__setitem__(2, 2**40) for flag in flags if flag[0] == "conv_kernel_size"],
+        lambda flags: [flag.__setitem__(2, not flag[2]) for flag in flags if flag[0].startswith("is_")],
+        lambda flags: [flag.__setitem__(1, 7) for flag in flags],
+    ],
+)
+def test_a_state_that_lies(change, tmp_path):
+    header, found, tensors = parts(written(tmp_path / "one.kvkeep", name="lfm2").read_bytes())
+    change(found["states"]["0"])
+    (tmp_path / "one.kvkeep").write_bytes(joined(header, found, tensors))
+    with pytest.raises(SnapshotError):
+        BoundedCache.from_snapshots(model("lfm2").config, [Snapshot.load(tmp_path / "one.kvkeep")])
+
+
 def test_places_without_a_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("nowhere")

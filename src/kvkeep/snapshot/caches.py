@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +61,11 @@ class Settings:
     layer_budget: str | tuple[float, ...]
     chunk: int | None
     cascade: Cascade | None
+
+    @functools.cached_property
+    def config_hash(self) -> str:
+        """The hash of the configuration, computed when it is first needed."""
+        return hash_of_config(self.config)
 
 
 class SnapshotCache(PhasedCache):
@@ -221,7 +227,7 @@ class SnapshotCache(PhasedCache):
         budgets = check_budget(made.budget)
         return Fingerprint(
             model=name_of_config(made.config),
-            config=hash_of_config(made.config),
+            config=made.config_hash,
             policy=name_of_policy(self.policy),
             budget=budgets[row] if len(budgets) > 1 else budgets[0],
             layer_budget=made.layer_budget,
