@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvkeep.engine.engine import Engine
     from kvkeep.engine.request import Event, Request, Result
     from kvkeep.engine.sampling import Sampling
+    from kvkeep.engine.session import Session
     from kvkeep.errors import (
         BrokenCacheError,
         BudgetError,
@@ -69,6 +70,7 @@ _HOME = {
     "Request": "engine.request:Request",
     "Result": "engine.request:Result",
     "Sampling": "engine.sampling:Sampling",
+    "Session": "engine.session:Session",
     "ShapeError": "errors:ShapeError",
     "Snapshot": "snapshot.snapshot:Snapshot",
     "SnapshotError": "errors:SnapshotError",
@@ -112,6 +114,7 @@ __all__ = [
     "Request",
     "Result",
     "Sampling",
+    "Session",
     "ShapeError",
     "Snapshot",
     "SnapshotError",

@@ -49,6 +49,7 @@ def bench(monkeypatch):
             "mixed",
             "kernel",
             "products",
+            "sessions",
         }:
             del sys.modules[name]
 
@@ -231,6 +232,18 @@ def test_mixed(monkeypatch, capsys):
     assert data["same"] == 8
     assert [len(seconds) for seconds in data["seconds"].values()] == [2, 2, 2]
     assert "8 of 8 requests have the same tokens" in text
+
+
+def test_sessions(monkeypatch, capsys):
+    sessions = import_module("sessions")
+    small = sessions.Sizes(text=40, sessions=3, turns=2, rows=2, prompt=300, answers=3)
+    monkeypatch.setattr(sessions, "SHORT", small)
+    text, data = run("sessions", monkeypatch, capsys, "--budget", "16", "--chunk", "8", "--repeats", "1")
+    ratios = {one["what"].split(",")[0]: one["ratio"] for one in data["findings"]}
+    assert len(ratios) == 6
+    assert ratios["memory of the rows afterwards"] == 1
+    assert all(ratio > 0 for ratio in ratios.values())
+    assert "6 turns of 3 sessions" in text
 
 
 def test_throughput(monkeypatch, capsys, here):

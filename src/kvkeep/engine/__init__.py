@@ -6,5 +6,6 @@ is known before the first token.
 
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Event, Request, Result
+from kvkeep.engine.session import Session
 
-__all__ = ["Engine", "Event", "Request", "Result"]
+__all__ = ["Engine", "Event", "Request", "Result", "Session"]

@@ -269,5 +269,6 @@ class Engine(Work):
             one = self._admission.check(request_of(asked, sampling), self._count)
             if box is None or not box.left:
                 self._enter(one, box)
-                self._scheduler.waiting.append(one)
+                if not self._twins.joins(one):
+                    self._scheduler.waiting.append(one)
         return one.id

@@ -20,8 +20,10 @@ from kvkeep.engine.runner import Runner
 from kvkeep.engine.scheduler import Batch, Scheduler
 from kvkeep.engine.service import Box, Service
 from kvkeep.engine.sessions import Sessions
+from kvkeep.engine.twins import Twins
 from kvkeep.errors import InputError, NoNumbersError
 from kvkeep.models.device import reason_of
+from kvkeep.snapshot import Contents
 from kvkeep.types import Phase
 
 _log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Work:
         self._admission, self._runner, self._chunk = admission, runner, chunk
         self._all: dict[int, Generation] = {}
         self._unreported: list[Event] = []
+        self._twins = Twins()
         self._count, self._closed = 0, False
         self._service = Service()
         self._prefixes, self._sessions = prefixes, sessions
@@ -70,7 +73,7 @@ class Work:
     @property
     def has_room(self) -> bool:
         """Whether fewer requests wait than there are rows: time to add more."""
-        return len(self._scheduler.waiting) < max(1, self.rows)
+        return len(self._scheduler.waiting) < max(1, self.rows) and not self._twins.full
 
     def cancel(self, number: int) -> Result | None:
         """End a request now; its row is free at the next step. Return ``None`` if it has ended already."""
@@ -135,7 +138,8 @@ class Work:
 
     def _begin(self, one: Generation, row: int) -> None:
         """Begin a request in its row, with the memory that it continues if there is one."""
-        one.mark("started")
+        if not one.token_ids:
+            one.mark("started")
         contents = one.load() if one.load else self._prefixes.find(one)
         self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=one.request.sequence, contents=contents)
         one.fed = one.cached = contents.seen if contents else 0
@@ -149,13 +153,34 @@ class Work:
                 self._prefixes.keep(one, self._rows)
         if not ready:
             return
-        places, requests = [i for i, _ in ready], [one for _, one in ready]
-        chosen = logits if len(requests) == len(logits) else logits[places]
-        for one, token in zip(requests, sampler.draw(chosen, requests), strict=True):
+        twins = [(place, one, twin) for place, one in ready if not one.token_ids for twin in self._twins.of(one)]
+        places = [*(place for place, *_ in twins), *(place for place, _ in ready)]
+        requests = [*(twin for *_, twin in twins), *(one for _, one in ready)]
+        chosen = logits if len(requests) == len(logits) and not twins else logits[places]
+        tokens = sampler.draw(chosen, requests)
+        memories = {one.id: self._rows.take(cast(int, one.row)) for _, one, _ in twins}
+        for n, (_, reader, twin) in enumerate(twins):
+            with Guard(self._recover, partial(list, (twin,))):
+                self._bear(twin, memories[reader.id], _whole(tokens[n]), n)
+        for one, token in zip(requests[len(twins) :], tokens[len(twins) :], strict=True):
             with Guard(self._recover, partial(list, (one,))):
-                if token is None:
-                    raise NoNumbersError
-                self._take(one, token)
+                self._take(one, _whole(token))
+
+    def _bear(self, twin: Generation, contents: Contents, token: int, place: int) -> None:
+        """Begin a request whose prompt another one has read: it has its first token, and waits for a row.
+
+        Args:
+            twin: the request.
+            contents: the memory of its prompt.
+            token: its first token.
+            place: its place in the queue.
+        """
+        self._twins.leave(twin)
+        twin.mark("started")
+        twin.load, twin.cached = lambda: contents, contents.seen
+        self._take(twin, token)
+        if twin.finish_reason is None:
+            self._scheduler.waiting.insert(place, twin)
 
     def _take(self, one: Generation, token: int) -> None:
         """Add a token to a request, which may end with it. A request that only reads ends without it."""
@@ -163,16 +188,17 @@ class Work:
         if one.reads:
             one.finish("length")
         if one.finish_reason:
-            self._end(one, cast(int, one.row))
+            self._end(one)
             event = replace(event, result=one.result())
         self._report(event)
 
-    def _end(self, one: Generation, row: int) -> None:
+    def _end(self, one: Generation) -> None:
         """End a request that has all of its tokens. If its memory cannot be kept, the request ends with an error."""
-        one.memory = self._rows.memory_of(row)
         try:
-            if one.keep:
-                one.keep(one, self._rows.take(row))
+            if one.row is not None:
+                one.memory = self._rows.memory_of(one.row)
+            if one.keep and one.row is not None:
+                one.keep(one, self._rows.take(one.row))
         except Exception as error:
             one.finish("error", reason_of(error))
         self._let_go(one)
@@ -182,6 +208,8 @@ class Work:
         if one.row is not None:
             self._rows.end(one.row)
         self._scheduler.leave(one)
+        if (heir := self._twins.leave(one)) is not None:
+            self._scheduler.waiting.appendleft(heir)
         if self._all.pop(one.id, None) is not None and one.left:
             one.left(one)
 
@@ -200,3 +228,14 @@ class Work:
             self._report(Event(one.id, None, one.rest(), one.result()))
         with suppress(Exception):  # a handler of the user
             _log.debug("A step failed.", exc_info=error)  # its requests say why they end
+
+
+def _whole(token: int | None) -> int:
+    """Return a token that was drawn.
+
+    Raises:
+        NoNumbersError: none was, because the logits are no numbers.
+    """
+    if token is None:
+        raise NoNumbersError
+    return token
