@@ -12,10 +12,10 @@ from kvkeep.cli.generate.request import Request
 from kvkeep.engine.past import Past
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models.load import Checkpoint
-from kvkeep.registry import parse, spec
+from kvkeep.registry import parse
 from kvkeep.runs import in_full
 from kvkeep.snapshot import Fingerprint, Snapshot
-from kvkeep.snapshot.fingerprint import hash_of_config, rule
+from kvkeep.snapshot.fingerprint import hash_of_config, name_of_policy, policy_named, rule
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def settled(request: Request, memory: Memory | None) -> Request:
 
     Raises:
         InputError: an option was given that is not the memory's.
-        PolicyError: its policy is not there.
+        SnapshotError: its policy is not registered, and was not named.
     """
     if memory is None:
         return request
@@ -79,10 +79,11 @@ def settled(request: Request, memory: Memory | None) -> Request:
                 f"{flag} {given} is not that of {memory.file}, {shown}, and a memory means nothing under other "
                 f"settings. Leave {flag} out."
             )
-    parse(made.policy)
+    if not request.names_policy:
+        policy_named(made.policy)  # a file may name any module, which the user has not named
     return replace(
         request,
-        policy=made.policy,
+        policy=request.policy if request.names_policy else made.policy,
         budget=made.budget,
         prefill_chunk=made.chunk,
         layer_budget=made.layer_budget if isinstance(made.layer_budget, str) else list(made.layer_budget),
@@ -95,7 +96,7 @@ def _settings(request: Request, made: Fingerprint) -> list[tuple[str, object, ob
     """The options that a memory decides: flag, given value, the memory's value."""
     layer_budget = None if request.layer_budget is None else rule(request.layer_budget)
     return [
-        ("--policy", spec(parse(request.policy)) if request.names_policy else None, made.policy),
+        ("--policy", name_of_policy(parse(request.policy)) if request.names_policy else None, made.policy),
         ("--budget", request.budget, made.budget),
         ("--prefill-chunk", request.prefill_chunk, made.chunk),
         ("--layer-budget", layer_budget, made.layer_budget),

@@ -147,12 +147,14 @@ def parse(number: int, raw: bytes, encode: Encode, defaults: Sampling) -> Line |
     return BadLine(number, reason, custom_id, param)
 
 
-def after(line: Line | BadLine, memory: Snapshot | None) -> Line | BadLine:
-    """A line whose requests follow a memory, if there is one."""
-    if memory is None or isinstance(line, BadLine):
+def after(line: Line | BadLine, memory: Snapshot, policy: str) -> Line | BadLine:
+    """A line whose requests follow a memory that was made under a policy."""
+    if isinstance(line, BadLine):
         return line
-    others = tuple(dataclasses.replace(one, memory=memory) for one in line.others)
-    return dataclasses.replace(line, request=dataclasses.replace(line.request, memory=memory), others=others)
+    first, *others = (
+        dataclasses.replace(one, memory=memory, policy=one.policy or policy) for one in (line.request, *line.others)
+    )
+    return dataclasses.replace(line, request=first, others=tuple(others))
 
 
 def decoded(raw: bytes) -> dict[str, Any]:

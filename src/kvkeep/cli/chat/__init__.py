@@ -10,7 +10,7 @@ from kvkeep.cli import complete
 from kvkeep.cli.chat.sessions import Folder, complete_names
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
-from kvkeep.cli.generate.parse import parse_budget
+from kvkeep.cli.generate.parse import parse_budget, parse_memory
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.options import (
     MEMORY,
@@ -179,7 +179,7 @@ def chat(
         raw=False,
         policy=policy or LATER,
         names_policy=policy is not None,
-        memory=memory,
+        memory=parse_memory(memory),
         budget=None if budget is None else parse_budget(budget),
         keep_ratio=None,
         prefill_chunk=parse_prefill_chunk(prefill_chunk),

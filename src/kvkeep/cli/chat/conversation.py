@@ -109,7 +109,8 @@ def _hold(talk: Talk) -> None:
         KVKeepError: a message cannot be answered, and there is no terminal on which to try another one.
     """
     with Lines(talk.said()) as lines:
-        console.progress(f"{talk.greeting()} /help lists commands; Ctrl-D ends.")
+        if lines.on_terminal:
+            console.err().print(console.facts(talk.greeting()))
         for line in lines:
             try:
                 if commands.is_command(line):

@@ -54,7 +54,7 @@ class Talk:
         self.engine, self.folder, self.place = engine, folder, place
         self._sampling, self._system = sampling, system
         sequence = 0 if memory is None else memory.note.get("sequence", 0)
-        self.session: Session = engine.session(memory=memory, sequence=sequence)
+        self.session: Session = engine.session(policy=engine.policy, memory=memory, sequence=sequence)
         self._states: deque[Snapshot | None] = deque([memory], maxlen=MOST_BACK + 1)
         self._is_saved = place.is_saved or memory is None
 
@@ -72,15 +72,18 @@ class Talk:
         """The user's earlier messages, for the line editor."""
         return [one["content"] for one in self.session.messages if one["role"] == "user"]
 
-    def greeting(self) -> str:
-        """A line on what the conversation is."""
-        policy = f"{self.session.policy}, budget {self.session.budget}"
-        if self.state is None:
-            return f"{policy}. New conversation {self.place.name}."
-        tokens = console.count(self.state.seen, "token")
-        if not self.session.messages:
-            return f"{policy}. New conversation {self.place.name} after {tokens} of memory."
-        return f"{policy}. {self.place.name}: {console.count(self.turns, 'turn')}, {tokens}."
+    def greeting(self) -> dict[str, str]:
+        """What the conversation is, and how to find out more: name → text."""
+        tokens = "" if self.state is None else console.count(self.state.seen, "token")
+        if self.session.messages:
+            what = f"{self.place.name}, {console.count(self.turns, 'turn')}, {tokens}"
+        else:
+            what = f"{self.place.name}, new" + (f", after {tokens} of memory" if tokens else "")
+        return {
+            "conversation": what,
+            "policy": f"{self.session.policy}, budget {self.session.budget}",
+            "help": "/help; Ctrl-C stops an answer, Ctrl-D ends",
+        }
 
     def answer(self, message: str, *, stoppable: bool) -> None:
         """Send a message, print the answer while it is generated, and save the conversation.
@@ -110,10 +113,12 @@ class Talk:
 
     def _stream(self, message: str) -> Result:
         result: Result | None = None
+        begun = False
         with console.streamed_text() as write:
             for event in self.session.send(self._asked(message)):
-                if event.text:
-                    write(event.text)
+                if piece := event.text if begun else event.text.lstrip():
+                    write(piece)
+                    begun = True
                 result = event.result
         assert result is not None
         return result

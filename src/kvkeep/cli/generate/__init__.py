@@ -12,7 +12,7 @@ import typer
 from kvkeep.cli import complete
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
-from kvkeep.cli.generate.parse import parse_batch, parse_budget
+from kvkeep.cli.generate.parse import parse_batch, parse_budget, parse_memory
 from kvkeep.cli.generate.prompt import read_prompt, standard_input, word_of_prompt
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.options import (
@@ -237,7 +237,7 @@ def generate(
         raw=raw,
         policy=policy or DEFAULT,
         names_policy=policy is not None,
-        memory=memory,
+        memory=parse_memory(memory),
         budget=None if budget is None else parse_budget(budget),
         keep_ratio=keep_ratio,
         prefill_chunk=parse_prefill_chunk(prefill_chunk),

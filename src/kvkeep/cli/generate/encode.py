@@ -38,8 +38,11 @@ def reader(checkpoint: Checkpoint, request: Request, defaults: Sampling, memory:
             asked = Asked(messages=cast(list[dict[str, str]], prompt))
         return _encode(checkpoint, asked) if past is None else _encode_after(checkpoint, asked, past)
 
-    snapshot = None if memory is None else memory.snapshot
-    return lambda number, raw: after(parse(number, raw, encode, defaults), snapshot)
+    def read(number: int, raw: bytes) -> Line | BadLine:
+        line = parse(number, raw, encode, defaults)
+        return line if memory is None else after(line, memory.snapshot, request.policy)
+
+    return read
 
 
 def _past_of(memory: Memory) -> Past:

@@ -1,11 +1,30 @@
-"""The words of ``kvkeep generate`` as values: its budget, and the options of a batch job."""
+"""The words of ``kvkeep generate`` as values: its memory, its budget, and the options of a batch job."""
 
 from __future__ import annotations
 
 from kvkeep.cli.files import STANDARD_OUTPUT, place
 from kvkeep.cli.generate.request import Batch
 from kvkeep.cli.options import parse_bytes, parse_tokens
+from kvkeep.cli.usage import exists
 from kvkeep.errors import InputError
+
+
+def parse_memory(text: str | None) -> str | None:
+    """Read ``--memory``, the name of a file.
+
+    Raises:
+        InputError: it is empty, or a size.
+    """
+    if text is None or exists(text):
+        return text
+    if not text.strip():
+        raise InputError("--memory is empty. Give a file that kvkeep remember has written.")
+    if text.endswith("B") and text[:1].isdigit():
+        raise InputError(
+            f"--memory {text} is a size, and --memory takes a file that kvkeep remember has written. For the size of "
+            f"all KV memory: --kv-memory {text}"
+        )
+    return text
 
 
 def parse_budget(text: str) -> int:

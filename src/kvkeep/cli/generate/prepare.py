@@ -58,8 +58,13 @@ class Job:
         """The prompt as a request to an engine."""
         if self.memory is None:
             return engines.Request(prompt=self.prompt, sampling=self.sampling)
-        snapshot, raw = self.memory.snapshot, self.request.raw
-        return engines.Request(prompt=self.prompt, raw=raw, sampling=self.sampling, memory=snapshot)
+        return engines.Request(
+            prompt=self.prompt,
+            raw=self.request.raw,
+            sampling=self.sampling,
+            memory=self.memory.snapshot,
+            policy=self.policy,
+        )
 
     @property
     def name(self) -> str:
