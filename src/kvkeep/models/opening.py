@@ -20,11 +20,13 @@ from kvkeep.snapshot import Snapshot
 SEPARATOR = "\n\n"
 """Stands between the text and a question."""
 
-_PROBES = ("A", "a", "1", ".", "\n", "é", "“", "文")
+_PROBES = ("What is it?", "a", "1", ".", "\n", "é", "“", "文")
 """Beginnings of questions that tokenizers treat in different ways."""
 _WINDOW = 2048
 _SURE = 8
 """Characters of a text's end that are looked at, and tokens that must then be those of the whole text."""
+_MARGIN = 4
+"""Tokens before the first one that a probe changes, which other questions might change."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def opened(
     for size in (_WINDOW * 4**power for power in itertools.count()):
         at_end = replace(opening, tail=text[-size:].lstrip())
         found = [at_end._ids(checkpoint, probe) for probe in _PROBES]
-        skip = min(_common(found[0], other) for other in found[1:])
+        skip = max(0, min(_common(found[0], other) for other in found[1:]) - _MARGIN)
         left = len(found[0]) - skip
         same = _common(whole[::-1], found[0][::-1])
         if same >= left + _SURE or len(text) <= size:
