@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from shlex import quote as quoted
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -162,14 +163,16 @@ def _report(request: Request, writer: Writer, text: _Text, result: Result, secon
         return
     full = console.show_bytes(memory.full_bytes)
     kept = f"compression {console.show_factor(memory.full_bytes / size)}" if memory.full_bytes > size else "all is kept"
-    model = "" if request.model is None else f"{request.model} "
-    console.out().print(
+    model = "" if request.model is None else f"{quoted(request.model)} "
+    screen = console.out()
+    screen.print(
         console.facts(
             {
                 "text": f"{console.count(len(text.ids), 'token')} read in {console.show_seconds(seconds)}",
                 "policy": f"{spec(text.policy)}, budget {text.budget}; {writer.dtype} on {writer.device}",
                 "memory": f"{console.show_bytes(size)} in {request.output}; {full} in a full cache, {kept}",
-                "ask": f"kvkeep generate {model}--memory {request.output} -p QUESTION",
             }
         )
     )
+    file = quoted(str(request.output))
+    screen.print(f"\n  kvkeep generate {model}--memory {file} -p QUESTION", soft_wrap=True)  # so that it can be copied
