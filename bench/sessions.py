@@ -24,7 +24,7 @@ import torch
 from lib import arguments, finish, interleaved, median_ms, positive, show, speed_model
 
 import kvkeep
-from kvkeep.engine import twins
+from kvkeep.engine import Session, twins
 
 QUESTION = 16
 """Tokens of a question."""
@@ -74,8 +74,9 @@ class Bench:
 
     def restore(self) -> Finding:
         """A row from main memory, against a plain copy of as many bytes."""
-        memory = self.engine.prefix(self.tokens(2 * self.options.budget)).contents
-        rows, policy, budget = self.engine._rows, self.engine.policy, self.options.budget
+        budget = 16 * self.options.budget
+        engine = kvkeep.Engine(self.model, policy=self.options.policy, budget=budget, rows=1, prefill_chunk=512)
+        memory, rows, policy = engine.prefix(self.tokens(budget)).contents, engine._rows, engine.policy
         source = torch.zeros(memory.nbytes, dtype=torch.uint8)
         target = torch.zeros_like(source)
         times = interleaved(
@@ -121,7 +122,7 @@ class Bench:
         sessions = [self.engine.session() for _ in range(sizes.sessions)]
         before = self.engine.memory().allocated_bytes
 
-        async def turn(gate: asyncio.Semaphore, session: kvkeep.Session, text: Sequence[int]) -> None:
+        async def turn(gate: asyncio.Semaphore, session: Session, text: Sequence[int]) -> None:
             async with gate:
                 async for _ in session.asend(text, new):
                     pass

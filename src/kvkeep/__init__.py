@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvkeep.engine.engine import Engine
     from kvkeep.engine.request import Event, Request, Result
     from kvkeep.engine.sampling import Sampling
-    from kvkeep.engine.session import Session
     from kvkeep.errors import (
         BrokenCacheError,
         BudgetError,
@@ -70,7 +69,6 @@ _HOME = {
     "Request": "engine.request:Request",
     "Result": "engine.request:Result",
     "Sampling": "engine.sampling:Sampling",
-    "Session": "engine.session:Session",
     "ShapeError": "errors:ShapeError",
     "Snapshot": "snapshot.snapshot:Snapshot",
     "SnapshotError": "errors:SnapshotError",
@@ -114,7 +112,6 @@ __all__ = [
     "Request",
     "Result",
     "Sampling",
-    "Session",
     "ShapeError",
     "Snapshot",
     "SnapshotError",

@@ -50,6 +50,7 @@ def test_the_page_of_kept_memory_runs(tmp_path, monkeypatch, capsys):
     exec("".join(blocks((ROOT / "docs/sessions.md").read_text(), "python")), {})
     assert re.findall("One day it|In winter it", capsys.readouterr().out) == ["One day it", "In winter it"]
     assert kvkeep.Snapshot.load("report.kvkeep").tokens is not None
+    assert kvkeep.Snapshot.load("conversations/anna.kvkeep").note["messages"][0]["content"].startswith("The dog")
 
 
 def test_the_batch_file_of_the_engines_page_is_answered_as_shown(tmp_path):

@@ -1,0 +1,151 @@
+"""Random lives of sessions with faults in them: whatever fails, each session is as after its last finished turn.
+
+``python -m engine.session_faults 0 30``, in the folder of the tests, runs the lives 0 to 29 and prints how turns ended.
+"""
+
+import functools
+import json
+import logging
+import random
+import sys
+import tempfile
+from collections import Counter
+
+import pytest
+import torch
+
+from kvkeep.engine import Engine, Request
+from kvkeep.errors import KVKeepError
+
+from .faults import PROMPTS, Faults
+from .models import model
+from .session_models import Alone, short
+
+POLICIES = ["h2o", "tova", "scissorhands", "random", "adakv:window=4", "spatten", "streaming_llm:sinks=2"]
+BUDGET = 12
+NEW = (1, 2, 5)
+
+
+@functools.cache
+def answer(policy, chunk, turns):
+    """The answer to the last of several turns, each a prompt and a number of new tokens, and all tokens so far."""
+    alone, told = Alone(policy, BUDGET, chunk), []
+    for prompt, new in turns:
+        found = alone.ask(prompt, new)
+        told += [*prompt, *found]
+    return found, tuple(told)
+
+
+class Full:
+    """A disk that is full from time to time."""
+
+    def __init__(self, rng, rate, write):
+        self._rng, self._rate, self._write = rng, rate, write
+        self.struck = 0
+
+    def __call__(self, *args):
+        if self._rng.random() < self._rate:
+            self.struck += 1
+            raise OSError(28, "No space left on device")
+        return self._write(*args)
+
+
+def life(seed, monkeypatch):
+    """Run one life; returns how many turns ended how, and how many faults there were."""
+    rng = random.Random(seed)
+    policy = rng.choice(POLICIES)
+    chunk = None if policy == "spatten" else rng.choice((None, 4))
+    rate = rng.choice((0.0, 0.2, 0.5))
+    faults, ends = Faults(rng, rate), Counter()
+    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patched:
+        from kvkeep.snapshot import writing
+
+        full = Full(rng, rate, writing.write_whole)
+        patched.setattr(writing, "write_whole", full)
+        engine = Engine(
+            model("llama"),
+            policy=policy,
+            budget=BUDGET,
+            rows=rng.choice((1, 2)),
+            prefill_chunk=chunk,
+            prefix_memory=10**5 if chunk and rng.random() < 0.5 else 0,
+            session_memory=rng.choice((0, 30_000, 10**9)),
+            session_dir=folder,
+        )
+        open_ones = [[engine.session(name="anna"), ()], [engine.session(), ()]]
+        kept = []
+        with faults.injected(model("llama"), monkeypatch):
+            for _ in range(14):
+                ends.update(act(rng, engine, open_ones, kept, faults, full, (policy, chunk)))
+            faults.armed = None
+        full._rate = 0
+        for session, turns in open_ones:
+            assert session.token_ids == (answer(policy, chunk, turns)[1] if turns else ())
+            turn = (PROMPTS[3], 3)
+            assert session.ask(*wish(turn)).token_ids == answer(policy, chunk, (*turns, turn))[0]
+        engine.close()
+    return ends, faults.fired + full.struck
+
+
+def wish(turn):
+    return turn[0], short(turn[1])
+
+
+def act(rng, engine, open_ones, kept, faults, full, way):
+    """One thing that a user does with a session; returns how a turn ended."""
+    one = rng.choice(open_ones)
+    session, turns = one
+    what = rng.choice(("ask", "ask", "ask", "leave", "fork", "snapshot", "rewind", "request"))
+    struck = faults.fired, full.struck
+    faults.arm()
+    try:
+        if what == "ask":
+            turn = (rng.choice(PROMPTS), rng.choice(NEW))
+            result = session.ask(*wish(turn))
+            wanted = answer(*way, (*turns, turn))[0]
+            assert result.token_ids == wanted[: len(result.token_ids)]
+            if result.finish_reason == "length":
+                one[1] = (*turns, turn)
+            else:
+                assert (result.finish_reason, struck == (faults.fired, full.struck)) == ("error", False), result
+            return [result.finish_reason]
+        if what == "leave":
+            stream = session.send(rng.choice(PROMPTS), short(50))
+            next(stream)
+            stream.close()
+        elif what == "fork" and len(open_ones) < 5:
+            open_ones += [[fork, turns] for fork in session.fork(2)]
+        elif what == "snapshot" and turns:
+            kept.append((session.snapshot(), turns))
+        elif what == "rewind" and kept:
+            snapshot, before = rng.choice(kept)
+            session.rewind(snapshot)
+            one[1] = before
+        elif what == "request":
+            engine.generate([Request(prompt=PROMPTS[-1], sampling=short(2))] * 2)
+    except (KeyboardInterrupt, KVKeepError):
+        assert struck != (faults.fired, full.struck)
+        return ["raised"]
+    finally:
+        faults.armed = None
+    return [what]
+
+
+def main(first, last):
+    """Run lives; the numbers go to the standard output."""
+    logging.disable()
+    torch.set_num_threads(1)
+    ends, fired = Counter(), 0
+    for seed in range(first, last):
+        try:
+            found, faults = life(seed, pytest.MonkeyPatch())
+        except BaseException:
+            print(f"life {seed}", file=sys.stderr)
+            raise
+        ends.update(found)
+        fired += faults
+    print(json.dumps({"lives": last - first, "faults": fired, **ends}))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
