@@ -22,8 +22,8 @@ from kvkeep.memory import Memory
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
-from kvkeep.snapshot.caches import Settings, SnapshotCache
-from kvkeep.snapshot.fingerprint import rule
+from kvkeep.snapshot.arguments import Settings
+from kvkeep.snapshot.caches import SnapshotCache
 from kvkeep.types import Phase
 
 
@@ -92,7 +92,7 @@ class BoundedCache(SnapshotCache):
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)
-        self._settings = Settings(config, budget, rule(layout.layer_budget), prefill_chunk, cascade)
+        self._settings = Settings.of(config, budget, layout.layer_budget, prefill_chunk, cascade)
         self._history: History | None = None
         self._prompt_columns = 0
 
@@ -162,7 +162,7 @@ class BoundedCache(SnapshotCache):
     def reset(self) -> None:
         """Forget everything; the memory stays allocated."""
         super().reset()  # type: ignore[no-untyped-call]
-        self._history, self._prompt_columns = None, 0
+        self._history, self._prompt_columns, self.awaited = None, 0, None
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
         """Row ``i`` becomes what row ``beam_idx[i]`` was (beam search)."""

@@ -285,9 +285,12 @@ class Layer:
         if self.allocated and (self.columns or self.store.fits(keys, values)):
             self.block.check_fit(keys, values)
             return
+        self.hold(self.new_block(keys, values), columns=self.columns)
+
+    def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
+        """An empty block for such keys and values. It is not yet the layer's own."""
         starts, ids = self.policy.slots, self._sequences
-        new = Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind)
-        self.hold(new, columns=self.columns)
+        return Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind)
 
     def hold(self, block: Block, *, columns: int) -> None:
         """Use a block that has seen ``columns`` columns, with the backend for its device and dtype."""

@@ -5,6 +5,7 @@ import gc
 import pickle
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from snapshot_models import POLICIES, bounded, feed, ids, model
@@ -279,3 +280,90 @@ def test_reset_after_a_restore_begins_anew():
     again = BoundedCache.from_snapshots(model().config, [cache.snapshot()])
     again.reset()
     assert torch.equal(feed(model(), again, tokens, 0, 25), want)
+
+
+@pytest.mark.usefixtures("no_checked_annotations")
+def test_arguments_of_other_types_are_named():
+    cache = bounded(model())
+    feed(model(), cache, ids(1), 0, 20)
+    for wrong in (None, "one.kvkeep", b"", cache, {}):
+        with pytest.raises(InputError, match="is no Snapshot"):
+            cache.restore(0, wrong)
+        with pytest.raises(InputError, match="is no Snapshot"):
+            BoundedCache.from_snapshots(model().config, [wrong])
+    for wrong in ("text", 7, [[1], [2]], [], [-1] * 20, [2**31] * 20, [0.5] * 20, torch.zeros(2, 20).long()):
+        with pytest.raises(InputError, match="are not the token ids of one row"):
+            cache.snapshot(tokens=wrong)
+
+
+def test_forks_share_nothing():
+    tokens, others = ids(1), [ids(seed) for seed in (2, 3, 4)]
+    cache = bounded(model())
+    feed(model(), cache, tokens, 0, 25)
+    snapshot = cache.snapshot()
+    forks = [BoundedCache.from_snapshots(model().config, [snapshot]) for _ in others]
+    alone = [feed(model(), copy.deepcopy(cache), other, 25, 30) for other in others]
+    found = [[] for _ in others]
+    for at in range(25, 30):  # in turn, while the parent runs
+        feed(model(), cache, tokens, at, at + 1)
+        for fork, other, said in zip(forks, others, found, strict=True):
+            said.append(feed(model(), fork, other, at, at + 1))
+    assert all(torch.equal(torch.cat(said, dim=1), want) for said, want in zip(found, alone, strict=True))
+    together = BoundedCache.from_snapshots(model().config, [snapshot] * 3)
+    got = feed(model(), together, torch.cat(others), 25, 30)
+    torch.testing.assert_close(got, torch.cat(alone), rtol=1e-3, atol=1e-3)
+
+
+def test_the_budget_of_a_row_that_was_moved():
+    cache = kvkeep.BoundedCache(model().config, "h2o:recent=2", [6, 9])
+    feed(model(), cache, ids(1, rows=2), 0, 25)
+    cache.reorder_cache(torch.tensor([1, 0, 1]))
+    snapshots = [cache.snapshot(row) for row in range(3)]
+    assert [snapshot.fingerprint.budget for snapshot in snapshots] == [9, 6, 9]
+    tokens = ids(2, rows=3)
+    want = feed(model(), cache, tokens, 25, 28)
+    again = BoundedCache.from_snapshots(model().config, snapshots)
+    assert torch.equal(feed(model(), again, tokens, 25, 28), want)
+
+
+@pytest.mark.usefixtures("no_checked_annotations")
+def test_numbers_of_other_libraries_are_saved(tmp_path):
+    eight, weights = numpy.int64(8), numpy.array([1.0, 2.0])
+    cache = kvkeep.BoundedCache(model().config, "h2o", eight, prefill_chunk=numpy.int64(6), layer_budget=list(weights))
+    feed(model(), cache, ids(1), 0, 20)
+    cache.snapshot(tokens=ids(1)[0, :20].numpy()).save(tmp_path / "one.kvkeep")
+    found = kvkeep.Snapshot.load(tmp_path / "one.kvkeep")
+    assert (found.fingerprint.budget, found.fingerprint.chunk, found.fingerprint.layer_budget) == (8, 6, (1.0, 2.0))
+
+
+def test_weights_are_awaited_until_the_memory_is_gone():
+    cache = bounded(model())
+    feed(model(), cache, ids(1), 0, 20)
+    again = BoundedCache.from_snapshots(model().config, [cache.snapshot()])
+    again.reset()
+    feed(model(seed=1), again, ids(1), 0, 20)  # an empty cache takes any model
+    made = copy.deepcopy(model())
+    other = bounded(made)
+    feed(made, other, ids(1), 0, 20)
+    del made
+    gc.collect()
+    other.restore(0, cache.snapshot())
+    with pytest.raises(SnapshotError, match="was made with the weights"):
+        feed(model(seed=1), other, ids(1), 20, 21)
+
+
+def test_state_that_each_head_has_once_is_copied_whole(tmp_path):
+    """Blocks may hold such state beside the state of slots; its shape may look like that of slots."""
+    cache = bounded(model())
+    feed(model(), cache, ids(1), 0, 20)
+    for layer in cache.bounded_layers().values():
+        layer.block.heads = frozenset({"mean"})
+        layer.block.state["mean"] = torch.rand(1, 2, layer.store.capacity)
+    snapshot = cache.snapshot()
+    assert snapshot.contents.layers[0].tensors["state.mean"].shape == (2, 9)
+    snapshot.save(tmp_path / "one.kvkeep")
+    found = kvkeep.Snapshot.load(tmp_path / "one.kvkeep")
+    cache.bounded_layers()[0].block.state["mean"].zero_()
+    cache.restore(0, found)
+    for layer, copied in zip(cache.bounded_layers().values(), snapshot.contents.layers, strict=True):
+        assert torch.equal(layer.block.state["mean"][0], copied.tensors["state.mean"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +12,7 @@ from rich.text import Text
 from kvkeep.cli import complete, console
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug, Json
+from kvkeep.runs import in_full
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -43,7 +44,7 @@ def memory(
     from kvkeep.snapshot import Snapshot  # imports torch
 
     snapshot = Snapshot.load(file)
-    size = Path(file).expanduser().stat().st_size
+    size = os.path.getsize(in_full(file))
     if json:
         console.write_json(_report(file, size, snapshot))
         return

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import abc
-import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from kvkeep.budget import check as check_budget
 from kvkeep.errors import (
     BrokenCacheError,
     InputError,
@@ -21,51 +18,26 @@ from kvkeep.errors import (
     UnsupportedOperationError,
 )
 from kvkeep.handing import PhasedCache
-from kvkeep.history import History, padded, rows_of
+from kvkeep.history import History, padded
 from kvkeep.hybrid import state_part
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
+from kvkeep.snapshot.arguments import Settings, check_kind, checked_row, ids_of_row
 from kvkeep.snapshot.contents import check, put, take
 from kvkeep.snapshot.fingerprint import (
     Fingerprint,
-    hash_of_config,
     name_of_config,
     name_of_policy,
     policy_named,
 )
 from kvkeep.snapshot.layers import blocks_for
 from kvkeep.snapshot.snapshot import Snapshot
-from kvkeep.store import Cascade
 
 _Cache = TypeVar("_Cache", bound="SnapshotCache")
 
 
 Weights: TypeAlias = Callable[[], str | None]
 """The hash of the weights of the model that feeds a cache; ``None`` if the model is gone."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The arguments that a cache was made with, as far as its snapshots need them.
-
-    Attributes:
-        config: the model's configuration.
-        budget: one number, or one per row.
-        layer_budget: rule by which the budget is spread over the layers, or one weight per layer.
-        chunk: tokens of the prompt that are taken at once.
-        cascade: the tables that the layers share.
-    """
-
-    config: Any
-    budget: int | Sequence[int]
-    layer_budget: str | tuple[float, ...]
-    chunk: int | None
-    cascade: Cascade | None
-
-    @functools.cached_property
-    def config_hash(self) -> str:
-        """The hash of the configuration, computed when it is first needed."""
-        return hash_of_config(self.config)
 
 
 class SnapshotCache(PhasedCache):
@@ -106,10 +78,10 @@ class SnapshotCache(PhasedCache):
             BrokenCacheError: a step failed in some layer.
         """
         layers = self._fed_layers()
-        row = _checked(row, len(layers[0].seen))
+        row = checked_row(row, len(layers[0].seen))
         blocks = [layer.block for layer in layers]
         contents = take(blocks, row, cascade=self._settings.cascade, states=self._states())
-        ids = self._told(row, contents.seen) if tokens is None else rows_of(tokens, None)[0].int()
+        ids = self._told(row, contents.seen) if tokens is None else ids_of_row(tokens)
         pending = max(0, self._prompt_columns - layers[0].columns)
         return Snapshot(contents, self._fingerprint(row), ids, pending)
 
@@ -124,9 +96,10 @@ class SnapshotCache(PhasedCache):
             SnapshotError: the snapshot belongs to another model, policy, budget or other settings.
             BrokenCacheError: a step failed in some layer.
         """
+        check_kind([snapshot])
         layers = self._slot_layers()
         count = len(layers[0].seen) if layers[0].allocated else len(layers[0].budgets)
-        row = _checked(row, count)
+        row = checked_row(row, count)
         if count > 1:
             self._check_whole()  # a cache with a single row is mended
         snapshot.fingerprint.check(self._fingerprint(row))
@@ -152,6 +125,7 @@ class SnapshotCache(PhasedCache):
         """
         if not snapshots:
             raise InputError("There are no snapshots to make rows of; give at least one.")
+        check_kind(snapshots)
         made, make = snapshots[0].fingerprint, cast(Callable[..., _Cache], cls)
         cache = make(
             config,
@@ -199,7 +173,7 @@ class SnapshotCache(PhasedCache):
             put(snapshot.contents, blocks, row, cascade=self._settings.cascade, states=states)
         self._history = None if told is None else _history_of(told, columns, blocks[0].seen.device)
         self._prompt_columns = columns + max(snapshot.pending for snapshot in rows.values())
-        if self.weights is None:
+        if self.weights is None or self.weights() is None:
             self.awaited = next((s.fingerprint.weights for s in rows.values() if s.fingerprint.weights), self.awaited)
 
     def _ids_after(self, rows: Mapping[int, Snapshot], count: int) -> list[Tensor] | None:
@@ -224,12 +198,11 @@ class SnapshotCache(PhasedCache):
         """The model and the settings of one row."""
         layer, made = self._slot_layers()[0], self._settings
         weights = self.awaited if self.weights is None else self.weights()
-        budgets = check_budget(made.budget)
         return Fingerprint(
             model=name_of_config(made.config),
             config=made.config_hash,
             policy=name_of_policy(self.policy),
-            budget=budgets[row] if len(budgets) > 1 else budgets[0],
+            budget=made.budget_of(layer, row),
             layer_budget=made.layer_budget,
             dtype=str(layer.store.slots().keys.dtype).removeprefix("torch.") if layer.allocated else None,
             positions=self.position_mode,
@@ -273,18 +246,3 @@ def _history_of(rows: Sequence[Tensor], columns: int, device: torch.device) -> H
     history = History()
     history.add(ids[1:].to(device), real[1:].to(device), held=0)
     return history
-
-
-def _checked(row: object, rows: int) -> int:
-    """The number of a row.
-
-    Raises:
-        InputError: there is no such row.
-    """
-    try:
-        number = operator.index(row)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if not 0 <= number < rows:
-        raise InputError(f"row={row!r:.40} is not one of the cache's rows, 0 to {rows - 1}.")
-    return number

@@ -26,6 +26,7 @@ class LayerDescription:
         used: slots up to the last occupied one.
         capacity: slots per head of the block.
         budget: slots that may stay occupied, of all heads or of each head.
+        whole: names of the state that each head has once.
         numbers: the row's counters by name.
     """
 
@@ -33,6 +34,7 @@ class LayerDescription:
     used: int
     capacity: int
     budget: int | tuple[int, ...]
+    whole: frozenset[str]
     numbers: Mapping[str, int]
 
     @property
@@ -100,6 +102,8 @@ def _layer(found: object, shown: str) -> LayerDescription:
         budget = tuple(whole(one, f"a budget of {shown}", most=_MOST) for one in budget)
     else:
         budget = whole(budget, f"the budget of {shown}", least=1, most=_MOST)
+    names = found.get("whole")
+    check(isinstance(names, list) and all(isinstance(name, str) for name in names), f"{shown} lacks names of state")
     numbers = found.get("numbers")
     check(isinstance(numbers, dict) and numbers.keys() >= {*_COUNTERS}, f"{shown} lacks counters")
     assert isinstance(numbers, dict)
@@ -108,7 +112,7 @@ def _layer(found: object, shown: str) -> LayerDescription:
         whole(value, f"{name!r:.40} of {shown}", least=least, most=2**63 - 1)
     whole(numbers["seen"], f"the number of tokens of {shown}", least=1, most=_MOST)
     check(numbers["prompt"] <= numbers["seen"], f"{shown} has a prompt longer than its text")
-    return LayerDescription(heads, used, capacity, budget, numbers)
+    return LayerDescription(heads, used, capacity, budget, frozenset(names or ()), numbers)
 
 
 def described_flags(about: Mapping[str, Any]) -> dict[int, dict[Place, Flag]]:

@@ -29,12 +29,12 @@ def new_block(layer: Layer, copies: Sequence[RowCopy], rows: int, device: torch.
     if not {"store.keys", "store.values"} <= tensors.keys():
         raise ShapeError("Rows of another store than the default one need a cache that holds such a store already.")
     keys, values = (tensors[f"store.{name}"][None, :, :0].to(device) for name in ("keys", "values"))
-    like = (tensor.expand(rows, -1, -1, -1) for tensor in (keys, values))
+    keys, values = (tensor.expand(rows, -1, -1, -1) for tensor in (keys, values))
     budget = max(layer.budgets)
     spreads, heads = layer.policy.spreads, keys.shape[1]
     most = spreads.most(layer.policy, budget, heads) if spreads else budget
     try:
-        block = Block(*like, numbers=layer.budgets, starts=layer.policy.slots)
+        block = layer.new_block(keys, values)
         block.widen(min(most + 1, max(copy.capacity for copy in copies)))
     except (MemoryError, RuntimeError) as error:
         raise ShapeError(f"There is no memory for {rows} rows with a budget of {budget} tokens.") from error

@@ -8,7 +8,7 @@ these are. ``docs/sessions.md`` draws the layout.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,6 @@ CUT = ("store.keys", "store.values", "store.positions")
 """Tensors with one entry per slot, besides the policy's state."""
 
 
-def is_cut(name: str) -> bool:
-    """Whether a layer's tensor has one entry per slot."""
-    return name in CUT or name.startswith("state.")
+def is_cut(name: str, whole: Collection[str] = ()) -> bool:
+    """Whether a layer's tensor has one entry per slot. State that each head has once is named in ``whole``."""
+    return name in CUT or (name.startswith("state.") and name not in whole)

@@ -54,7 +54,11 @@ def _read(file: IO[bytes], size: int) -> Parts:
     seen = layers[0].numbers["seen"]
     for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
         _check_shapes(f"layer {number}", layer, entries, fingerprint.dtype)
-        expanded = layer.heads * layer.used * sum(_slot_bytes(entry) for name, entry in entries.items() if is_cut(name))
+        expanded = (
+            layer.heads
+            * layer.used
+            * sum(_slot_bytes(entry) for name, entry in entries.items() if is_cut(name, layer.whole))
+        )
         check(expanded <= _EXPANSION * size + _SLACK, f"layer {number} has {expanded} bytes of slots, nearly all empty")
     if (tokens := header.entries.get(TOKENS)) is not None:
         fits = (tokens.dtype, tokens.shape) == (torch.int32, (seen,))
@@ -110,7 +114,7 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ent
     check((bits.dtype, bits.shape) == (torch.uint8, (-(-slots // 8),)), f"{shown} has not one bit for each slot")
     check(1 <= n <= slots, f"{shown} has {n} tokens in {slots} slots")
     check(n <= layer.room, f"{shown} has {n} tokens, more than its budget of {layer.room}")
-    for name in filter(is_cut, entries):
+    for name in (one for one in entries if is_cut(one, layer.whole)):
         kind, shape = entries[name].dtype, entries[name].shape
         check(shape[:1] == (n,), f"{shown} has {n} tokens, and its {name} the shape {list(shape)}")
         if name not in ("store.keys", "store.values"):
@@ -129,10 +133,10 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
     n = len(found["store.positions"])
     check(int(occupied.sum()) == n, f"{shown} has {n} tokens in {int(occupied.sum())} occupied slots")
     check(not about.used or bool(occupied[:, -1].any()), f"{shown} ends with empty slots")
-    dense = {name: _spread(tensor, occupied) if is_cut(name) else tensor for name, tensor in found.items()}
+    cut = frozenset(name for name in found if is_cut(name, about.whole))
+    dense = {name: _spread(tensor, occupied) if name in cut else tensor for name, tensor in found.items()}
     positions = dense["store.positions"].masked_fill_(~occupied, EMPTY)
     _check_positions(shown, found["store.positions"], positions, about.numbers["seen"])
-    cut = frozenset(filter(is_cut, dense))
     numbers = {name: torch.tensor(value, dtype=torch.int64) for name, value in about.numbers.items()}
     return RowCopy({**dense, **numbers}, cut, positions.clone(), about.capacity, about.budget)
 

@@ -83,7 +83,13 @@ def _about_layer(layer: RowCopy) -> dict[str, Any]:
     numbers = {name: int(tensor) for name, tensor in layer.tensors.items() if _is_number(tensor)}
     heads, used = layer.positions.shape
     budget = layer.budget if isinstance(layer.budget, int) else list(layer.budget)
-    return {"heads": heads, "used": used, "capacity": layer.capacity, "budget": budget, "numbers": numbers}
+    sizes = {"heads": heads, "used": used, "capacity": layer.capacity, "budget": budget}
+    return {**sizes, "whole": _whole(layer), "numbers": numbers}
+
+
+def _whole(layer: RowCopy) -> list[str]:
+    """Names of the state that each head has once."""
+    return sorted(name for name in layer.tensors.keys() - layer.cut if name.startswith("state."))
 
 
 def _is_number(tensor: Tensor) -> bool:
@@ -112,7 +118,8 @@ def _layer_tensors(layer: RowCopy) -> Iterator[tuple[str, Tensor]]:
     Raises:
         SnapshotError: the layer has another store than the default one.
     """
-    if not all(is_cut(name) for name in layer.cut) or "store.keys" not in layer.cut:
+    whole = _whole(layer)
+    if layer.cut != {name for name in layer.tensors if is_cut(name, whole)} or "store.keys" not in layer.cut:
         raise SnapshotError("Only memory in kvkeep's own store can be saved; this cache holds another one.")
     occupied = layer.positions >= 0
     yield OCCUPIED, packed_bits(occupied.flatten().cpu())

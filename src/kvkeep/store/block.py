@@ -31,6 +31,7 @@ class Block:
     Attributes:
         store: keys, values and positions.
         state: the policy's per-slot state.
+        heads: names of the state that each head has once, for all of its slots.
         seen: real tokens seen per row.
         prompt: tokens seen at the end of the last piece of the row's prompt.
         sequences: identity of each row.
@@ -43,6 +44,7 @@ class Block:
 
     store: Store
     state: State
+    heads: frozenset[str] = frozenset()
     seen: Int[Tensor, " B"]
     prompt: Int[Tensor, " B"]
     sequences: Int[Tensor, " B"]
@@ -196,9 +198,8 @@ class Block:
 
     def per_slot(self) -> frozenset[str]:
         """Names of the tensors of `per_row` whose third axis is the slots. The others belong to the row as a whole."""
-        return frozenset(
-            (*(f"store.{name}" for name in self.store.per_slot()), *(f"state.{name}" for name in self.state))
-        )
+        state = self.state.keys() - self.heads
+        return frozenset((*(f"store.{name}" for name in self.store.per_slot()), *(f"state.{name}" for name in state)))
 
     def set_budget(self, row: int, budget: int | Sequence[int]) -> None:
         """Set the budget of one row, for all heads or for each head. An existing tensor is changed in place."""
@@ -218,7 +219,8 @@ class Block:
         if missing > 0:
             held, self.store = self.store.slots(), self.store.wider(capacity)
             self.store.fill(*held)
-            self.state = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.state.items()}
+            for name in self.state.keys() - self.heads:
+                self.state[name] = nn.functional.pad(self.state[name], (0, missing))
 
     def over(self, tensors: Mapping[str, Tensor]) -> Block:
         """A block over other tensors, named as in `per_row`."""

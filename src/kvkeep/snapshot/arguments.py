@@ -1,0 +1,120 @@
+"""The arguments of a cache and of its methods, as snapshots need them."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvkeep.budget import check as check_budget
+from kvkeep.errors import InputError, UnsupportedOperationError
+from kvkeep.history import rows_of
+from kvkeep.layer import Layer
+from kvkeep.snapshot.fingerprint import hash_of_config, rule
+from kvkeep.snapshot.snapshot import Snapshot
+from kvkeep.store import Cascade
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments that a cache was made with, as far as its snapshots need them.
+
+    Attributes:
+        config: the model's configuration.
+        budgets: one number, or one per row.
+        layer_budget: rule by which the budget is spread over the layers, or one weight per layer.
+        chunk: tokens of the prompt that are taken at once.
+        cascade: the tables that the layers share.
+    """
+
+    config: Any
+    budgets: tuple[int, ...]
+    layer_budget: str | tuple[float, ...]
+    chunk: int | None
+    cascade: Cascade | None
+
+    @functools.cached_property
+    def config_hash(self) -> str:
+        """The hash of the configuration, computed when it is first needed."""
+        return hash_of_config(self.config)
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        budget: int | Sequence[int],
+        layer_budget: str | Sequence[float],
+        chunk: int | None,
+        cascade: Cascade | None,
+    ) -> Settings:
+        """The settings, with numbers of other libraries as Python's own."""
+        return cls(config, check_budget(budget), rule(layer_budget), None if chunk is None else int(chunk), cascade)
+
+    def budget_of(self, layer: Layer, row: int) -> int:
+        """The budget of a row, also after rows were selected.
+
+        Args:
+            layer: the cache's first layer.
+            row: which row.
+
+        Raises:
+            UnsupportedOperationError: rows with budgets of their own were selected, and it is not clear which is whose.
+        """
+        if len(set(self.budgets)) == 1:
+            return self.budgets[0]
+        if not layer.moves:
+            return self.budgets[row]
+        held = layer.block.budget
+        mine = held if isinstance(held, int) else int(held[row].sum()) // held.shape[1]
+        found = {one for one, number in zip(self.budgets, layer.budgets, strict=True) if number == mine}
+        if len(found) != 1:
+            raise UnsupportedOperationError(
+                "Rows with budgets of their own were selected, and it is not known any more which budget this row has."
+            )
+        return found.pop()
+
+
+def ids_of_row(tokens: Any) -> Tensor:
+    """The token ids of one row.
+
+    Raises:
+        InputError: they are not, or are no ids.
+    """
+    try:
+        (row,) = rows_of(tokens, None)
+    except (InputError, ValueError):
+        row = torch.tensor([-1])
+    if bool(((row < 0) | (row >= 2**31)).any()):
+        raise InputError(f"tokens={tokens!r:.60} are not the token ids of one row.")
+    return row.int()
+
+
+def check_kind(snapshots: Sequence[object]) -> None:
+    """Refuse what is no snapshot.
+
+    Raises:
+        InputError: there is something else.
+    """
+    for one in snapshots:
+        if not isinstance(one, Snapshot):
+            raise InputError(f"{type(one).__name__} is no Snapshot; cache.snapshot and Snapshot.load return one.")
+
+
+def checked_row(row: object, rows: int) -> int:
+    """The number of a row.
+
+    Raises:
+        InputError: there is no such row.
+    """
+    try:
+        number = operator.index(row)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < rows:
+        raise InputError(f"row={row!r:.40} is not one of the cache's rows, 0 to {rows - 1}.")
+    return number
