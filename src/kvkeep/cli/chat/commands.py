@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import shlex
 from collections.abc import Callable
 
 from kvkeep.cli import console
 from kvkeep.cli.chat.talk import MOST_BACK, Talk
 from kvkeep.cli.memory import full_bytes
 from kvkeep.errors import InputError
-
-quoted = shlex.quote
 
 
 class Quit(Exception):  # noqa: N818  no error

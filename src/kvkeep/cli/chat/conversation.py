@@ -5,6 +5,8 @@ Bad input is refused before weights are read. Importing this module imports torc
 
 from __future__ import annotations
 
+import shlex
+
 import typer
 
 from kvkeep import budget as budgets
@@ -132,6 +134,7 @@ def _end(talk: Talk, model: str | None) -> None:
     except KVKeepError as error:
         console.error(str(error))
     if talk.place.is_saved:
-        words = "kvkeep chat" if model is None else f"kvkeep chat {model}"
-        console.note(f"saved; to go on: {words} --session {commands.quoted(talk.place.name)}")
+        words = ["kvkeep", "chat", *([] if model is None else [model]), "--session", talk.place.name]
+        console.note("the conversation is saved; to go on:")
+        console.err().print(f"  {shlex.join(words)}", soft_wrap=True)  # so that it can be copied
     talk.close()
