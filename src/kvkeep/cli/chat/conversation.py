@@ -136,5 +136,5 @@ def _end(talk: Talk, model: str | None) -> None:
     if talk.place.is_saved:
         words = ["kvkeep", "chat", *([] if model is None else [model]), "--session", talk.place.name]
         console.note("the conversation is saved; to go on:")
-        console.err().print(f"  {shlex.join(words)}", soft_wrap=True)  # so that it can be copied
+        console.err().print(f"    {shlex.join(words)}", soft_wrap=True)  # so that it can be copied
     talk.close()

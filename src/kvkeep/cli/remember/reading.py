@@ -175,4 +175,4 @@ def _report(request: Request, writer: Writer, text: _Text, result: Result, secon
         )
     )
     file = quoted(str(request.output))
-    screen.print(f"\n  kvkeep generate {model}--memory {file} -p QUESTION", soft_wrap=True)  # so that it can be copied
+    screen.print(f"\n    kvkeep generate {model}--memory {file} -p QUESTION", soft_wrap=True)  # to be copied
