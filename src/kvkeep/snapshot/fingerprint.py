@@ -18,6 +18,7 @@ FORMAT = 1
 _PASSING = {
     *("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"),
     *("return_dict", "output_attentions", "output_hidden_states", "attn_implementation", "_attn_implementation"),
+    *("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id"),
     *("id2label", "label2id", "problem_type", "torchscript", "is_encoder_decoder", "chunk_size_feed_forward"),
 }
 """Entries of a configuration that do not change what a model computes."""
