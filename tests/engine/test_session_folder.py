@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 from sweeps import sweep
@@ -317,3 +318,41 @@ def test_engines_are_closed_with_their_folders_when_a_block_ends(tmp_path):
         with Engine(model("llama"), policy="h2o", budget=10, session_dir=tmp_path) as engine:
             engine.session(name="anna").read(TURNS[i])
     assert Snapshot.load(tmp_path / "anna.kvkeep").tokens.tolist() == [*TURNS[0], *TURNS[1], *TURNS[2]]
+
+
+def test_a_conversation_that_is_too_long_for_a_file_is_refused_before_it_is_written(tmp_path, monkeypatch):
+    with engine_of(session_dir=tmp_path) as engine:
+        session = engine.session()
+        session.ask(TURNS[0], short())
+        snapshot = replace(session.snapshot(), note={"messages": "x" * 20_000})
+        monkeypatch.setattr("kvkeep.snapshot.writing.LONGEST_HEADER", 10_000)
+        with pytest.raises(SnapshotError, match="shorter conversation"):
+            snapshot.save(tmp_path / "a.kvkeep")
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("obstacle", ["folder of its name", "no folder", "no rights"])
+def test_what_stands_in_the_way_of_a_file_is_an_error_and_loses_nothing(obstacle, tmp_path):
+    folder = tmp_path / "sessions"
+    engine = engine_of(session_memory=0, session_dir=folder)
+    session = engine.session(name="anna")
+    session.ask(TURNS[0], short())
+    saved = (folder / "anna.kvkeep").read_bytes()
+    (folder / "anna.kvkeep").unlink()
+    if obstacle == "folder of its name":
+        (folder / "anna.kvkeep").mkdir()
+    elif obstacle == "no folder":
+        folder.rmdir()
+    else:
+        (folder / "anna.kvkeep").symlink_to("/proc/nothing/here")
+    failed = session.ask(TURNS[1], short())
+    assert failed.finish_reason == "error"
+    assert "anna.kvkeep" in failed.error
+    if obstacle == "no folder":
+        folder.mkdir()
+    elif obstacle == "folder of its name":
+        (folder / "anna.kvkeep").rmdir()
+    else:
+        (folder / "anna.kvkeep").unlink()
+    (folder / "anna.kvkeep").write_bytes(saved)
+    assert session.ask(TURNS[1], short()).token_ids == answers(TURNS[:2])[1]

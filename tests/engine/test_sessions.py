@@ -7,15 +7,35 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from sweeps import sweep
+from transformers import AutoModelForCausalLM, FalconH1Config, Lfm2Config
 
 import kvkeep
 from kvkeep.engine import Engine, Request
+from kvkeep.engine.service import Box
 from kvkeep.errors import BudgetError, CapacityError, InputError, KVKeepError, PolicyError, SnapshotError
 
 from .models import model
 from .session_models import BUDGET, Alone, answers, engine_of, short
 from .test_equal import POLICIES, prompt_of
 
+GATED = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+HYBRIDS = {
+    "falcon-h1": lambda: FalconH1Config(
+        **GATED, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=8
+    ),
+    "lfm2": lambda: Lfm2Config(**GATED, layer_types=["conv", "full_attention"], block_ff_dim=48),
+}
 KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4", "spatten", "scissorhands")
 TURNS = [prompt_of(i, n) for i, n in enumerate((7, 3, 12, 1, 5))]
 
@@ -90,6 +110,31 @@ def test_other_architectures(name):
     with engine_of(name=name, prefill_chunk=5) as engine:
         session = engine.session()
         assert [session.ask(turn, short()).token_ids for turn in TURNS[:3]] == answers(TURNS[:3], name=name, chunk=5)
+
+
+def test_slot_positions():
+    with engine_of(positions="slot", prefill_chunk=4) as engine:
+        session, alone = engine.session(), Alone(chunk=4)
+        alone._cache = kvkeep.BoundedCache(model("llama").config, "h2o", BUDGET, positions="slot")
+        assert [session.ask(turn, short()).token_ids for turn in TURNS] == [alone.ask(turn) for turn in TURNS]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_models_with_states(family, tmp_path):
+    """Their turns go on from the state: with room for everything, a conversation is one long prompt."""
+    torch.manual_seed(3)
+    network = AutoModelForCausalLM.from_config(HYBRIDS[family]()).eval()
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4)
+    with Engine(network, policy="full", budget=64, rows=2, session_memory=0, session_dir=tmp_path) as engine:
+        session, told = engine.session(), ()
+        for turn in TURNS[:4]:
+            want = engine.generate([Request(prompt=told + turn, sampling=short())])[0]
+            (fork,) = session.fork()
+            assert session.ask(turn, short()).token_ids == want.token_ids
+            assert fork.ask(turn, short()).token_ids == want.token_ids
+            told = session.token_ids
 
 
 def test_drawn_tokens_differ_between_turns_and_are_the_same_again():
@@ -531,3 +576,21 @@ def test_closing_while_turns_run_and_wait_cancels_them(session, who):
         assert second.result(20) == "cancelled"
     assert not engine._all
     assert not session.running
+
+
+def test_a_session_that_is_closed_by_its_own_listener(session):
+    stream = session.send(TURNS[1], short(50))
+    next(stream)
+    session.close()
+    assert [event.result.finish_reason for event in stream] == ["cancelled"]
+
+
+def test_closing_a_session_with_thousands_of_waiting_turns_ends_them_all(session):
+    engine, boxes = session._work, [Box() for _ in range(3000)]
+    with engine._service.turn:
+        for box in boxes:
+            session._enqueue(TURNS[1], short(), box)
+    session.close()
+    assert not engine._all
+    ends = [next(filter(None, (box.take().result for _ in range(99)))) for box in boxes]
+    assert {result.finish_reason for result in ends} == {"cancelled"}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from torch import Tensor
 
@@ -14,6 +14,13 @@ from kvkeep.engine.stops import StopText
 from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents
+
+
+_FREE = {
+    *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "logprobs"),
+    *("policy", "budget", "sequence", "memory"),
+}
+"""Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
 
 
 @dataclass(eq=False)
@@ -78,6 +85,15 @@ class Generation:
         """The token ids of the prompt; none as long as they are not known."""
         found = self.request.prompt
         return () if found is None or isinstance(found, str) else found
+
+    @property
+    def settings(self) -> tuple[Hashable, ...]:
+        """Everything but the tokens on which the memory of the prompt depends. Requests may share it if these are equal.
+
+        A field that requests get in the future belongs to it, unless it is named in `_FREE`.
+        """
+        others = (getattr(self.request, one.name) for one in fields(self.request) if one.name not in _FREE)
+        return self.policy, self.budget, self.request.sequence if self.policy.stochastic else None, *others
 
     @property
     def prompt_left(self) -> int:

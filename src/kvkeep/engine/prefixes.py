@@ -93,9 +93,9 @@ class Prefixes:
         """The key of each border: the settings on which a memory depends, and a hash of the tokens before it."""
         if one.borders is None:
             one.borders = list(_hashes(one.prompt, self._chunk))
-        sequence, weights = one.request.sequence if one.policy.stochastic else None, self._weights()
+        weights = self._weights()
         for digest in one.borders:
-            yield one.policy, one.budget, sequence, weights, digest
+            yield one.settings, weights, digest
 
 
 def _hashes(tokens: Sequence[int], chunk: int) -> Iterator[bytes]:

@@ -175,7 +175,8 @@ class Session:
         with Uninterrupted(), self._work._service.turn:
             if self._closed:
                 return
-            for one in [*self._queue, *([self._running] if self._running else [])]:
+            waiting, self._queue = self._queue, deque()
+            for one in [*waiting, *([self._running] if self._running else [])]:
                 self._work.cancel(one.id)
             if not delete:
                 self.save()
@@ -293,8 +294,6 @@ class Session:
 
 def _last(events: Iterator[Event]) -> Result:
     """The result with which events end."""
-    result = None
-    for event in events:
-        result = event.result
-    assert result is not None
-    return result
+    *_, last = events
+    assert last.result is not None
+    return last.result

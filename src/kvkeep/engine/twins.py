@@ -67,5 +67,4 @@ class Twins:
 
 def _key(one: Generation) -> Hashable:
     """The settings on which the memory of a prompt depends, and its tokens."""
-    sequence = one.request.sequence if one.policy.stochastic else None
-    return one.policy, one.budget, sequence, id(one.request.memory), one.prompt
+    return one.settings, id(one.request.memory), one.prompt

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvkeep.runs import parse
 from kvkeep.snapshot.layout import DTYPES, KEY
 
-_LONGEST_HEADER = 64 * 2**20
+LONGEST_HEADER = 64 * 2**20 - 8
 _MOST_DIMS = 8
 _LARGEST = 2**48
 """Limit of a tensor's numbers, also where one of its axes is empty."""
@@ -85,7 +85,7 @@ def read_header(file: IO[bytes], size: int) -> Header:
     check(size > 0, "it is empty")
     check(size >= 10, f"it has only {size} bytes")
     length = int.from_bytes(file.read(8), "little")
-    check(2 <= length <= _LONGEST_HEADER and file.read(1) == b"{", "it is no safetensors file")
+    check(2 <= length <= LONGEST_HEADER and file.read(1) == b"{", "it is no safetensors file")
     check(length <= size - 8, f"it has {size} bytes, and its header alone should have {length}: it was cut off")
     try:
         found = parse(b"{" + file.read(length - 1))

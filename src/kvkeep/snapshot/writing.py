@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvkeep.errors import SnapshotError
 from kvkeep.runs import in_full, remove_leftovers, write_whole
+from kvkeep.snapshot.header import LONGEST_HEADER
 from kvkeep.snapshot.layout import KEY, NAMES, OCCUPIED, TOKENS, Parts, is_cut
 from kvkeep.store import RowCopy
 
@@ -49,7 +50,7 @@ def chunks(parts: Parts) -> Iterator[bytes]:
     """The bytes of a file, piece by piece.
 
     Raises:
-        SnapshotError: the memory comes from another store than the default one.
+        SnapshotError: the memory comes from another store than the default one, or its note is too long.
     """
     tensors = dict(_tensors(parts))
     entries: dict[str, Any] = {"__metadata__": {KEY: json.dumps(_about(parts), separators=(",", ":"))}}
@@ -58,6 +59,11 @@ def chunks(parts: Parts) -> Iterator[bytes]:
         start, end = end, end + tensor.nbytes
         entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries, separators=(",", ":")).encode()
+    if len(header) > LONGEST_HEADER:
+        raise SnapshotError(
+            f"The snapshot's note makes a header of {len(header)} bytes, and a file has at most {LONGEST_HEADER}. Keep "
+            "a shorter conversation."
+        )
     header += b" " * (-len(header) % 8)  # tensors begin at a multiple of 8
     yield len(header).to_bytes(8, "little") + header
     for tensor in tensors.values():
