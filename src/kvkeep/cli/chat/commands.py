@@ -8,6 +8,7 @@ from collections.abc import Callable
 from kvkeep.cli import console
 from kvkeep.cli.chat.talk import MOST_BACK, Talk
 from kvkeep.cli.memory import full_bytes
+from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.errors import InputError
 
 
@@ -82,12 +83,14 @@ def _memory(talk: Talk) -> None:
 def _rewind(talk: Talk, turns: str = "1") -> None:
     if not (turns.isascii() and turns.isdigit()) or len(turns) > len("1000") or int(turns) < 1:
         raise InputError(f"/rewind takes the number of turns to take back, 1 to {MOST_BACK}.")
-    talk.rewind(int(turns))
+    with Uninterrupted():
+        talk.rewind(int(turns))
     console.note(f"took back {console.count(int(turns), 'turn')}; {console.count(talk.turns, 'turn')} left")
 
 
 def _fork(talk: Talk, name: str | None = None) -> None:
-    old = talk.fork(name)
+    with Uninterrupted():
+        old = talk.fork(name)
     console.note(f"goes on as {talk.place.name}; {old} stays as it is")
 
 

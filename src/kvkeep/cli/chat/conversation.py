@@ -20,6 +20,7 @@ from kvkeep.cli.generate.request import Request
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memories import Memory, settled
 from kvkeep.engine import Engine
+from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
@@ -113,24 +114,42 @@ def _hold(talk: Talk) -> None:
     with Lines(talk.said()) as lines:
         if lines.on_terminal:
             console.err().print(console.facts(talk.greeting()))
-        for line in lines:
-            try:
-                if commands.is_command(line):
-                    commands.run(line, talk)
-                else:
-                    talk.answer(line.strip(), stoppable=lines.on_terminal)
-            except commands.Quit:
-                return
-            except KVKeepError as error:
-                if not lines.on_terminal:
-                    raise
-                console.error(str(error))
+        while _answer_next(lines, talk):
+            pass
+
+
+def _answer_next(lines: Lines, talk: Talk) -> bool:
+    """Read a line and do what it asks for; return whether there may be more.
+
+    Raises:
+        KVKeepError: it cannot be done, and there is no terminal on which to try something else.
+    """
+    try:
+        line = lines.read()
+        if line is None:
+            return False
+        if commands.is_command(line):
+            commands.run(line, talk)
+        elif line.strip():
+            talk.answer(line.strip(), stoppable=lines.on_terminal)
+    except commands.Quit:
+        return False
+    except KeyboardInterrupt:
+        if not lines.on_terminal:
+            raise
+        console.note("Ctrl-D or /quit ends the conversation")
+    except KVKeepError as error:
+        if not lines.on_terminal:
+            raise
+        console.error(str(error))
+    return True
 
 
 def _end(talk: Talk, model: str | None) -> None:
     """Leave the conversation, and say how to go on with it."""
     try:
-        talk.save()
+        with Uninterrupted():
+            talk.save()
     except KVKeepError as error:
         console.error(str(error))
     if talk.place.is_saved:

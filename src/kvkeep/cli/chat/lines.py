@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import ModuleType
 
@@ -15,7 +15,7 @@ _MOST_SAID = 500
 
 
 class Lines:
-    """The lines that a user types or pipes in, empty ones left out.
+    """The lines that a user types or pipes in.
 
     Args:
         said: earlier lines, which the arrow keys bring back.
@@ -26,7 +26,7 @@ class Lines:
 
     def __init__(self, said: Sequence[str] = ()) -> None:
         self.on_terminal = sys.stdin.isatty()
-        self._said = said
+        self._said, self._number = said, 0
         self._editor: ModuleType | None = None
 
     def __enter__(self) -> Lines:
@@ -43,38 +43,34 @@ class Lines:
         if self._editor is not None:
             self._editor.clear_history()
 
-    def __iter__(self) -> Iterator[str]:
-        """Yield lines until their end.
+    def read(self) -> str | None:
+        """The next line, perhaps an empty one; ``None`` at their end.
 
         Raises:
             InputError: standard input is not UTF-8 text, and nobody can type another line.
         """
-        for line in self._typed() if self.on_terminal else self._piped():
-            if line.strip():
-                yield line
+        return self._typed() if self.on_terminal else self._piped()
 
-    def _typed(self) -> Iterator[str]:
-        while True:
-            try:
-                line = input(PROMPT)
-            except EOFError:
-                print()
-                return
-            except KeyboardInterrupt:
-                print()
-                console.note("Ctrl-D or /quit ends the conversation")
-                continue
-            except UnicodeDecodeError:
-                console.error("That line is not UTF-8 text; it was not sent.")
-                continue
-            yield line
+    def _typed(self) -> str | None:
+        try:
+            return input(PROMPT)
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print()
+            console.note("Ctrl-D or /quit ends the conversation")
+        except UnicodeDecodeError:
+            console.error("That line is not UTF-8 text; it was not sent.")
+        return ""
 
-    def _piped(self) -> Iterator[str]:
-        for number, raw in enumerate(sys.stdin.buffer, start=1):
-            try:
-                yield raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"Line {number} of standard input is not UTF-8 text: byte {error.start} is "
-                    f"0x{raw[error.start]:02x}. Convert it, e.g. with iconv."
-                ) from error
+    def _piped(self) -> str | None:
+        raw = sys.stdin.buffer.readline()
+        self._number += 1
+        try:
+            return raw.decode("utf-8-sig" if self._number == 1 else "utf-8").rstrip("\r\n") if raw else None
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"Line {self._number} of standard input is not UTF-8 text: byte {error.start} is "
+                f"0x{raw[error.start]:02x}. Convert it, e.g. with iconv."
+            ) from error

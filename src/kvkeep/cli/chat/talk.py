@@ -9,6 +9,7 @@ from kvkeep.cli import console
 from kvkeep.cli.chat.sessions import Folder, Place
 from kvkeep.engine import Engine, Result
 from kvkeep.engine import Request as Asked
+from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.session import Session
 from kvkeep.errors import InputError, KVKeepError
@@ -98,18 +99,35 @@ class Talk:
         try:
             result = self._stream(message)
         except KeyboardInterrupt:
+            with Uninterrupted():  # the interrupt may have come at the end of the last step, after the turn's end
+                done = self._take_over()
             if not stoppable:
                 raise
-            console.note("stopped; the conversation is as it was before this message")
+            if not done:
+                console.note("stopped; the conversation is as it was before this message")
             return
         if result.finish_reason == "error":
             raise KVKeepError(f"The answer ends here, and the conversation is as it was before. {result.error}")
+        with Uninterrupted():
+            self._take_over()
         if result.finish_reason == "length":
             console.note(f"stopped after {len(result.token_ids)} tokens, the most that --max-new-tokens allows")
-        self._states.append(self.session.snapshot())
-        self._forget_states()
+
+    def _take_over(self) -> bool:
+        """Note and save the session's memory if a turn has ended since the last time; return whether it has.
+
+        Raises:
+            SnapshotError: it cannot be saved.
+        """
+        state = self.session.snapshot() if self.session.token_ids else None
+        if state is self.state:
+            return False
+        self._states.append(state)
+        while len(self._states) > 2 and sum(one.nbytes for one in self._states if one) > _MOST_BYTES:
+            self._states.popleft()
         self._is_saved = False
         self.save()
+        return True
 
     def _stream(self, message: str) -> Result:
         result: Result | None = None
@@ -133,11 +151,6 @@ class Talk:
         ]
         return Asked(messages=messages, sampling=self._sampling)
 
-    def _forget_states(self) -> None:
-        """Drop the oldest memories if they take too much room."""
-        while len(self._states) > 2 and sum(one.nbytes for one in self._states if one) > _MOST_BYTES:
-            self._states.popleft()
-
     def rewind(self, turns: int) -> None:
         """Take back the last turns.
 
@@ -158,8 +171,10 @@ class Talk:
             self.session = self.engine.session()
         else:
             self.session.rewind(state)
-        for _ in range(turns):
+            state = self.session.snapshot()
+        for _ in range(turns + 1):
             self._states.pop()
+        self._states.append(state)
         self._is_saved = False
         self.save()
 
