@@ -77,7 +77,7 @@ class Bench:
         budget = 16 * self.options.budget
         engine = kvkeep.Engine(self.model, policy=self.options.policy, budget=budget, rows=1, prefill_chunk=512)
         memory, rows, policy = engine.prefix(self.tokens(budget)).contents, engine._rows, engine.policy
-        source = torch.zeros(memory.nbytes, dtype=torch.uint8)
+        source = torch.ones(memory.nbytes, dtype=torch.uint8)  # zeros would be one page, which is read from the cache
         target = torch.zeros_like(source)
         times = interleaved(
             {

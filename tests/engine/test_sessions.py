@@ -330,7 +330,7 @@ def test_an_interrupt_leaves_the_session_as_it_was(session):
 
 
 def test_a_memory_that_cannot_be_kept_ends_the_turn_with_an_error(session, monkeypatch):
-    def full(self, *args):
+    def full(self, *args, **options):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
@@ -447,6 +447,17 @@ def test_a_snapshot_of_other_weights_is_refused(session):
         engine.session(memory=snapshot)
     with pytest.raises(SnapshotError, match="weights"):
         engine.generate([Request(prompt=[1], memory=snapshot)])
+
+
+def test_a_session_does_not_go_on_under_other_weights(session):
+    weight = model("llama").lm_head.weight
+    with torch.no_grad():
+        weight.mul_(2)
+        result = session.ask(TURNS[1], short())
+        weight.mul_(0.5)
+    assert result.finish_reason == "error"
+    assert "Different: weights" in result.error
+    assert is_as_before(session)
 
 
 def test_a_running_session_is_not_rewound(session):

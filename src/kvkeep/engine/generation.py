@@ -15,7 +15,6 @@ from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents
 
-
 _FREE = {
     *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "logprobs"),
     *("policy", "budget", "sequence", "memory"),
@@ -88,7 +87,7 @@ class Generation:
 
     @property
     def settings(self) -> tuple[Hashable, ...]:
-        """Everything but the tokens on which the memory of the prompt depends. Requests may share it if these are equal.
+        """Everything on which the memory of the prompt depends but its tokens. Requests with equal ones may share it.
 
         A field that requests get in the future belongs to it, unless it is named in `_FREE`.
         """

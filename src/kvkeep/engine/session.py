@@ -31,9 +31,8 @@ class Session:
     session as it was before that turn. Turns that are sent while another one runs wait for it, in order.
 
     Attributes:
-        name: by which the engine finds it again; ``None`` if it has no name.
-        policy: its eviction policy.
-        budget: its tokens kept per layer and head.
+        name: by which the engine finds it again, or ``None``.
+        policy, budget: its eviction policy, and its tokens kept per layer and head.
         sequence: its identity for drawn tokens; forks get others.
     """
 
@@ -52,8 +51,7 @@ class Session:
         self._running: Generation | None = None
         self._messages: tuple[Mapping[str, str], ...] = ()
         self._queue: deque[Generation] = deque()
-        self._forks = 0
-        self._closed = False
+        self._forks, self._closed = 0, False
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -176,7 +174,7 @@ class Session:
             if self._closed:
                 return
             waiting, self._queue = self._queue, deque()
-            for one in [*waiting, *([self._running] if self._running else [])]:
+            for one in (*waiting, *filter(None, (self._running,))):
                 self._work.cancel(one.id)
             if not delete:
                 self.save()
@@ -201,16 +199,16 @@ class Session:
         def add(one: Turn, box: Box) -> int:
             return self._enqueue(one, sampling, box, reads=reads)
 
-        work = self._work
-        return work._service.drain(iter([asked]), add, lambda: True, step=work._step, end=work.cancel)
+        step, end = self._work._step, self._work.cancel
+        return self._work._service.drain(iter([asked]), add, lambda: True, step=step, end=end)
 
     def _fork(self) -> Session:
         self._forks += 1
-        past, kept = self._state.past, self._state.kept
+        kept, seed = self._state.kept, another_sequence(self.sequence, self._forks)
         if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
             kept = self._shelf.keep(self._shelf.load(kept))
-        seed, settled = another_sequence(self.sequence, self._forks), (self.policy, self.budget)
-        return Session(self._work, self._shelf, State(past, kept), settled, sequence=seed)
+        own = State(self._state.past, kept), (self.policy, self.budget)
+        return Session(self._work, self._shelf, *own, sequence=seed)
 
     def _check_open(self) -> None:
         """Refuse to go on after `close`.
@@ -261,8 +259,12 @@ class Session:
         self._work._scheduler.waiting.append(one)
 
     def _load(self) -> Contents | None:
-        """The memory with which a turn begins."""
-        return self._shelf.load(self._state.kept).contents if self._state.kept else None
+        """The memory with which a turn begins, if it belongs to the model as it is now."""
+        if (kept := self._state.kept) is None:
+            return None
+        snapshot = self._shelf.load(kept)
+        snapshot.fingerprint.check(self._work._admission.fingerprint(self.policy, self.budget))
+        return snapshot.contents
 
     def _keep(self, one: Generation, contents: Contents) -> None:
         """Take over the memory of a turn that has ended well."""
@@ -280,10 +282,9 @@ class Session:
 
     def _left(self, one: Generation) -> None:
         """Let the next turn begin after one has ended."""
-        if one is not self._running:
-            self._queue = deque(other for other in self._queue if other.id != one.id)
-            return
-        self._running = None
+        self._queue = deque(other for other in self._queue if other.id != one.id)
+        if one is self._running:
+            self._running = None
         while self._queue and self._running is None:
             waiting = self._queue.popleft()
             try:
