@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import memories
 import model_folders
 import pytest
 from sweeps import sweep
@@ -50,6 +51,7 @@ def test_the_page_of_kept_memory_runs(tmp_path, monkeypatch, capsys):
     exec("".join(blocks((ROOT / "docs/sessions.md").read_text(), "python")), {})
     assert re.findall("One day it|In winter it", capsys.readouterr().out) == ["One day it", "In winter it"]
     assert kvkeep.Snapshot.load("report.kvkeep").tokens is not None
+    assert kvkeep.Snapshot.load("tower.kvkeep").note["opening"]["tail"].endswith("It is 300 steps high.")
     assert kvkeep.Snapshot.load("conversations/anna.kvkeep").note["messages"][0]["content"].startswith("The dog")
 
 
@@ -85,10 +87,14 @@ def test_the_readmes_commands_exist(command, tmp_path, monkeypatch):
     prompt = tmp_path / "report.txt"
     prompt.write_text("a report of some words")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
+    memories.save(tmp_path / "report.kvkeep")
+    monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
     folder = str(model_folders.folder())
     arguments = [{"Qwen/Qwen3-0.6B": folder, "report.txt": str(prompt)}.get(word, word) for word in words[1:]]
     if words[1] == "generate":
         arguments += ["--max-new-tokens", "3"]
+    if words[1] == "remember":
+        arguments += ["--overwrite"]
     if words[1] == "eval":
         arguments += ["--tasks", "agreement", "--limit", "1"]
     done = CliRunner().invoke(app, arguments)

@@ -24,6 +24,7 @@ KVKEEP = [sys.executable, "-m", "kvkeep"]
 NAMES = [name for name in EXAMPLES if name]
 WIDTHS = (60, 80, 120)
 
+MODEL = str(model_folders.folder())
 COMMANDS = [
     [],
     ["--version"],
@@ -51,6 +52,10 @@ COMMANDS = [
     ["generate", "-i", "prompts.jsonl", "-o", "answers.jsonl", "-n", "4"],
     ["eval", "--report", "results"],
     ["memory", "report.kvkeep"],
+    ["remember", "-f", "prompts.jsonl", "-o", "new.kvkeep", "--budget", "12"],
+    ["generate", MODEL, "--memory", "report.kvkeep", "-p", "Why", "-n", "4"],
+    ["chat", "--list"],
+    ["chat", MODEL, "-s", "trip", "-n", "4"],
 ]
 
 
@@ -59,6 +64,7 @@ def home(tmp_path, monkeypatch):
     """An empty home, in which a user works."""
     for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
     monkeypatch.setenv("KVKEEP_BACKEND", "torch")  # the kernel would be compiled again
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home").mkdir()
@@ -69,14 +75,15 @@ def home(tmp_path, monkeypatch):
 
 
 def run(words, width):
+    said = "Hello\n/help\n/memory\n" if words[:1] == ["chat"] else None
     with model_folders.one_thread():
-        return CliRunner().invoke(app, words, env={"COLUMNS": str(width)})
+        return CliRunner().invoke(app, words, env={"COLUMNS": str(width)}, input=said)
 
 
 @pytest.mark.parametrize(
     "width", [pytest.param(60, marks=pytest.mark.slow), 80, pytest.param(120, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words).replace(MODEL, "MODEL"))
 def test_output_fits_the_terminal(words, width, home):
     result = run(words, width)
     assert result.exit_code == (0 if words else 2), result.output

@@ -45,7 +45,10 @@ def offered(line, shell="bash"):
     ("line", "words"),
     [
         ("kvkeep gen", ["generate"]),
-        ("kvkeep ", ["demo", "generate", "eval", "analyze", "theory", "plan", "memory", "env", "policies"]),
+        (
+            "kvkeep ",
+            ["demo", "generate", "remember", "chat", "eval", "analyze", "theory", "plan", "memory", "env", "policies"],
+        ),
         ("kvkeep policies s", ["show"]),
         ("kvkeep policies show scis", ["scissorhands", "scissorhands_release"]),
         ("kvkeep generate --max-n", ["--max-new-tokens"]),
@@ -65,6 +68,11 @@ def offered(line, shell="bash"):
         ("kvkeep generate --load-in 4", ["4bit"]),
         ("kvkeep plan --device c", ["cpu", "cuda"]),
         ("kvkeep generate -f rep", []),
+        ("kvkeep rem", ["remember"]),
+        ("kvkeep remember --over", ["--overwrite"]),
+        ("kvkeep remember --policy tov", ["tova"]),
+        ("kvkeep chat --sess", ["--session", "--sessions"]),
+        ("kvkeep chat --policy=tov", ["tova"]),
     ],
 )
 def test_words_in_bash(line, words):
@@ -110,6 +118,19 @@ def test_models_are_folders_and_what_the_cache_holds(tmp_path, monkeypatch):
     assert offered("kvkeep generate Qwen/") == ["Qwen/Qwen3-0.6B"]
     assert offered("kvkeep generate nothing/here/") == []
     assert offered("kvkeep generate ~nosuchuser/") == []
+
+
+def test_saved_memories_and_conversations(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
+    (tmp_path / "sessions" / "trip").mkdir(parents=True)
+    (tmp_path / "sessions" / "trip" / "memory.kvkeep").touch()
+    (tmp_path / "report.kvkeep").touch()
+    (tmp_path / "report.txt").touch()
+    assert offered("kvkeep generate --memory rep") == ["report.kvkeep"]
+    assert offered("kvkeep chat --memory rep") == ["report.kvkeep"]
+    assert offered("kvkeep chat --session t") == ["trip"]
+    assert offered("kvkeep chat -s x") == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 
+import memories
 import model_folders
 import pytest
 from typer.testing import CliRunner
@@ -25,7 +26,9 @@ MISTAKES = {
     "polices show h2o": "Did you mean kvkeep policies?",
     "help generate": "Did you mean kvkeep --help?",
     "run -p Once": "Did you mean kvkeep generate?",
-    "chat": "Did you mean kvkeep generate?",
+    "talk": "Did you mean kvkeep chat?",
+    "chatt": "Did you mean kvkeep chat?",
+    "rember": "Did you mean kvkeep remember?",
     "version": "Did you mean kvkeep --version?",
     "'Why is the sky blue?'": "kvkeep generate -p 'Why is the sky blue?'",
     "Why is the sky blue": "kvkeep generate -p 'Why is the sky blue'",
@@ -55,7 +58,7 @@ MISTAKES = {
     "generate --system-prompt x -p Once": "Here it is called --system",
     "generate --model gpt2 -p Once": "The model is the first word: kvkeep generate MODEL",
     "generate -m gpt2 -p Once": "The model is the first word",
-    "generate --memory 2GiB -p Once": "Here it is called --kv-memory",
+    "generate --memory 2GiB -p Once": "--kv-memory 2GiB",
     "generate --nonsense -p Once": "See kvkeep generate --help",
     "generate -x -p Once": "See kvkeep generate --help",
     "plan --max-new-tokens 16": "It belongs to kvkeep generate",
@@ -170,6 +173,39 @@ MISTAKES = {
     "analyze {model} --text word.txt -o out": "Give a longer --text.",
     "theory --only ahakv-gian": "Did you mean ahakv-gain?",
     "theory --only x": "kvkeep theory without --only names all",
+    # memories and conversations
+    "remember": "needs --text FILE and --output FILE",
+    "remember -f report.txt": "needs --output FILE",
+    "remember report.txt -o out": "needs --text FILE",
+    "remember -f report.txt -o": "-o needs a value: -o FILE",
+    "remember {model} -f nothing.txt -o out": "nothing.txt cannot be read: No such file",
+    "remember {model} -f empty.txt -o out": "Give the model some text to remember",
+    "remember {model} -f latin.txt -o out": "Convert it, e.g. with iconv",
+    "remember {model} -f report.txt -o report.txt": "--overwrite to replace it",
+    "remember {model} -f report.txt -o folder": "Give the name of a file",
+    "remember {model} -f report.txt -o no/out": "Make it first",
+    "remember {model} -f report.txt -o -": "give a name such as report.kvkeep",
+    "remember {model} -f report.txt -o out --system Brief": "needs a chat template",
+    "remember {model} -f report.txt -o out --policy full -b 2": "Give --budget",
+    "remember {model} -f report.txt -o out --append": "See kvkeep remember --help",
+    "generate {model} --memory report.kvkeep": "Give --prompt TEXT",
+    "generate {model} --memory nothing.kvkeep -p Once": "nothing.kvkeep cannot be read: No such file",
+    "generate {model} --memory report.txt -p Once": "it is no safetensors file",
+    "generate {model} --memory folder -p Once": "it is no regular file",
+    "generate {model} --memory '' -p Once": "--memory is empty",
+    "generate --memory report.kvkeep -p Once": "has another configuration",
+    "generate {model} --memory report.kvkeep -p Once -b 32": "Leave --budget out",
+    "generate {model} --memory report.kvkeep -p Once --policy tova": "Leave --policy out",
+    "generate {model} --memory report.kvkeep -p Once --compare": "for prompts without one",
+    "generate {model} --memory report.kvkeep -p ''": "The prompt is empty",
+    "chat {model} --session a/b": "no path separators",
+    "chat {model} -s": "-s needs a value: -s NAME",
+    "chat {model} --memory nothing.kvkeep": "nothing.kvkeep cannot be read: No such file",
+    "chat {model} --system Brief": "needs a chat template",
+    "chat {model} --sessions report.txt": "Give another folder with --sessions",
+    "chat {model} --json": "give --list, too",
+    "chat {model} -p Once": "It belongs to kvkeep generate",
+    "chat 'Why is the sky blue?'": "A text of several words is no model",
     # batch jobs
     "generate -i prompts.jsonl": "needs --output FILE",
     "generate -o answers.jsonl -p Once": "give --input FILE",
@@ -196,6 +232,8 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once"}\n')
     (tmp_path / "budgets.jsonl").write_text('{"prompt": "Once", "options": {"budget": 4096}}\n')
     (tmp_path / "folder").mkdir()
+    monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
+    memories.save(tmp_path / "report.kvkeep")
     return tmp_path
 
 

@@ -25,8 +25,13 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ELSEWHERE = ("README.md", "engine.md", "index.md", "sessions.md")
 """Pages whose Python runs in ``tests/docs``."""
-ANYWHERE = {"generate": ["-n", "3"], "eval": ["--tasks", "agreement", "--limit", "1", "--no-plots"], "demo": ["--help"]}
-"""Options that make a command short."""
+ANYWHERE = {
+    "generate": ["-n", "3"],
+    "eval": ["--tasks", "agreement", "--limit", "1", "--no-plots"],
+    "demo": ["--help"],
+    "remember": ["--overwrite"],
+}
+"""Options that make a command short, or that it needs here."""
 NEEDS_MORE = ("--load-in", "--device cuda")
 """Options that need packages or devices that a first user may not have."""
 
@@ -70,6 +75,8 @@ def place(tmp_path, monkeypatch):
     for name, times in (("report.txt", 8), ("novel.txt", 8), ("book.txt", 200)):
         (tmp_path / name).write_text("the quick brown fox jumps over the lazy dog and the cat " * times)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "what is it about"}\n')
+    monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
     memories.save(tmp_path / "report.kvkeep")
     return tmp_path
 

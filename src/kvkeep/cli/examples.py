@@ -7,6 +7,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "kvkeep demo": "See it work; nothing is downloaded",
         'kvkeep generate -p "Once upon a time" --budget 64': "Continue a text with the embedded model in 64 tokens",
         "kvkeep generate MODEL -f report.txt --budget 1024": "The same with your model: a folder, or a hub name",
+        "kvkeep chat MODEL": "Talk with it; the conversation is saved",
         "kvkeep plan MODEL --memory 24GiB --budget 1024": "How many rows of it fit into a memory",
     },
     "demo": {
@@ -19,7 +20,18 @@ EXAMPLES: dict[str, dict[str, str]] = {
         'kvkeep generate MODEL -p "Hello" --system "Be brief."': "A chat model with a system message",
         "kvkeep generate MODEL -f report.txt -b 1024 --compare": "Beside the full cache",
         "cat report.txt | kvkeep generate MODEL -": "A prompt from standard input",
+        "kvkeep generate MODEL --memory report.kvkeep -p Why": "A question about a text that was read before",
         "kvkeep generate MODEL -i prompts.jsonl -o answers.jsonl": "A batch job that resumes after a stop",
+    },
+    "remember": {
+        "kvkeep remember MODEL -f report.txt -o report.kvkeep": "Read a text once, to ask about it later",
+        "kvkeep remember -f report.txt -o b.kvkeep --budget 4K": "In 4096 tokens of the embedded model",
+    },
+    "chat": {
+        "kvkeep chat MODEL": "Begin a conversation",
+        "kvkeep chat MODEL --session trip": "Continue one, or begin it under this name",
+        "kvkeep chat MODEL --memory report.kvkeep": "Talk about a text that was read before",
+        "kvkeep chat --list": "List the saved ones",
     },
     "eval": {
         "kvkeep eval MODEL -o results": "Measure four policies at four budgets",

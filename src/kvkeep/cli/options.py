@@ -12,6 +12,7 @@ from kvkeep.cli.files import refuse_device
 from kvkeep.cli.usage import CommandLineError, exists, quoted
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models import threads
+from kvkeep.policies import DEFAULT
 from kvkeep.runs import in_full, parse
 
 MODEL, MEMORY, OUTPUT = "Model", "KV memory", "Output"
@@ -104,6 +105,16 @@ Policy = Annotated[
     typer.Option(
         metavar="POLICY",
         help="Eviction policy, with its options if need be: h2o:recent=32. See [b]kvkeep policies[/b].",
+        autocompletion=complete.policies,
+        rich_help_panel=MEMORY,
+    ),
+]
+PolicyOrNone = Annotated[
+    str | None,
+    typer.Option(
+        metavar="POLICY",
+        help="Eviction policy, with its options if need be: h2o:recent=32. See [b]kvkeep policies[/b]. "
+        f"Default: {DEFAULT}.",
         autocompletion=complete.policies,
         rich_help_panel=MEMORY,
     ),

@@ -30,6 +30,7 @@ from kvkeep.models.suitable import placeholders
 from kvkeep.pins import Spans, end
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Fingerprint, Snapshot
+from kvkeep.snapshot.fingerprint import policy_named
 
 DEFAULT_ROWS = 16
 
@@ -168,7 +169,7 @@ class Admission:
         """
         if memory is not None:
             made = memory.fingerprint
-            policy = made.policy if policy is None else policy
+            policy = policy_named(made.policy) if policy is None else policy
             budget = made.budget if budget is None else budget
         found = self._policy if policy is None else usable(policy)
         number = self._budget if budget is None else budgets.check_one(budget)

@@ -27,6 +27,7 @@ from kvkeep.engine.work import Work
 from kvkeep.memory import Memory
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
+from kvkeep.models.opening import noted
 from kvkeep.models.suitable import generator
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
@@ -246,6 +247,24 @@ class Engine(Work):
         with self.session(policy=policy, budget=budget) as session:
             session.read(asked)
             return session.snapshot()
+
+    def remember(self, text: str, *, system: str | None = None, raw: bool = False) -> Snapshot:
+        """Read a text once, and return its memory, which any number of questions may follow.
+
+        A text and a question that follows it are one message of the user, with a blank line between them.
+
+        Args:
+            text: the text; white space around it is dropped.
+            system: a system message before it.
+            raw: take the text and its questions without the chat template, also with a blank line between them.
+
+        Raises:
+            KVKeepError: see `add`; or a step failed.
+        """
+        ids, opening = self._admission.words.opened(text, system=system, raw=raw)
+        with self.session() as session:
+            session.read(ids)
+            return noted(session.snapshot(), opening)
 
     def _add(self, asked: Asked, sampling: Sampling | None, box: Box | None = None) -> int:
         with Uninterrupted(), self._service.turn:

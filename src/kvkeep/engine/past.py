@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from kvkeep.engine.prompts import conversation
 from kvkeep.engine.sampling import whole_within
 from kvkeep.errors import InputError, SnapshotError
+from kvkeep.models.opening import Opening, opening_of
 from kvkeep.snapshot import Snapshot
 
 _LARGEST = 2**31 - 1
@@ -25,11 +26,13 @@ class Past:
         ids: the token ids that the memory stands for.
         pending: token ids that follow, and that the model has not read: usually the last token of an answer.
         messages: the conversation that they are, ending with an answer; empty if they are something else.
+        opening: set while they end inside of the user's first message, see `kvkeep.models.opening`.
     """
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     pending: tuple[int, ...] = ()
     messages: tuple[Mapping[str, str], ...] = ()
+    opening: Opening | None = None
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Past:
@@ -47,11 +50,12 @@ class Past:
         try:
             pending = tuple(whole_within("pending", one, 0, _LARGEST) for one in note.get("pending", ()))
             messages = conversation(note["messages"]) if note.get("messages") else ()
+            opening = opening_of(note["opening"]) if note.get("opening") is not None else None
         except (InputError, TypeError, AttributeError) as error:
             raise SnapshotError(
                 "The snapshot's note is none that a session writes. Take the snapshot again."
             ) from error
-        return cls(ids, pending, messages)
+        return cls(ids, pending, messages, opening)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -61,4 +65,5 @@ class Past:
     @property
     def note(self) -> dict[str, Any]:
         """All but the token ids, as a snapshot notes it."""
-        return {"pending": list(self.pending), "messages": list(map(dict, self.messages))}
+        found: dict[str, Any] = {"pending": list(self.pending), "messages": list(map(dict, self.messages))}
+        return found if self.opening is None else {**found, "opening": asdict(self.opening)}

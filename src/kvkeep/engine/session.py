@@ -251,7 +251,7 @@ class Session:
         made = work._admission.check(request, one.id, past)
         made.times, made.reads, made.left = one.times, one.reads, one.left
         made.load, made.keep = self._load, self._keep
-        self._messages = work._admission.words.messages_of(request)
+        self._messages = work._admission.words.messages_of(request, past)
         return made
 
     def _start(self, one: Generation) -> None:

@@ -10,6 +10,7 @@ from kvkeep.engine.request import Request
 from kvkeep.errors import InputError
 from kvkeep.models import text
 from kvkeep.models.load import Checkpoint, Model, Tokenizer
+from kvkeep.models.opening import Opening, opened
 
 
 class Words:
@@ -42,6 +43,10 @@ class Words:
             ids = text.encode_chat(checkpoint, request.messages or ())
         return tuple(ids[0].tolist())
 
+    def opened(self, asked: str, *, system: str | None, raw: bool) -> tuple[list[int], Opening]:
+        """Return the token ids of a text that questions will follow, see `kvkeep.models.opening.opened`."""
+        return opened(self._checkpoint(Request(prompt=asked)), asked, system=system, raw=raw)
+
     def continued(self, request: Request, past: Past) -> tuple[int, ...]:
         """Return the token ids of a sequence and of the request that continues it.
 
@@ -57,6 +62,9 @@ class Words:
         if request.messages is None and not isinstance(request.prompt, str):
             return before + self.ids_of(request)
         checkpoint = self._checkpoint(request)
+        if past.opening is not None:
+            question, more = question_of(request, past.opening)
+            return before + tuple(past.opening.rest(checkpoint, question, past.ids, more))
         new = self.messages_of(request)
         if not new:
             return before + tuple(text.encode_rest(checkpoint, cast(str, request.prompt))[0].tolist())
@@ -65,8 +73,14 @@ class Words:
             before = before[:-1]
         return before + ids
 
-    def messages_of(self, request: Request) -> tuple[Mapping[str, str], ...]:
-        """Return the messages of a request; none if it is token ids, or a text without the chat template."""
+    def messages_of(self, request: Request, past: Past | None = None) -> tuple[Mapping[str, str], ...]:
+        """Return the messages of a request; none if it is token ids, or a text without the chat template.
+
+        The first question about a remembered text is one message together with the end of that text.
+        """
+        if past is not None and past.opening is not None and (request.messages or isinstance(request.prompt, str)):
+            question, more = question_of(request, past.opening)
+            return () if past.opening.raw else (*past.opening.messages(question), *more)
         if request.messages is not None:
             return tuple(request.messages)
         if not isinstance(request.prompt, str) or request.raw:
@@ -88,3 +102,23 @@ class Words:
             )
         name = getattr(self._tokenizer, "name_or_path", None) or type(self._tokenizer).__name__
         return Checkpoint(name, self._model.config, self._tokenizer, self._limit, allow_pickle=False)
+
+
+def question_of(request: Request, opening: Opening) -> tuple[str, tuple[Mapping[str, str], ...]]:
+    """The question with which a request follows a remembered text, and the messages after it.
+
+    Raises:
+        InputError: the request cannot follow such a text.
+    """
+    if request.messages is None:
+        if request.raw and not opening.raw:
+            raise InputError(
+                "The memory was made with the chat template, so `raw=True` has no place. Leave it out, or remember "
+                "the text with `raw=True`."
+            )
+        return cast(str, request.prompt), ()
+    first, *more = request.messages
+    if opening.raw or first["role"] != "user":
+        why = "without the chat template" if opening.raw else "as the beginning of the user's first message"
+        raise InputError(f"The memory holds a text {why}, so it is followed by a prompt, not by these messages.")
+    return first["content"], tuple(more)

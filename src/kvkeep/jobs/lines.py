@@ -25,6 +25,7 @@ from kvkeep.jobs.openai.batch import custom_id_of, is_batch_line
 from kvkeep.jobs.openai.requests import COMPLETIONS, Asked, ParameterError, Prompt, in_words_of
 from kvkeep.jobs.options import OPTIONS, check_place, request_of
 from kvkeep.pins import Spans
+from kvkeep.snapshot import Snapshot
 
 
 @runtime_checkable
@@ -151,6 +152,16 @@ def parse(
     except (ValueError, KVKeepError) as error:
         reason, param = reason_of(error), getattr(error, "param", None)
     return BadLine(number, reason, custom_id, param)
+
+
+def after(line: Line | BadLine, memory: Snapshot, policy: str) -> Line | BadLine:
+    """A line whose requests follow a memory that was made under a policy."""
+    if isinstance(line, BadLine):
+        return line
+    first, *others = (
+        dataclasses.replace(one, memory=memory, policy=one.policy or policy) for one in (line.request, *line.others)
+    )
+    return dataclasses.replace(line, request=first, others=tuple(others))
 
 
 def decoded(raw: bytes) -> dict[str, Any]:

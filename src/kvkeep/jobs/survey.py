@@ -21,6 +21,7 @@ from kvkeep.jobs.openai import batch
 from kvkeep.jobs.pace import Work
 from kvkeep.jobs.records import as_line
 from kvkeep.pins import Spans, spans
+from kvkeep.snapshot import Snapshot
 
 _BAD_FIELDS = {"line", "reason", "text"}
 _MOST_MODELS = 3
@@ -57,11 +58,13 @@ class Survey:
     """The lines of a job with their lengths.
 
     Attributes:
+        memory: the memory that every line follows.
         digests: line number → fingerprint, of every line that can be run.
         bad: line number → reason, of every line that cannot be run.
         models: models that lines in OpenAI's format name, a few of them.
     """
 
+    memory: Snapshot | None = None
     digests: dict[int, str] = field(default_factory=dict)
     bad: dict[int, str] = field(default_factory=dict)
     models: set[str] = field(default_factory=set)
@@ -119,15 +122,16 @@ class Survey:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest line, prompt and new tokens together."""
-        return max((shape.prompt_tokens + shape.max_new_tokens for shape in self._known), default=0)
+        """Tokens of the longest line, the memory, prompt and new tokens together."""
+        before = self.memory.seen if self.memory else 0
+        return max((before + shape.prompt_tokens + shape.max_new_tokens for shape in self._known), default=0)
 
     @property
     def longest_line(self) -> int:
         """The number of the first line of that length."""
-        return next(
-            n for n, shape in self._shapes.items() if shape.prompt_tokens + shape.max_new_tokens == self.longest
-        )
+        before = self.memory.seen if self.memory else 0
+        lengths = ((n, before + shape.prompt_tokens + shape.max_new_tokens) for n, shape in self._shapes.items())
+        return next(n for n, length in lengths if length == self.longest)
 
     def work(self, numbers: Iterable[int]) -> Work:
         """The tokens of these lines."""
@@ -150,7 +154,7 @@ class Survey:
         for number in numbers:
             shape = self._shapes[number]
             if shape not in verdicts:
-                verdicts[shape] = _problem(shape, engine)
+                verdicts[shape] = _problem(shape, engine, self.memory)
         return {number: reason for number in numbers if (reason := verdicts[self._shapes[number]])}
 
     def set_aside(self, found: dict[int, str]) -> None:
@@ -160,13 +164,12 @@ class Survey:
             del self.digests[number]
 
 
-def _problem(shape: Shape, engine: Engine) -> str | None:
+def _problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None:
     """Why an engine refuses a request of this shape; ``None`` if it does not."""
     sampling = Sampling(max_new_tokens=shape.max_new_tokens)
     try:
-        prompt = [0] * shape.prompt_tokens
-        more: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard}
-        engine.check(Request(prompt=prompt, sampling=sampling, pins=shape.pins, **more))
+        own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "memory": memory}
+        engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
     except KVKeepError as error:
         return reason_of(error)
     return None

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli import complete
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
-from kvkeep.cli.generate.batch import batch_of
+from kvkeep.cli.generate.parse import parse_batch, parse_budget, parse_memory
 from kvkeep.cli.generate.prompt import read_prompt, standard_input, word_of_prompt
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.options import (
@@ -24,7 +25,7 @@ from kvkeep.cli.options import (
     LayerBudget,
     LoadIn,
     Model,
-    Policy,
+    PolicyOrNone,
     Positions,
     PrefillChunk,
     Threads,
@@ -117,7 +118,18 @@ def generate(
             rich_help_panel=_JOB,
         ),
     ] = False,
-    policy: Policy = DEFAULT,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="FILE",
+            help="A text that kvkeep remember has read: prompts are questions about it. Policy, budget and the other "
+            "settings of the memory are then the file's.",
+            autocompletion=complete.snapshots,
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None,
+    policy: PolicyOrNone = None,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -223,13 +235,18 @@ def generate(
     The text goes to standard output while it is generated, and a short summary to standard error.
     """
     model, prompt_file = standard_input(model, source, prompt, prompt_file)
-    batch = batch_of(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
+    batch = parse_batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
     if batch and (compare or any(one is not None for one in (prompt, prompt_file, system, keep_ratio))):
         raise InputError(
             "--input runs a file of prompts; --prompt, --system, --compare and --keep-ratio are for a single one."
         )
     if system is not None and raw:
         raise InputError("--system and --raw were both given; --raw leaves out the chat template, its only place.")
+    if memory is not None and (compare or system is not None or keep_ratio is not None or pin_system):
+        raise InputError(
+            "--memory brings the text, its system message and its budget; --system, --pin-system, --keep-ratio and "
+            "--compare are for prompts without one."
+        )
     if pin_system and not batch and system is None:
         raise InputError("--pin-system keeps a system message, and there is none; give --system TEXT.")
     request = Request(
@@ -237,8 +254,10 @@ def generate(
         prompt="" if batch else read_prompt(prompt, prompt_file, model=model),
         system=None if system is None else not_empty(system, "--system", "Leave it out, or give some text."),
         raw=raw,
-        policy=policy,
-        budget=None if budget is None else _parse_budget(budget),
+        policy=policy or DEFAULT,
+        names_policy=policy is not None,
+        memory=parse_memory(memory),
+        budget=None if budget is None else parse_budget(budget),
         keep_ratio=keep_ratio,
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
@@ -275,13 +294,3 @@ def generate(
             if remedy := word_of_prompt(model, prompt):
                 raise ModelFileError(f"{remedy}. If {model} is the model: {error}") from error
             raise
-
-
-def _parse_budget(text: str) -> int:
-    """Read ``--budget`` as a number of tokens; a share of an unknown length is refused."""
-    if text.endswith("%"):
-        raise InputError(
-            f"--budget {text} is a share of no known length; give a number of tokens, e.g. 512. For a share of a "
-            "single prompt there is --keep-ratio, e.g. 0.2."
-        )
-    return parse_tokens(text, "--budget")

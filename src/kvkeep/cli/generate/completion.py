@@ -6,7 +6,7 @@ Bad input is refused before weights are read. Importing this module imports torc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import typer
 
@@ -24,7 +24,6 @@ from kvkeep.memory import Memory
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import quiet
-from kvkeep.pins import Spans
 
 
 def serve(request: Request) -> None:
@@ -47,24 +46,25 @@ def serve(request: Request) -> None:
 
 
 def _run_bounded(job: Job, on_text: Callable[[str], object]) -> Result:
-    return _run(job, engine_for(job.writer, job.request, budget=job.budget, rows=1), on_text, pins=job.pins)
+    return _run(job.asked, engine_for(job.writer, job.request, budget=job.budget, rows=1), on_text)
 
 
 def _run_full(job: Job) -> Result:
     """Run the same prompt with a full cache, without the request's options about the bounded one."""
     total = len(job.prompt) + job.sampling.max_new_tokens
     options = {"policy": "full", "layer_budget": None, "positions": None, "guard": None}
-    return _run(job, engine_for(job.writer, job.request, budget=total, rows=1, **options), _ignore)
+    asked = replace(job.asked, pins=())
+    return _run(asked, engine_for(job.writer, job.request, budget=total, rows=1, **options), _ignore)
 
 
-def _run(job: Job, engine: Engine, on_text: Callable[[str], object], *, pins: Spans = ()) -> Result:
-    """Continue the prompt and call ``on_text`` with each piece of text as soon as it is final.
+def _run(asked: engines.Request, engine: Engine, on_text: Callable[[str], object]) -> Result:
+    """Continue a prompt and call ``on_text`` with each piece of text as soon as it is final.
 
     Raises:
         KVKeepError: the engine refuses the prompt, or a step failed.
     """
     result = None
-    for event in engine.stream(engines.Request(prompt=job.prompt, sampling=job.sampling, pins=pins)):
+    for event in engine.stream(asked):
         if event.text:
             on_text(event.text)
         result = event.result
@@ -131,6 +131,7 @@ def _describe(job: Job) -> dict[str, object]:
         "pins": job.pins,
         "guard": job.request.guard,
         "sampling": asdict(job.sampling),
+        **({} if job.memory is None else {"memory_file": job.memory.file}),
     }
 
 
@@ -140,6 +141,7 @@ def _result(result: Result) -> dict[str, object]:
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
         "prompt_tokens": result.prompt_tokens,
+        "cached_tokens": result.cached_tokens,
         "new_tokens": len(result.token_ids),
         "ttft_s": result.ttft_s,
         "tpot_s": result.tpot_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -14,37 +14,33 @@ from kvkeep import budget as budgets
 from kvkeep.cli import console
 from kvkeep.cli.files import STANDARD_INPUT, read_again
 from kvkeep.cli.generate.completion import engine_for, sampling_of
+from kvkeep.cli.generate.encode import Read, reader
 from kvkeep.cli.generate.request import Batch, Request
 from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, run
+from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.memories import Memory, settled
 from kvkeep.cli.options import MAX_TOKENS
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import BudgetError, InputError, PolicyError
-from kvkeep.jobs.lines import BadLine, Line, digest, parse, read
+from kvkeep.jobs.lines import Line, digest, read
 from kvkeep.jobs.openai.answers import Show
-from kvkeep.jobs.openai.requests import Prompt
 from kvkeep.jobs.output import Output
 from kvkeep.jobs.survey import Survey, foreign, remove_bad, write_bad
-from kvkeep.models import text, threads
+from kvkeep.models import threads
 from kvkeep.models.compiled import compile_layers
-from kvkeep.models.device import enough_memory, parse_device, parse_dtype
+from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.fused import prepare
-from kvkeep.models.generation import remark
-from kvkeep.models.load import Checkpoint, embedded, find, quiet, read_weights
+from kvkeep.models.load import Checkpoint, embedded, find, quiet
 from kvkeep.models.packed import pack_weights
-from kvkeep.models.quantised import check_format
-from kvkeep.models.system import system_spans
 from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
-from kvkeep.pins import Spans
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse as parse_policy
 from kvkeep.registry import spec
-
-Read = Callable[[int, bytes], Line | BadLine]
 
 
 def serve(request: Request, batch: Batch) -> None:
@@ -54,20 +50,23 @@ def serve(request: Request, batch: Batch) -> None:
         KVKeepError: the request, the input, the output or the model cannot be used.
     """
     checked_guard(request.guard)
-    parse_dtype(request.dtype)
-    check_format(request.load_in)
+    check_weights(request)
     device = parse_device(request.device)
     with quiet(), threads.restored(), enough_memory(device), read_again(batch.input, kind="input") as source:
+        memory = None if request.memory is None else Memory.read(request.memory)
+        request = settled(request, memory)
         policy = parse_policy(request.policy)
         budgets.check(1 if request.budget is None else request.budget)
         defaults = sampling_of(request)
         console.progress(f"reading {batch.input} …")
         checkpoint = find(request.model or embedded(), allow_pickle=request.allow_pickle)
-        read_line = _reader(checkpoint, request, defaults)
-        survey = _survey(source, read_line, batch)
+        if memory is not None:
+            memory.check_model(checkpoint)
+        read_line = reader(checkpoint, request, defaults, memory)
+        survey = _survey(source, read_line, batch, memory)
         with _open(batch.output) as output:
             budget = _budget(request, policy, survey, output)
-            settings = _settings(request, policy, budget, defaults)
+            settings = _settings(request, policy, budget, defaults, memory)
             output.agree(settings)
             output.check(survey.digests, survey.batch_lines)
             writer = _load(request, checkpoint, output, settings)
@@ -90,34 +89,6 @@ def serve(request: Request, batch: Batch) -> None:
                 as_json=request.json,
                 set_aside=lambda failed: _set_aside(source, survey, failed, batch),
             )
-
-
-def _reader(checkpoint: Checkpoint, request: Request, defaults: Sampling) -> Read:
-    """A function that reads a line with the model's tokenizer."""
-
-    def encode(prompt: Prompt, *, raw: bool = False) -> Sequence[int]:
-        return _encode(checkpoint, prompt, raw=raw or request.raw)
-
-    def pinned(prompt: Prompt) -> Spans:
-        return system_spans(checkpoint, prompt) if request.pin_system else ()
-
-    return lambda number, raw: parse(number, raw, encode, defaults, pinned=pinned)
-
-
-def _encode(checkpoint: Checkpoint, prompt: Prompt, *, raw: bool) -> list[int]:
-    if not isinstance(prompt, str) and isinstance(prompt[0], int):
-        return _known(checkpoint, prompt)
-    ids = text.encode(checkpoint, prompt, raw=raw) if isinstance(prompt, str) else text.encode_chat(checkpoint, prompt)
-    found: list[int] = ids[0].tolist()
-    return found
-
-
-def _known(checkpoint: Checkpoint, ids: list[int]) -> list[int]:
-    """Token ids, after a check that the model has all of them."""
-    vocabulary: int = checkpoint.config.get_text_config(decoder=True).vocab_size
-    if max(ids) >= vocabulary:
-        raise InputError(f"The prompt has token {max(ids)}, and the model knows only {vocabulary}.")
-    return ids
 
 
 def _show(writer: Writer) -> Show:
@@ -145,9 +116,9 @@ def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
         console.note(f"lines name the model {named}; {name} answers all lines")
 
 
-def _survey(source: Path, read_line: Read, batch: Batch) -> Survey:
+def _survey(source: Path, read_line: Read, batch: Batch, memory: Memory | None) -> Survey:
     """Read every line once. A line that cannot be run stops the job, unless such lines are set aside."""
-    survey = Survey()
+    survey = Survey(None if memory is None else memory.snapshot)
     for number, raw in read(source):
         bad = survey.add(read_line(number, raw))
         if bad and not batch.skip_bad:
@@ -190,7 +161,9 @@ def _budget(request: Request, policy: Policy, survey: Survey, output: Output) ->
     return earlier
 
 
-def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling) -> dict[str, object]:
+def _settings(
+    request: Request, policy: Policy, budget: int, defaults: Sampling, memory: Memory | None
+) -> dict[str, object]:
     """The settings on which completions depend, without lines and weights; options at their defaults are left out."""
     options: dict[str, object] = {
         "raw": request.raw,
@@ -201,6 +174,7 @@ def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling)
         "prefill_chunk": request.prefill_chunk,
         "pin_system": request.pin_system,
         "guard": request.guard,
+        "memory": None if memory is None else memory.digest,
     }
     options |= {name: value for name, value in asdict(defaults).items() if value != getattr(Sampling(), name)}
     always = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
@@ -210,12 +184,9 @@ def _settings(request: Request, policy: Policy, budget: int, defaults: Sampling)
 def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: dict[str, object]) -> Writer:
     """The model, after a check that the output was written with the same weights."""
     console.progress(f"loading {checkpoint.name} …")
-    model = read_weights(checkpoint, request.dtype, request.device, load_in=request.load_in)
-    threads.use(model, request.threads)
-    if left_out := remark(model):
-        console.note(left_out)
-    output.agree({**settings, "weights": fingerprint(model)})
-    return Writer(checkpoint, model)
+    writer = writer_of(checkpoint, request)
+    output.agree({**settings, "weights": fingerprint(writer.model)})
+    return writer
 
 
 def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, budget: int) -> Engine:

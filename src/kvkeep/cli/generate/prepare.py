@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvkeep import budget as budgets
+from kvkeep import engine as engines
 from kvkeep.cli import console
 from kvkeep.cli.generate.request import Request
+from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.memories import Memory, settled
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import check_room
 from kvkeep.engine.choice import levels
@@ -19,11 +22,8 @@ from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 from kvkeep.layout import Layout
-from kvkeep.models import text, threads
-from kvkeep.models.device import parse_dtype
-from kvkeep.models.generation import remark
-from kvkeep.models.load import Checkpoint, embedded, find, read_weights
-from kvkeep.models.quantised import check_format
+from kvkeep.models import text
+from kvkeep.models.load import Checkpoint, embedded, find
 from kvkeep.models.system import system_spans
 from kvkeep.pins import Spans
 from kvkeep.planning.plan import default_budget
@@ -39,23 +39,38 @@ class Job:
         request: the options of the command.
         checkpoint: the model's configuration and tokenizer.
         writer: the model.
-        prompt: token ids.
+        prompt: token ids, or a text.
         policy: the eviction policy.
         budget: tokens per layer and head.
         layout: how the budget is spread over the model's layers.
         sampling: how tokens are chosen.
         pins: spans of the prompt that are never evicted.
+        memory: the memory that the prompt follows; the prompt is then a text.
     """
 
     request: Request
     checkpoint: Checkpoint
     writer: text.Writer
-    prompt: Sequence[int]
+    prompt: Sequence[int] | str
     policy: Policy
     budget: int
     layout: Layout
     sampling: Sampling
     pins: Spans = ()
+    memory: Memory | None = None
+
+    @property
+    def asked(self) -> engines.Request:
+        """The prompt as a request to an engine."""
+        if self.memory is None:
+            return engines.Request(prompt=self.prompt, sampling=self.sampling, pins=self.pins)
+        return engines.Request(
+            prompt=self.prompt,
+            raw=self.request.raw,
+            sampling=self.sampling,
+            memory=self.memory.snapshot,
+            policy=self.policy,
+        )
 
     @property
     def name(self) -> str:
@@ -75,30 +90,31 @@ def prepare(request: Request) -> Job:
         KVKeepError: the request or the model cannot be used.
     """
     sampling = sampling_of(request)
+    memory = None if request.memory is None else Memory.read(request.memory)
+    request = settled(request, memory)
     policy = parse(request.policy)
     budgets.check(1 if request.budget is None else request.budget)
     if request.keep_ratio is not None:
         budgets.from_ratio(request.keep_ratio, tokens=1)
     checked_guard(request.guard)
-    parse_dtype(request.dtype)
-    check_format(request.load_in)
+    check_weights(request)
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
-    prompt = _encode(checkpoint, request)
+    if memory is not None:
+        memory.check_model(checkpoint)
+    prompt = _encode(checkpoint, request) if memory is None else request.prompt
     pins = system_spans(checkpoint, messages_of(request)) if request.pin_system else ()
-    text.check_length(checkpoint, len(prompt), sampling.max_new_tokens)
-    budget = _choose_budget(request, policy, len(prompt))
+    tokens = len(prompt) if memory is None else memory.snapshot.seen + 1  # and those of the question
+    text.check_length(checkpoint, tokens, sampling.max_new_tokens)
+    budget = _choose_budget(request, policy, tokens)
     layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
-    check_room(layout, budget, len(prompt), sampling.max_new_tokens)  # checks the numbers, too
+    check_room(layout, budget, tokens, sampling.max_new_tokens)  # checks the numbers, too
     layout.check_pins(budget, pins)
     if request.guard is not None:
         levels(layout, budget, pins)
-    writer = text.Writer(checkpoint, read_weights(checkpoint, request.dtype, request.device, load_in=request.load_in))
-    threads.use(writer.model, request.threads)
-    if left_out := remark(writer.model):
-        console.note(left_out)
-    return Job(request, checkpoint, writer, prompt, policy, budget, layout, sampling, pins)
+    writer = writer_of(checkpoint, request)
+    return Job(request, checkpoint, writer, prompt, policy, budget, layout, sampling, pins, memory)
 
 
 def sampling_of(request: Request) -> Sampling:

@@ -8,7 +8,12 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of ``kvkeep generate``. Numbers of tokens and the prompt are read; the rest is not checked."""
+    """The options of ``kvkeep generate``. Numbers of tokens and the prompt are read; the rest is not checked.
+
+    Attributes:
+        memory: the file of a memory that prompts follow.
+        names_policy: whether the user has named the policy.
+    """
 
     model: str | None
     prompt: str
@@ -36,6 +41,8 @@ class Request:
     threads: int | None
     allow_pickle: bool
     json: bool
+    memory: str | None = None
+    names_policy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,11 @@ def summarise(job: Job, result: Result) -> dict[str, str]:
     speed = f"{console.show_speed(result.tpot_s)}, " if result.tpot_s else ""
     end = "the model ended its text" if result.finish_reason == "stop" else "stopped at --max-new-tokens"
     room = _budget(job, result) if job.policy.evicts else f"room for {console.count(job.budget, 'token')}"
-    lost = _lost(result)
+    lost, read = _lost(result), result.prompt_tokens - result.cached_tokens
+    after = f", after {console.count(result.cached_tokens, 'remembered token')}" if result.cached_tokens else ""
     return {
         "policy": f"{job.name}, {room}; {job.writer.dtype} on {job.writer.device}",
-        "prompt": f"{console.count(result.prompt_tokens, 'token')} in {console.show_seconds(result.ttft_s or 0.0)}",
+        "prompt": f"{console.count(read, 'token')} in {console.show_seconds(result.ttft_s or 0.0)}{after}",
         "new": f"{console.count(new, 'token')}, {speed}{end}",
         "KV memory": _memory(job, result),
         **({"lost": lost} if lost and not nothing_evicted(job, result) else {}),

@@ -1,14 +1,43 @@
-"""The options of ``kvkeep generate`` that belong to a batch job."""
+"""The words of ``kvkeep generate`` as values: its memory, its budget, and the options of a batch job."""
 
 from __future__ import annotations
 
 from kvkeep.cli.files import STANDARD_OUTPUT, place
 from kvkeep.cli.generate.request import Batch
-from kvkeep.cli.options import parse_bytes
+from kvkeep.cli.options import parse_bytes, parse_tokens
+from kvkeep.cli.usage import exists
 from kvkeep.errors import InputError
 
 
-def batch_of(
+def parse_memory(text: str | None) -> str | None:
+    """Read ``--memory``, the name of a file.
+
+    Raises:
+        InputError: it is empty, or a size.
+    """
+    if text is None or exists(text):
+        return text
+    if not text.strip():
+        raise InputError("--memory is empty. Give a file that kvkeep remember has written.")
+    if text.endswith("B") and text[:1].isdigit():
+        raise InputError(
+            f"--memory {text} is a size, and --memory takes a file that kvkeep remember has written. For the size of "
+            f"all KV memory: --kv-memory {text}"
+        )
+    return text
+
+
+def parse_budget(text: str) -> int:
+    """Read ``--budget`` as a number of tokens; a share of an unknown length is refused."""
+    if text.endswith("%"):
+        raise InputError(
+            f"--budget {text} is a share of no known length; give a number of tokens, e.g. 512. For a share of a "
+            "single prompt there is --keep-ratio, e.g. 0.2."
+        )
+    return parse_tokens(text, "--budget")
+
+
+def parse_batch(
     source: str | None, output: str | None, *, skip_bad: bool, max_rows: int | None, kv_memory: str | None, layers: bool
 ) -> Batch | None:
     """The options of a batch job; ``None`` if there is no ``--input``."""

@@ -1,0 +1,218 @@
+"""A conversation in progress: its session, the place where it is saved, and the turns that can be taken back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from kvkeep.cli import console
+from kvkeep.cli.chat.sessions import Folder, Place
+from kvkeep.engine import Engine, Result
+from kvkeep.engine import Request as Asked
+from kvkeep.engine.interrupts import Uninterrupted
+from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.session import Session
+from kvkeep.errors import InputError, KVKeepError
+from kvkeep.snapshot import Snapshot
+
+MOST_BACK = 8
+"""Turns that can be taken back."""
+_MOST_BYTES = 2**30
+"""Bytes that their memories may take; one can always be taken back."""
+
+
+class Talk:
+    """A conversation that is saved after each answer.
+
+    Args:
+        engine: runs it.
+        folder: the folder of saved conversations, for forks.
+        place: where it is saved.
+        sampling: how the tokens of answers are chosen.
+        system: a system message for the first turn.
+        memory: the memory with which it begins or goes on.
+
+    Attributes:
+        engine: runs it.
+        folder: the folder of saved conversations.
+        place: where it is saved.
+        session: the conversation in the engine.
+
+    Raises:
+        KVKeepError: the memory does not belong to the engine's model and settings.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: Folder,
+        place: Place,
+        *,
+        sampling: Sampling,
+        system: str | None = None,
+        memory: Snapshot | None = None,
+    ) -> None:
+        self.engine, self.folder, self.place = engine, folder, place
+        self._sampling, self._system = sampling, system
+        sequence = 0 if memory is None else memory.note.get("sequence", 0)
+        self.session: Session = engine.session(policy=engine.policy, memory=memory, sequence=sequence)
+        self._states: deque[Snapshot | None] = deque([memory], maxlen=MOST_BACK + 1)
+        self._is_saved = place.is_saved or memory is None
+
+    @property
+    def turns(self) -> int:
+        """Answers in the conversation."""
+        return sum(one["role"] == "assistant" for one in self.session.messages)
+
+    @property
+    def state(self) -> Snapshot | None:
+        """The memory after the last turn; ``None`` before the first."""
+        return self._states[-1]
+
+    def said(self) -> list[str]:
+        """The user's earlier messages, for the line editor."""
+        return [one["content"] for one in self.session.messages if one["role"] == "user"]
+
+    def greeting(self) -> dict[str, str]:
+        """What the conversation is, and how to find out more: name → text."""
+        tokens = "" if self.state is None else console.count(self.state.seen, "token")
+        if self.session.messages:
+            what = f"{self.place.name}, {console.count(self.turns, 'turn')}, {tokens}"
+        else:
+            what = f"{self.place.name}, new" + (f", after {tokens} of memory" if tokens else "")
+        return {
+            "conversation": what,
+            "policy": f"{self.session.policy}, budget {self.session.budget}",
+            "help": "/help; Ctrl-C stops an answer, Ctrl-D ends",
+        }
+
+    def answer(self, message: str, *, stoppable: bool) -> None:
+        """Send a message, print the answer while it is generated, and save the conversation.
+
+        Args:
+            message: the user's message.
+            stoppable: whether Ctrl-C stops the answer alone.
+
+        Raises:
+            KVKeepError: the message cannot be answered, or the conversation cannot be saved.
+        """
+        try:
+            result = self._stream(message)
+        except KeyboardInterrupt:
+            with Uninterrupted():  # the interrupt may have come at the end of the last step, after the turn's end
+                done = self._take_over()
+            if not stoppable:
+                raise
+            if not done:
+                console.note("stopped; the conversation is as it was before this message")
+            return
+        if result.finish_reason == "error":
+            raise KVKeepError(f"The answer ends here, and the conversation is as it was before. {result.error}")
+        with Uninterrupted():
+            self._take_over()
+        if result.finish_reason == "length":
+            console.note(f"stopped after {len(result.token_ids)} tokens, the most that --max-new-tokens allows")
+
+    def _take_over(self) -> bool:
+        """Note and save the session's memory if a turn has ended since the last time; return whether it has.
+
+        Raises:
+            SnapshotError: it cannot be saved.
+        """
+        state = self.session.snapshot() if self.session.token_ids else None
+        if state is self.state:
+            return False
+        self._states.append(state)
+        while len(self._states) > 2 and sum(one.nbytes for one in self._states if one) > _MOST_BYTES:
+            self._states.popleft()
+        self._is_saved = False
+        self.save()
+        return True
+
+    def _stream(self, message: str) -> Result:
+        result: Result | None = None
+        begun = False
+        with console.streamed_text() as write:
+            for event in self.session.send(self._asked(message)):
+                if piece := event.text if begun else event.text.lstrip():
+                    write(piece)
+                    begun = True
+                result = event.result
+        assert result is not None
+        return result
+
+    def _asked(self, message: str) -> Asked:
+        """The message as a request; the first one has the system message before it."""
+        if self._system is None or self.state is not None:
+            return Asked(prompt=message, sampling=self._sampling)
+        messages: list[Mapping[str, str]] = [
+            {"role": "system", "content": self._system},
+            {"role": "user", "content": message},
+        ]
+        return Asked(messages=messages, sampling=self._sampling)
+
+    def rewind(self, turns: int) -> None:
+        """Take back the last turns.
+
+        Raises:
+            InputError: so many cannot be taken back.
+        """
+        most = len(self._states) - 1
+        if turns > most:
+            have = console.count(most, "turn")
+            raise InputError(
+                f"{have} can be taken back: those of this run, {MOST_BACK} at most."
+                if most
+                else "No turn can be taken back: there was none since the program started, or all are taken back."
+            )
+        state = self._states[-1 - turns]
+        if state is None:
+            self.session.close()
+            self.session = self.engine.session()
+        else:
+            self.session.rewind(state)
+            state = self.session.snapshot()
+        for _ in range(turns + 1):
+            self._states.pop()
+        self._states.append(state)
+        self._is_saved = False
+        self.save()
+
+    def fork(self, name: str | None) -> str:
+        """Go on under another name, and return the old one; the conversation of that name stays as it is.
+
+        Raises:
+            InputError: the name cannot be used, or there is a conversation of that name.
+        """
+        self.save()
+        new, old = self.folder.claim(name, new=True), self.place
+        try:
+            session = self.session.fork()[0]
+            if self.state is not None:
+                new.save(self.state)
+        except BaseException:
+            new.leave()
+            raise
+        self.session.close()
+        self.session, self.place = session, new
+        old.leave()
+        return old.name
+
+    def save(self) -> None:
+        """Write the conversation to its file, unless it is there.
+
+        Raises:
+            SnapshotError: it cannot be written; the file stays as it was.
+        """
+        if self._is_saved:
+            return
+        if self.state is None:
+            self.place.clear()
+        else:
+            self.place.save(self.state)
+        self._is_saved = True
+
+    def close(self) -> None:
+        """Let others use the conversation."""
+        self.session.close()
+        self.place.leave()

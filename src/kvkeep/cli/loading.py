@@ -1,0 +1,58 @@
+"""A model with its weights, as the options of a command ask for it. Importing this module imports torch."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from kvkeep.cli import console
+from kvkeep.models import threads
+from kvkeep.models.device import parse_device, parse_dtype
+from kvkeep.models.generation import remark
+from kvkeep.models.load import Checkpoint, read_weights
+from kvkeep.models.quantised import check_format
+from kvkeep.models.text import Writer
+
+
+@runtime_checkable
+class Weights(Protocol):
+    """The options that say how weights are read."""
+
+    @property
+    def dtype(self) -> str:
+        """``--dtype``."""
+
+    @property
+    def device(self) -> str:
+        """``--device``."""
+
+    @property
+    def load_in(self) -> str | None:
+        """``--load-in``."""
+
+    @property
+    def threads(self) -> int | None:
+        """``--threads``."""
+
+
+def check_weights(asked: Weights) -> None:
+    """Refuse names of dtypes, devices and formats that do not exist, before anything is read.
+
+    Raises:
+        InputError: there is such a name.
+    """
+    parse_dtype(asked.dtype)
+    parse_device(asked.device)
+    check_format(asked.load_in)
+
+
+def writer_of(checkpoint: Checkpoint, asked: Weights) -> Writer:
+    """Read a model's weights, and print a note on settings of the model that kvkeep leaves out.
+
+    Raises:
+        KVKeepError: the weights cannot be used.
+    """
+    model = read_weights(checkpoint, asked.dtype, asked.device, load_in=asked.load_in)
+    threads.use(model, asked.threads)
+    if left_out := remark(model):
+        console.note(left_out)
+    return Writer(checkpoint, model)

@@ -1,0 +1,132 @@
+"""``kvkeep chat`` on a terminal: Ctrl-C stops an answer, the arrow keys bring lines back, Ctrl-D ends."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import model_folders
+import pytest
+
+import kvkeep
+
+LONG, SHORT = "20000", "3"
+
+
+class Terminal:
+    """A chat on a terminal of 80 columns."""
+
+    def __init__(self, model, folder, *words):
+        self._leader, follower = pty.openpty()
+        env = {**os.environ, "KVKEEP_SESSIONS": str(folder), "COLUMNS": "80", "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+        env |= {"PYTHONPATH": os.pathsep.join(sys.path), "KVKEEP_BACKEND": "torch"}
+        command = [sys.executable, "-m", "kvkeep", "chat", str(model), *words]
+        self.process = subprocess.Popen(
+            command, env=env, stdin=follower, stdout=follower, stderr=follower, start_new_session=True
+        )
+        os.close(follower)
+        self.said = ""
+
+    def see(self, text, timeout_s=40):
+        """Read until a text is there, and return what was read with it."""
+        end, before = time.monotonic() + timeout_s, ""
+        while text not in self.said:
+            assert time.monotonic() < end, (text, self.said)
+            if select.select([self._leader], [], [], 1.0)[0]:
+                self.said += os.read(self._leader, 4096).decode(errors="replace")
+        before, _, self.said = self.said.partition(text)
+        return before + text
+
+    def type(self, text):
+        os.write(self._leader, text.encode())
+
+    def interrupt(self):
+        """Press Ctrl-C, as the terminal passes it on."""
+        self.process.send_signal(signal.SIGINT)
+
+    def end(self):
+        self.type("\x04")
+        code = self.process.wait(timeout=60)
+        os.close(self._leader)
+        return code
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = model_folders.copy(tmp_path_factory.mktemp("models") / "chat")
+    model_folders.edit_json(folder / "tokenizer_config.json", chat_template=model_folders.TEMPLATE)
+    return folder
+
+
+def test_keys(model, tmp_path):
+    terminal = Terminal(model, tmp_path, "-n", LONG, "-s", "one")
+    assert "one, new" in terminal.see("Ctrl-D ends")
+    terminal.see("> ")
+    terminal.interrupt()
+    terminal.see("Ctrl-D or /quit ends the conversation")
+    terminal.see("> ")
+    terminal.type("the quick fox\r")
+    terminal.see("the quick fox\r\n")
+    time.sleep(0.5)
+    terminal.interrupt()
+    terminal.see("stopped; the conversation is as it was before this message")
+    terminal.see("> ")
+    terminal.type("/rewind\r")
+    terminal.see("No turn can be taken back")
+    terminal.type("/memory\r")
+    terminal.see("none yet")
+    terminal.see("> ")
+    terminal.type("\x1b[A\r")  # the line before
+    terminal.see("none yet")
+    assert terminal.end() == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_and_a_process_that_is_ended_lose_nothing(model, tmp_path):
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGKILL):
+        terminal = Terminal(model, tmp_path, "-n", SHORT, "-s", number.name)
+        terminal.see("> ")
+        terminal.type("the quick fox\r")
+        terminal.see("stopped after 3 tokens")
+        terminal.see("> ")
+        time.sleep(0.5)  # a signal between the prompt and the wait for keys is taken up with the next key
+        terminal.process.send_signal(number)
+        assert terminal.process.wait(timeout=60) != 0
+        found = kvkeep.Snapshot.load(tmp_path / number.name / "memory.kvkeep")
+        assert len(found.note["messages"]) == 2
+        again = Terminal(model, tmp_path, "-s", number.name, "-n", SHORT)
+        assert "1 turn" in again.see("Ctrl-D ends")
+        again.see("> ")
+        again.type("\x1b[A\r")  # the message of the earlier run
+        again.see("the quick fox")
+        again.see("stopped after 3 tokens")
+        again.see("> ")
+        assert again.end() == 0
+    assert Terminal(model, tmp_path, "--list").process.wait(timeout=60) == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_any_moment_keeps_the_conversation_whole(model, tmp_path):
+    terminal = Terminal(model, tmp_path, "-n", "40", "-s", "one")
+    terminal.see("> ")
+    for i in range(12):
+        terminal.type(f"turn {i}\r")
+        terminal.see(f"turn {i}\r\n")
+        time.sleep(0.03 * i)
+        terminal.interrupt()
+        terminal.see("> ")
+    time.sleep(0.5)
+    terminal.type("/quit\r")
+    assert terminal.process.wait(timeout=60) == 0
+    file = tmp_path / "one" / "memory.kvkeep"
+    if file.exists():
+        found = kvkeep.Snapshot.load(file)
+        assert [one["role"] for one in found.note["messages"]] == ["user", "assistant"] * (
+            len(found.note["messages"]) // 2
+        )

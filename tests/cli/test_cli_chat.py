@@ -1,0 +1,436 @@
+"""``kvkeep chat`` with lines from a pipe: answers, commands, saved conversations, and every mistake as one line."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import replace
+
+import model_folders
+import processes
+import pytest
+from typer.testing import CliRunner
+
+import kvkeep
+from kvkeep.cli.chat import commands, talk
+from kvkeep.cli.chat.sessions import Folder, complete_names
+from kvkeep.cli.main import app
+from kvkeep.engine import Engine
+from kvkeep.engine.runner import Runner
+from kvkeep.errors import InputError
+from kvkeep.models.load import load, quiet
+from kvkeep.policies import LATER
+
+SHORT = kvkeep.Sampling(max_new_tokens=5)
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
+    with model_folders.one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = model_folders.copy(tmp_path_factory.mktemp("models") / "chatty")
+    model_folders.edit_json(folder / "tokenizer_config.json", chat_template=model_folders.TEMPLATE)
+    return folder
+
+
+def chat(model, *words, said=(), code=0):
+    lines = said if isinstance(said, bytes) else "".join(f"{line}\n" for line in said)
+    where = [] if model is None else [str(model)]
+    done = CliRunner().invoke(app, ["chat", *where, *map(str, words)], input=lines)
+    assert done.exit_code == code, (done.output, done.exception)
+    assert "Traceback" not in done.output
+    return done
+
+
+def refused(model, *words, said=()):
+    """The last line of a run that a mistake has ended."""
+    return chat(model, *words, said=said, code=2).stderr.splitlines()[-1]
+
+
+def answers(model, *words, said):
+    return chat(model, "-n", 5, *words, said=said).stdout.splitlines()
+
+
+@functools.cache
+def loaded(model):
+    with quiet():
+        return load(model)
+
+
+def session_of(model, **options):
+    found, tokenizer = loaded(model)
+    return Engine(found, tokenizer, **{"policy": LATER, "budget": 1024, "rows": 1, **options}).session()
+
+
+def wanted(model, *messages, **options):
+    """What a session of the engine answers."""
+    session = session_of(model, **options)
+    return [session.ask(message, SHORT).text.strip() for message in messages]
+
+
+def saved(tmp_path, name="one"):
+    return kvkeep.Snapshot.load(tmp_path / "sessions" / name / "memory.kvkeep")
+
+
+# ------------------------------------------------------------------ conversations
+
+
+@pytest.mark.parametrize("words", [[], ["-b", 12, "--policy", "h2o:recent=4"]], ids=["default", "h2o"])
+def test_messages_are_answered_as_by_a_session(words, model):
+    options = {"policy": "h2o:recent=4", "budget": 12} if words else {}
+    found = answers(model, *words, said=["the quick fox", "", "  and the dog  ", "why"])
+    assert [line.strip() for line in found] == wanted(model, "the quick fox", "and the dog", "why", **options)
+
+
+def test_a_conversation_goes_on_where_it_was(model, tmp_path):
+    turns = ["the quick fox", "and the dog", "why", "so"]
+    for turn in turns[:3]:
+        done = chat(model, "-n", 5, "-s", "one", "-b", 16, said=[turn])
+    assert f"kvkeep chat {model} --session one" in done.stderr.splitlines()[-1]
+    found = answers(model, "-s", "one", said=turns[3:])  # the budget is the conversation's
+    assert [line.strip() for line in found] == wanted(model, *turns, budget=16)[3:]
+    memory = saved(tmp_path)
+    assert [one["role"] for one in memory.note["messages"]] == ["user", "assistant"] * 4
+    assert memory.fingerprint.budget == 16
+
+
+def test_a_conversation_without_a_name_gets_one(model):
+    done = chat(model, "-n", 2, said=["the fox"])
+    (name,) = Folder.of(None).names()
+    assert f"--session {name}" in done.stderr
+    chat(model, "-n", 2, said=["the dog"])
+    assert len(list(Folder.of(None).names())) == 2
+
+
+def test_nothing_is_left_of_a_conversation_without_an_answer(model, tmp_path):
+    assert chat(model, "-s", "one", said=["/help"]).stderr == ""
+    assert list((tmp_path / "sessions").iterdir()) == []
+
+
+def test_the_system_message_is_the_first(model, tmp_path):
+    answers(model, "-s", "one", "--system", "be brief", said=["the fox", "the dog"])
+    assert [one["role"] for one in saved(tmp_path).note["messages"]] == ["system", *["user", "assistant"] * 2]
+
+
+def test_a_conversation_about_a_remembered_text(model, tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 9)
+    file = tmp_path / "text.kvkeep"
+    made = CliRunner().invoke(
+        app, ["remember", str(model), "-f", str(tmp_path / "text.txt"), "-o", str(file), "-b", "20"]
+    )
+    assert made.exit_code == 0, made.output
+    before = file.read_bytes()
+    found = answers(model, "-s", "one", "--memory", file, said=["what jumps", "why"])
+    session = session_of(model, budget=20)
+    session.rewind(kvkeep.Snapshot.load(file))
+    assert found == [session.ask(one, SHORT).text.lstrip() for one in ("what jumps", "why")]
+    assert file.read_bytes() == before
+    assert saved(tmp_path).seen > kvkeep.Snapshot.load(file).seen
+    assert "has begun without --memory" in refused(model, "-s", "one", "--memory", file)
+
+
+def test_a_model_without_a_template_continues_text(tmp_path):
+    done = chat(model_folders.folder(), "-n", 5, "-s", "one", said=["the fox", "the dog"])
+    assert "has no chat template" in done.stderr
+    assert len(done.stdout.splitlines()) >= 2
+    assert "the fox" in model_folders.tokenizer().decode(saved(tmp_path).tokens)
+    again = chat(model_folders.folder(), "-n", 5, "-s", "one", said=["more", "/memory"])
+    assert "seen" in again.stdout
+
+
+def test_an_answer_that_is_cut_says_so(model):
+    assert "stopped after 5 tokens" in chat(model, "-n", 5, said=["the fox"]).stderr
+
+
+# ------------------------------------------------------------------ commands
+
+
+def test_rewind_takes_turns_back(model, tmp_path):
+    said = ["the fox", "the dog", "the cat", "/rewind 2", "why"]
+    found = answers(model, "-s", "one", "-b", 12, said=said)
+    assert [line.strip() for line in found][-1] == wanted(model, "the fox", "why", budget=12)[-1]
+    assert len(saved(tmp_path).note["messages"]) == 4
+
+
+def test_rewind_to_the_beginning(model, tmp_path):
+    found = answers(model, "-s", "one", "--system", "be brief", said=["the fox", "/rewind", "the dog"])
+    again = answers(model, "-s", "two", "--system", "be brief", said=["the dog"])
+    assert found[-1] == again[0]
+    assert saved(tmp_path).note["messages"] == saved(tmp_path, "two").note["messages"]
+    answers(model, "-s", "three", said=["the fox", "/rewind"])
+    assert not (tmp_path / "sessions" / "three").exists()
+
+
+def test_so_many_turns_can_be_taken_back(model, monkeypatch):
+    turns = [f"turn {i}" for i in range(talk.MOST_BACK + 2)]
+    done = chat(model, "-n", 1, said=[*turns, "/rewind 8", "/memory", "/rewind"], code=2)
+    assert "2 turns" in done.stdout
+    assert "No turn can be taken back" in done.stderr
+    monkeypatch.setattr(talk, "_MOST_BYTES", 1)
+    done = chat(model, "-n", 1, said=["one", "two", "three", "/rewind 2"], code=2)
+    assert "1 turn can be taken back" in done.stderr
+
+
+def test_forks_share_nothing(model, tmp_path):
+    answers(model, "-s", "one", "-b", 12, said=["the fox", "/fork two", "the dog"])
+    assert [len(saved(tmp_path, name).note["messages"]) for name in ("one", "two")] == [2, 4]
+    found = answers(model, "-s", "one", said=["the cat"])
+    assert found[0].strip() == wanted(model, "the fox", "the cat", budget=12)[-1]
+    assert "There is a conversation two already" in refused(model, "-s", "one", said=["/fork two"])
+    assert len(saved(tmp_path, "two").note["messages"]) == 4
+
+
+def test_a_fork_before_the_first_turn_and_one_without_a_name(model, tmp_path):
+    done = chat(model, "-n", 2, "-s", "one", said=["/fork two", "the fox", "/fork"])
+    assert "goes on as two; one stays as it is" in done.stderr
+    assert len(list(Folder.of(None).names())) == 2
+    assert not (tmp_path / "sessions" / "one").exists()
+
+
+def test_memory_says_what_is_held(model):
+    said = chat(model, "-n", 5, "-s", "one", "-b", 12, said=["/memory", "the quick brown fox", "/memory"]).stdout
+    assert "none yet" in said
+    assert "12 held per layer and head" in said
+    assert f"{LATER}, budget 12" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("/foo", "There is no command /foo"),
+        ("/rewnd", "Did you mean /rewind?"),
+        ("/", "There are /help"),
+        ("/etc/passwd is a file", "type a space before it"),
+        ("/rewind 0", "takes the number of turns"),
+        ("/rewind -1", "takes the number of turns"),
+        ("/rewind x", "takes the number of turns"),
+        ("/rewind 99999999999999999999", "takes the number of turns"),
+        ("/rewind ²", "takes the number of turns"),
+        ("/rewind 1 2", "takes one word at most"),
+        ("/rewind", "No turn can be taken back"),
+        ("/quit now", "takes nothing"),
+        ("/fork a/b", "cannot be the name"),
+        ("/fork ..", "cannot be the name"),
+        ("/fork " + "x" * 300, "longer than 200 bytes"),
+        ("/\x1b[31m", "There is no command"),
+    ],
+)
+def test_commands_that_cannot_be_run(line, reason, a_talk):
+    with pytest.raises(InputError) as found:
+        commands.run(line, a_talk)
+    assert reason in str(found.value)
+    assert "\x1b" not in str(found.value)
+
+
+@pytest.fixture
+def a_talk(model):
+    """A conversation in progress, without the command around it."""
+    engine, folder = session_of(model)._work, Folder.of(None)
+    found = talk.Talk(engine, folder, folder.claim("one"), sampling=SHORT)
+    yield found
+    found.close()
+
+
+def test_a_message_that_begins_with_a_slash(model):
+    assert answers(model, said=[" /foo"])[0].strip() == wanted(model, "/foo")[0]
+
+
+def test_quit_ends(model):
+    assert len(answers(model, said=["the fox", "/quit", "the dog"])) == 1
+
+
+# ------------------------------------------------------------------ failures
+
+
+def test_an_answer_that_fails_leaves_the_conversation_as_it_was(model, tmp_path, monkeypatch):
+    answers(model, "-s", "one", said=["the fox"])
+    before, run, count = saved(tmp_path).tokens.tolist(), Runner.run, []
+
+    def failing(self, *args, **kwargs):
+        count.append(1)
+        if len(count) == 3:
+            raise RuntimeError("out of luck")
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "run", failing)
+    assert "out of luck" in refused(model, "-s", "one", "-n", 5, said=["the dog"])
+    assert saved(tmp_path).tokens.tolist() == before
+
+
+def test_a_full_disk_keeps_the_last_saved_turn(model, tmp_path, monkeypatch):
+    answers(model, "-s", "one", said=["the fox"])
+    before = saved(tmp_path).tokens.tolist()
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvkeep.snapshot.writing.write_whole", full)
+    assert "No space left on device" in chat(model, "-s", "one", "-n", 2, said=["the dog"], code=2).stderr
+    assert saved(tmp_path).tokens.tolist() == before
+
+
+def test_two_processes_on_one_conversation(model, tmp_path):
+    answers(model, "-s", "one", said=["the fox"])
+    place = Folder.of(None).claim("one")
+    assert "The conversation one is open in another process" in refused(model, "-s", "one", said=["x"])
+    assert "is open in another process" in refused(model, "-s", "two", said=["the fox", "/fork one"])
+    place.leave()
+    answers(model, "-s", "one", said=["the dog"])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--budget", 17], "--budget 17 is not that of the conversation one"),
+        (["--policy", "h2o"], "--policy h2o is not that of the conversation one"),
+        (["--dtype", "bfloat16"], "--dtype bfloat16 is not that of"),
+        (["--system", "x"], "has begun without --system"),
+    ],
+    ids=str,
+)
+def test_other_settings_than_the_conversations(words, reason, model):
+    answers(model, "-s", "one", "-b", 16, said=["the fox"])
+    assert reason in refused(model, "-s", "one", *words, said=["the dog"])
+
+
+def test_the_conversation_of_another_model_weights_or_version(model, tmp_path):
+    answers(model, "-s", "one", said=["the fox"])
+    said = refused(model_folders.folder("opt"), "-s", "one", said=["the dog"])
+    assert "the conversation one is a memory of the model chatty" in said
+    file, found = tmp_path / "sessions" / "one" / "memory.kvkeep", saved(tmp_path)
+    replace(found, fingerprint=replace(found.fingerprint, weights="0" * 16)).save(file)
+    assert "Different: weights" in refused(model, "-s", "one", said=["the dog"])
+    file.write_bytes(file.read_bytes().replace(b'\\"version\\":1', b'\\"version\\":9'))
+    assert "format 9" in refused(model, "-s", "one", said=["the dog"])
+    file.write_bytes(b"torn")
+    assert "is no snapshot that can be used" in refused(model, "-s", "one", said=["the dog"])
+    assert file.read_bytes() == b"torn"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["-s", "a/b"], "cannot be the name"),
+        (["-s", ".."], "cannot be the name"),
+        (["-s", ""], "is no name"),
+        (["-s", "x\n"], "cannot be the name"),
+        (["--memory", "nothing.kvkeep"], "No such file"),
+        (["--memory", ""], "--memory is empty"),
+        (["--memory", "x", "--system", "y"], "brings its own beginning"),
+        (["--sessions", ""], "--sessions is empty"),
+        (["--sessions", "/dev/null"], "Give another folder with --sessions"),
+        (["--sessions", "/proc/nowhere"], "Give another folder with --sessions"),
+        (["--json"], "give --list, too"),
+        (["--system", " "], "--system is empty"),
+        (["--policy", "h3o"], "Did you mean 'h2o'?"),
+        (["--budget", "0"], "--budget 0"),
+        (["--budget", "10%"], "is a share of no known length"),
+        (["-n", "0"], "--max-new-tokens 0"),
+    ],
+    ids=str,
+)
+def test_words_that_cannot_be_used(words, reason, model):
+    assert reason in refused(model, *words, said=["the fox"])
+
+
+def test_a_system_message_without_a_template():
+    assert "needs a chat template" in refused(model_folders.folder(), "--system", "x", said=["the fox"])
+
+
+def test_lines_that_are_no_text(model):
+    done = chat(model, "-n", 2, "-s", "one", said=b"the fox\nna\xefve\nthe dog\n", code=2)
+    assert "Line 2 of standard input is not UTF-8 text: byte 2 is 0xef" in done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    assert answers(model, said=b"\xef\xbb\xbfthe fox\r\n")[0].strip() == wanted(model, "the fox")[0]
+
+
+def test_a_message_longer_than_the_memory_has_room_for(model, tmp_path):
+    said = refused(model, "--policy", "full", "-b", 20, "-s", "one", "-n", 2, said=["the fox", "fox " * 30])
+    assert "20" in said
+    assert len(saved(tmp_path).note["messages"]) == 2
+
+
+@pytest.mark.slow
+def test_a_kill_loses_the_running_turn_at_most(model, tmp_path):
+    """Each line of the output stands for a turn that was saved, but for the last one."""
+    fifo = tmp_path / "in"
+    os.mkfifo(fifo)
+    for n in (1, 2, 3):
+        out = tmp_path / f"out{n}"
+        process = processes.start(piped, str(model), str(fifo), str(out), f"kill{n}")
+        with fifo.open("w") as lines:
+            for i in range(n + 1):
+                lines.write(f"turn {i}\n")
+                lines.flush()
+            while len(out.read_text().splitlines() if out.exists() else []) <= n:
+                pass
+            process.kill()
+            process.join()
+        kept = saved(tmp_path, f"kill{n}").note["messages"]
+        assert len(kept) // 2 in (n, n + 1)
+
+
+def piped(model, source, out, name):
+    """Run a chat whose messages come from a pipe."""
+    import sys
+
+    import torch
+
+    torch.set_num_threads(1)
+    os.dup2(os.open(source, os.O_RDONLY), 0)
+    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
+    os.environ["KVKEEP_SESSIONS"] = os.path.join(os.path.dirname(source), "sessions")
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115  the process ends
+    processes._exit_code(["kvkeep", "chat", model, "-s", name, "-n", "4"])
+
+
+# ------------------------------------------------------------------ the list
+
+
+def test_the_list(model, tmp_path):
+    assert "no conversations are saved" in chat(None, "--list").stderr
+    answers(model, "-s", "one", said=["the fox", "the dog"])
+    answers(model_folders.folder(), "-s", "two", said=["the fox"])
+    (tmp_path / "sessions" / "bad").mkdir()
+    (tmp_path / "sessions" / "bad" / "memory.kvkeep").write_bytes(b"torn" * 10)
+    (tmp_path / "sessions" / "empty").mkdir()
+    (tmp_path / "sessions" / "file").write_text("")
+    said = chat(None, "--list").stdout
+    assert [line.split()[0] for line in said.splitlines() if line[0] != " "] == ["name", "bad", "one", "two"]
+    found = json.loads(chat(None, "--list", "--json").stdout)
+    assert found["folder"] == str(tmp_path / "sessions")
+    bad, one, two = found["conversations"]
+    assert (one["turns"], one["model"], two["turns"]) == (2, "chatty", None)
+    assert "error" in bad
+    assert complete_names("t") == [("two", "")]
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"KVKEEP_SESSIONS": "~/mine"}, "{home}/mine"),
+        ({"KVKEEP_SESSIONS": ""}, "{home}/.local/share/kvkeep/sessions"),
+        ({"KVKEEP_SESSIONS": "", "XDG_DATA_HOME": "/data"}, "/data/kvkeep/sessions"),
+        ({"KVKEEP_SESSIONS": "", "XDG_DATA_HOME": "relative"}, "{home}/.local/share/kvkeep/sessions"),
+    ],
+    ids=str,
+)
+def test_where_conversations_are_saved(environment, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.platform", "linux")
+    for name, value in {"HOME": str(tmp_path), "XDG_DATA_HOME": "", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert str(Folder.of(None).path) == folder.format(home=tmp_path)
+    monkeypatch.setattr("sys.platform", "darwin")
+    if "~" not in folder and "mine" not in folder:
+        assert "Application Support" in str(Folder.of(None).path)
+
+
+def test_others_may_not_read_conversations(model, tmp_path):
+    answers(model, "-s", "one", said=["the fox"])
+    assert (tmp_path / "sessions").stat().st_mode & 0o077 == 0

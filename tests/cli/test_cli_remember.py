@@ -1,0 +1,322 @@
+"""``kvkeep remember`` and ``--memory``: answers are those of the whole conversation, and files are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+
+import memories
+import model_folders
+import processes
+import pytest
+from typer.testing import CliRunner
+
+import kvkeep
+from kvkeep.cli.main import app
+from kvkeep.cli.remember import reading
+from kvkeep.engine import Engine, Session
+from kvkeep.models.load import load, quiet
+from kvkeep.policies import LATER
+
+TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 12
+QUESTION = "what does the fox do"
+
+
+@pytest.fixture(autouse=True)
+def _fast():
+    with model_folders.one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    folder = model_folders.copy(tmp_path_factory.mktemp("models") / "chat")
+    model_folders.edit_json(folder / "tokenizer_config.json", chat_template=model_folders.TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(f"\n{TEXT}\n")
+    return tmp_path / "text.txt"
+
+
+def kv(*words, code=0, stdin=None):
+    done = CliRunner().invoke(app, [*map(str, words)], input=stdin)
+    assert done.exit_code == code, (done.output, done.exception)
+    assert "Traceback" not in done.output
+    return done
+
+
+def remember(model, text, *words, **options):
+    file = text.parent / "text.kvkeep"
+    return file, kv("remember", model, "-f", text, "-o", file, *words, **options)
+
+
+def generated(model, *words):
+    return json.loads(kv("generate", model, "-n", 8, "--json", *words).stdout)
+
+
+def refused(*words, stdin=None):
+    """The one line that a mistake gets."""
+    done = kv(*words, code=2, stdin=stdin)
+    assert done.stdout == ""
+    notes, _, error = done.stderr.rpartition("error: ")
+    assert error.count("\n") == 1
+    assert notes == "" or notes.startswith("note: ")
+    return error
+
+
+# ------------------------------------------------------------------ the answers
+
+
+@pytest.mark.parametrize("chunk", [[], ["--prefill-chunk", 16]], ids=["whole", "chunks"])
+@pytest.mark.parametrize("kind", ["chat", "plain", "raw"])
+def test_the_answer_is_that_of_the_full_conversation(kind, chunk, chat_model, text):
+    model, raw = (model_folders.folder() if kind == "plain" else chat_model), ["--raw"] * (kind == "raw")
+    file, _ = remember(model, text, "--policy", "full", *raw, *chunk)
+    after = generated(model, "--memory", file, "-p", QUESTION, *raw)
+    whole = generated(model, "-p", f"{TEXT.strip()}\n\n{QUESTION}", "--policy", "full", *raw, *chunk)
+    assert after["token_ids"] == whole["token_ids"]
+    assert after["prompt_tokens"] == whole["prompt_tokens"]
+    assert after["cached_tokens"] > 0.8 * whole["prompt_tokens"]
+    assert (after["memory_file"], whole["cached_tokens"]) == (str(file), 0)
+
+
+def test_the_answer_is_that_of_a_session_under_the_default_policy(chat_model, text):
+    file, _ = remember(chat_model, text, "-b", 24)
+    with quiet():
+        model, tokenizer = load(chat_model)
+    engine = Engine(model, tokenizer, policy=LATER, budget=24, rows=1)
+    memory = engine.remember(TEXT)
+    asked = kvkeep.Request(prompt=QUESTION, memory=memory, sampling=kvkeep.Sampling(max_new_tokens=8))
+    (want,) = engine.generate(asked)
+    assert tuple(generated(chat_model, "--memory", file, "-p", QUESTION)["token_ids"]) == want.token_ids
+    session = engine.session(memory=memory)
+    assert session.ask(QUESTION, kvkeep.Sampling(max_new_tokens=8)).token_ids == want.token_ids
+    assert [one["role"] for one in session.messages] == ["user", "assistant"]
+    assert session.messages[0]["content"].endswith(f"and the cat.\n\n{QUESTION}")
+
+
+def test_the_system_message_is_before_the_text(chat_model, text):
+    file, _ = remember(chat_model, text, "--policy", "full", "--system", "be brief")
+    after = generated(chat_model, "--memory", file, "-p", QUESTION)
+    whole = generated(chat_model, "-p", f"{TEXT.strip()}\n\n{QUESTION}", "--policy", "full", "--system", "be brief")
+    assert after["token_ids"] == whole["token_ids"]
+
+
+def test_a_memory_brings_all_of_its_settings(text):
+    words = ["--policy", "h2o:recent=4", "-b", 20, "--prefill-chunk", 32, "--layer-budget", "ramp:0.2"]
+    model = model_folders.folder()
+    file, _ = remember(model, text, *words, "--positions", "slot", "--dtype", "bfloat16")
+    found = generated(model, "--memory", file, "-p", QUESTION)
+    assert (found["policy"], found["budget"], found["prefill_chunk"]) == ("h2o:recent=4", 20, 32)
+    assert (found["layer_budget"], found["positions"], found["dtype"]) == ("ramp:0.2", "slot", "bfloat16")
+    same = generated(model, "--memory", file, "-p", QUESTION, *words, "--positions", "slot", "--dtype", "bfloat16")
+    assert same["token_ids"] == found["token_ids"]
+
+
+def test_a_policy_of_ones_own_is_named_again(text, tmp_path, monkeypatch):
+    (tmp_path / "of_mine.py").write_text(
+        "from dataclasses import dataclass\nfrom kvkeep import Policy\n\n\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Newest(Policy):\n"
+        "    def score(self, view, state):\n        return view.positions.float()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    model, own = model_folders.folder(), ["--policy", "of_mine:Newest"]
+    file, _ = remember(model, text, *own, "-b", 16)
+    assert "pass it as --policy" in refused("generate", model, "--memory", file, "-p", QUESTION)
+    assert generated(model, "--memory", file, "-p", QUESTION, *own)["budget"] == 16
+
+
+# ------------------------------------------------------------------ what is printed and written
+
+
+def test_the_summary_and_the_numbers(chat_model, text):
+    file, done = remember(chat_model, text, "-b", 32)
+    said = " ".join(done.stdout.split())
+    assert f"{LATER}, budget 32; float32 on cpu" in said
+    assert f"kvkeep generate {chat_model} --memory {file} -p QUESTION\n" in done.stdout  # on one line, to be copied
+    done = kv("remember", chat_model, "-f", text, "-o", file, "-b", 32, "--json", "--overwrite")
+    found = json.loads(done.stdout)
+    assert found["file_bytes"] == file.stat().st_size
+    assert found["memory"]["full_bytes"] == found["tokens"] * 2 * 2 * 2 * 8 * 4
+    assert (found["policy"], found["budget"], found["positions"]) == (LATER, 32, "true")
+    assert json.loads(kv("memory", file, "--json").stdout)["tokens_seen"] == found["tokens"]
+
+
+def test_a_policy_that_keeps_all_has_room_for_questions(text):
+    _, done = remember(model_folders.folder(), text, "--policy", "full", "--json")
+    found = json.loads(done.stdout)
+    assert found["budget"] == found["tokens"] + reading.ROOM
+
+
+def test_a_text_from_standard_input(text):
+    file = text.parent / "piped.kvkeep"
+    kv("remember", model_folders.folder(), "-f", "-", "-o", file, stdin=TEXT)
+    other, _ = remember(model_folders.folder(), text)
+    assert file.read_bytes() == other.read_bytes()
+
+
+def test_a_text_longer_than_the_trained_length(text):
+    _, done = remember(model_folders.folder(), text)
+    assert "--positions slot" in " ".join(done.stderr.split())
+    _, done = remember(model_folders.folder(), text, "--positions", "slot", "--overwrite")
+    assert done.stderr == ""
+
+
+def test_nothing_is_overwritten_without_a_word(text):
+    file, _ = remember(model_folders.folder(), text, "-b", 16)
+    before = file.read_bytes()
+    said = refused("remember", model_folders.folder(), "-f", text, "-o", file, "-b", 32)
+    assert "exists. Give another --output, or --overwrite" in said
+    assert file.read_bytes() == before
+    remember(model_folders.folder(), text, "-b", 32, "--overwrite")
+    assert file.read_bytes() != before
+
+
+def test_a_file_that_appears_while_the_text_is_read_is_not_overwritten(text, monkeypatch):
+    file, read = text.parent / "late.kvkeep", Session.read
+
+    def slow(self, ids):
+        file.write_text("mine")
+        return read(self, ids)
+
+    monkeypatch.setattr(Session, "read", slow)
+    assert "exists" in refused("remember", model_folders.folder(), "-f", text, "-o", file)
+    assert file.read_text() == "mine"
+
+
+def test_ctrl_c_leaves_nothing(text, monkeypatch):
+    def stop(self, ids):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "read", stop)
+    file, done = remember(model_folders.folder(), text, code=130)
+    assert "was not written" in " ".join(done.stderr.split())
+    assert [one.name for one in file.parent.iterdir()] == ["text.txt"]
+
+
+def test_a_full_disk_leaves_the_old_file(text, monkeypatch):
+    file, _ = remember(model_folders.folder(), text, "-b", 16)
+    before = file.read_bytes()
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvkeep.snapshot.writing.write_whole", full)
+    said = refused("remember", model_folders.folder(), "-f", text, "-o", file, "--overwrite")
+    assert "No space left on device" in said
+    assert file.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_kill_leaves_the_old_file_or_the_new_one(text):
+    file, _ = remember(model_folders.folder(), text, "-b", 16)
+    before = file.read_bytes()
+    for wait in (0.2, 0.6, 1.0, 1.5):
+        words = ["remember", model_folders.folder(), "-f", text, "-o", file, "-b", 16, "--overwrite"]
+        process = processes.kvkeep(*words)
+        time.sleep(wait)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert file.read_bytes() == before  # the same text gives the same bytes
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def test_texts_that_cannot_be_read(text, tmp_path):
+    model, file = model_folders.folder(), tmp_path / "x.kvkeep"
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "binary").write_bytes(b"\x00\xff\xfe" * 100)
+    for name, reason in {
+        "empty": "is empty",
+        "binary": "is not UTF-8 text",
+        "nothing": "No such file",
+        ".": "Is a directory",
+        "/dev/zero": "is a device",
+    }.items():
+        assert reason in refused("remember", model, "-f", tmp_path / name, "-o", file)
+    assert not file.exists()
+
+
+def test_places_where_nothing_can_be_written(text, tmp_path):
+    model = model_folders.folder()
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in {
+        tmp_path: "is a folder",
+        tmp_path / "pipe": "no regular file",
+        tmp_path / "no" / "folder": "There is no folder",
+        "": "--output is empty",
+        "-": "not to standard output",
+        "/dev/full": "no regular file",
+        f"{text}/below": "There is no folder",
+    }.items():
+        assert reason in refused("remember", model, "-f", text, "-o", name, "--overwrite")
+
+
+def test_more_than_the_model_has_positions_for(tmp_path, text):
+    folder = model_folders.folder("gpt2")
+    assert "learned positions for 32 tokens" in refused("remember", folder, "-f", text, "-o", tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["-b", 17], "--budget 17 is not that of"),
+        (["--policy", "h2o"], "--policy h2o is not that of"),
+        (["--prefill-chunk", 9], "--prefill-chunk 9 is not that of"),
+        (["--layer-budget", "ramp:0.2"], "--layer-budget ramp:0.2 is not that of"),
+        (["--positions", "slot"], "--positions slot is not that of"),
+        (["--dtype", "bfloat16"], "--dtype bfloat16 is not that of"),
+        (["--keep-ratio", 0.5], "for prompts without one"),
+        (["--compare"], "for prompts without one"),
+        (["--system", "x"], "for prompts without one"),
+        (["--raw"], "so --raw has no place"),
+        (["--load-in", "int4"], "Known: "),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_the_memorys(words, reason, chat_model, text):
+    file, _ = remember(chat_model, text, "-b", 16)
+    assert reason in refused("generate", chat_model, "--memory", file, "-p", QUESTION, *words)
+
+
+def test_another_model_is_refused_before_its_weights_are_read(text, monkeypatch):
+    file, _ = remember(model_folders.folder(), text, "-b", 16)
+    monkeypatch.setattr("kvkeep.cli.loading.read_weights", None)
+    said = refused("generate", model_folders.folder("opt"), "--memory", file, "-p", QUESTION)
+    assert "has another configuration" in said
+
+
+def test_other_weights(text, tmp_path):
+    file, _ = remember(model_folders.folder(), text, "-b", 16)
+    snapshot = kvkeep.Snapshot.load(file)
+    replace(snapshot, fingerprint=replace(snapshot.fingerprint, weights="0" * 16)).save(file)
+    said = refused("generate", model_folders.folder(), "--memory", file, "-p", QUESTION)
+    assert "Different: weights" in said
+
+
+def test_files_that_are_no_memories(text, tmp_path):
+    model = model_folders.folder()
+    for name, reason in {text: "no safetensors file", tmp_path / "no": "No such file", "": "--memory is empty"}.items():
+        assert reason in refused("generate", model, "--memory", name, "-p", QUESTION)
+    without_ids = replace(memories.snapshot(), tokens=None)
+    without_ids.save(tmp_path / "ids.kvkeep")
+    said = refused("generate", model, "--memory", tmp_path / "ids.kvkeep", "-p", QUESTION)
+    assert "does not say which tokens it stands for" in said
+
+
+@pytest.mark.parametrize(
+    "note", [{"opening": 7}, {"opening": {"tail": "x"}}, {"pending": "x"}, {"messages": [7]}], ids=str
+)
+def test_notes_of_somebody_else(note, tmp_path):
+    file = tmp_path / "x.kvkeep"
+    replace(memories.snapshot(), note=note).save(file)
+    said = refused("generate", model_folders.folder(), "--memory", file, "-p", QUESTION)
+    assert "note" in said
