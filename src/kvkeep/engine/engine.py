@@ -29,6 +29,7 @@ from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
 from kvkeep.models.opening import noted
 from kvkeep.models.suitable import generator
+from kvkeep.pins import Span
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Snapshot
@@ -207,6 +208,7 @@ class Engine(Work):
         budget: int | None = None,
         sequence: int = 0,
         memory: Snapshot | None = None,
+        pins: Sequence[Span] = (),
     ) -> Session:
         """Begin a conversation whose memory stays between its turns, or open the one of this name again.
 
@@ -216,6 +218,7 @@ class Engine(Work):
             budget: tokens kept per layer and head; by default the memory's, or else the engine's.
             sequence: identity for everything random, see `Request`.
             memory: a snapshot that it continues.
+            pins: spans of the first turn's positions that may never be evicted, see `Request`.
 
         Raises:
             InputError: the name cannot be used, or the engine is closed.
@@ -223,7 +226,9 @@ class Engine(Work):
             KVKeepError: the engine has no rows for the policy or the budget; see `add`.
         """
         with Uninterrupted(), self._service.turn:
-            return self._sessions.open(self, name, policy=policy, budget=budget, sequence=sequence, memory=memory)
+            return self._sessions.open(
+                self, name, policy=policy, budget=budget, sequence=sequence, memory=memory, pins=pins
+            )
 
     @property
     def session_names(self) -> list[str]:
@@ -232,7 +237,12 @@ class Engine(Work):
             return self._sessions.names
 
     def prefix(
-        self, asked: str | Sequence[int], *, policy: str | Policy | None = None, budget: int | None = None
+        self,
+        asked: str | Sequence[int],
+        *,
+        policy: str | Policy | None = None,
+        budget: int | None = None,
+        pins: Sequence[Span] = (),
     ) -> Snapshot:
         """Read a text once, and return its memory, which any number of requests and sessions may continue.
 
@@ -240,11 +250,12 @@ class Engine(Work):
             asked: a text, which is taken as it is, or token ids.
             policy: the eviction policy; by default the engine's.
             budget: tokens kept per layer and head; by default the engine's.
+            pins: spans of its positions that may never be evicted, see `Request`.
 
         Raises:
             KVKeepError: see `add`; or a step failed.
         """
-        with self.session(policy=policy, budget=budget) as session:
+        with self.session(policy=policy, budget=budget, pins=pins) as session:
             session.read(asked)
             return session.snapshot()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -168,3 +168,10 @@ class Event:
     token_id: int | None
     text: str
     result: Result | None = None
+
+
+def last_result(events: Iterable[Event]) -> Result:
+    """Return the result with which the events of a request end."""
+    *_, last = events
+    assert last.result is not None
+    return last.result

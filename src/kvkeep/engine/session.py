@@ -13,7 +13,7 @@ from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.engine.past import Past
-from kvkeep.engine.request import Event, Request, Result
+from kvkeep.engine.request import Event, Request, Result, last_result
 from kvkeep.engine.sampling import Sampling, another_sequence, whole_within
 from kvkeep.engine.service import Box
 from kvkeep.engine.shelf import Shelf, State
@@ -92,7 +92,7 @@ class Session:
 
     def ask(self, asked: Turn, sampling: Sampling | None = None) -> Result:
         """Continue the conversation, and return the whole answer; arguments as for `send`."""
-        return _last(self.send(asked, sampling))
+        return last_result(self.send(asked, sampling))
 
     def asend(self, asked: Turn, sampling: Sampling | None = None) -> AsyncEvents:
         """Continue the conversation from a coroutine: ``async for event in session.asend("a text")``."""
@@ -105,7 +105,7 @@ class Session:
             KVKeepError: see `send`; or a step failed.
         """
         request = Request(prompt=asked, raw=isinstance(asked, str), sampling=Sampling(max_new_tokens=1))
-        result = _last(self._events(request, None, reads=True))
+        result = last_result(self._events(request, None, reads=True))
         if result.error or result.finish_reason == "cancelled":
             raise InputError(f"The text was not read: {result.error or 'the turn was cancelled'}. Read it again.")
         return result
@@ -208,7 +208,7 @@ class Session:
         kept, seed = self._state.kept, another_sequence(self.sequence, self._forks)
         if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
             kept = self._shelf.keep(self._shelf.load(kept))
-        own = State(self._state.past, kept), (self.policy, self.budget)
+        own = replace(self._state, kept=kept), (self.policy, self.budget)
         return Session(self._work, self._shelf, *own, sequence=seed)
 
     def _check_open(self) -> None:
@@ -247,7 +247,8 @@ class Session:
         """
         past, work = self._state.past, self._work
         sequence = another_sequence(self.sequence, len(past.ids)) if past.ids else self.sequence
-        request = replace(one.request, policy=self.policy, budget=self.budget, sequence=sequence)
+        pins = (*one.request.pins, *self._state.pins)
+        request = replace(one.request, policy=self.policy, budget=self.budget, sequence=sequence, pins=pins)
         made = work._admission.check(request, one.id, past)
         made.times, made.reads, made.left = one.times, one.reads, one.left
         made.load, made.keep = self._load, self._keep
@@ -292,10 +293,3 @@ class Session:
                 self._start(self._continued(waiting))
             except Exception as error:  # what the user did wrong; or a tokenizer that fails
                 self._work._refuse(waiting, error)
-
-
-def _last(events: Iterator[Event]) -> Result:
-    """The result with which events end."""
-    *_, last = events
-    assert last.result is not None
-    return last.result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvkeep.engine.past import Past
@@ -9,6 +10,7 @@ from kvkeep.engine.sampling import whole_within
 from kvkeep.engine.session import Session
 from kvkeep.engine.shelf import Kept, Shelf, State, check_name
 from kvkeep.errors import InputError
+from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Snapshot
 
@@ -42,6 +44,7 @@ class Sessions:
         budget: int | None,
         sequence: int,
         memory: Snapshot | None,
+        pins: Sequence[Span] = (),
     ) -> Session:
         """Make a session or find it again, see `Engine.session`. The caller has the turn."""
         work._check_open()
@@ -54,12 +57,14 @@ class Sessions:
                     f"There is a session {name!r} already. Open it without a `memory` and rewind it, or choose another "
                     "name."
                 )
+            if pins and (found or kept):
+                raise InputError(f"There is a session {name!r} already. Only a new one takes `pins`.")
             if found is not None:
                 return _agreed(found, work, policy, budget)
         if kept is not None:
             memory = self._shelf.load(kept)
             seed = whole_within("sequence", memory.note.get("sequence", 0), -(2**63), 2**63 - 1)
-        return self._made(work, name, policy, budget, seed=seed, memory=memory, kept=kept)
+        return self._made(work, name, policy, budget, seed=seed, memory=memory, kept=kept, pins=spans(pins))
 
     def write(self) -> None:
         """Write the memories of all named sessions to the disk.
@@ -89,14 +94,15 @@ class Sessions:
         seed: int,
         memory: Snapshot | None,
         kept: Kept | None,
+        pins: Spans,
     ) -> Session:
         """Make a session, with the memory that it continues."""
         settled = work._admission.settle(policy, budget, memory)
         work._admission.fingerprint(*settled)  # refuses what the engine has no rows for
-        state = State(Past())
+        state = State(Past(), pins=pins)
         if memory is not None:
             past = Past.of(memory)
-            state = State(past, kept or self._shelf.keep(memory, name))
+            state = State(past, kept or self._shelf.keep(memory, name), pins)
         session = Session(work, self._shelf, state, settled, sequence=seed, name=name)
         if name is not None:
             self._named[name] = session

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvkeep.engine.past import Past
 from kvkeep.engine.sampling import whole_within
 from kvkeep.errors import InputError
+from kvkeep.pins import Spans
 from kvkeep.runs import Lock, in_full
 from kvkeep.snapshot import Snapshot
 
@@ -56,10 +57,12 @@ class State:
     Attributes:
         past: the tokens and messages so far.
         kept: the memory of these tokens; ``None`` before the first turn.
+        pins: spans of positions that may not be evicted, besides those of the memory: the next turn's.
     """
 
     past: Past
     kept: Kept | None = None
+    pins: Spans = ()
 
 
 class Shelf:
