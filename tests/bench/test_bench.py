@@ -90,7 +90,7 @@ def test_bytes_by_hand():
     assert sizes.weight_bytes(model) == 2 * (attention + mlp + norms + logits)
     assert sizes.token_bytes(SMALL, torch.float32) == 3 * 2 * (8 + 8) * 4
     # h2o: one float32 beside each position
-    assert sizes.bounded_row_bytes(SMALL, torch.float32, "h2o", 9) == 3 * (10 * 2 * (16 * 4 + 4 + 4) + 24)
+    assert sizes.bounded_row_bytes(SMALL, torch.float32, "h2o", 9) == 3 * (10 * 2 * (16 * 4 + 4 + 4) + 24 + 16 * 2)
 
 
 def test_a_filled_cache_is_one_that_has_seen_so_many_tokens():
@@ -263,7 +263,7 @@ def test_throughput(monkeypatch, capsys, here):
     words = ["--kv-mib", "1", "--workloads", "24+6", "--scale", "0.002", "--policy", "local"]
     text, data = run("throughput", monkeypatch, capsys, *words)
     (cell,) = data["cells"]
-    assert cell["requests"] == round(0.002 * (2**20 // (7 * 2 * (64 + 4) + 24)))
+    assert cell["requests"] == round(0.002 * (2**20 // (7 * 2 * (64 + 4) + 24 + 16 * 2)))
     assert set(cell["tokens_per_s"]) == {"kvkeep local 20%", "kvkeep full", "transformers"}
     assert all(found[0]["new_tokens"] == 6 * cell["requests"] for found in cell["runs"].values() if "rows" in found[0])
     assert cell["runs"]["kvkeep full"][0]["sample"] == cell["runs"]["transformers"][0]["sample"]
@@ -360,7 +360,7 @@ def test_prefill_memory(monkeypatch, capsys, here):
     text, data = run("prefill_memory", monkeypatch, capsys, *words)
     (cell,) = data["cells"]
     assert cell["full_bytes"] == 40 * 128
-    assert cell["block_bytes"] == 9 * 2 * (64 + 8) + 24
+    assert cell["block_bytes"] == 9 * 2 * (64 + 8) + 24 + 16 * 2
     samples = {name: found[0].get("sample") for name, found in cell["systems"].items()}
     # a whole prompt is attended to in full, so its first token is that of a dense cache
     assert samples["kvkeep h2o 8 whole"] == samples["transformers whole"] == samples["transformers by 16"]

@@ -142,7 +142,7 @@ def test_memory_is_fixed_from_the_first_chunk_on(model):
         model(input_ids=ids[:, start : start + 8], attention_mask=mask[:, : start + 8], past_key_values=cache)
         sizes.append(cache.memory().allocated_bytes)
     L, B, Hk, D = 2, 2, 2, 8
-    assert set(sizes) == {L * (B * Hk * 17 * (4 * 2 * D + 4 + 4) + 24 * B)}
+    assert set(sizes) == {L * (B * Hk * 17 * (4 * 2 * D + 4 + 4) + 24 * B + 16 * B * Hk)}
     full = DynamicCache(config=model.config)
     model(input_ids=ids, attention_mask=mask, past_key_values=full)
     held = sum(layer.keys.numel() + layer.values.numel() for layer in full.layers) * 4
