@@ -69,7 +69,8 @@ def interpreter(peer: str) -> str:
 
 def run(system: System, work: Work) -> dict:
     """One run of a system in a new process: its measurements, or ``skipped`` with the reason."""
-    environment = {**os.environ, "PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": str(work.threads)}
+    path = os.pathsep.join(filter(None, (str(BENCH), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(work.threads)}
     done = subprocess.run(
         [interpreter(system.peer), "-W", "ignore", "-m", "peers", system.peer],
         input=json.dumps(asdict(work)),
