@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ import torch
 from kvkeep.engine.prompts import conversation
 from kvkeep.engine.sampling import whole_within
 from kvkeep.errors import InputError, SnapshotError
-from kvkeep.snapshot import Snapshot
+from kvkeep.pins import Spans
+from kvkeep.snapshot import Contents, Snapshot
 
 _LARGEST = 2**31 - 1
 
@@ -25,11 +26,20 @@ class Past:
         ids: the token ids that the memory stands for.
         pending: token ids that follow, and that the model has not read: usually the last token of an answer.
         messages: the conversation that they are, ending with an answer; empty if they are something else.
+        pins: the spans that the memory holds pinned.
+        budgets: the budget of the memory in each layer; in a layer whose heads have their own, a tuple.
     """
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     pending: tuple[int, ...] = ()
     messages: tuple[Mapping[str, str], ...] = ()
+    pins: Spans = ()
+    budgets: tuple[int | tuple[int, ...], ...] = ()
+
+    def held_in(self, contents: Contents) -> Past:
+        """Return the same past with the pins and budgets of its memory."""
+        layers = contents.layers
+        return replace(self, pins=layers[0].pins if layers else (), budgets=tuple(layer.budget for layer in layers))
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Past:
@@ -51,7 +61,7 @@ class Past:
             raise SnapshotError(
                 "The snapshot's note is none that a session writes. Take the snapshot again."
             ) from error
-        return cls(ids, pending, messages)
+        return cls(ids, pending, messages).held_in(snapshot.contents)
 
     @property
     def tokens(self) -> torch.Tensor:
