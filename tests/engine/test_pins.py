@@ -1,6 +1,7 @@
 """Pins in the engine: a request with pins gets the tokens that it gets alone, and its pins are held to its end."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -188,3 +189,32 @@ def test_a_cache_tells_what_was_lost_by_layer_row_and_head():
     assert found[1].prompt.shape == (2, 2)
     assert ((found[1].prompt > 0) & (found[1].prompt < 1)).all()
     assert found[1].decode.isnan().all()
+
+
+@pytest.mark.parametrize("guard", [None, 1.0])
+@pytest.mark.parametrize("way", ["session", "memory", "disk"])
+def test_pins_of_later_turns_have_room_beside_earlier_ones(guard, way, tmp_path):
+    """A guard of 1 takes a quarter of the budget, in which the later pins must find their room, too."""
+    pinned, budget = 2 if guard else 6, 40 if guard else 10
+    engine = Engine(
+        *(model("llama"), None), policy="h2o:recent=2", budget=budget, rows=2, session_memory=0, session_dir=tmp_path
+    )
+    first = Request(prompt=prompt_of(1, 40), sampling=Sampling(max_new_tokens=4), pins=((0, pinned),), guard=guard)
+    session = engine.session(name="anna")
+    assert session.ask(first).budget == 10
+    if way == "disk":
+        session.close()
+        session = engine.session(name="anna")
+    before = session.snapshot()
+
+    def later(pins):
+        wish = Request(prompt=prompt_of(2, 20), sampling=Sampling(max_new_tokens=60), pins=((44, 44 + pins),))
+        return engine.generate(replace(wish, memory=before))[0] if way == "memory" else session.ask(wish)
+
+    with pytest.raises(BudgetError, match=r"9 tokens are pinned, .* together 11: more than the budget of 10"):
+        later(9 - pinned)
+    assert later(8 - pinned).budget == 10
+    if way != "memory":
+        wanted = {*range(pinned), *range(44, 52 - pinned)}
+        layers = session.snapshot().contents.layers
+        assert all(wanted <= set(head) for layer in layers for head in layer.positions.tolist())

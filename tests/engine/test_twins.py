@@ -98,6 +98,20 @@ def test_a_request_that_comes_after_the_prompt_was_read_reads_it_itself():
     assert results[second].token_ids == results[first].token_ids[:6]
 
 
+def test_a_guard_that_chooses_a_smaller_budget_keeps_no_later_request_waiting():
+    options = {"policy": "h2o:recent=2", "budget": 16, "rows": 2}
+    engine, request = engine_of(**options), wish(prompt_of(1, 40), guard=1.0)
+    (alone_,) = engine_of(**options).generate([wish(prompt_of(1, 40), budget=4)])
+    for _ in range(2):
+        numbers, results = [engine.add(request) for _ in range(3)], {}
+        for _ in range(60):
+            results.update((event.id, event.result) for event in engine.step() if event.result)
+        assert [(results[n].token_ids, results[n].budget, results[n].guarded) for n in numbers] == [
+            (alone_.token_ids, 4, True)
+        ] * 3
+        assert not engine._twins._readers
+
+
 @pytest.mark.parametrize("when", ["waiting", "reading"])
 def test_the_reader_leaves_and_another_one_reads(when):
     engine = engine_of(rows=2, prefill_chunk=4)

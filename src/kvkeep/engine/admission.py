@@ -27,7 +27,7 @@ from kvkeep.layout import Layout
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Model, Tokenizer, position_limit
 from kvkeep.models.suitable import placeholders
-from kvkeep.pins import Spans, end
+from kvkeep.pins import Spans, end, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Fingerprint, Snapshot
 from kvkeep.snapshot.fingerprint import policy_named
@@ -100,12 +100,14 @@ class Admission:
         policy, budget = self.settle(request.policy, request.budget, request.memory)
         if request.memory is not None:
             past = Past.of(request.memory)
+        if past is not None:
+            budget = choice.chosen(self._layout(policy), budget, past.budgets)
         prompt = self.words.continued(request, past or Past())
         if prompt is not request.prompt:
             request = dataclasses.replace(request, prompt=prompt, messages=None)
         if not past and request.guard is None:
             request = dataclasses.replace(request, guard=self._guard)
-        levels = self._levels(policy, budget, request, before=len(past.ids) if past else 0)
+        levels = self._levels(policy, budget, request, past or Past())
         total = len(prompt) + request.sampling.max_new_tokens - 1  # the last token is never fed
         check_room(self._layout(policy), budget, len(prompt), request.sampling.max_new_tokens)
         if self._limit is not None and total > self._limit:
@@ -127,7 +129,7 @@ class Admission:
         load = None if request.memory is None else partial(getattr, request.memory, "contents")
         return Generation(number, request, policy, budget, ends, tail, levels=levels, load=load)
 
-    def _levels(self, policy: Policy, budget: int, request: Request, *, before: int) -> tuple[int, ...]:
+    def _levels(self, policy: Policy, budget: int, request: Request, past: Past) -> tuple[int, ...]:
         """Return the budgets among which a guarded request chooses, after a check of its pins.
 
         Raises:
@@ -135,6 +137,7 @@ class Admission:
             BudgetError: some layer's budget is too small for pinned and protected tokens together.
         """
         pins, n = cast(Spans, request.pins), len(cast(Sequence[int], request.prompt))
+        before = len(past.ids)
         if end(pins) > n:
             raise InputError(
                 f"The pins end at position {end(pins)}, and the prompt has {n} tokens. Pin tokens of the prompt only."
@@ -144,7 +147,7 @@ class Admission:
                 f"The pins begin at position {pins[0][0]}, and the memory has read {before} tokens already, of "
                 "which some may be gone. Pin later tokens, or pin these when the memory is made."
             )
-        self._layout(policy).check_pins(budget, pins)
+        self._layout(policy).check_pins(budget, spans((*past.pins, *pins)) if pins else ())
         if request.guard is None:
             return ()
         if before:

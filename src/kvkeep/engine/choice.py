@@ -244,6 +244,21 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     return tuple(found)
 
 
+def chosen(layout: Layout, budget: int, held: Sequence[int | Sequence[int]]) -> int:
+    """Return the budget of a memory: the one that it was asked for, or a smaller one that a guard has chosen.
+
+    Args:
+        layout: the memory's policy, and how budgets are spread over the layers.
+        budget: the budget that it was asked for.
+        held: the budgets of its layers.
+    """
+    for number in (budget, *(max(1, budget // share) for share in SHARES)):
+        with suppress(BudgetError):
+            if list(held) == layout.slots(number):
+                return number
+    return budget
+
+
 def _reduce(block: Block, positions: Int[Tensor, "Hk n"]) -> None:
     """Reduce a block of one row, whose tokens lie in order, to some of them."""
     held, n = block.store.positions, positions.shape[-1]

@@ -101,10 +101,12 @@ class Generation:
     def settings(self) -> tuple[Hashable, ...]:
         """Everything on which the memory of the prompt depends but its tokens. Requests with equal ones may share it.
 
-        A field that requests get in the future belongs to it, unless it is named in `_FREE`.
+        They stay the same while the request runs: of a guarded one they have the budget that it asked for. A field that
+        requests get in the future belongs to them, unless it is named in `_FREE`.
         """
+        budget = self.levels[-1] if self.levels else self.budget
         others = (getattr(self.request, one.name) for one in fields(self.request) if one.name not in _FREE)
-        return self.policy, self.budget, self.request.sequence if self.policy.stochastic else None, *others
+        return self.policy, budget, self.request.sequence if self.policy.stochastic else None, *others
 
     @property
     def prompt_left(self) -> int:

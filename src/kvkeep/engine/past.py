@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from kvkeep.engine.prompts import conversation
 from kvkeep.engine.sampling import whole_within
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.models.opening import Opening, opening_of
-from kvkeep.snapshot import Snapshot
+from kvkeep.pins import Spans
+from kvkeep.snapshot import Contents, Snapshot
 
 _LARGEST = 2**31 - 1
 
@@ -27,12 +28,21 @@ class Past:
         pending: token ids that follow, and that the model has not read: usually the last token of an answer.
         messages: the conversation that they are, ending with an answer; empty if they are something else.
         opening: set while they end inside of the user's first message, see `kvkeep.models.opening`.
+        pins: the spans that the memory holds pinned.
+        budgets: the budget of the memory in each layer; in a layer whose heads have their own, a tuple.
     """
 
     ids: array[int] = field(default_factory=lambda: array("i"))
     pending: tuple[int, ...] = ()
     messages: tuple[Mapping[str, str], ...] = ()
     opening: Opening | None = None
+    pins: Spans = ()
+    budgets: tuple[int | tuple[int, ...], ...] = ()
+
+    def held_in(self, contents: Contents) -> Past:
+        """Return the same past with the pins and budgets of its memory."""
+        layers = contents.layers
+        return replace(self, pins=layers[0].pins if layers else (), budgets=tuple(layer.budget for layer in layers))
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Past:
@@ -55,7 +65,7 @@ class Past:
             raise SnapshotError(
                 "The snapshot's note is none that a session writes. Take the snapshot again."
             ) from error
-        return cls(ids, pending, messages, opening)
+        return cls(ids, pending, messages, opening).held_in(snapshot.contents)
 
     @property
     def tokens(self) -> torch.Tensor:

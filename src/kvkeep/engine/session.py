@@ -273,7 +273,9 @@ class Session:
         ids = array("i", (*one.prompt, *one.token_ids))
         said = one.tail.text if one.tail else ""
         answered = (*self._state.past.messages, *self._messages, {"role": "assistant", "content": said})
-        past = Past(ids[: contents.seen], tuple(ids[contents.seen :]), answered if self._messages else ())
+        past = Past(ids[: contents.seen], tuple(ids[contents.seen :]), answered if self._messages else ()).held_in(
+            contents
+        )
         fingerprint = self._work._admission.fingerprint(self.policy, self.budget)
         self._keep_state(past, Snapshot(contents, fingerprint, past.tokens))
 
