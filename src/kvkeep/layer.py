@@ -262,20 +262,7 @@ class Layer:
 
     def _view(self, slots: Slots, *, new: Bool[Tensor, "B T"], phase: Phase) -> View:
         past, alive = self._shared.enter(self._index, slots.positions[:, 0])
-        return View(
-            positions=slots.positions,
-            keys=slots.keys,
-            values=slots.values,
-            seen=self.seen,
-            budget=self.block.budget,
-            new=new.sum(dim=1),
-            prompt=self.block.prompt,
-            phase=phase,
-            layer=self._index,
-            sequences=self.block.sequences,
-            past=past,
-            alive=alive,
-        )
+        return self.block.view(slots, new=new.sum(dim=1), phase=phase, layer=self._index, past=past, alive=alive)
 
     def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate the block on the first step; later, check that the tensors fit it."""

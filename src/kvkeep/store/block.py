@@ -14,7 +14,7 @@ from kvkeep.errors import CapacityError, ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store
-from kvkeep.types import EMPTY, Budget, Phase, Slots, State
+from kvkeep.types import EMPTY, Budget, Phase, Slots, State, View
 
 
 class Block:
@@ -122,6 +122,30 @@ class Block:
             return new, state
         held = Slots(*self.store.beside(keys, values, used=used), _joined(self.store.positions, new.positions, used))
         return held, {name: _joined(self.state[name], chunk, used) for name, chunk in state.items()}
+
+    def view(
+        self,
+        slots: Slots,
+        *,
+        new: Int[Tensor, " B"],
+        phase: Phase,
+        layer: int,
+        past: Float[Tensor, "B A"],
+        alive: Bool[Tensor, "B A"],
+    ) -> View:
+        """Slots of this block, alone or beside new tokens, as a policy sees them; the arguments are `View`'s."""
+        return View(
+            *(slots.positions, slots.keys, slots.values),
+            seen=self.seen,
+            budget=self.budget,
+            new=new,
+            prompt=self.prompt,
+            phase=phase,
+            layer=layer,
+            sequences=self.sequences,
+            past=past,
+            alive=alive,
+        )
 
     def remember(self, state: State) -> None:
         """Write the policy's state in place."""
