@@ -87,6 +87,7 @@ class BoundedCache(PhasedCache):
                 rotation=layout.rotation,
                 cascade=cascade,
             )
+            bounded.rotary = layout.rotary
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)

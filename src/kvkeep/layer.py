@@ -50,9 +50,11 @@ class Layer:
         moves: number of times that rows were selected.
         block: the slots, state and counters; allocated by the first step.
         budgets: the budget asked for, at most the window; one number, or one per row.
+        rotary: the model's rotary embedding under true positions, set for a policy that looks at unrotated keys.
     """
 
     block: Block
+    rotary: Rotation | None = None
     _backend: Backend
     _kind: type[Store] = DenseStore
 
@@ -262,7 +264,10 @@ class Layer:
 
     def _view(self, slots: Slots, *, new: Bool[Tensor, "B T"], phase: Phase) -> View:
         past, alive = self._shared.enter(self._index, slots.positions[:, 0])
-        return self.block.view(slots, new=new.sum(dim=1), phase=phase, layer=self._index, past=past, alive=alive)
+        tables, rotary = (past, alive), self.rotary
+        return self.block.view(
+            slots, new=new.sum(dim=1), phase=phase, layer=self._index, tables=tables, rotation=rotary
+        )
 
     def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate the block on the first step; later, check that the tensors fit it."""

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from kvkeep import budget as budgets
 from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
 from kvkeep.policies.base import Policy
-from kvkeep.rotary.embedding import rotation_for
+from kvkeep.rotary.embedding import UNROTATED, rotation_for, rotation_of
 from kvkeep.rotary.ranks import Rotation
 
 _SUPPORTED_TYPES = {
@@ -50,12 +50,14 @@ class Layout:
         windows: sliding window of each layer with slots, see `windows_of`.
         layer_budget: how budgets are spread over the layers, see `kvkeep.budget.per_layer`.
         rotation: the rotary embedding that slot positions need; ``None`` under true positions.
+        rotary: the rotary embedding that the policy needs under true positions, if any.
     """
 
     policy: Policy
     windows: dict[int, int | None]
     layer_budget: str | Sequence[float]
     rotation: Rotation | None
+    rotary: Rotation | None
 
     @classmethod
     def of(
@@ -72,7 +74,8 @@ class Layout:
         Raises:
             InputError: ``positions`` names no mode.
             UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
-            UnsupportedModelError: the model has layers whose cache cannot be bounded.
+            UnsupportedModelError: the model has layers whose cache cannot be bounded, or a rotation that the policy
+                needs to undo and kvkeep cannot.
         """
         windows = windows_of(config)
         rotation = rotation_for(config, positions, own=policy.defaults.positions)
@@ -81,7 +84,9 @@ class Layout:
                 f"{policy} prunes through the layers of a model, which works neither with sliding windows "
                 "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
             )
-        return cls(policy, windows, policy.defaults.layer_budget if layer_budget is None else layer_budget, rotation)
+        how = policy.defaults.layer_budget if layer_budget is None else layer_budget
+        rotary = rotary_of(config, policy) if policy.unrotates and rotation is None else None
+        return cls(policy, windows, how, rotation, rotary)
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[int]]:
         """The budget of each layer with slots: one number for all rows, or one per row.
@@ -115,6 +120,24 @@ class Layout:
         """
         pairs = zip(self.slots(budget), self.windows.values(), strict=True)
         return min((number for number, window in pairs if window is None or number < window), default=None)
+
+
+def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:
+    """The rotation of a model's keys, which the policy needs to undo; ``None`` if the model does not rotate them.
+
+    Raises:
+        UnsupportedModelError: kvkeep cannot undo the model's rotation.
+    """
+    kind = config.get_text_config(decoder=True).model_type
+    if kind in UNROTATED:
+        return None
+    try:
+        return rotation_of(config)
+    except UnsupportedModelError:
+        raise UnsupportedModelError(
+            f"{policy} looks at keys before their rotation, which kvkeep cannot undo for this {kind!r} model. Give the "
+            "policy rotated=true if it has this option, or choose another policy."
+        ) from None
 
 
 def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:

@@ -96,6 +96,14 @@ class AttentionOptions:
     top: Top | None = None
 
 
+@runtime_checkable
+class Undoes(Protocol):
+    """Undoes a rotation of keys: `kvkeep.rotary.ranks.Rotation`."""
+
+    def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
+        """The vectors before they were rotated to their positions."""
+
+
 @dataclass(frozen=True)
 class View:
     """One layer's slots after the new tokens were added, as a policy sees them. Read-only.
@@ -114,6 +122,7 @@ class View:
         past: mass that each slot's token has received in all earlier layers and steps, summed over heads. Only for a
             policy that cascades, whose heads hold the same tokens in the same slots: ``A`` is then ``S``, otherwise 0.
         alive: whether the layer before still holds each slot's token. Has the shape of ``past``.
+        rotation: undoes the rotation of ``keys``; ``None`` if they have none, or if the policy does not ask for it.
     """
 
     positions: Int[Tensor, "B Hk S"]
@@ -128,6 +137,15 @@ class View:
     sequences: Int[Tensor, " B"]
     past: Float[Tensor, "B A"]
     alive: Bool[Tensor, "B A"]
+    rotation: Undoes | None = None
+
+    @property
+    def unrotated(self) -> Float[Tensor, "B Hk S D"]:
+        """Keys before the rotation to their positions, for a policy that names `unrotates`. Empty slots: anything."""
+        if self.rotation is None:
+            return self.keys
+        shared = self.positions.stride(1) == 0  # all heads hold the same tokens, as before a prompt's first cut
+        return self.rotation.undo(self.keys, self.positions[:, :1] if shared else self.positions)
 
     @property
     def is_decode(self) -> bool:

@@ -71,21 +71,31 @@ class SnapKV(PromptRule):
     the step (all rows of a shorter one), then pooled with an odd ``kernel`` over the older tokens that are held, in
     order of position: ``max`` over the neighbours that are there, ``avg`` as if zeros stood beyond the ends. The
     smallest go. The window's own tokens have the score 0. With ``recent`` so many of the newest tokens stay in place
-    of the window, at most half of the budget.
+    of the window, at most half of the budget; those of the window that do not stay are older tokens, too. With
+    ``decay`` the last row has the weight 1, the one before it ``decay``, and so on.
     """
 
     def __init__(
-        self, *row: int, window: int = 32, kernel: int = 7, recent: int = 0, pool: str = "max", **options: int
+        self,
+        *row: int,
+        window: int = 32,
+        kernel: int = 7,
+        recent: int = 0,
+        pool: str = "max",
+        decay: float = 1.0,
+        **options: int,
     ):
         super().__init__(*row, unselected=window, **options)
         self.unselected = min(recent, self.budget // 2) if recent else window
         self.window = window
         self.kernel = kernel
         self.pool = pool
+        self.decay = decay
 
     def prompt_scores(self, step: Step) -> dict[int, float]:
-        mass = total(step.rows[-self.window :])
-        older = [j for j in step.rows[-1] if j <= step.queries[-1] - self.window]
+        newest_first = enumerate(reversed(step.rows[-self.window :]))
+        mass = total({j: p * self.decay**age for j, p in row.items()} for age, row in newest_first)
+        older = [j for j in step.rows[-1] if j <= step.queries[-1] - min(self.window, self.unselected)]
         half = self.kernel // 2
         around = [[mass[j] for j in older[max(0, n - half) : n + half + 1]] for n in range(len(older))]
         pooled = [max(part) if self.pool == "max" else sum(part) / self.kernel for part in around]

@@ -130,7 +130,8 @@ def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
         }
         for field in dataclasses.fields(cls)
     ]
-    return {"name": name, "summary": summary, **sections, "options": options, "bibtex": cls.bibtex}
+    presets = {preset: f"{name}:{text}" for preset, text in cls.presets.items()}
+    return {"name": name, "summary": summary, **sections, "options": options, "presets": presets, "bibtex": cls.bibtex}
 
 
 def _split(doc: str) -> tuple[str, dict[str, str]]:
@@ -184,6 +185,8 @@ def _print_options(entry: dict[str, Any]) -> None:
     screen.print(options)
     example = entry["options"][0]["name"]
     screen.print()
+    for preset, meaning in entry["presets"].items():
+        screen.print(Text(f"preset: {entry['name']}:{preset} is {meaning}"))
     screen.print(Text(f"use: --policy {entry['name']}:{example}=VALUE", "dim"))
 
 

@@ -110,6 +110,7 @@ class Abilities:
         focuses: set if generated tokens attend to a part of the slots.
         cascades: set if it prunes through the layers: the class of the table that the layers share.
         sums: set if the rule for generated tokens can run within an attention kernel.
+        unrotates: whether it looks at keys before their rotation, `View.unrotated`.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         defaults: arguments of a cache that depend on the policy.
     """
@@ -123,6 +124,11 @@ class Abilities:
     sums: ClassVar[Sums | None] = None
     stochastic: ClassVar[bool] = False
     defaults: ClassVar[Defaults] = Defaults()
+
+    @property
+    def unrotates(self) -> bool:
+        """Whether the policy looks at keys before their rotation. Not every model's rotation can be undone."""
+        return False
 
     @property
     def shares_heads(self) -> bool:

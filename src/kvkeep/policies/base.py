@@ -37,6 +37,7 @@ class Policy(Abilities, abc.ABC):
     Class attributes:
         statistic: what attention must report, if that is the same in every step.
         slots: the policy's per-slot state: name → value of a new token. Float32; the cache moves it with the slots.
+        presets: names for several options: name → options as a user writes them.
         bibtex: the paper, for ``kvkeep policies show``.
 
     `Abilities` lists further class attributes, which few policies need.
@@ -44,6 +45,7 @@ class Policy(Abilities, abc.ABC):
 
     statistic: ClassVar[Statistic] = Nothing()
     slots: ClassVar[Mapping[str, float]] = {}
+    presets: ClassVar[Mapping[str, str]] = {}
     bibtex: ClassVar[str] = ""
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from kvkeep.errors import CapacityError, ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store
-from kvkeep.types import EMPTY, Budget, Phase, Slots, State, View
+from kvkeep.types import EMPTY, Budget, Phase, Slots, State, Undoes, View
 
 
 class Block:
@@ -130,10 +130,10 @@ class Block:
         new: Int[Tensor, " B"],
         phase: Phase,
         layer: int,
-        past: Float[Tensor, "B A"],
-        alive: Bool[Tensor, "B A"],
+        tables: tuple[Float[Tensor, "B A"], Bool[Tensor, "B A"]],
+        rotation: Undoes | None = None,
     ) -> View:
-        """Slots of this block, alone or beside new tokens, as a policy sees them; the arguments are `View`'s."""
+        """Slots of this block, and new tokens, as a policy sees them. The tables are ``past`` and ``alive``."""
         return View(
             *(slots.positions, slots.keys, slots.values),
             seen=self.seen,
@@ -143,8 +143,9 @@ class Block:
             phase=phase,
             layer=layer,
             sequences=self.sequences,
-            past=past,
-            alive=alive,
+            past=tables[0],
+            alive=tables[1],
+            rotation=rotation,
         )
 
     def remember(self, state: State) -> None:
