@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep import scores
 from kvkeep.backends import Added, Backend, Limits
-from kvkeep.errors import PolicyError
+from kvkeep.errors import CapacityError, PolicyError
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, State, View
@@ -29,10 +29,34 @@ def check_room(
         CapacityError: a row would hold more tokens than its budget.
     """
     if not policy.evicts:
-        block.check_room((block.seen + coming)[:, None], window=window)
+        _refuse(block.budget, (block.seen + coming)[:, None], window=window)
     elif policy.grows and phase is Phase.DECODE:
         more = torch.as_tensor(coming, device=block.seen.device).view(-1, 1)
-        block.check_room(block.held() + more, window=window)
+        _refuse(block.budget, block.held() + more, window=window)
+
+
+def _refuse(budget: Budget, needed: Int[Tensor, "B n"], *, window: int | None) -> None:
+    """Refuse tokens for which there are no slots, under a policy that does not evict.
+
+    Args:
+        budget: slots that may stay occupied.
+        needed: slots that each row would occupy in each head, or in all heads.
+        window: sliding window of the layer. A budget that holds the whole window has room for any number of tokens.
+
+    Raises:
+        CapacityError: a row would hold more tokens than its budget.
+    """
+    if isinstance(budget, int) and bool((needed <= budget).all()):
+        return  # the usual case, without the operators below
+    room = torch.as_tensor(budget, device=needed.device).expand_as(needed)
+    endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
+    for row, head in (~endless & (needed > room)).nonzero()[:1].tolist():
+        n, number = int(needed[row, head]), int(room[row, head])
+        raise CapacityError(
+            f"Row {row} has reached {n} tokens, its budget is {number}, and this policy "
+            "never evicts here. Give a budget of at least the prompt plus its new tokens (under decode=grow: more "
+            "room), or another policy."
+        )
 
 
 def in_chunks(
@@ -175,6 +199,8 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
 def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> None:
     """After a chunk, move the best tokens of slots ∪ chunk, with their state, into the slots in position order.
 
+    The state of the heads is written as it is.
+
     Args:
         policy: scores the tokens and says how many stay.
         block: the slots, which are overwritten.
@@ -195,8 +221,9 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         view.values.gather(2, index.expand(-1, -1, -1, view.values.shape[-1])),
         kept,
     )
-    for name, tensor in state.items():
-        block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
+    block.remember({name: tensor for name, tensor in state.items() if name in block.heads})
+    for name in state.keys() - block.heads:
+        block.state[name][..., : order.shape[-1]] = state[name].gather(-1, order)
 
 
 def limit(policy: Policy, view: View, state: State, *, window: int | None = None) -> Budget:

@@ -176,7 +176,7 @@ class Layer:
 
     @property
     def state(self) -> State:
-        """The policy's per-slot state."""
+        """The policy's state, of slots and of heads."""
         return self.block.state
 
     @property
@@ -276,8 +276,8 @@ class Layer:
         if self.allocated and (self.columns or self.store.fits(keys, values)):
             self.block.check_fit(keys, values)
             return
-        starts, ids = self.policy.slots, self._sequences
-        new = Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind)
+        starts, heads, ids = self.policy.slots, self.policy.summaries, self._sequences
+        new = Block(keys, values, numbers=self.budgets, starts=starts, heads=heads, sequences=ids, store=self._kind)
         self.hold(new, columns=self.columns)
 
     def hold(self, block: Block, *, columns: int) -> None:

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 State: TypeAlias = dict[str, Tensor]
-"""A policy's per-slot state: name → float32 of shape ``(B, Hk, S)``. The cache moves it with the slots."""
+"""A policy's state: name → float32. The state of slots, ``(B, Hk, S)``, moves with them; heads may have some, too."""
 
 Budget: TypeAlias = int | Int[Tensor, "B #Hk"]
 """Slots that may stay occupied: one number, or one per row (and head)."""

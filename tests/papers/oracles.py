@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .loops import Rule
 from .rules_keys import KeyDiff, KNorm
+from .rules_leverage import Leverage
 from .rules_mass import H2O, TOVA, H2OAvg, TopK
 from .rules_prompt import NACL, AdaKV, SnapKV
 from .rules_random import Random
@@ -24,6 +25,7 @@ RULES: dict[str, type[Rule]] = {
     "keydiff": KeyDiff,
     "keyformer": Keyformer,
     "knorm": KNorm,
+    "leverage": Leverage,
     "local": Local,
     "nacl": NACL,
     "pyramidkv": SnapKV,  # within one layer; the layers differ in their budgets (policies.md §8)

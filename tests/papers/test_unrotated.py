@@ -12,7 +12,7 @@ from .cases import CHAT, DECODE, Case
 from .lockstep import choose, retained, step_layer
 
 ROTATION = Rotation(torch.tensor([1.0, 0.3, 0.1, 0.01]))
-POLICIES = ["keydiff:rotated=false", "keydiff:recent=8,sinks=4,rotated=false"]
+POLICIES = ["keydiff:rotated=false", "keydiff:recent=8,sinks=4,rotated=false", "leverage:rotated=false"]
 CASES = [
     ((24, *DECODE[:20]), None, (0, 0)),
     ((25, *DECODE[:20]), 7, (0, 9)),

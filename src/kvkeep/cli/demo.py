@@ -50,7 +50,7 @@ KINDS = {
     "keep everything": ("full", "topk_dynamic"),
     "see the question": (DEFAULT, "snapkv", "adakv", "pyramidkv", "nacl", "tova", "topk", "ahakv:sinks=4"),
     "sum up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
-    "look at keys": ("keydiff", "knorm"),
+    "look at keys": ("leverage", "keydiff", "knorm"),
     "look at places": ("sparse_fixed", "sparse_strided", "streaming_llm", "local"),
     "choose blindly": ("random",),
 }

@@ -19,6 +19,7 @@ from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, inference
+from kvkeep.store.heads import shared
 from kvkeep.types import Phase, Slots, Stepper
 
 _MOST = 64
@@ -118,7 +119,7 @@ class Rows:
         keys, values = (x[:, :, :1].expand(self.count, -1, -1, -1) for x in (like.keys, like.values))
         spreads = self.policy.spreads
         most = spreads.most(self.policy, budget, heads) if spreads else budget
-        block = Block(keys, values, numbers=[most], starts=starts)
+        block = Block(keys, values, numbers=[most], starts=starts, heads=shared(self.policy.summaries))
         block.budget = block.seen.new_full((self.count, heads), budget) if spreads else budget
         return block
 
@@ -131,10 +132,11 @@ class Rows:
         numbers = self.numbers(policy, self._budget)
         if any(number >= block.store.capacity for number, block in zip(numbers, self._blocks, strict=True)):
             return False
-        missing = len(policy.slots) - len(self._blocks[0].state)
-        if missing <= 0 or self._most_bytes is None:
+        if self._most_bytes is None:
             return True
-        more = missing * sum(4 * block.store.positions.numel() for block in self._blocks)
+        more = sum(block.lacks(len(policy.slots), shared(policy.summaries)) for block in self._blocks)
+        if not more:
+            return True
         held = sum(block.memory().allocated_bytes for block in self._blocks) + self.count * self._state_bytes
         return held + more <= self._most_bytes
 
@@ -154,10 +156,10 @@ class Rows:
         owner = self._owners[row] = self.policy if policy is None else policy
         self._own[row] = self._new_own(owner)
         numbers = self.numbers(owner, budget)
-        if any(len(owner.slots) > len(block.state) for block in self._blocks):
+        if any(block.lacks(len(owner.slots), shared(owner.summaries)) for block in self._blocks):
             self.renew()
             for block in self._blocks:
-                block.add_state(len(owner.slots))
+                block.add_state(len(owner.slots), shared(owner.summaries))
         for block, number in zip(self._blocks, numbers, strict=True):
             if isinstance(block.budget, int) and block.budget != number:
                 self.renew()
@@ -254,7 +256,7 @@ class Rows:
             if one.policy not in self._layers:
                 _make_room(self._layers)
                 self._layers[one.policy] = list(self._cache(one.policy, self._budget).bounded_layers().values())
-            block = self._blocks[index].under(one.policy.slots).part(one.start, one.stop)
+            block = self._blocks[index].under(one.policy.slots, one.policy.summaries).part(one.start, one.stop)
             own = self._own[one.start]
             cascade = None if own is None else own.cascade
             layer = self._layers[one.policy][index].over(block, columns=columns, cascade=cascade)

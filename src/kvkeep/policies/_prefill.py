@@ -87,9 +87,7 @@ class PrefillOnly(Policy):
         """The rating; under ``decode=local`` the chosen tokens stay and the others go first in, first out."""
         if self.decode != "local":
             return state["score"]
-        _, window = self.protected(view.budget)
-        chosen = view.positions < (view.prompt[:, None] - window)[:, :, None]
-        return view.positions.float().masked_fill(chosen, torch.finfo(torch.float32).max)
+        return slide(view, self.protected(view.budget)[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +124,17 @@ class ObservationWindow(PrefillOnly):
         unrated = column(smaller(self.protected(view.budget)[1], self.window), view.seen)
         older = (view.positions >= 0) & (view.positions < (view.seen - unrated)[:, None, None])
         return scores.pooled(mass, view.positions, older, kernel=self.kernel, kind=self.pool)
+
+
+def slide(view: View, recent: Budget) -> Float[Tensor, "B Hk S"]:
+    """A score under which generated tokens go first in, first out, beside the tokens that a prompt's cut has chosen.
+
+    Args:
+        view: the slots.
+        recent: newest tokens of the prompt, which the cut did not choose; they slide, too.
+    """
+    chosen = view.positions < (view.prompt[:, None] - recent)[:, :, None]
+    return view.positions.float().masked_fill(chosen, torch.finfo(torch.float32).max)
 
 
 def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kvkeep import budget as budgets
-from kvkeep.errors import CapacityError, ShapeError
+from kvkeep.errors import ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
+from kvkeep.store.heads import empty, places
 from kvkeep.store.protocol import Store
 from kvkeep.types import EMPTY, Budget, Phase, Slots, State, Undoes, View
 
@@ -25,12 +27,14 @@ class Block:
         values: values that give the block its head dim of values.
         numbers: the budget, one number or one per row.
         starts: the policy's per-slot state: name → value of an empty slot.
+        heads: the policy's state of each head: name → axes.
         sequences: identity of each row for randomness; all 0 if not given.
         store: the class of the store that holds the slots.
 
     Attributes:
         store: keys, values and positions.
-        state: the policy's per-slot state.
+        state: the policy's state, of each slot or of each head.
+        heads: names of the state that each head has once, for all of its slots; zeros in an empty row.
         seen: real tokens seen per row.
         prompt: tokens seen at the end of the last piece of the row's prompt.
         sequences: identity of each row.
@@ -43,6 +47,7 @@ class Block:
 
     store: Store
     state: State
+    heads: frozenset[str]
     seen: Int[Tensor, " B"]
     prompt: Int[Tensor, " B"]
     sequences: Int[Tensor, " B"]
@@ -55,6 +60,7 @@ class Block:
         *,
         numbers: Sequence[int],
         starts: Mapping[str, float],
+        heads: Mapping[str, str] = MappingProxyType({}),
         sequences: Sequence[int] | None = None,
         store: type[Store] = DenseStore,
     ):
@@ -68,18 +74,24 @@ class Block:
         self.state = {
             name: torch.full(shape, start, dtype=torch.float32, device=device) for name, start in starts.items()
         }
+        self.state |= empty(heads, keys, values)
+        self.heads = frozenset(heads)
         self.seen = torch.zeros(B, dtype=torch.int64, device=device)
         self.prompt = torch.zeros(B, dtype=torch.int64, device=device)
         self.sequences = torch.tensor(sequences or [0] * B, dtype=torch.int64, device=device)
 
     def clear(self) -> None:
-        """Empty every slot and reset the counters. State needs no clearing: a new token overwrites it."""
+        """Empty every slot, reset counters and heads. State of slots needs no clearing: a new token overwrites it."""
+        for name in self.heads:
+            self.state[name].zero_()
         self.store.positions.fill_(EMPTY)
         self.seen.zero_()
         self.prompt.zero_()
 
     def clear_row(self, row: int) -> None:
         """Empty one row."""
+        for name in self.heads:
+            self.state[name][row] = 0.0
         self.store.positions[row] = EMPTY
         self.seen[row] = self.prompt[row] = 0
 
@@ -107,7 +119,7 @@ class Block:
         starts: Mapping[str, float],
         used: int,
     ) -> tuple[Slots, State]:
-        """Copies of the first ``used`` slots, followed by new tokens, and the policy's state of both.
+        """Copies of the first ``used`` slots, followed by new tokens, and the policy's state of both and of the heads.
 
         Args:
             keys: keys of the new tokens.
@@ -118,10 +130,11 @@ class Block:
         """
         new = Slots(keys, values, positions.expand(keys.shape[:3]))
         state = {name: self.state[name].new_full(keys.shape[:3], start) for name, start in starts.items()}
+        heads = {name: self.state[name] for name in self.heads}
         if not used:
-            return new, state
+            return new, state | heads
         held = Slots(*self.store.beside(keys, values, used=used), _joined(self.store.positions, new.positions, used))
-        return held, {name: _joined(self.state[name], chunk, used) for name, chunk in state.items()}
+        return held, {name: _joined(self.state[name], chunk, used) for name, chunk in state.items()} | heads
 
     def view(
         self,
@@ -166,33 +179,12 @@ class Block:
         missing = int(budget.max()) + 1 - self.store.capacity
         if missing > 0:
             self.store = self.store.wider(self.store.capacity + missing)
-            self.state = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.state.items()}
+            wider = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self._of_slots().items()}
+            self.state = self.state | wider
 
     def held(self) -> Int[Tensor, "B Hk"]:
         """The number of occupied slots of each head."""
         return (self.store.positions >= 0).sum(dim=-1)
-
-    def check_room(self, needed: Int[Tensor, "B n"], *, window: int | None = None) -> None:
-        """Refuse tokens for which there are no slots, under a policy that does not evict.
-
-        Args:
-            needed: slots that each row would occupy in each head, or in all heads.
-            window: sliding window of the layer. A budget that holds the whole window has room for any number of tokens.
-
-        Raises:
-            CapacityError: a row would hold more tokens than its budget.
-        """
-        if isinstance(self.budget, int) and bool((needed <= self.budget).all()):
-            return  # the usual case, without the operators below
-        room = torch.as_tensor(self.budget, device=needed.device).expand_as(needed)
-        endless = torch.zeros_like(needed, dtype=torch.bool) if window is None else room >= window
-        for row, head in (~endless & (needed > room)).nonzero()[:1].tolist():
-            n, budget = int(needed[row, head]), int(room[row, head])
-            raise CapacityError(
-                f"Row {row} has reached {n} tokens, its budget is {budget}, and this policy "
-                "never evicts here. Give a budget of at least the prompt plus its new tokens (under decode=grow: more "
-                "room), or another policy."
-            )
 
     def check_fit(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Refuse tokens of another shape, dtype or device.
@@ -234,16 +226,36 @@ class Block:
         for tensor in self.per_row().values():
             tensor[target] = tensor[source]
 
-    def under(self, starts: Mapping[str, float]) -> Block:
-        """The same slots for another policy, which uses the first of this block's state tensors."""
+    def under(self, starts: Mapping[str, float], heads: Mapping[str, str]) -> Block:
+        """The same slots for another policy, which uses the first of this block's state tensors.
+
+        Args:
+            starts: the policy's state of slots.
+            heads: the policy's state of heads; this block has it under the names of `places`.
+        """
         other = copy.copy(self)
-        other.state = dict(zip(starts, self.state.values(), strict=False))
+        other.state = dict(zip(starts, self._of_slots().values(), strict=False))
+        other.state |= {name: self.state[place] for name, place in places(heads).items()}
+        other.heads = frozenset(heads)
         return other
 
-    def add_state(self, n: int) -> None:
-        """Add state tensors until there are ``n``. Existing ones stay the same objects."""
-        for i in range(len(self.state), n):
+    def lacks(self, n: int, heads: Mapping[str, str]) -> int:
+        """The bytes that `add_state` would add."""
+        missing = max(0, n - len(self._of_slots())) * 4 * self.store.positions.numel()
+        return missing + bytes_of(self._missing(heads, "meta").values())
+
+    def add_state(self, n: int, heads: Mapping[str, str]) -> None:
+        """Add state tensors of slots until there are ``n``, and those of heads. Existing ones stay the same objects."""
+        for i in range(len(self._of_slots()), n):
             self.state[str(i)] = self.store.positions.new_zeros(self.store.positions.shape, dtype=torch.float32)
+        self.state |= self._missing(heads)
+        self.heads |= heads.keys()
+
+    def _missing(self, heads: Mapping[str, str], device: str | None = None) -> State:
+        """State of heads that the block does not have yet."""
+        missing = {name: axes for name, axes in heads.items() if name not in self.heads}
+        slots = self.store.slots()
+        return empty(missing, slots.keys.to(device), slots.values.to(device)) if missing else {}
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes the former row ``index[i]``. Works in place if the number of rows stays the same."""
@@ -259,13 +271,17 @@ class Block:
         if not positions.numel():
             return Memory()  # no rows
         everything, slots = bytes_of(self.per_row().values()), bytes_of(self.store.per_row().values())
-        per_slot = (slots + bytes_of(self.state.values())) // positions.numel()
+        per_slot = (slots + bytes_of(self._of_slots().values())) // positions.numel()
         return Memory(
             allocated_bytes=everything,
             occupied_bytes=per_slot * int((positions >= 0).sum()),
             state_bytes=everything - slots,
             full_bytes=int(self.seen.sum()) * self.store.token_bytes,
         )
+
+    def _of_slots(self) -> State:
+        """The policy's state of each slot."""
+        return {name: tensor for name, tensor in self.state.items() if name not in self.heads}
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the block's tensors."""

@@ -15,6 +15,7 @@ from kvkeep.eviction import limit
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.store import Cascade
+from kvkeep.store.heads import empty
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, View
 
 
@@ -116,6 +117,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     """
     n, heads = tape.keys.shape[2], tape.keys.shape[1]
     memory = {name: torch.full((1, heads, n + 1), start, dtype=torch.float64) for name, start in policy.slots.items()}
+    of_heads = empty(policy.summaries, tape.keys.double(), tape.values.double())
     kept = torch.empty((1, heads, 0), dtype=torch.int32)
     prompt, turn = n - case.steps, 0
     size = case.chunk or prompt
@@ -140,9 +142,11 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         )
         if policy.cascades:
             cascade.add(positions[:, 0], report)
-        state = policy.observe({name: history.gather(-1, index) for name, history in memory.items()}, view, report)
-        for name, tensor in state.items():
-            memory[name].scatter_(-1, index, tensor.double())
+        of_slots = {name: history.gather(-1, index) for name, history in memory.items()}
+        state = policy.observe(of_slots | of_heads, view, report)
+        of_heads = {name: state[name] for name in of_heads}
+        for name, history in memory.items():
+            history.scatter_(-1, index, state[name].double())
         if policy.spreads and phase is Phase.PREFILL:
             budget = policy.spreads.heads(policy, view, state)
         view = replace(view, budget=budget)
