@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .loops import Rule
 from .rules_keys import KeyDiff, KNorm
-from .rules_leverage import Leverage
+from .rules_leverage import Blend, Leverage
 from .rules_mass import H2O, TOVA, H2OAvg, TopK
 from .rules_prompt import NACL, AdaKV, SnapKV
 from .rules_random import Random
@@ -19,6 +19,7 @@ from .rules_window import Full, Local, StreamingLLM
 RULES: dict[str, type[Rule]] = {
     "adakv": AdaKV,
     "ahakv": AhaKV,
+    "blend": Blend,
     "full": Full,
     "h2o": H2O,
     "h2o_avg": H2OAvg,

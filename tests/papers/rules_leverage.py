@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvkeep.research.theory.loops import Vector, dot
 
-from .loops import Step, evict, mean
+from .loops import Step, evict, mean, total
 from .rules_prompt import SnapKV
 
 
@@ -54,6 +54,38 @@ class Leverage(SnapKV):
             x = [value - m for value, m in zip(self.keys[head][j], middle, strict=True)]
             found[j] = dot(x, solved(scatter, x))
         return found
+
+
+class Blend(Leverage):
+    """retention.md §1, "both cases in one rule".
+
+    Of the slots that sinks and recent tokens leave, ``int(share * slots)`` go to the largest mass of the last
+    ``window`` rows, pooled by the maximum over ``kernel`` neighbours. Protected tokens are left out. The
+    others go by leverage.
+    """
+
+    def __init__(self, *row: int, share: float = 0.5, **options: int):
+        super().__init__(*row, **options)
+        self.share = share
+        self.mass: list[dict[int, float]] = [{} for _ in range(self.heads)]
+
+    def look(self, head: int, step: Step) -> None:
+        super().look(head, step)
+        if not step.decode:
+            self.mass[head] = total(step.rows[-self.window :])
+
+    def select(self, head: int, kept: list[int], seen: int) -> list[int]:
+        protected = self.protected(kept, seen)
+        free = [j for j in kept if j not in protected]
+        half, slots = self.kernel // 2, self.budget - len(protected)
+        pooled = {
+            j: max(self.mass[head].get(i, 0.0) for i in free[max(0, n - half) : n + half + 1])
+            for n, j in enumerate(free)
+        }
+        attended = evict(free, int(self.share * slots), pooled.__getitem__, [])
+        others = [j for j in free if j not in attended]
+        outstanding = evict(others, slots - len(attended), self.leverage(head, kept).__getitem__, [])
+        return sorted([*protected, *attended, *outstanding])
 
 
 def solved(matrix: list[Vector], right: Vector) -> Vector:

@@ -8,7 +8,7 @@ from kvkeep import AttentionOptions, BudgetError, Layer, parse
 from kvkeep.types import Phase
 
 from .cases import CHAT, DECODE, Case, family, variant
-from .lockstep import compare, lockstep, make_layer, retained
+from .lockstep import compare, lockstep, make_layer, played, retained
 from .rules_leverage import Leverage, solved
 
 CASES = [
@@ -16,6 +16,9 @@ CASES = [
     *variant("leverage", budgets=(9, 24)),
     *variant("leverage:recent=2,sinks=0,ridge=2.5,rotated=true", budgets=(3, 16)),
     Case("leverage:sinks=2", 12, CHAT, chunk=1, heads=1),
+    *family("blend:recent=3,sinks=1,window=4,kernel=3", budgets=(3, 7, 16)),
+    *variant("blend", budgets=(9, 24)),
+    *variant("blend:recent=4,sinks=0,window=2,kernel=5,share=0.25", budgets=(5, 16)),
     Case("leverage:recent=0", 12, (40, *DECODE), inputs="drift", heads=1),
 ]
 OPTIONS = AttentionOptions(scaling=0.5)
@@ -118,6 +121,13 @@ def test_a_second_prompt_adds_to_the_first_and_a_new_row_begins_at_zero():
     layer.reset()
     feed(layer, keys)
     assert layer.state["count"].tolist() == [[26.0] * 2] * 2
+
+
+def test_a_share_of_nothing_is_leverage_and_of_all_is_attention():
+    case = Case("blend:share=0,recent=4", 16, (40, *DECODE[:9]), chunk=15)
+    assert played(case, case.policy) == played(case, "leverage:recent=4")
+    case = Case("blend:share=1,recent=4,sinks=0,window=4,kernel=7", 16, (40, *DECODE[:9]))
+    assert played(case, case.policy) == played(case, "snapkv:recent=4,window=4")
 
 
 def test_more_protected_than_the_budget_is_refused():
