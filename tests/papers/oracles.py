@@ -9,7 +9,7 @@ from .loops import Rule
 from .rules_keys import KeyDiff, KNorm
 from .rules_leverage import Blend, Leverage
 from .rules_mass import H2O, TOVA, H2OAvg, TopK
-from .rules_prompt import NACL, AdaKV, SnapKV
+from .rules_prompt import NACL, AdaKV, ReSTKV, SnapKV
 from .rules_random import Random
 from .rules_scissorhands import Scissorhands, ScissorhandsRelease
 from .rules_softmax import AhaKV, Keyformer
@@ -31,6 +31,7 @@ RULES: dict[str, type[Rule]] = {
     "nacl": NACL,
     "pyramidkv": SnapKV,  # within one layer; the layers differ in their budgets (policies.md §8)
     "random": Random,
+    "restkv": ReSTKV,
     "scissorhands": Scissorhands,
     "scissorhands_release": ScissorhandsRelease,
     "snapkv": SnapKV,

@@ -92,9 +92,13 @@ class SnapKV(PromptRule):
         self.pool = pool
         self.decay = decay
 
-    def prompt_scores(self, step: Step) -> dict[int, float]:
+    def worth(self, step: Step) -> dict[int, float]:
+        """What is pooled: the mass of the last rows."""
         newest_first = enumerate(reversed(step.rows[-self.window :]))
-        mass = total({j: p * self.decay**age for j, p in row.items()} for age, row in newest_first)
+        return total({j: p * self.decay**age for j, p in row.items()} for age, row in newest_first)
+
+    def prompt_scores(self, step: Step) -> dict[int, float]:
+        mass = self.worth(step)
         older = [j for j in step.rows[-1] if j <= step.queries[-1] - min(self.window, self.unselected)]
         half = self.kernel // 2
         around = [[mass[j] for j in older[max(0, n - half) : n + half + 1]] for n in range(len(older))]
@@ -103,6 +107,23 @@ class SnapKV(PromptRule):
 
     def select(self, head: int, kept: list[int], seen: int) -> list[int]:
         return evict(kept, self.prompt_budget, self.scores[head].__getitem__, self.protected(kept, seen))
+
+
+class ReSTKV(SnapKV):
+    """retention.md §2: a/(1 - a)·‖o - v‖, the exact change of o = Σ a v when a token goes and the rest is rescaled.
+
+    a is the mean of the window's rows with the weights 1, ``decay``, ``decay²``, ... from the last row backwards.
+    """
+
+    def __init__(self, *row: int, decay: float = 0.7, **options: int):
+        super().__init__(*row, decay=decay, **options)
+
+    def worth(self, step: Step) -> dict[int, float]:
+        mass = super().worth(step)
+        share = {j: m / sum(mass.values()) for j, m in mass.items()}
+        columns = range(len(step.values[0]))
+        output = [sum(a * step.values[j][e] for j, a in share.items()) for e in columns]
+        return {j: a / (1 - a) * math.dist(output, step.values[j]) if a < 1 else 0.0 for j, a in share.items()}
 
 
 class AdaKV(SnapKV):

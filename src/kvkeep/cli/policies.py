@@ -31,7 +31,7 @@ STARTS = {
 """Purpose → the policy to start from."""
 
 KINDS = {
-    "choose at the end of a prompt": ("snapkv", "adakv", "pyramidkv", "nacl", "blend"),
+    "choose at the end of a prompt": ("snapkv", "adakv", "pyramidkv", "nacl", "restkv", "blend"),
     "follow the attention of the newest tokens": ("tova", "topk", "ahakv"),
     "add up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
     "look at keys alone": ("leverage", "keydiff", "knorm"),
