@@ -238,6 +238,10 @@ class Layer:
         view = self._view(slots._replace(positions=left), new=new >= 0, phase=Phase.PREFILL)
         attended, wanted = slots._replace(positions=shared if first else positions), self.policy.wants(view)
         out, report = self._backend.attend(query, attended, new, statistic=wanted, options=options)
+        if self.policy.rereads:
+            n, turn = self.seen[:, None], self._rotation or self.rotary
+            again = self._backend.reread(query, attended, new, length=n, rotation=turn, options=options)
+            report = Report({**report.sums, "again": again})
         self._shared.add(left[:, 0], report)
         cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
         self._shared.leave(self._index, self.store.positions[:, 0])

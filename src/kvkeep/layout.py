@@ -85,7 +85,8 @@ class Layout:
                 "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
             )
         how = policy.defaults.layer_budget if layer_budget is None else layer_budget
-        rotary = rotary_of(config, policy) if policy.unrotates and rotation is None else None
+        turns = policy.unrotates or policy.rereads
+        rotary = rotary_of(config, policy) if turns and rotation is None else None
         return cls(policy, windows, how, rotation, rotary)
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[int]]:
@@ -129,11 +130,16 @@ def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:
         UnsupportedModelError: kvkeep cannot undo the model's rotation.
     """
     kind = config.get_text_config(decoder=True).model_type
-    if kind in UNROTATED:
+    if kind in UNROTATED and not policy.rereads:
         return None
     try:
         return rotation_of(config)
     except UnsupportedModelError:
+        if policy.rereads:
+            raise UnsupportedModelError(
+                f"{policy} needs rotary positions that kvkeep knows how to turn, and this {kind!r} model has none or "
+                "others. Choose another policy, for example leverage."
+            ) from None
         raise UnsupportedModelError(
             f"{policy} looks at keys before their rotation, which kvkeep cannot undo for this {kind!r} model. Give the "
             "policy rotated=true if it has this option, or choose another policy."

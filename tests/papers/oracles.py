@@ -11,6 +11,7 @@ from .rules_leverage import Blend, Leverage
 from .rules_mass import H2O, TOVA, H2OAvg, TopK
 from .rules_prompt import NACL, AdaKV, ReSTKV, SnapKV
 from .rules_random import Random
+from .rules_reread import Reread
 from .rules_scissorhands import Scissorhands, ScissorhandsRelease
 from .rules_softmax import AhaKV, Keyformer
 from .rules_sparse import SparseFixed, SparseStrided
@@ -31,6 +32,7 @@ RULES: dict[str, type[Rule]] = {
     "nacl": NACL,
     "pyramidkv": SnapKV,  # within one layer; the layers differ in their budgets (policies.md §8)
     "random": Random,
+    "reread": Reread,
     "restkv": ReSTKV,
     "scissorhands": Scissorhands,
     "scissorhands_release": ScissorhandsRelease,

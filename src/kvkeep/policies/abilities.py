@@ -111,6 +111,7 @@ class Abilities:
         cascades: set if it prunes through the layers: the class of the table that the layers share.
         sums: set if the rule for generated tokens can run within an attention kernel.
         unrotates: whether it looks at keys before their rotation, `View.unrotated`.
+        rereads: whether the report of a prompt has the field ``again``, see `kvkeep.backends.Backend.reread`.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         defaults: arguments of a cache that depend on the policy.
     """
@@ -122,6 +123,7 @@ class Abilities:
     focuses: ClassVar[Focus | None] = None
     cascades: ClassVar[type[Cascade] | None] = None
     sums: ClassVar[Sums | None] = None
+    rereads: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
     defaults: ClassVar[Defaults] = Defaults()
 

@@ -16,7 +16,7 @@ from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.store import Cascade
 from kvkeep.store.heads import empty
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Report, Slots, View
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,19 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         index = positions.long().masked_fill(positions == EMPTY, n)  # the last column of `memory` belongs to nobody
         past, alive = cascade.enter(1, positions[:, 0])
         view = replace(_view(case, tape, positions, stop - start, turn, phase), budget=budget, past=past, alive=alive)
+        now, slots = torch.arange(start, stop)[None], Slots(view.keys, view.values, positions)
+        query = tape.query[:, :, start:stop]
         out, report = reference.attend(
-            tape.query[:, :, start:stop],
-            Slots(view.keys, view.values, positions),
-            torch.arange(start, stop)[None],
+            query,
+            slots,
+            now,
             statistic=policy.wants(view),
             options=replace(case.options, top=policy.focuses.top(policy, view) if policy.focuses else None),
         )
+        if policy.rereads and phase is Phase.PREFILL:
+            length = torch.tensor([[stop]])
+            again = reference.reread(query, slots, now, length=length, rotation=None, options=case.options)
+            report = Report({**report.sums, "again": again})
         if policy.cascades:
             cascade.add(positions[:, 0], report)
         of_slots = {name: history.gather(-1, index) for name, history in memory.items()}
