@@ -129,20 +129,23 @@ def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:
     Raises:
         UnsupportedModelError: kvkeep cannot undo the model's rotation.
     """
-    kind = config.get_text_config(decoder=True).model_type
+    text = config.get_text_config(decoder=True)
+    kind, parameters = text.model_type, getattr(text, "rope_parameters", None)
     if kind in UNROTATED and not policy.rereads:
         return None
     try:
         return rotation_of(config)
     except UnsupportedModelError:
+        form = parameters.get("rope_type") if isinstance(parameters, dict) else None
+        model = f"this {kind!r} model" + (f" with {form!r} embeddings" if form else "")
         if policy.rereads:
             raise UnsupportedModelError(
-                f"{policy} needs rotary positions that kvkeep knows how to turn, and this {kind!r} model has none or "
-                "others. Choose another policy, for example leverage."
+                f"{policy} needs rotary positions that kvkeep knows how to turn, and {model} has none or others. "
+                "Choose another policy, for example leverage."
             ) from None
         raise UnsupportedModelError(
-            f"{policy} looks at keys before their rotation, which kvkeep cannot undo for this {kind!r} model. Give the "
-            "policy rotated=true if it has this option, or choose another policy."
+            f"{policy} looks at keys before their rotation, which kvkeep cannot undo for {model}. Give the policy "
+            "rotated=true if it has this option, or choose another policy."
         ) from None
 
 
