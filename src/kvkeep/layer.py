@@ -25,7 +25,7 @@ from kvkeep.memory import Memory
 from kvkeep.policies.base import Policy
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import Alone, Block, Cascade, DenseStore, Store, inference
-from kvkeep.types import AttentionOptions, Phase, Report, Slots, State, View
+from kvkeep.types import AttentionOptions, Phase, Queries, Report, Slots, State, View
 
 
 class Layer:
@@ -50,7 +50,7 @@ class Layer:
         moves: number of times that rows were selected.
         block: the slots, state and counters; allocated by the first step.
         budgets: the budget asked for, at most the window; one number, or one per row.
-        rotary: the model's rotary embedding under true positions, set for a policy that looks at unrotated keys.
+        rotary: the model's rotary embedding, set for a policy that looks at unrotated keys or turns queries.
     """
 
     block: Block
@@ -236,6 +236,9 @@ class Layer:
         positions = slots.positions
         left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
         view = self._view(slots._replace(positions=left), new=new >= 0, phase=Phase.PREFILL)
+        if self.policy.asks:
+            plain = query if view.rotation is None or not view.turned else view.rotation.undo(query, new[:, None])
+            view = replace(view, queries=Queries(plain, new))
         attended, wanted = slots._replace(positions=shared if first else positions), self.policy.wants(view)
         out, report = self._backend.attend(query, attended, new, statistic=wanted, options=options)
         if self.policy.rereads:
@@ -268,10 +271,8 @@ class Layer:
 
     def _view(self, slots: Slots, *, new: Bool[Tensor, "B T"], phase: Phase) -> View:
         past, alive = self._shared.enter(self._index, slots.positions[:, 0])
-        tables, rotary = (past, alive), self.rotary
-        return self.block.view(
-            slots, new=new.sum(dim=1), phase=phase, layer=self._index, tables=tables, rotation=rotary
-        )
+        model = {"rotation": self.rotary, "turned": self._rotation is None}
+        return self.block.view(slots, new=new.sum(dim=1), phase=phase, layer=self._index, tables=(past, alive), **model)
 
     def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate the block on the first step; later, check that the tensors fit it."""

@@ -50,7 +50,7 @@ class Layout:
         windows: sliding window of each layer with slots, see `windows_of`.
         layer_budget: how budgets are spread over the layers, see `kvkeep.budget.per_layer`.
         rotation: the rotary embedding that slot positions need; ``None`` under true positions.
-        rotary: the rotary embedding that the policy needs under true positions, if any.
+        rotary: the rotary embedding that the policy needs, if any.
     """
 
     policy: Policy
@@ -85,8 +85,7 @@ class Layout:
                 "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
             )
         how = policy.defaults.layer_budget if layer_budget is None else layer_budget
-        turns = policy.unrotates or policy.rereads
-        rotary = rotary_of(config, policy) if turns and rotation is None else None
+        rotary = rotation or rotary_of(config, policy) if policy.unrotates or policy.rereads else None
         return cls(policy, windows, how, rotation, rotary)
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[int]]:

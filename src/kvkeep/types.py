@@ -63,6 +63,13 @@ class Slots(NamedTuple):
     positions: Int[Tensor, "B #Hk S"]
 
 
+class Queries(NamedTuple):
+    """New queries before their rotation, and their true positions, `EMPTY` for padding."""
+
+    vectors: Float[Tensor, "B Hq T D"]
+    positions: Int[Tensor, "B T"]
+
+
 @dataclass(frozen=True, eq=False)
 class Top:
     """Attention to the largest probabilities of each query head's row and to the row's own token, and no others.
@@ -97,8 +104,16 @@ class AttentionOptions:
 
 
 @runtime_checkable
-class Undoes(Protocol):
-    """Undoes a rotation of keys: `kvkeep.rotary.ranks.Rotation`."""
+class Turning(Protocol):
+    """A rotary embedding: `kvkeep.rotary.ranks.Rotation`."""
+
+    @property
+    def frequencies(self) -> Float[Tensor, " F"]:
+        """Radians per position."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor on rotated vectors."""
 
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
         """The vectors before they were rotated to their positions."""
@@ -122,7 +137,9 @@ class View:
         past: mass that each slot's token has received in all earlier layers and steps, summed over heads. Only for a
             policy that cascades, whose heads hold the same tokens in the same slots: ``A`` is then ``S``, otherwise 0.
         alive: whether the layer before still holds each slot's token. Has the shape of ``past``.
-        rotation: undoes the rotation of ``keys``; ``None`` if they have none, or if the policy does not ask for it.
+        rotation: the model's rotary embedding, for a policy that `unrotates`; ``None`` if the model has none.
+        turned: whether ``keys`` are rotated. They are not under slot positions.
+        queries: a prompt's new queries and their positions, for a policy that `asks`.
     """
 
     positions: Int[Tensor, "B Hk S"]
@@ -137,12 +154,14 @@ class View:
     sequences: Int[Tensor, " B"]
     past: Float[Tensor, "B A"]
     alive: Bool[Tensor, "B A"]
-    rotation: Undoes | None = None
+    rotation: Turning | None = None
+    turned: bool = True
+    queries: Queries | None = None
 
     @property
     def unrotated(self) -> Float[Tensor, "B Hk S D"]:
         """Keys before the rotation to their positions, for a policy that names `unrotates`. Empty slots: anything."""
-        if self.rotation is None:
+        if self.rotation is None or not self.turned:
             return self.keys
         shared = self.positions.stride(1) == 0  # all heads hold the same tokens, as before a prompt's first cut
         return self.rotation.undo(self.keys, self.positions[:, :1] if shared else self.positions)

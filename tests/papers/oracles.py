@@ -6,6 +6,7 @@ The rules are slow and literal on purpose: dictionaries by position, explicit bu
 from __future__ import annotations
 
 from .loops import Rule
+from .rules_expected import ExpectedAttention
 from .rules_keys import KeyDiff, KNorm
 from .rules_leverage import Blend, Leverage
 from .rules_mass import H2O, TOVA, H2OAvg, TopK
@@ -21,6 +22,7 @@ RULES: dict[str, type[Rule]] = {
     "adakv": AdaKV,
     "ahakv": AhaKV,
     "blend": Blend,
+    "expected_attention": ExpectedAttention,
     "full": Full,
     "h2o": H2O,
     "h2o_avg": H2OAvg,

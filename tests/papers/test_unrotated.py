@@ -47,6 +47,7 @@ def test_a_rotation_changes_nothing(policy, turns, chunk, pads):
     assert feed(policy, case, streams, rotate=False) == plain
     assert feed(policy, case, streams, rotate=True, rotary=ROTATION) == plain
     assert feed(policy, case, streams, rotate=True, rotation=ROTATION) == plain
+    assert feed(policy, case, streams, rotate=True, rotation=ROTATION, rotary=ROTATION) == plain
     assert feed(policy, case, streams, rotate=True) != plain
 
 
@@ -57,9 +58,8 @@ LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "v
 def test_the_rotation_is_the_models(policy):
     layers = kvkeep.BoundedCache(LlamaConfig(**LLAMA), policy, 16).bounded_layers()
     assert all(layer.rotary is not None for layer in layers.values())
-    for positions, config in (("slot", LlamaConfig(**LLAMA)), ("true", GPT2Config(n_layer=2))):
-        layers = kvkeep.BoundedCache(config, policy, 16, positions=positions).bounded_layers()
-        assert all(layer.rotary is None for layer in layers.values())  # keys have no rotation
+    layers = kvkeep.BoundedCache(GPT2Config(n_layer=2), policy, 16).bounded_layers()
+    assert all(layer.rotary is None for layer in layers.values())  # keys have no rotation
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -52,7 +52,7 @@ KINDS = {
         *(DEFAULT, "snapkv", "adakv", "pyramidkv", "nacl", "restkv", "blend", "tova", "topk", "ahakv:sinks=4"),
     ),
     "sum up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
-    "look at keys": ("reread", "leverage", "keydiff", "knorm"),
+    "look at keys": ("reread", "expected_attention", "leverage", "keydiff", "knorm"),
     "look at places": ("sparse_fixed", "sparse_strided", "streaming_llm", "local"),
     "choose blindly": ("random",),
 }

@@ -34,7 +34,7 @@ KINDS = {
     "choose at the end of a prompt": ("snapkv", "adakv", "pyramidkv", "nacl", "restkv", "blend"),
     "follow the attention of the newest tokens": ("tova", "topk", "ahakv"),
     "add up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
-    "read the prompt again": ("reread",),
+    "guess what later tokens will attend to": ("reread", "expected_attention"),
     "look at keys alone": ("leverage", "keydiff", "knorm"),
     "look at positions alone": ("streaming_llm", "local", "sparse_fixed", "sparse_strided"),
     "to compare with": ("full", "topk_dynamic", "random"),

@@ -111,6 +111,7 @@ class Abilities:
         cascades: set if it prunes through the layers: the class of the table that the layers share.
         sums: set if the rule for generated tokens can run within an attention kernel.
         unrotates: whether it looks at keys before their rotation, `View.unrotated`.
+        asks: whether it looks at a prompt's queries, `View.queries`.
         rereads: whether the report of a prompt has the field ``again``, see `kvkeep.backends.Backend.reread`.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         defaults: arguments of a cache that depend on the policy.
@@ -123,6 +124,7 @@ class Abilities:
     focuses: ClassVar[Focus | None] = None
     cascades: ClassVar[type[Cascade] | None] = None
     sums: ClassVar[Sums | None] = None
+    asks: ClassVar[bool] = False
     rereads: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
     defaults: ClassVar[Defaults] = Defaults()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,7 +17,7 @@ from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.heads import empty, places
 from kvkeep.store.protocol import Store
-from kvkeep.types import EMPTY, Budget, Phase, Slots, State, Undoes, View
+from kvkeep.types import EMPTY, Budget, Phase, Slots, State, View
 
 
 class Block:
@@ -144,7 +145,7 @@ class Block:
         phase: Phase,
         layer: int,
         tables: tuple[Float[Tensor, "B A"], Bool[Tensor, "B A"]],
-        rotation: Undoes | None = None,
+        **others: Any,
     ) -> View:
         """Slots of this block, and new tokens, as a policy sees them. The tables are ``past`` and ``alive``."""
         return View(
@@ -158,7 +159,7 @@ class Block:
             sequences=self.sequences,
             past=tables[0],
             alive=tables[1],
-            rotation=rotation,
+            **others,
         )
 
     def remember(self, state: State) -> None:

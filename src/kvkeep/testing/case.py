@@ -16,7 +16,7 @@ from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.store import Cascade
 from kvkeep.store.heads import empty
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Report, Slots, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Queries, Report, Slots, View
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,8 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
             statistic=policy.wants(view),
             options=replace(case.options, top=policy.focuses.top(policy, view) if policy.focuses else None),
         )
+        if policy.asks and phase is Phase.PREFILL:
+            view = replace(view, queries=Queries(query, now))
         if policy.rereads and phase is Phase.PREFILL:
             length = torch.tensor([[stop]])
             again = reference.reread(query, slots, now, length=length, rotation=None, options=case.options)
