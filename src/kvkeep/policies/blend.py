@@ -2,7 +2,7 @@
 
 Source: kvkeep's own: `snapkv` with a narrow window and wide pooling, and `leverage`.
 Differs: from each of the two by serving a question that ends the prompt as well as one that comes later.
-Fails when: the budget is so small that half of it is too little for either; see also `leverage`.
+Fails when: the budget is so small that half of it is too little for either; see also `leverage`, whose memory it needs.
 """
 
 import math

@@ -1,8 +1,10 @@
 """Keeps the keys that stand out most from all keys of their head, so that a text can be asked about later.
 
 Source: statistical leverage of unrotated keys, a rule of kvkeep; cf. Compactor (arXiv:2507.08143) and KeyDiff.
-Differs: no attention and no sampling; one scatter matrix per head, to which each chunk of a prompt adds its keys.
-Fails when: the keys of important tokens look like the others (lists, tables), or an answer needs its near past most.
+Differs: no attention and no sampling; one scatter matrix per head, to which each chunk of a prompt adds its keys. The
+  matrix takes the memory of D tokens in bfloat16, of D / 2 in float32, where D is the head dimension.
+Fails when: the keys of important tokens look like the others (lists, tables); an answer needs its near past most; or
+  a later question has more tokens than `recent`, so that its own keys compete.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,8 @@
 Source: kvkeep's own; it computes without a second pass what KVzip (arXiv:2505.23416) measures with one.
 Differs: queries are those of the first reading, turned ahead by the prompt's length; one budget for all heads. With
   chunks, each chunk rereads what is held and itself, and a token's score is the largest so far.
-Fails when: text that nothing in the prompt is similar to is asked for; in chunks, when it was dropped before.
+Fails when: nothing in the prompt resembles the question; a chunk dropped the answer before it could be reread; or a
+  later question has more tokens than `recent`. It costs one more product of all queries and keys, unfused on a CPU.
 """
 
 from collections.abc import Mapping
