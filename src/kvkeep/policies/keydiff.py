@@ -1,7 +1,8 @@
 """Keeps the keys that differ most from the average direction of all held keys; it ignores attention.
 
 Source: Park et al., arXiv:2504.15364; cf. kvpress `KeyDiffPress`.
-Differs: applied in every step; `recent` and `sinks` can be protected, and keys compared before their rotation.
+Differs: applied in every step; `recent` and `sinks` can be protected, and keys compared before their rotation, which
+  turns all slots back in each step.
 Fails when: the keys of important tokens look like all others.
 """
 
