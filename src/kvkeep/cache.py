@@ -97,6 +97,7 @@ class BoundedCache(SnapshotCache):
                 cascade=cascade,
                 pins=pinned,
             )
+            bounded.rotary = layout.rotary
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)

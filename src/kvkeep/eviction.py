@@ -194,6 +194,8 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
 def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> Bool[Tensor, "B Hk S"]:
     """After a chunk, move the best tokens of slots ∪ chunk, with their state, into the slots in position order.
 
+    The state of the heads is written as it is.
+
     Args:
         policy: scores the tokens and says how many stay.
         block: the slots, which are overwritten.
@@ -217,8 +219,9 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         view.values.gather(2, index.expand(-1, -1, -1, view.values.shape[-1])),
         kept,
     )
-    for name, tensor in state.items():
-        block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
+    block.remember({name: tensor for name, tensor in state.items() if name in block.heads})
+    for name in state.keys() - block.heads:
+        block.state[name][..., : order.shape[-1]] = state[name].gather(-1, order)
     return stays
 
 

@@ -28,7 +28,7 @@ from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import Alone, Block, Cascade, DenseStore, Store, inference
-from kvkeep.types import AttentionOptions, Phase, Report, Slots, State, View
+from kvkeep.types import AttentionOptions, Phase, Queries, Report, Slots, State, View
 
 
 class Layer:
@@ -56,9 +56,11 @@ class Layer:
         broken: whether a step has failed between its beginning and its end.
         block: the slots, state and counters; allocated by the first step.
         budgets: the budget asked for, at most the window; one number, or one per row.
+        rotary: the model's rotary embedding, set for a policy that looks at unrotated keys or turns queries.
     """
 
     block: Block
+    rotary: Rotation | None = None
     _backend: Backend
     _kind: type[Store] = DenseStore
 
@@ -183,7 +185,7 @@ class Layer:
 
     @property
     def state(self) -> State:
-        """The policy's per-slot state."""
+        """The policy's state, of slots and of heads."""
         return self.block.state
 
     @property
@@ -247,8 +249,15 @@ class Layer:
         positions = slots.positions
         left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
         view = self._view(slots._replace(positions=left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
+        if self.policy.asks:
+            plain = query if view.rotation is None or not view.turned else view.rotation.undo(query, new[:, None])
+            view = replace(view, queries=Queries(plain, new))
         attended, wanted = slots._replace(positions=shared if first else positions), self.policy.wants(view)
         out, report = self._backend.attend(query, attended, new, statistic=wanted, options=options)
+        if self.policy.rereads:
+            n, turn = self.seen[:, None], self._rotation or self.rotary
+            again = self._backend.reread(query, attended, new, length=n, rotation=turn, options=options)
+            report = Report({**report.sums, "again": again})
         self._shared.add(left[:, 0], report)
         stays = cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
         among = None if self.window is None else left >= 0
@@ -277,7 +286,8 @@ class Layer:
 
     def _view(self, slots: Slots, *, new: Int[Tensor, " B"], phase: Phase) -> View:
         tables = self._shared.enter(self._index, slots.positions[:, 0])
-        return self.block.view(slots, new=new, phase=phase, layer=self._index, tables=tables)
+        view = self.block.view(slots, new=new, phase=phase, layer=self._index, tables=tables)
+        return view if self.rotary is None else replace(view, rotation=self.rotary, turned=self._rotation is None)
 
     def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate the block on the first step; later, check that the tensors fit it."""
@@ -290,8 +300,10 @@ class Layer:
 
     def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
         """An empty block for such keys and values. It is not yet the layer's own."""
-        starts, ids, pins = self.policy.slots, self._sequences, self._pins
-        return Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind, pins=pins)
+        starts, heads, ids, pins = self.policy.slots, self.policy.summaries, self._sequences, self._pins
+        return Block(
+            keys, values, numbers=self.budgets, starts=starts, heads=heads, sequences=ids, store=self._kind, pins=pins
+        )
 
     def hold(self, block: Block, *, columns: int) -> None:
         """Use a block that has seen ``columns`` columns, with the backend for its device and dtype."""

@@ -219,7 +219,7 @@ def positions(cache: kvkeep.BoundedCache, layer: int) -> list[list[int]]:
         return []
 
 
-SMALL = {"ahakv": "ahakv:recent=4"} | {name: f"{name}:window=4" for name in ("adakv", "pyramidkv", "snapkv")}
+SMALL = {"ahakv": "ahakv:recent=4"} | {name: f"{name}:window=4" for name in ("adakv", "pyramidkv", "restkv", "snapkv")}
 """Policies that protect more tokens than this text has, with less of them."""
 
 

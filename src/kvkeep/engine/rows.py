@@ -21,6 +21,7 @@ from kvkeep.pins import Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents, put, take
 from kvkeep.store import Block, inference, pin_row
+from kvkeep.store.heads import shared
 from kvkeep.types import Phase, Slots
 
 Watch: TypeAlias = Callable[[int, Segment], Policy]
@@ -118,7 +119,7 @@ class Rows:
         keys, values = (x[:, :, :1].expand(self.count, -1, -1, -1) for x in (like.keys, like.values))
         spreads = self.policy.spreads
         most = spreads.most(self.policy, budget, heads) if spreads else budget
-        block = Block(keys, values, numbers=[most], starts=starts)
+        block = Block(keys, values, numbers=[most], starts=starts, heads=shared(self.policy.summaries))
         block.budget = block.seen.new_full((self.count, heads), budget) if spreads else budget
         return block
 
@@ -131,10 +132,11 @@ class Rows:
         numbers = self.numbers(policy, self._budget)
         if any(number >= block.store.capacity for number, block in zip(numbers, self._blocks, strict=True)):
             return False
-        missing = len(policy.slots) - len(self._blocks[0].state)
-        if missing <= 0 or self._most_bytes is None:
+        if self._most_bytes is None:
             return True
-        more = missing * sum(4 * block.store.positions.numel() for block in self._blocks)
+        more = sum(block.lacks(len(policy.slots), shared(policy.summaries)) for block in self._blocks)
+        if not more:
+            return True
         held = sum(block.memory().allocated_bytes for block in self._blocks) + self.count * self._state_bytes
         return held + more <= self._most_bytes
 
@@ -169,10 +171,10 @@ class Rows:
         self._owners[row] = Owner(policy, bool(pins) and policy.evicts)
         self._own[row] = self._new_own(policy)
         self.numbers(policy, budget)
-        if any(len(policy.slots) > len(block.state) for block in self._blocks):
+        if any(block.lacks(len(policy.slots), shared(policy.summaries)) for block in self._blocks):
             self.renew()
             for block in self._blocks:
-                block.add_state(len(policy.slots))
+                block.add_state(len(policy.slots), shared(policy.summaries))
         self.limit_row(row, policy, budget)
         for block in self._blocks:
             block.sequences[row] = sequence
@@ -298,7 +300,7 @@ class Rows:
         if policy not in self._layers:
             _make_room(self._layers)
             self._layers[policy] = list(self._cache(policy, self._budget).bounded_layers().values())
-        block = self._blocks[index].under(policy.slots).part(one.start, one.stop)
+        block = self._blocks[index].under(policy.slots, policy.summaries).part(one.start, one.stop)
         if not one.owner.pinned:
             block.pins = None
         own = self._own[one.start]
@@ -310,8 +312,8 @@ class Rows:
     def _seen_by(self, row: int) -> list[Block]:
         """The blocks of all layers as the policy of a row sees them."""
         owner = self._owners[row]
-        slots = (self.policy if owner is None else owner.policy).slots
-        return [block.under(slots) for block in self._blocks]
+        policy = self.policy if owner is None else owner.policy
+        return [block.under(policy.slots, policy.summaries) for block in self._blocks]
 
     def _empty(self, row: int) -> None:
         for block in self._blocks:
