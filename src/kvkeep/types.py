@@ -16,6 +16,7 @@ Axis letters, the same in every signature:
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -160,7 +161,7 @@ class View:
     turned: bool = True
     queries: Queries | None = None
 
-    @property
+    @functools.cached_property
     def unrotated(self) -> Float[Tensor, "B Hk S D"]:
         """Keys before the rotation to their positions, for a policy that names `unrotates`. Empty slots: anything."""
         if self.rotation is None or not self.turned:

@@ -47,8 +47,10 @@ class Leverages(Policy):
         keys, counts = self._keys(view), self._counts(view)
         number = counts.sum(dim=-1).float()
         total = (state["count"] + number).clamp(min=1.0)
-        mean = keys.masked_fill(~counts[..., None], 0.0).sum(dim=2) / number.clamp(min=1.0)[..., None]
-        centred = (keys - mean[:, :, None]).masked_fill(~counts[..., None], 0.0)
+        weights = counts.float()[:, :, None]
+        keys = keys.nan_to_num(0.0, 0.0, 0.0)
+        mean = (weights @ keys).squeeze(2) / number.clamp(min=1.0)[..., None]
+        centred = (keys - mean[:, :, None]).mul_(weights.mT)
         apart = mean - state["mean"]
         of_means = apart[..., :, None] * apart[..., None, :] * (state["count"] * number / total)[..., None, None]
         return state | {
