@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli.generate.summary import _percent
 from kvkeep.cli.main import app
-from kvkeep.engine.admission import check_room
+from kvkeep.engine.room import check_room
 from kvkeep.errors import InputError
 from kvkeep.layout import Layout
 from kvkeep.models.load import find, load, quiet

@@ -11,7 +11,7 @@ from sweeps import sweep
 
 from kvkeep import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.admission import free_bytes
+from kvkeep.engine.room import free_bytes
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import show_bytes

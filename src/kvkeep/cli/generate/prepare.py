@@ -13,9 +13,9 @@ from kvkeep import budget as budgets
 from kvkeep.cli import console
 from kvkeep.cli.generate.request import Request
 from kvkeep.engine import Engine
-from kvkeep.engine.admission import check_room
 from kvkeep.engine.choice import levels
 from kvkeep.engine.prompts import checked_guard
+from kvkeep.engine.room import check_room
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 from kvkeep.layout import Layout
