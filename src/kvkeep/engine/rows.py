@@ -20,7 +20,7 @@ from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents, put, take
-from kvkeep.store import Block, inference, pin_row
+from kvkeep.store import Block, add_state, inference, lacks, pin_row
 from kvkeep.store.heads import shared
 from kvkeep.types import Phase, Slots
 
@@ -134,7 +134,7 @@ class Rows:
             return False
         if self._most_bytes is None:
             return True
-        more = sum(block.lacks(len(policy.slots), shared(policy.summaries)) for block in self._blocks)
+        more = sum(lacks(block, policy.slots, policy.summaries) for block in self._blocks)
         if not more:
             return True
         held = sum(block.memory().allocated_bytes for block in self._blocks) + self.count * self._state_bytes
@@ -171,10 +171,10 @@ class Rows:
         self._owners[row] = Owner(policy, bool(pins) and policy.evicts)
         self._own[row] = self._new_own(policy)
         self.numbers(policy, budget)
-        if any(block.lacks(len(policy.slots), shared(policy.summaries)) for block in self._blocks):
+        if any(lacks(block, policy.slots, policy.summaries) for block in self._blocks):
             self.renew()
             for block in self._blocks:
-                block.add_state(len(policy.slots), shared(policy.summaries))
+                add_state(block, policy.slots, policy.summaries)
         self.limit_row(row, policy, budget)
         for block in self._blocks:
             block.sequences[row] = sequence

@@ -264,24 +264,6 @@ class Block:
         other.heads = frozenset(heads)
         return other
 
-    def lacks(self, n: int, heads: Mapping[str, str]) -> int:
-        """The bytes that `add_state` would add."""
-        missing = max(0, n - len(self.of_slots())) * 4 * self.store.positions.numel()
-        return missing + bytes_of(self._missing(heads, "meta").values())
-
-    def add_state(self, n: int, heads: Mapping[str, str]) -> None:
-        """Add state tensors of slots until there are ``n``, and those of heads. Existing ones stay the same objects."""
-        for i in range(len(self.of_slots()), n):
-            self.state[str(i)] = self.store.positions.new_zeros(self.store.positions.shape, dtype=torch.float32)
-        self.state |= self._missing(heads)
-        self.heads |= heads.keys()
-
-    def _missing(self, heads: Mapping[str, str], device: str | None = None) -> State:
-        """State of heads that the block does not have yet."""
-        missing = {name: axes for name, axes in heads.items() if name not in self.heads}
-        slots = self.store.slots()
-        return empty(missing, slots.keys.to(device), slots.values.to(device)) if missing else {}
-
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes the former row ``index[i]``. Works in place if the number of rows stays the same."""
         found = {}
