@@ -96,5 +96,5 @@ class Wrong(Policy):
 
 
 def test_an_axis_that_does_not_exist_is_refused():
-    with pytest.raises(PolicyError, match=r"summary 'one' has the axis 'G'\. An axis is D"):
+    with pytest.raises(PolicyError, match=r"has the axes 'D G', and a head has no 'G'\. An axis is D"):
         Rows(model("llama"), Wrong(), 9)
