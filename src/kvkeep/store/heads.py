@@ -29,8 +29,8 @@ def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Floa
     for name, letters in axes.items():
         if unknown := set(letters.split()) - sizes.keys():
             raise PolicyError(
-                f"A summary of the policy has the axes {letters!r}, and a head has no {min(unknown)!r}. An axis is D, the "
-                "head dim of keys, or E, that of values, with spaces between: 'D E'."
+                f"A summary of the policy has the axes {letters!r}, and a head has no {min(unknown)!r}. An axis is D, "
+                "the head dim of keys, or E, that of values, with spaces between: 'D E'."
             )
         shape = (*keys.shape[:2], *(sizes[axis] for axis in letters.split()))
         found[name] = keys.new_zeros(shape, dtype=torch.float32)
