@@ -8,6 +8,7 @@ import torch
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
+from kvkeep.errors import PolicyError
 from kvkeep.memory import bytes_of
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
@@ -83,3 +84,17 @@ def test_policies_share_tensors_of_the_same_axes():
     assert block.state["D#0"][1].eq(0).all()
     assert block.state["D#0"][0].eq(7).all()
     assert torch.equal(block.part(0, 1).state["D#0"], block.state["D#0"][:1])
+
+
+class Wrong(Policy):
+    """An axis that heads do not have."""
+
+    summaries: ClassVar = {"one": "D G"}
+
+    def score(self, view, state):
+        return view.positions.float()
+
+
+def test_an_axis_that_does_not_exist_is_refused():
+    with pytest.raises(PolicyError, match=r"has the axes 'D G', and a head has no 'G'\. An axis is D"):
+        Rows(model("llama"), Wrong(), 9)

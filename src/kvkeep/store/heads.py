@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.errors import PolicyError
 from kvkeep.types import State
 
 
@@ -18,10 +20,21 @@ def empty(axes: Mapping[str, str], keys: Float[Tensor, "B Hk _ D"], values: Floa
         axes: the policy's `summaries`, name → axes.
         keys: keys of the heads.
         values: values of the heads.
+
+    Raises:
+        PolicyError: an axis is neither the keys' nor the values'.
     """
     sizes = {"D": keys.shape[-1], "E": values.shape[-1]}
-    shapes = {name: (*keys.shape[:2], *(sizes[axis] for axis in letters.split())) for name, letters in axes.items()}
-    return {name: keys.new_zeros(shape, dtype=torch.float32) for name, shape in shapes.items()}
+    found = {}
+    for name, letters in axes.items():
+        if unknown := set(letters.split()) - sizes.keys():
+            raise PolicyError(
+                f"A summary of the policy has the axes {letters!r}, and a head has no {min(unknown)!r}. An axis is D, "
+                "the head dim of keys, or E, that of values, with spaces between: 'D E'."
+            )
+        shape = (*keys.shape[:2], *(sizes[axis] for axis in letters.split()))
+        found[name] = keys.new_zeros(shape, dtype=torch.float32)
+    return found
 
 
 def places(axes: Mapping[str, str]) -> dict[str, str]:
@@ -42,10 +55,5 @@ def shared(axes: Mapping[str, str]) -> dict[str, str]:
 
 def numbers(axes: Mapping[str, str], *, key_dim: int, value_dim: int) -> int:
     """How many numbers the state of one head has."""
-    sizes, count = {"D": key_dim, "E": value_dim}, 0
-    for letters in axes.values():
-        product = 1
-        for axis in letters.split():
-            product *= sizes[axis]
-        count += product
-    return count
+    sizes = {"D": key_dim, "E": value_dim}
+    return sum(math.prod(sizes[axis] for axis in letters.split()) for letters in axes.values())
