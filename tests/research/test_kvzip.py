@@ -94,3 +94,13 @@ def test_a_sliding_window_cannot_be_read_twice():
     model = kvkeep.attach(made(MistralConfig(**SIZES, sliding_window=8), "sdpa"))
     with pytest.raises(kvkeep.UnsupportedModelError, match="cannot be read twice"):
         kvzip.read(model, IDS, budget=9)
+
+
+def test_a_snapshot_names_the_budget_that_was_kept(model):
+    cache = kvzip.read(model, IDS, budget=20)
+    other = kvkeep.BoundedCache(model.config, cache.policy, [20, 20])
+    for row in (0, 1):
+        other.restore(row, cache.snapshot(row))
+    for one, again in zip(cache.bounded_layers().values(), other.bounded_layers().values(), strict=True):
+        assert torch.equal(one.block.store.positions, again.block.store.positions)
+        assert one.block.store.capacity == again.block.store.capacity == 21

@@ -11,7 +11,7 @@ and bounds memory with chunks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
@@ -91,7 +91,7 @@ def read(
     pieces = [(Phase.PREFILL, ids), *((Phase.PROBE, part) for part in ids.split(check_one(chunk, "chunk"), dim=1))]
     for cache.phase, piece in pieces:
         model(input_ids=piece, past_key_values=cache)
-    cache.phase, cache.budget = None, budget
+    cache.phase, cache.budget, cache._settings = None, budget, replace(cache._settings, budgets=(budget,))
     for layer in layers.values():
         _shrink(layer, budget)
     return cache
