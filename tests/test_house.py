@@ -16,7 +16,7 @@ FLOORS = [
     {"runs", "scores", "statistic", "memory", "budget", "pins", "loss", "rotary", "history"},
     {"results", "backends", "store"},
     {"policies"},
-    {"registry", "capacity", "eviction", "asked"},
+    {"registry", "capacity", "eviction", "prefill", "asked"},
     {"layer", "layout"},
     {"handing"},
     {"hybrid"},

@@ -32,7 +32,8 @@ def options_table(policy: type[kvkeep.Policy]) -> str:
         f"| `{field.name}` | {kind_name(kinds[field.name])} | `{field.default}` | {field.metadata['help']} |"
         for field in fields
     ]
-    return "\n".join(["| option | value | default | |", "|---|---|---|---|", *rows]) + "\n"
+    presets = [f"\nPreset `{name}`: `{text}`." for name, text in policy.presets.items()]
+    return "\n".join(["| option | value | default | |", "|---|---|---|---|", *rows, *presets]) + "\n"
 
 
 def section(name: str, policy: type[kvkeep.Policy]) -> str:

@@ -81,7 +81,7 @@ class BoundedCache(SnapshotCache):
             config, self.policy, prefill_chunk=prefill_chunk, layer_budget=layer_budget, positions=positions
         )
         self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
-        self._first = min(layout.windows, default=0)
+        self._first, self._prompt_columns = min(layout.windows, default=0), 0
         pinned = spans_of_rows(pins)
         cascade = self.policy.cascades(self._first) if self.policy.cascades else None
         layers: list[Any] = DynamicCache(config=config).layers
@@ -97,12 +97,12 @@ class BoundedCache(SnapshotCache):
                 cascade=cascade,
                 pins=pinned,
             )
+            bounded.rotary = layout.rotary
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)
         self._settings = Settings.of(config, budget, layout.layer_budget, prefill_chunk, cascade)
         self._history: History | None = None
-        self._prompt_columns = 0
 
     def continue_with(
         self, ids: Ids, attention_mask: Tensor | None = None, *, tokenizer: Decodes | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvkeep.errors import CapacityError
@@ -16,18 +16,26 @@ from kvkeep.types import Phase
 
 
 def check_room(
-    policy: Policy, block: Block, coming: int | Int[Tensor, " B"], *, phase: Phase, window: int | None
+    policy: Policy, block: Block, T: int, real: Bool[Tensor, "B T"] | None, *, phase: Phase, window: int | None
 ) -> None:
     """Refuse new tokens for which a policy that does not evict has no room.
+
+    Args:
+        policy: the eviction policy.
+        block: the slots.
+        T: new tokens per row.
+        real: which of them are no padding; ``None``: all.
+        phase: what the tokens are. Those that are only read again need no room.
+        window: sliding window of the layer.
 
     Raises:
         CapacityError: a row would hold more tokens than its budget.
     """
-    if not policy.evicts:
-        _check(block, (block.seen + coming)[:, None], window=window)
-    elif policy.grows and phase is Phase.DECODE:
-        more = torch.as_tensor(coming, device=block.seen.device).view(-1, 1)
-        _check(block, block.held() + more, window=window)
+    grows = policy.grows is not None and phase is Phase.DECODE
+    if phase is Phase.PROBE or (policy.evicts and not grows):
+        return
+    coming = T if real is None else real.sum(dim=1, keepdim=True)
+    _check(block, coming + (block.held() if policy.evicts else block.seen[:, None]), window=window)
 
 
 def _check(block: Block, needed: Int[Tensor, "B n"], *, window: int | None) -> None:

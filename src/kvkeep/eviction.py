@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,40 +18,6 @@ from kvkeep.store import Block
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, State, View
 
 _LATER = torch.iinfo(torch.int32).max
-
-
-def in_chunks(
-    step: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
-    query: Float[Tensor, "B Hq T D"],
-    keys: Float[Tensor, "B Hk T D"],
-    values: Float[Tensor, "B Hk T E"],
-    *,
-    real: Bool[Tensor, "B T"] | None,
-    size: int,
-) -> Float[Tensor, "B Hq T E"]:
-    """Run ``step`` on ``size`` real tokens of each row at a time, and put the outputs back in their columns.
-
-    Chunks are cut in tokens, not in columns, so padding never moves a cut.
-
-    Args:
-        step: takes queries, keys, values and which of their columns are real (``None``: all); returns the output.
-        query: queries.
-        keys: keys.
-        values: values.
-        real: which columns are real; ``None``: all.
-        size: tokens of a chunk.
-    """
-    T = query.shape[2]
-    if size >= T:
-        return step(query, keys, values, real)
-    if real is None:
-        parts = zip(*(x.split(size, dim=2) for x in (query, keys, values)), strict=True)
-        return torch.cat([step(q, k, v, None) for q, k, v in parts], dim=2)
-    order = real.int().argsort(dim=1, descending=True, stable=True)  # real tokens first, in their order
-    front = [x.gather(2, order[:, None, :, None].expand_as(x)).split(size, dim=2) for x in (query, keys, values)]
-    pieces = zip(*front, real.gather(1, order).split(size, dim=1), strict=True)
-    out = torch.cat([step(q, k, v, r) for q, k, v, r in pieces], dim=2)
-    return torch.empty_like(out).scatter_(2, order[:, None, :, None].expand_as(out), out)
 
 
 def append(
@@ -194,6 +159,8 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
 def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> Bool[Tensor, "B Hk S"]:
     """After a chunk, move the best tokens of slots ∪ chunk, with their state, into the slots in position order.
 
+    The state of the heads is written as it is.
+
     Args:
         policy: scores the tokens and says how many stay.
         block: the slots, which are overwritten.
@@ -217,8 +184,9 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         view.values.gather(2, index.expand(-1, -1, -1, view.values.shape[-1])),
         kept,
     )
-    for name, tensor in state.items():
-        block.state[name][..., : order.shape[-1]] = tensor.gather(-1, order)
+    block.remember({name: tensor for name, tensor in state.items() if name in block.heads})
+    for name in state.keys() - block.heads:
+        block.state[name][..., : order.shape[-1]] = state[name].gather(-1, order)
     return stays
 
 

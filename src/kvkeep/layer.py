@@ -10,7 +10,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import SupportsIndex
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,11 +20,12 @@ from kvkeep import loss, scores
 from kvkeep.asked import Asked, one_each
 from kvkeep.backends import Backend, choose
 from kvkeep.capacity import check_pins, check_room
-from kvkeep.errors import BrokenCacheError, BudgetError, ShapeError, UnsupportedOperationError
-from kvkeep.eviction import append, cut, evict, fused, fuses, in_chunks
+from kvkeep.errors import BrokenCacheError, ShapeError, UnsupportedOperationError
+from kvkeep.eviction import append, cut, evict, fused, fuses
 from kvkeep.memory import Memory
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
+from kvkeep.prefill import chunk_size, in_chunks, with_queries
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import Alone, Block, Cascade, DenseStore, Store, inference
 from kvkeep.types import AttentionOptions, Phase, Report, Slots, State, View
@@ -56,9 +56,11 @@ class Layer:
         broken: whether a step has failed between its beginning and its end.
         block: the slots, state and counters; allocated by the first step.
         budgets: the budget asked for, at most the window; one number, or one per row.
+        rotary: the model's rotary embedding, set for a policy that looks at unrotated keys or turns queries.
     """
 
     block: Block
+    rotary: Rotation | None = None
     _backend: Backend
     _kind: type[Store] = DenseStore
 
@@ -77,16 +79,12 @@ class Layer:
     ):
         for number in (numbers := budgets.check(budget)):
             policy.check(number)
-        whole = isinstance(prefill_chunk, SupportsIndex) and not isinstance(prefill_chunk, bool)
-        if prefill_chunk is not None and (not whole or prefill_chunk < 1):
-            raise BudgetError(f"The prefill chunk {prefill_chunk} is no whole number of 1 or more tokens.")
         self.policy, self.window, self._asked = policy, window, Asked(policy)
         self.columns, self.moves, self.allocated, self.broken = 0, 0, False, False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index, self._sequences, self._rotation = index, sequences, rotation
-        self._pins = pins if policy.evicts else ()
+        self._prefill_chunk, self._pins = chunk_size(prefill_chunk), pins if policy.evicts else ()
         check_pins(policy, self.budgets, self._pins, window=window)
-        self._prefill_chunk = None if prefill_chunk is None else int(prefill_chunk)
         self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
 
     @inference
@@ -125,12 +123,9 @@ class Layer:
         self._open(keys, values)
         if phase is Phase.DECODE and T > 1:
             raise ShapeError(f"{T} tokens per row came as generated ones; they come one at a time.")
-        if phase is not Phase.PROBE:
-            if not self.policy.evicts or self.policy.grows:
-                coming = T if real is None else real.sum(dim=1)
-                check_room(self.policy, self.block, coming, phase=phase, window=self.window)
-        elif self.policy.cascades:
+        if phase is Phase.PROBE and self.policy.cascades:
             raise UnsupportedOperationError(f"{self.policy} prunes through the layers and cannot read a text again.")
+        check_room(self.policy, self.block, T, real, phase=phase, window=self.window)
         self.broken = True  # until the step has ended
         if phase is Phase.DECODE:
             out = self._decode(query, keys, values, options, real)
@@ -144,13 +139,12 @@ class Layer:
 
     def reset(self) -> None:
         """Forget everything. The memory stays allocated, unless rows were selected or heads have their own budgets."""
-        self.columns, self.broken = 0, False
+        self.columns, self.moves, self.broken, moves = 0, 0, False, self.moves
         self._shared.clear()
-        if self.moves or self.policy.spreads:  # the block's budgets have changed: the next step makes a new block
+        if moves or self.policy.spreads:  # the block's budgets have changed: the next step makes a new block
             self.allocated = False
         elif self.allocated:
             self.block.clear()
-        self.moves = 0
 
     @inference
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
@@ -183,7 +177,7 @@ class Layer:
 
     @property
     def state(self) -> State:
-        """The policy's per-slot state."""
+        """The policy's state, of slots and of heads."""
         return self.block.state
 
     @property
@@ -236,23 +230,26 @@ class Layer:
         real: Bool[Tensor, "B T"] | None,
     ) -> Float[Tensor, "B Hq T E"]:
         """Attend over slots ∪ chunk, then keep the best of both."""
-        first = self.columns == 0  # the slots are empty: only the chunk is attended, and all heads agree on positions
-        used = 0 if first else self.store.used()
+        used = self.store.used() if self.columns else 0  # 0: only the chunk is attended; all heads agree on positions
         new = self.block.advance(query.shape[2], real, Phase.PREFILL)
         self.columns += query.shape[2]
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, new)
         shared = new.to(torch.int32)[:, None]
         slots, state = self.block.beside(keys, values, shared, starts=self.policy.slots, used=used)
-        positions = slots.positions
-        left = positions if self.window is None else scores.expire(positions, self.seen, self.window)
+        left = slots.positions if self.window is None else scores.expire(slots.positions, self.seen, self.window)
         view = self._view(slots._replace(positions=left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
-        attended, wanted = slots._replace(positions=shared if first else positions), self.policy.wants(view)
+        if self.policy.asks:
+            view = with_queries(view, query, new)
+        attended, wanted = slots if used else slots._replace(positions=shared), self.policy.wants(view)
         out, report = self._backend.attend(query, attended, new, statistic=wanted, options=options)
+        if self.policy.rereads:
+            n, turn = self.seen[:, None], self._rotation or self.rotary
+            again = self._backend.reread(query, attended, new, length=n, rotation=turn, options=options)
+            report = Report({**report.sums, "again": again})
         self._shared.add(left[:, 0], report)
         stays = cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
-        among = None if self.window is None else left >= 0
-        loss.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=among)
+        loss.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=left >= 0)
         self._shared.leave(self._index, self.store.positions[:, 0])
         return out
 
@@ -277,21 +274,23 @@ class Layer:
 
     def _view(self, slots: Slots, *, new: Int[Tensor, " B"], phase: Phase) -> View:
         tables = self._shared.enter(self._index, slots.positions[:, 0])
-        return self.block.view(slots, new=new, phase=phase, layer=self._index, tables=tables)
+        view = self.block.view(slots, new=new, phase=phase, layer=self._index, tables=tables)
+        return view if self.rotary is None else replace(view, rotation=self.rotary, turned=self._rotation is None)
 
     def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
         """Allocate the block on the first step; later, check that the tensors fit it."""
         if keys.shape[2] == 0:
             raise ShapeError("There are no tokens: the prompt is empty.")
-        if self.allocated and (self.columns or self.store.fits(keys, values)):
-            self.store.check_fit(keys, values)
-            return
-        self.hold(self.new_block(keys, values), columns=self.columns)
+        if not self.allocated or not (self.columns or self.store.fits(keys, values)):
+            self.hold(self.new_block(keys, values), columns=self.columns)
+        self.store.check_fit(keys, values)
 
     def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
         """An empty block for such keys and values. It is not yet the layer's own."""
-        starts, ids, pins = self.policy.slots, self._sequences, self._pins
-        return Block(keys, values, numbers=self.budgets, starts=starts, sequences=ids, store=self._kind, pins=pins)
+        starts, heads, ids, pins = self.policy.slots, self.policy.summaries, self._sequences, self._pins
+        return Block(
+            keys, values, numbers=self.budgets, starts=starts, heads=heads, sequences=ids, store=self._kind, pins=pins
+        )
 
     def hold(self, block: Block, *, columns: int) -> None:
         """Use a block that has seen ``columns`` columns, with the backend for its device and dtype."""

@@ -13,7 +13,7 @@ from kvkeep.capacity import check_pins
 from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.rotary.embedding import rotation_for
+from kvkeep.rotary.embedding import UNROTATED, rotation_for, rotation_of
 from kvkeep.rotary.ranks import Rotation
 
 _SUPPORTED_TYPES = {
@@ -52,12 +52,14 @@ class Layout:
         windows: sliding window of each layer with slots, see `windows_of`.
         layer_budget: how budgets are spread over the layers, see `kvkeep.budget.per_layer`.
         rotation: the rotary embedding that slot positions need; ``None`` under true positions.
+        rotary: the rotary embedding that the policy needs, if any.
     """
 
     policy: Policy
     windows: dict[int, int | None]
     layer_budget: str | Sequence[float]
     rotation: Rotation | None
+    rotary: Rotation | None
 
     @classmethod
     def of(
@@ -74,7 +76,8 @@ class Layout:
         Raises:
             InputError: ``positions`` names no mode.
             UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
-            UnsupportedModelError: the model has layers whose cache cannot be bounded.
+            UnsupportedModelError: the model has layers whose cache cannot be bounded, or a rotation that the policy
+                needs to undo and kvkeep cannot.
         """
         windows = windows_of(config)
         rotation = rotation_for(config, positions, own=policy.defaults.positions)
@@ -83,7 +86,9 @@ class Layout:
                 f"{policy} prunes through the layers of a model, which works neither with sliding windows "
                 "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
             )
-        return cls(policy, windows, policy.defaults.layer_budget if layer_budget is None else layer_budget, rotation)
+        how = policy.defaults.layer_budget if layer_budget is None else layer_budget
+        rotary = rotation or rotary_of(config, policy) if policy.unrotates or policy.rereads else None
+        return cls(policy, windows, how, rotation, rotary)
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[int]]:
         """The budget of each layer with slots: one number for all rows, or one per row.
@@ -126,6 +131,32 @@ class Layout:
         """
         pairs = zip(self.slots(budget), self.windows.values(), strict=True)
         return min((number for number, window in pairs if window is None or number < window), default=None)
+
+
+def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:
+    """The rotation of a model's keys, which the policy needs to undo; ``None`` if the model does not rotate them.
+
+    Raises:
+        UnsupportedModelError: kvkeep cannot undo the model's rotation.
+    """
+    text = config.get_text_config(decoder=True)
+    kind, parameters = text.model_type, getattr(text, "rope_parameters", None)
+    if kind in UNROTATED and not policy.rereads:
+        return None
+    try:
+        return rotation_of(config)
+    except UnsupportedModelError:
+        form = parameters.get("rope_type") if isinstance(parameters, dict) else None
+        model = f"this {kind!r} model" + (f" with {form!r} embeddings" if form else "")
+        if policy.rereads:
+            raise UnsupportedModelError(
+                f"{policy} needs rotary positions that kvkeep knows how to turn, and {model} has none or others. "
+                "Choose another policy, for example leverage."
+            ) from None
+        raise UnsupportedModelError(
+            f"{policy} looks at keys before their rotation, which kvkeep cannot undo for {model}. Give the policy "
+            "rotated=true if it has this option, or choose another policy."
+        ) from None
 
 
 def windows_of(config: PreTrainedConfig) -> dict[int, int | None]:

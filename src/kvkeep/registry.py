@@ -1,5 +1,7 @@
 """Policies by name: ``parse("h2o:recent=32")`` returns the policy, ``spec(policy)`` the string.
 
+A preset is a name for several options: ``snapkv:late``, or ``snapkv:late,recent=32``.
+
 Built-in policies are the modules of `kvkeep.policies`. Third-party policies come from the entry-point group
 ``kvkeep.policies`` (name → policy class), or are named by their module and class: ``my_module:MyPolicy:recent=4``.
 """
@@ -83,6 +85,8 @@ def name_of(policy: Policy | type[Policy]) -> str:
 def parse(text: str) -> Policy:
     """Build a policy from ``name`` or ``name:option=value,option=value``; the name may be ``module:Class``.
 
+    The first word after the name may be a preset instead of an option.
+
     Raises:
         PolicyError: unknown name or option (with the nearest known one), or a value of the wrong kind.
     """
@@ -161,7 +165,19 @@ def _import(module: str) -> types.ModuleType:
 
 
 def _options(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
-    """Return the values of a policy's options.
+    """Return the values of a policy's options. Options that follow a preset override it.
+
+    Raises:
+        PolicyError: unknown option or preset, or a value of the wrong kind.
+    """
+    first, _, rest = (piece.strip() for piece in tail.partition(","))
+    if first in cls.presets:
+        return _given(name, cls, cls.presets[first]) | _given(name, cls, rest)
+    return _given(name, cls, tail)
+
+
+def _given(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
+    """Return the values of options that are written out.
 
     Raises:
         PolicyError: unknown option, or a value of the wrong kind.
@@ -172,7 +188,11 @@ def _options(name: str, cls: type[Policy], tail: str) -> dict[str, object]:
     for item in filter(None, (part.strip() for part in tail.split(","))):
         key, equals, value = (piece.strip() for piece in item.partition("="))
         if key not in known:
-            raise PolicyError(f"Policy {name!r} has no option {key!r}.{_did_you_mean(key, known)}")
+            if key in cls.presets:
+                raise PolicyError(f"Preset {key!r} of policy {name!r} comes first, without a value: {name}:{key},...")
+            presets = [] if equals else list(cls.presets)
+            kind = "option or preset" if presets else "option"
+            raise PolicyError(f"Policy {name!r} has no {kind} {key!r}.{_did_you_mean(key, [*presets, *known])}")
         if not equals or not value:
             raise PolicyError(f"Option {key!r} of policy {name!r} has no value; write {name}:{key}=VALUE.")
         if key in values:

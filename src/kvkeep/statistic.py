@@ -144,6 +144,22 @@ class MassAndLast(Mass):
 
 
 @dataclass(frozen=True, eq=False)
+class Peak(Statistic):
+    """The largest attention probability that each key received from any row and any query head of the group."""
+
+    fields: ClassVar[tuple[str, ...]] = ("peak",)
+
+    def reduce(self, rows: Rows) -> dict[str, Float[Tensor, "B Hk S"]]:
+        """The maximum over the group and the selected rows."""
+        counts = rows.selected[:, None, None, :, None]
+        return {"peak": rows.probabilities.masked_fill(~counts, 0.0).amax(dim=(2, 3))}
+
+    def join(self, total: Float[Tensor, "B Hk S"], part: Float[Tensor, "B Hk S"]) -> None:
+        """Take the larger one, in place."""
+        torch.maximum(total, part, out=total)
+
+
+@dataclass(frozen=True, eq=False)
 class Low(Statistic):
     """The number of rows in which a key received less than its share, ``1 / (theta · n)``, and the key's mass.
 

@@ -16,6 +16,7 @@ Axis letters, the same in every signature:
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -25,7 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 State: TypeAlias = dict[str, Tensor]
-"""A policy's per-slot state: name → float32 of shape ``(B, Hk, S)``. The cache moves it with the slots."""
+"""A policy's state: name → float32. The state of slots, ``(B, Hk, S)``, moves with them; heads may have some, too."""
 
 Budget: TypeAlias = int | Int[Tensor, "B #Hk"]
 """Slots that may stay occupied: one number, or one per row (and head)."""
@@ -63,6 +64,13 @@ class Slots(NamedTuple):
     positions: Int[Tensor, "B #Hk S"]
 
 
+class Queries(NamedTuple):
+    """New queries before their rotation, and their true positions, `EMPTY` for padding."""
+
+    vectors: Float[Tensor, "B Hq T D"]
+    positions: Int[Tensor, "B T"]
+
+
 @dataclass(frozen=True, eq=False)
 class Top:
     """Attention to the largest probabilities of each query head's row and to the row's own token, and no others.
@@ -96,6 +104,22 @@ class AttentionOptions:
     top: Top | None = None
 
 
+@runtime_checkable
+class Turning(Protocol):
+    """A rotary embedding: `kvkeep.rotary.ranks.Rotation`."""
+
+    @property
+    def frequencies(self) -> Float[Tensor, " F"]:
+        """Radians per position."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor on rotated vectors."""
+
+    def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
+        """The vectors before they were rotated to their positions."""
+
+
 @dataclass(frozen=True)
 class View:
     """One layer's slots after the new tokens were added, as a policy sees them. Read-only.
@@ -115,6 +139,9 @@ class View:
             policy that cascades, whose heads hold the same tokens in the same slots: ``A`` is then ``S``, otherwise 0.
         alive: whether the layer before still holds each slot's token. Has the shape of ``past``.
         pins: bounds of the spans that no policy may evict, see `kvkeep.scores.pinned`; ``None``: no row has any.
+        rotation: the model's rotary embedding, for a policy that `unrotates`; ``None`` if the model has none.
+        turned: whether ``keys`` are rotated. They are not under slot positions.
+        queries: a prompt's new queries and their positions, for a policy that `asks`.
     """
 
     positions: Int[Tensor, "B Hk S"]
@@ -130,6 +157,17 @@ class View:
     past: Float[Tensor, "B A"]
     alive: Bool[Tensor, "B A"]
     pins: Int[Tensor, "B bounds"] | None = None
+    rotation: Turning | None = None
+    turned: bool = True
+    queries: Queries | None = None
+
+    @functools.cached_property
+    def unrotated(self) -> Float[Tensor, "B Hk S D"]:
+        """Keys before the rotation to their positions, for a policy that names `unrotates`. Empty slots: anything."""
+        if self.rotation is None or not self.turned:
+            return self.keys
+        shared = self.positions.stride(1) == 0  # all heads hold the same tokens, as before a prompt's first cut
+        return self.rotation.undo(self.keys, self.positions[:, :1] if shared else self.positions)
 
     @property
     def is_decode(self) -> bool:

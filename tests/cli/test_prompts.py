@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli.generate.summary import _percent
 from kvkeep.cli.main import app
-from kvkeep.engine.admission import check_room
+from kvkeep.engine.room import check_room
 from kvkeep.errors import InputError
 from kvkeep.layout import Layout
 from kvkeep.models.load import find, load, quiet
@@ -219,7 +219,7 @@ def positions(cache: kvkeep.BoundedCache, layer: int) -> list[list[int]]:
         return []
 
 
-SMALL = {"ahakv": "ahakv:recent=4"} | {name: f"{name}:window=4" for name in ("adakv", "pyramidkv", "snapkv")}
+SMALL = {"ahakv": "ahakv:recent=4"} | {name: f"{name}:window=4" for name in ("adakv", "pyramidkv", "restkv", "snapkv")}
 """Policies that protect more tokens than this text has, with less of them."""
 
 

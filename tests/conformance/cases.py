@@ -10,7 +10,7 @@ from kvkeep import backends
 from kvkeep.backends.native import native
 from kvkeep.backends.triton import gpu
 from kvkeep.noise import Gumbel
-from kvkeep.statistic import LastHit, Low, LowRows, Mass, MassAndLast, Nothing
+from kvkeep.statistic import LastHit, Low, LowRows, Mass, MassAndLast, Nothing, Peak
 from kvkeep.types import AttentionOptions, Slots, Top
 
 from .dummy_backend import DummyBackend
@@ -134,6 +134,7 @@ ON_TOKEN = {
     "low": Low(theta=1.3),
     "live": Low(rows=torch.tensor([1, 1, 0, 1, 1, 1]), theta=0.7, live=True),
     "hit": LastHit(quantile=0.6),
+    "peak": Peak(),
 }
 ON_CHUNK = {
     "nothing": Nothing(),
@@ -152,6 +153,7 @@ ON_CHUNK = {
     "live": Low(live=True, theta=0.7),
     "bit of each row": LowRows(rows=33, words=2, last=torch.tensor([76, 71]), due=torch.tensor([4, 0])),
     "hit": LastHit(rows=14, quantile=0.6),
+    "peak": Peak(rows=20),
 }
 
 

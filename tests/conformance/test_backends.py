@@ -6,6 +6,8 @@ import pytest
 import torch
 from sweeps import sweep
 
+from kvkeep.backends import reference
+from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions, Slots
 
@@ -212,3 +214,14 @@ def test_a_query_that_sees_nothing_gives_zeros(name, given, statistic):
         out, report = backend.attend(query, slots, at, statistic=statistic, options=PLAIN)
         assert (out == 0).all()
         assert all((field == 0).all() for field in report.sums.values())
+
+
+@pytest.mark.parametrize("option", OF_CHUNK)
+def test_a_prompt_that_is_read_again(backend, option):
+    """Every backend against the definition: whole matrices in float64, the queries turned ahead."""
+    (query, slots, now), options = on(backend.name, chunk(pads=5), OF_CHUNK[option])
+    slots = slots._replace(keys=slots.keys.nan_to_num())
+    rotation = Rotation(torch.tensor([1.0, 0.1, 0.01]))
+    given = {"length": torch.full((2, 1), 77, device=now.device), "rotation": rotation, "options": options}
+    want = reference.reread(query, slots, now, **given)
+    torch.testing.assert_close(backend.reread(query, slots, now, **given).double(), want, rtol=1e-4, atol=1e-6)

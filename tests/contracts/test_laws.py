@@ -9,7 +9,14 @@ import kvkeep
 from kvkeep.testing import LAWS, Case
 from kvkeep.testing.case import run
 
-SMALL = {"adakv": "window=2", "ahakv": "recent=2", "snapkv": "window=2", "pyramidkv": "window=2", "nacl": "sinks=1"}
+SMALL = {
+    "adakv": "window=2",
+    "ahakv": "recent=2",
+    "snapkv": "window=2",
+    "pyramidkv": "window=2",
+    "nacl": "sinks=1",
+    "restkv": "window=2",
+}
 """Options for policies whose defaults need larger budgets than these."""
 
 PLAIN = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()]

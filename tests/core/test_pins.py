@@ -11,7 +11,14 @@ from kvkeep.errors import BudgetError, InputError, ShapeError
 from kvkeep.pins import LAST, spans, spans_of_rows, table
 from kvkeep.testing import LAWS, Case
 
-SMALL = {"adakv": "window=2", "ahakv": "recent=2", "snapkv": "window=2", "pyramidkv": "window=2", "nacl": "sinks=1"}
+SMALL = {
+    "adakv": "window=2",
+    "ahakv": "recent=2",
+    "snapkv": "window=2",
+    "pyramidkv": "window=2",
+    "nacl": "sinks=1",
+    "restkv": "window=2",
+}
 POLICIES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()]
 
 

@@ -84,12 +84,32 @@ class Newest(Policy):
         ("ahakv:kernel=4", "kernel=4 has no middle; use an odd number."),
         ("tova:per_head=yes", "neither true nor false"),
         ("local:x=1", "has no option 'x'. Known: none."),
+        ("snapkv:lat", "has no option or preset 'lat'. Did you mean 'late'?"),
+        ("snapkv:recent=3,late", "Preset 'late' of policy 'snapkv' comes first, without a value: snapkv:late,..."),
+        ("snapkv:late=1", "Preset 'late' of policy 'snapkv' comes first, without a value"),
+        ("snapkv:late,late", "Preset 'late' of policy 'snapkv' comes first, without a value"),
+        ("snapkv:late,window=2,window=3", "given twice"),
+        ("snapkv:late,window", "has no value"),
     ],
 )
 def test_parse_says_what_is_wrong(text, message):
     with pytest.raises(kvkeep.PolicyError) as caught:
         kvkeep.parse(text)
     assert message in str(caught.value)
+
+
+def test_a_preset_is_a_name_for_options_that_may_be_overridden():
+    assert kvkeep.parse("snapkv:late") == kvkeep.parse("snapkv:window=8,kernel=13,recent=16")
+    assert kvkeep.parse("snapkv:late,kernel=5") == kvkeep.parse("snapkv:window=8,kernel=5,recent=16")
+    assert kvkeep.parse("snapkv: late , ") == kvkeep.parse("snapkv:late")
+    assert kvkeep.spec(kvkeep.parse("snapkv:late")) == "snapkv:window=8,kernel=13,recent=16"
+
+
+def test_every_preset_has_another_meaning_than_the_plain_name():
+    named = {f"{name}:{preset}" for name, cls in kvkeep.available_policies().items() for preset in cls.presets}
+    assert named >= {"snapkv:late", "adakv:late", "pyramidkv:late", "keydiff:document"}
+    for text in named:
+        assert kvkeep.parse(text) != kvkeep.parse(text.partition(":")[0])
 
 
 def test_a_policy_that_is_not_registered_has_no_name():

@@ -21,6 +21,7 @@ OPTIONS = {
     "snapkv": ":window=4",
     "adakv": ":window=4",
     "pyramidkv": ":window=4",
+    "restkv": ":window=4",
     "full": "",
 }
 POLICIES = [name + OPTIONS.get(name, "") for name in kvkeep.available_policies()]

@@ -16,7 +16,7 @@ from .test_equal import prompt_of
 
 POLICIES = ["h2o", "h2o:recent=3,sinks=1", "snapkv:window=2,decode=score", "snapkv:window=3", "tova", "keyformer"]
 POLICIES += ["h2o:decay=0.9", "nacl:sinks=1,recent=1", "h2o_avg:recent=2", "pyramidkv:window=2", "tova:per_head=true"]
-POLICIES += ["ahakv:recent=2,sg_softmax=false"]
+POLICIES += ["ahakv:recent=2,sg_softmax=false", "blend:recent=2,sinks=1", "restkv:window=2"]
 BUDGET = 16
 
 

@@ -17,7 +17,13 @@ from kvkeep.types import Phase
 from .models import alone, model
 from .test_equal import CAPACITY, prompt_of
 
-SMALL = {"adakv": "window=2", "ahakv": "recent=2", "pyramidkv": "window=2", "nacl": "sinks=1,recent=1"}
+SMALL = {
+    "adakv": "window=2",
+    "ahakv": "recent=2",
+    "pyramidkv": "window=2",
+    "nacl": "sinks=1,recent=1",
+    "restkv": "window=2",
+}
 SMALL |= {"h2o": "recent=2", "h2o_avg": "recent=2", "keyformer": "recent=2", "snapkv": "window=2,decode=score"}
 SMALL |= {
     "scissorhands": "window=1,recent=1,drop=2",

@@ -15,7 +15,7 @@ CHUNK = 4
 BUDGET = 10
 PLENTY = 10**9
 COMMON = prompt_of(1, 11)
-KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4")
+KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4", "blend")
 CHUNKED = [policy for policy in POLICIES if not kvkeep.parse(policy).cascades]
 
 

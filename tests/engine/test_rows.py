@@ -11,8 +11,8 @@ from sweeps import sweep
 
 from kvkeep import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.engine import Engine, Request
-from kvkeep.engine.admission import free_bytes
-from kvkeep.engine.rows import Rows
+from kvkeep.engine.blocks import Blocks
+from kvkeep.engine.room import free_bytes
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import show_bytes
 from kvkeep.policies.base import Policy
@@ -120,7 +120,7 @@ def test_a_device_that_reports_exhaustion_itself_is_not_asked():
 
 def test_rows_that_could_not_be_allocated_are_none(monkeypatch):
     rows = Engine(model("llama"), policy="h2o", budget=20, rows=2)._rows
-    made, block = [], Rows._block
+    made, block = [], Blocks._block
 
     def fail(self, *args):
         if made:
@@ -129,7 +129,7 @@ def test_rows_that_could_not_be_allocated_are_none(monkeypatch):
         return made[0]
 
     with monkeypatch.context() as patched:
-        patched.setattr(Rows, "_block", fail)
+        patched.setattr(Blocks, "_block", fail)
         with pytest.raises(MemoryError):
             rows.allocate(3)
     assert rows.count == 0

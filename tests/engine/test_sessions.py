@@ -36,7 +36,7 @@ HYBRIDS = {
     ),
     "lfm2": lambda: Lfm2Config(**GATED, layer_types=["conv", "full_attention"], block_ff_dim=48),
 }
-KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4", "spatten", "scissorhands")
+KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4", "spatten", "scissorhands", "leverage")
 TURNS = [prompt_of(i, n) for i, n in enumerate((7, 3, 12, 1, 5))]
 
 

@@ -10,7 +10,7 @@ def step(rule: Rule, rows: list[dict[int, float]], *, values: list[Vector] | Non
     kept = sorted(rows[-1])
     first = kept[-1] - len(rows) + 1
     decode = len(rows) == 1
-    rule.look(0, Step([first + n for n in range(len(rows))], rows, [rows], [], values or [], decode))
+    rule.look(0, Step([first + n for n in range(len(rows))], rows, [rows], [], values or [], decode, [], 1.0))
     return rule.cut(0, kept, kept[-1] + 1, decode=decode)
 
 

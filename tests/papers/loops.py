@@ -88,6 +88,8 @@ class Step:
         keys: every key of this KV head so far, by position.
         values: every value likewise.
         decode: the row received exactly one token.
+        vectors: per query head of the group, the new tokens' queries.
+        scaling: factor on the logits.
     """
 
     queries: list[int]
@@ -96,6 +98,8 @@ class Step:
     keys: list[Vector]
     values: list[Vector]
     decode: bool
+    vectors: list[list[Vector]]
+    scaling: float
 
 
 class Rule(abc.ABC):
@@ -156,7 +160,8 @@ class Sequence:
             rows = [average(rows) for rows, _ in attended]
             outputs += [[out[g] for _, out in attended] for g in range(group)]
             self.rows[head] += rows
-            self.rule.look(head, Step(new, rows, per_head, self._keys[head], self._values[head], decode))
+            seen = (self._keys[head], self._values[head], decode, mine, self.scaling)
+            self.rule.look(head, Step(new, rows, per_head, *seen))
         self.kept = [self.rule.cut(head, kept + new, self.seen, decode=decode) for head, kept in enumerate(self.kept)]
         return outputs
 

@@ -6,10 +6,13 @@ The rules are slow and literal on purpose: dictionaries by position, explicit bu
 from __future__ import annotations
 
 from .loops import Rule
+from .rules_expected import ExpectedAttention
 from .rules_keys import KeyDiff, KNorm
+from .rules_leverage import Blend, Leverage
 from .rules_mass import H2O, TOVA, H2OAvg, TopK
-from .rules_prompt import NACL, AdaKV, SnapKV
+from .rules_prompt import NACL, AdaKV, ReSTKV, SnapKV
 from .rules_random import Random
+from .rules_reread import Reread
 from .rules_scissorhands import Scissorhands, ScissorhandsRelease
 from .rules_softmax import AhaKV, Keyformer
 from .rules_sparse import SparseFixed, SparseStrided
@@ -18,16 +21,21 @@ from .rules_window import Full, Local, StreamingLLM
 RULES: dict[str, type[Rule]] = {
     "adakv": AdaKV,
     "ahakv": AhaKV,
+    "blend": Blend,
+    "expected_attention": ExpectedAttention,
     "full": Full,
     "h2o": H2O,
     "h2o_avg": H2OAvg,
     "keydiff": KeyDiff,
     "keyformer": Keyformer,
     "knorm": KNorm,
+    "leverage": Leverage,
     "local": Local,
     "nacl": NACL,
     "pyramidkv": SnapKV,  # within one layer; the layers differ in their budgets (policies.md §8)
     "random": Random,
+    "reread": Reread,
+    "restkv": ReSTKV,
     "scissorhands": Scissorhands,
     "scissorhands_release": ScissorhandsRelease,
     "snapkv": SnapKV,

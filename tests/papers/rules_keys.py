@@ -9,9 +9,12 @@ from .loops import Rule, Step, Vector, dot, evict, mean
 
 
 class KeyRule(Rule):
-    """Evicts by the keys of the tokens held; ``recent`` newest and ``sinks`` first tokens are no candidates."""
+    """Evicts by the keys of the tokens held; ``recent`` newest and ``sinks`` first tokens are no candidates.
 
-    def __init__(self, *row: int, recent: int = 0, sinks: int = 0, **identity: int):
+    The loops rotate no key, so ``rotated`` makes no difference here.
+    """
+
+    def __init__(self, *row: int, recent: int = 0, sinks: int = 0, rotated: bool = True, **identity: int):
         super().__init__(*row, **identity)
         self.recent = recent
         self.sinks = sinks

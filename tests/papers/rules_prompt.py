@@ -71,21 +71,35 @@ class SnapKV(PromptRule):
     the step (all rows of a shorter one), then pooled with an odd ``kernel`` over the older tokens that are held, in
     order of position: ``max`` over the neighbours that are there, ``avg`` as if zeros stood beyond the ends. The
     smallest go. The window's own tokens have the score 0. With ``recent`` so many of the newest tokens stay in place
-    of the window, at most half of the budget.
+    of the window, at most half of the budget; those of the window that do not stay are older tokens, too. With
+    ``decay`` the last row has the weight 1, the one before it ``decay``, and so on.
     """
 
     def __init__(
-        self, *row: int, window: int = 32, kernel: int = 7, recent: int = 0, pool: str = "max", **options: int
+        self,
+        *row: int,
+        window: int = 32,
+        kernel: int = 7,
+        recent: int = 0,
+        pool: str = "max",
+        decay: float = 1.0,
+        **options: int,
     ):
         super().__init__(*row, unselected=window, **options)
         self.unselected = min(recent, self.budget // 2) if recent else window
         self.window = window
         self.kernel = kernel
         self.pool = pool
+        self.decay = decay
+
+    def worth(self, step: Step) -> dict[int, float]:
+        """What is pooled: the mass of the last rows."""
+        newest_first = enumerate(reversed(step.rows[-self.window :]))
+        return total({j: p * self.decay**age for j, p in row.items()} for age, row in newest_first)
 
     def prompt_scores(self, step: Step) -> dict[int, float]:
-        mass = total(step.rows[-self.window :])
-        older = [j for j in step.rows[-1] if j <= step.queries[-1] - self.window]
+        mass = self.worth(step)
+        older = [j for j in step.rows[-1] if j <= step.queries[-1] - min(self.window, self.unselected)]
         half = self.kernel // 2
         around = [[mass[j] for j in older[max(0, n - half) : n + half + 1]] for n in range(len(older))]
         pooled = [max(part) if self.pool == "max" else sum(part) / self.kernel for part in around]
@@ -93,6 +107,23 @@ class SnapKV(PromptRule):
 
     def select(self, head: int, kept: list[int], seen: int) -> list[int]:
         return evict(kept, self.prompt_budget, self.scores[head].__getitem__, self.protected(kept, seen))
+
+
+class ReSTKV(SnapKV):
+    """retention.md §2: a/(1 - a)·‖o - v‖, the exact change of o = Σ a v when a token goes and the rest is rescaled.
+
+    a is the mean of the window's rows with the weights 1, ``decay``, ``decay²``, ... from the last row backwards.
+    """
+
+    def __init__(self, *row: int, decay: float = 0.7, **options: int):
+        super().__init__(*row, decay=decay, **options)
+
+    def worth(self, step: Step) -> dict[int, float]:
+        mass = super().worth(step)
+        share = {j: m / sum(mass.values()) for j, m in mass.items()}
+        columns = range(len(step.values[0]))
+        output = [sum(a * step.values[j][e] for j, a in share.items()) for e in columns]
+        return {j: a / (1 - a) * math.dist(output, step.values[j]) if a < 1 else 0.0 for j, a in share.items()}
 
 
 class AdaKV(SnapKV):

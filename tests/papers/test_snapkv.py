@@ -24,6 +24,8 @@ CASES = [
     Case("snapkv:decode=score,kernel=5,pool=avg", 40, (60, *(1,) * 200), heads=1, group=1),
     *variant("snapkv:window=2,kernel=3,decode=score,recent=5", budgets=(4, 9, 16)),
     *variant("snapkv:window=4,recent=6", budgets=(2, 7, 16)),
+    *variant("snapkv:window=6,recent=3,decay=0.7,decode=score", budgets=(4, 16)),
+    *variant("snapkv:window=6,decay=0.5,pool=avg,kernel=3", budgets=(6, 16)),
     *variant("pyramidkv:window=3,kernel=5", budgets=(4, 16)),
     Case("pyramidkv:window=2,pool=avg,decode=score", 12, CHAT, heads=1),
     Case("pyramidkv:window=4", 20, (60, *(1,) * 200), pads=(0, 7), heads=1),

@@ -38,7 +38,14 @@ def test_budget_of_the_whole_length_is_the_full_cache(family):
             torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=1e-4, atol=1e-4)
 
 
-SMALL = {"adakv": "window=2", "ahakv": "recent=2", "snapkv": "window=2", "pyramidkv": "window=2", "nacl": "sinks=1"}
+SMALL = {
+    "adakv": "window=2",
+    "ahakv": "recent=2",
+    "snapkv": "window=2",
+    "pyramidkv": "window=2",
+    "nacl": "sinks=1",
+    "restkv": "window=2",
+}
 EVICTING = [name for name, policy in kvkeep.available_policies().items() if policy.evicts]
 EVERYWHERE = ["local", "streaming_llm", "h2o", "tova", "scissorhands"]
 OF_THEIR_OWN = ("llama", "gemma2", "gpt-oss")

@@ -18,7 +18,14 @@ SHARES = {
     (3.0, 1.0, 2.0): (1.5, 0.5, 1.0),
 }
 """By rule, what each layer gets of what is left once every layer has the least that it needs."""
-SMALL = {"adakv": "window=2", "ahakv": "recent=2", "snapkv": "window=2", "pyramidkv": "window=2", "nacl": "sinks=1"}
+SMALL = {
+    "adakv": "window=2",
+    "ahakv": "recent=2",
+    "snapkv": "window=2",
+    "pyramidkv": "window=2",
+    "nacl": "sinks=1",
+    "restkv": "window=2",
+}
 EVICTING = [name for name, policy in kvkeep.available_policies().items() if policy.evicts]
 
 

@@ -35,6 +35,7 @@ from kvkeep.planning.cost import Cost, Experts, LayerShape, ModelShape, Workspac
 from kvkeep.planning.shapes import outline
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
+from kvkeep.store.heads import numbers
 from kvkeep.types import AttentionOptions, Phase
 
 GIB, GB = 2**30, 10**9
@@ -194,12 +195,16 @@ def expected(policy: Policy, shape: LayerShape, budget: int, itemsize: int) -> i
         budget,
         itemsize,
         states=len(policy.slots),
+        per_head=numbers(policy.summaries, key_dim=shape.key_dim, value_dim=shape.value_dim),
         own_budgets=shape.kv_heads if policy.spreads else 0,
     ) + (cost.shared_bytes(budget, budget) if policy.cascades else 0)
 
 
+BLOCKS = ["local", "streaming_llm", "h2o", "scissorhands", "ahakv", "nacl", "spatten", "adakv", "leverage", "blend"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["local", "streaming_llm", "h2o", "scissorhands", "ahakv", "nacl", "spatten", "adakv"])
+@pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_takes_what_the_formula_says(name: str, dtype: torch.dtype):
     shape = LayerShape(kv_heads=2, key_dim=8, value_dim=6)
     budget, rows = 48, 3

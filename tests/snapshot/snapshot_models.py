@@ -32,7 +32,14 @@ CONFIGS = {
     ),
 }
 
-SMALL = {"adakv": "window=2", "ahakv": "recent=2", "snapkv": "window=2", "pyramidkv": "window=2", "nacl": "sinks=1"}
+SMALL = {
+    "adakv": "window=2",
+    "ahakv": "recent=2",
+    "snapkv": "window=2",
+    "pyramidkv": "window=2",
+    "nacl": "sinks=1",
+    "restkv": "window=2",
+}
 POLICIES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()]
 
 

@@ -15,7 +15,14 @@ from kvkeep.testing import Case, Tape
 from kvkeep.types import Phase
 
 CASE = Case(rows=2, prompt=20, steps=14, budget=8, padding=3)
-SMALL = {"adakv": "window=2", "ahakv": "recent=2", "snapkv": "window=2", "pyramidkv": "window=2", "nacl": "sinks=1"}
+SMALL = {
+    "adakv": "window=2",
+    "ahakv": "recent=2",
+    "snapkv": "window=2",
+    "pyramidkv": "window=2",
+    "nacl": "sinks=1",
+    "restkv": "window=2",
+}
 POLICIES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()]
 
 
@@ -96,11 +103,11 @@ def test_rows_of_an_engine_take_part_through_their_policys_names():
     block.store.positions[:] = 7
     block.budget = block.seen.new_full((4, 1), 12)
     places = {name: tensor.data_ptr() for name, tensor in block.per_row().items()}
-    put(kept, [block.under(policy.slots)], 2)
+    put(kept, [block.under(policy.slots, policy.summaries)], 2)
     assert {name: tensor.data_ptr() for name, tensor in block.per_row().items()} == places
     assert block.budget.flatten().tolist() == [12, 12, 8, 12]
     assert (block.store.positions[[0, 1, 3]] == 7).all()
-    again = take([block.under(policy.slots)], 2)
+    again = take([block.under(policy.slots, policy.summaries)], 2)
     for name, tensor in kept.layers[0].tensors.items():
         assert torch.equal(tensor, again.layers[0].tensors[name]), name
     assert again.layers[0].budget == 8

@@ -13,6 +13,7 @@ from typing import ClassVar
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.backends import again
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
@@ -131,6 +132,34 @@ class Backend(abc.ABC):
             The output in the query's dtype, and the report, its fields of shape ``(B, Hk, S)`` in float32.
         """
 
+    def reread(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hk S"]:
+        """The largest share of attention that each key would receive if the prompt were read again after itself.
+
+        A query of the second reading attends to all occupied slots and to what it attended to in the first one. The
+        first token's queries and those of padding do not count; sliding windows end in the first reading.
+
+        Args:
+            query: the prompt's queries, as they were in the first reading.
+            slots: keys, values and positions, as in `attend`.
+            now: true positions of the queries.
+            length: how many positions later the second reading comes.
+            rotation: turns the queries ahead; ``None`` if the model does not rotate them.
+            options: scaling, window, soft cap and sinks of the model.
+
+        Returns:
+            Probabilities in float32; 0 for empty slots.
+        """
+        return again.reread(query, slots, now, length=length, rotation=rotation, options=options)
+
     @abc.abstractmethod
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
@@ -212,6 +241,21 @@ class AtRanks(Backend):
         """See `Backend.attend`; query and keys are unrotated."""
         query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
         return self.backend.attend(query, slots._replace(keys=keys), now, statistic=statistic, options=options)
+
+    def reread(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hk S"]:
+        """See `Backend.reread`; each head reads the tokens that it holds after themselves."""
+        query, keys = self.rotation.at_ranks(query, slots.keys, slots.positions, now)
+        held, there = (slots.positions >= 0).sum(dim=-1), slots._replace(keys=keys)
+        return self.backend.reread(query, there, now, length=held, rotation=self.rotation, options=options)
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]

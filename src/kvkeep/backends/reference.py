@@ -10,7 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.backends import again
 from kvkeep.backends.protocol import Backend, Limits
+from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Rows, Statistic
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
@@ -85,6 +87,30 @@ def attend(
     return out, Report(statistic.reduce(Rows(p, statistic.selects(now), now, positions)))
 
 
+def reread(
+    query: Float[Tensor, "B Hq T D"],
+    slots: Slots,
+    now: Int[Tensor, "B T"],
+    *,
+    length: Int[Tensor, "B #Hk"],
+    rotation: Rotation | None,
+    options: AttentionOptions,
+) -> Float[Tensor, "B Hk S"]:
+    """The whole matrices in float64; see `Backend.reread`."""
+    keys, positions = slots.keys.double(), slots.positions.expand(slots.keys.shape[:3])
+    keys = keys.masked_fill((positions < 0)[..., None], 0.0)
+    there = (positions >= 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
+    first = logits(query.double(), keys, visible(now, positions, options.window), options)
+    second = logits(again.turned(query.double(), length, rotation), keys, there, options)
+    total = torch.cat([first, second], dim=-1)
+    if options.sinks is not None:
+        sinks = options.sinks.double().view(total.shape[1:3])[None, :, :, None, None].expand(*total.shape[:-1], 1)
+        total = torch.cat([total, sinks], dim=-1)
+    share = (second - total.logsumexp(dim=-1, keepdim=True)).exp()
+    counts = (now >= 1)[:, None, None, :, None]
+    return torch.where(counts & there[:, :, None], share, 0.0).amax(dim=(2, 3))
+
+
 class ReferenceBackend(Backend):
     """The definition, with the output rounded to the query's dtype and the report to float32."""
 
@@ -102,6 +128,19 @@ class ReferenceBackend(Backend):
         """See `attend` of this module. Padded rows give zeros."""
         out, report = attend(query, slots, now, statistic=statistic, options=options)
         return out.to(query.dtype), Report({name: sums.float() for name, sums in report.sums.items()})
+
+    def reread(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hk S"]:
+        """See `reread` of this module."""
+        return reread(query, slots, now, length=length, rotation=rotation, options=options).float()
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]

@@ -123,19 +123,20 @@ def _policy_names() -> list[str]:
 
 
 def _options(name: str, tail: str) -> list[Completion]:
-    """``name:option=value`` for the options of a policy that are not yet given."""
+    """``name:preset`` for the presets of a policy, ``name:option=value`` for its options that are not yet given."""
     import dataclasses
 
     from kvkeep.errors import PolicyError
     from kvkeep.registry import class_of
 
     try:
-        fields = dataclasses.fields(class_of(name))
+        cls = class_of(name)
     except PolicyError:
         return []
+    fields = dataclasses.fields(cls)
     done, comma, part = tail.rpartition(",")
     given = re.findall(r"(\w+)=", done)
-    found = []
+    found = [(f"{name}:{preset}", _short(meaning)) for preset, meaning in cls.presets.items()]
     for field in fields:
         if field.name in given or not field.name.startswith(part.partition("=")[0]):
             continue

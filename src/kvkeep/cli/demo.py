@@ -48,9 +48,11 @@ DISTANCE_TOKENS = 1500
 PROMPT_TOKENS = 1990
 KINDS = {
     "keep everything": ("full", "topk_dynamic"),
-    "see the question": (DEFAULT, "snapkv", "adakv", "pyramidkv", "nacl", "tova", "topk", "ahakv:sinks=4"),
+    "see the question": (
+        *(DEFAULT, "snapkv", "adakv", "pyramidkv", "nacl", "restkv", "blend", "tova", "topk", "ahakv:sinks=4"),
+    ),
     "sum up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
-    "look at keys": ("keydiff", "knorm"),
+    "look at keys": ("reread", "expected_attention", "leverage", "keydiff", "knorm"),
     "look at places": ("sparse_fixed", "sparse_strided", "streaming_llm", "local"),
     "choose blindly": ("random",),
 }

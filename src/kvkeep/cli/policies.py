@@ -31,10 +31,11 @@ STARTS = {
 """Purpose → the policy to start from."""
 
 KINDS = {
-    "choose at the end of a prompt": ("snapkv", "adakv", "pyramidkv", "nacl"),
+    "choose at the end of a prompt": ("snapkv", "adakv", "pyramidkv", "nacl", "restkv", "blend"),
     "follow the attention of the newest tokens": ("tova", "topk", "ahakv"),
     "add up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
-    "look at keys alone": ("keydiff", "knorm"),
+    "guess what later tokens will attend to": ("reread", "expected_attention"),
+    "look at keys alone": ("leverage", "keydiff", "knorm"),
     "look at positions alone": ("streaming_llm", "local", "sparse_fixed", "sparse_strided"),
     "to compare with": ("full", "topk_dynamic", "random"),
 }
@@ -130,7 +131,8 @@ def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
         }
         for field in dataclasses.fields(cls)
     ]
-    return {"name": name, "summary": summary, **sections, "options": options, "bibtex": cls.bibtex}
+    presets = {preset: f"{name}:{text}" for preset, text in cls.presets.items()}
+    return {"name": name, "summary": summary, **sections, "options": options, "presets": presets, "bibtex": cls.bibtex}
 
 
 def _split(doc: str) -> tuple[str, dict[str, str]]:
@@ -184,6 +186,8 @@ def _print_options(entry: dict[str, Any]) -> None:
     screen.print(options)
     example = entry["options"][0]["name"]
     screen.print()
+    for preset, meaning in entry["presets"].items():
+        screen.print(Text(f"preset: {entry['name']}:{preset} is {meaning}"))
     screen.print(Text(f"use: --policy {entry['name']}:{example}=VALUE", "dim"))
 
 

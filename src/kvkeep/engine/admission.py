@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
-
-import torch
 
 from kvkeep import budget as budgets
 from kvkeep.engine import choice
@@ -19,10 +15,11 @@ from kvkeep.engine.identity import Identity
 from kvkeep.engine.past import Past
 from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.request import Request
+from kvkeep.engine.room import check_room, free_bytes, largest_budget
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.stops import StopText
 from kvkeep.engine.words import Words
-from kvkeep.errors import BudgetError, CapacityError, InputError, show_bytes
+from kvkeep.errors import BudgetError, InputError, show_bytes
 from kvkeep.layout import Layout
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Model, Tokenizer, position_limit
@@ -232,7 +229,7 @@ class Admission:
             return self._wanted or DEFAULT_ROWS
         fits = self._kv_memory // rows.row_bytes
         if not fits:
-            found = _largest_budget(self._model, rows.policy, self._budget, self._kv_memory, **self._options)
+            found = largest_budget(self._model, rows.policy, self._budget, self._kv_memory, **self._options)
             advice = "." if found is None else f", or a budget of {found} or less."
             raise BudgetError(
                 f"Not one row fits: {rows.policy} with a budget of {self._budget} takes {rows.row_bytes} bytes "
@@ -259,71 +256,3 @@ class Admission:
     def _decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-
-def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse a prompt and new tokens for which a policy that does not evict them has too few slots.
-
-    Args:
-        layout: the policy, and how the budget is spread over the model's layers.
-        budget: tokens per head.
-        prompt_tokens: length of the prompt.
-        new_tokens: the most tokens that are generated; the last one takes no slot.
-
-    Raises:
-        CapacityError: there are too few slots.
-        BudgetError: the policy protects more than a layer's budget.
-    """
-    policy, room = layout.policy, layout.room(budget)
-    if room is None or (policy.evicts and not policy.grows):
-        return
-    kept = min(prompt_tokens, room - policy.grows.room) if policy.grows else prompt_tokens
-    needed = kept + new_tokens - 1
-    if needed <= room:
-        return
-    uneven = room != budget
-    where = f"a budget of {budget} gives some layer only {room}" if uneven else f"the budget is {room}"
-    remedies = ["raise the `budget`" if uneven or policy.grows else f"give `budget={needed}`"]
-    if kept <= room:
-        remedies.append(f"ask for at most {room - kept + 1} new tokens")
-    raise CapacityError(
-        f"{policy} does not evict generated tokens: {prompt_tokens} tokens of the prompt and {new_tokens} new ones "
-        f"need {needed} slots, and {where}. {' or '.join(remedies).capitalize()}."
-    )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return the free main memory, swap included; ``None`` if a device reports exhaustion itself or nothing is known.
-
-    Without this number a process that allocates too much main memory is killed instead of being told.
-    """
-    source = Path("/proc/meminfo")
-    if device.type != "cpu" or not source.exists():
-        return None
-    return 1024 * sum(map(int, re.findall(r"^(?:MemAvailable|SwapFree): *(\d+) kB$", source.read_text(), re.MULTILINE)))
-
-
-def _largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:
-    """The largest budget with which one row fits into the memory; ``None`` if there is none.
-
-    Args:
-        model: the model, attached.
-        policy: the policy that the row is made for.
-        below: a budget that is too large.
-        memory: bytes.
-        options: as for `Rows`.
-    """
-
-    @cache
-    def size(budget: int) -> int:
-        return Rows(model, policy, budget, **options).row_bytes
-
-    low, high = policy.least, below
-    try:
-        while low < high - 1 and size(low) <= memory:  # bytes grow linearly with the budget, but for rounding
-            share = (memory - size(low)) / (size(high) - size(low))
-            guess = min(high - 1, max(low + 1, low + int(share * (high - low))))
-            low, high = (guess, high) if size(guess) <= memory else (low, guess)
-        return low if low < below and size(low) <= memory else None
-    except BudgetError:  # the policy protects more than `Policy.least`
-        return None

@@ -267,5 +267,5 @@ def _reduce(block: Block, positions: Int[Tensor, "Hk n"]) -> None:
     keys, values, _ = block.store.slots()
     rows = [x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values)]
     block.store.fill(rows[0], rows[1], positions[None])
-    for tensor in block.state.values():
+    for tensor in block.of_slots().values():
         tensor[..., :n] = tensor.gather(-1, index)

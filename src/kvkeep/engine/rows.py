@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from kvkeep.cache import BoundedCache
+from kvkeep.engine.blocks import Blocks
 from kvkeep.engine.own import Own, beside_slots, probed, states_of
 from kvkeep.engine.segments import Owner, Segment, joined, segments
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.hybrid import beside_state
 from kvkeep.layer import Layer
 from kvkeep.layout import Layout, caches_latents
-from kvkeep.memory import Memory, bytes_of
+from kvkeep.memory import Memory
 from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents, put, take
-from kvkeep.store import Block, inference, pin_row
-from kvkeep.types import Phase, Slots
+from kvkeep.store import Block, inference
+from kvkeep.types import Phase
 
 Watch: TypeAlias = Callable[[int, Segment], Policy]
 """Returns the policy of some rows in a layer, or one around it that watches."""
@@ -42,7 +42,6 @@ class Rows:
 
     Attributes:
         count: rows that are allocated; 0 before `allocate`.
-        version: incremented whenever row tensors, or the caches made from them, are replaced.
         dtype: the name of the dtype of keys; ``None`` if the model has none.
         row_bytes: bytes of one row under the policy that the rows are made for.
         alone: whether a run of the model may have only one row.
@@ -63,7 +62,7 @@ class Rows:
     ) -> None:
         self.policy = policy
         self.count = 0
-        self.version = 0
+        self._renewals = 0
         self._config = model.config
         self._budget = budget
         self._most_bytes: int | None = None
@@ -74,53 +73,33 @@ class Rows:
         self._owners: list[Owner | None] = []
         self._own: list[Own | None] = []
         self._parts: dict[tuple[tuple[Segment, ...], Own | None, Phase], PhasedCache] = {}
+        self._parts_version = 0
         layers = (probe := probed(model)).bounded_layers()
         self._first = min(layers, default=0)
-        self._like = [layer.store.slots() for layer in layers.values()]
-        self.dtype = next((str(like.keys.dtype).removeprefix("torch.") for like in self._like), None)
+        like = [layer.store.slots() for layer in layers.values()]
+        self.dtype = str(like[0].keys.dtype).removeprefix("torch.") if like else None
+        self._blocks = Blocks(policy, like)
         self._windows = {index: layer.window for index, layer in layers.items()}
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
         self.alone = policy.cascades is not None or self._has_states
-        self.row_bytes = self._measure() + self._state_bytes
+        self.row_bytes = self._blocks.row_bytes(self.numbers(policy, budget)) + self._state_bytes
         self.allocate(0)
-
-    def _measure(self) -> int:
-        """The bytes of one row's slots in all layers, counted on tensors that have shapes but no memory."""
-        self.count = 1
-        shapes = (Slots(*(tensor.to("meta") for tensor in like)) for like in self._like)
-        blocks = map(self._block, self.numbers(self.policy, self._budget), shapes)
-        return bytes_of(tensor for block in blocks for tensor in block.per_row().values())
 
     @inference
     def allocate(self, count: int, *, most_bytes: int | None = None) -> None:
         """Allocate ``count`` empty rows. Policies with more state may add to them, up to ``most_bytes`` in all."""
         self.renew()
         self._layers.clear()
-        self._blocks = []  # the old memory is freed before new memory is allocated
         self.count = count
         self._most_bytes = most_bytes
         self._owners = [None] * count
         self._own = [None] * count
         try:
-            self._blocks = [
-                self._block(budget, like)
-                for budget, like in zip(self.numbers(self.policy, self._budget), self._like, strict=True)
-            ]
+            self._blocks.allocate(count, self.numbers(self.policy, self._budget))
         except BaseException:
             self.count = 0
             raise
-
-    def _block(self, budget: int, like: Slots) -> Block:
-        """One layer's slots for all rows, empty."""
-        starts = {str(i): 0.0 for i in range(len(self.policy.slots))}  # a new token's state is written with it
-        heads = like.keys.shape[1]
-        keys, values = (x[:, :, :1].expand(self.count, -1, -1, -1) for x in (like.keys, like.values))
-        spreads = self.policy.spreads
-        most = spreads.most(self.policy, budget, heads) if spreads else budget
-        block = Block(keys, values, numbers=[most], starts=starts)
-        block.budget = block.seen.new_full((self.count, heads), budget) if spreads else budget
-        return block
 
     def takes(self, policy: Policy) -> bool:
         """Whether a sequence under this policy can have a row while other rows run under other policies."""
@@ -131,10 +110,11 @@ class Rows:
         numbers = self.numbers(policy, self._budget)
         if any(number >= block.store.capacity for number, block in zip(numbers, self._blocks, strict=True)):
             return False
-        missing = len(policy.slots) - len(self._blocks[0].state)
-        if missing <= 0 or self._most_bytes is None:
+        if self._most_bytes is None:
             return True
-        more = missing * sum(4 * block.store.positions.numel() for block in self._blocks)
+        more = self._blocks.lacks(policy)
+        if not more:
+            return True
         held = sum(block.memory().allocated_bytes for block in self._blocks) + self.count * self._state_bytes
         return held + more <= self._most_bytes
 
@@ -168,42 +148,23 @@ class Rows:
         pins = spans((*held, *pins))
         self._owners[row] = Owner(policy, bool(pins) and policy.evicts)
         self._own[row] = self._new_own(policy)
-        self.numbers(policy, budget)
-        if any(len(policy.slots) > len(block.state) for block in self._blocks):
-            self.renew()
-            for block in self._blocks:
-                block.add_state(len(policy.slots))
-        self.limit_row(row, policy, budget)
-        for block in self._blocks:
-            block.sequences[row] = sequence
-        self._empty(row)
-        self._pin(row, pins)
+        numbers = self.numbers(policy, budget)
+        self._blocks.begin(row, policy, sequence)
+        self._blocks.limit(row, numbers)
+        self._blocks.pin(row, pins)
         if contents is not None:
-            self._limit(row, [layer.budget for layer in contents.layers])
-            put(contents, self._seen_by(row), row, **beside_slots(self._own[row]))
-            self._pin(row, pins)
-
-    def _pin(self, row: int, pins: Spans) -> None:
-        """Protect spans of positions in a row."""
-        if pins and sum(pin_row(block, row, pins) for block in self._blocks):
-            self.renew()
+            self._blocks.limit(row, [layer.budget for layer in contents.layers])
+            put(contents, self._blocks.under(policy), row, **beside_slots(self._own[row]))
+            self._blocks.pin(row, pins)
 
     def limit_row(self, row: int, policy: Policy, budget: int) -> None:
         """Give a row a budget, which holds from the next step on."""
-        self._limit(row, self.numbers(policy, budget))
-
-    def _limit(self, row: int, numbers: Sequence[int | tuple[int, ...]]) -> None:
-        """Give a row a budget in each layer. Blocks whose heads have budgets of their own have a table already."""
-        for block, number in zip(self._blocks, numbers, strict=True):
-            if isinstance(block.budget, int) and block.budget != number:
-                self.renew()
-                block.budget = block.seen.new_full((self.count, 1), block.budget)
-            if isinstance(block.budget, Tensor):
-                block.budget[row] = block.budget.new_tensor(number)
+        self._blocks.limit(row, self.numbers(policy, budget))
 
     def take(self, row: int) -> Contents:
         """Copy the memory of a row into main memory."""
-        return take(self._seen_by(row), row, **beside_slots(self._own[row]), device=torch.device("cpu"))
+        owner = self._owners[row] or Owner(self.policy)
+        return take(self._blocks.under(owner.policy), row, **beside_slots(self._own[row]), device=torch.device("cpu"))
 
     @inference
     def end(self, row: int) -> None:
@@ -211,14 +172,13 @@ class Rows:
         if (own := self._own[row]) is not None:
             self._parts = {key: part for key, part in self._parts.items() if key[1] is not own}
         self._owners[row] = self._own[row] = None
-        self._empty(row)
+        self._blocks.clear(row)
 
     @inference
     def move(self, source: int, target: int) -> None:
         """Move a sequence to another row."""
         self._owners[target], self._own[target] = self._owners[source], self._own[source]
-        for block in self._blocks:
-            block.move_row(source, target)
+        self._blocks.move(source, target)
         self.end(source)
 
     def sole(self, start: int, stop: int) -> Owner | None:
@@ -238,6 +198,9 @@ class Rows:
             fresh: whether all rows begin a new prompt.
             watch: returns the policy to use for some rows of a layer, if they begin a new prompt.
         """
+        if self._parts_version != self.version:
+            self._parts.clear()
+            self._parts_version = self.version
         found = segments(self._owners, start, stop, self.policy)
         key = (found, self._own[start], phase)  # a recorded step keeps its part, so the part's phase must not change
         if fresh:
@@ -253,7 +216,12 @@ class Rows:
     def renew(self) -> None:
         """Forget the caches made from the rows' tensors: these will be replaced, or a step failed on them."""
         self._parts.clear()
-        self.version += 1
+        self._renewals += 1
+
+    @property
+    def version(self) -> int:
+        """Incremented whenever row tensors, or the caches made from them, are replaced."""
+        return self._renewals + self._blocks.version
 
     def numbers(self, policy: Policy, budget: int) -> list[int]:
         """A budget, spread over the layers.
@@ -298,7 +266,7 @@ class Rows:
         if policy not in self._layers:
             _make_room(self._layers)
             self._layers[policy] = list(self._cache(policy, self._budget).bounded_layers().values())
-        block = self._blocks[index].under(policy.slots).part(one.start, one.stop)
+        block = self._blocks[index].under(policy.slots, policy.summaries).part(one.start, one.stop)
         if not one.owner.pinned:
             block.pins = None
         own = self._own[one.start]
@@ -306,16 +274,6 @@ class Rows:
         if watch is not None:
             layer.policy = watch(index, one)
         return layer
-
-    def _seen_by(self, row: int) -> list[Block]:
-        """The blocks of all layers as the policy of a row sees them."""
-        owner = self._owners[row]
-        slots = (self.policy if owner is None else owner.policy).slots
-        return [block.under(slots) for block in self._blocks]
-
-    def _empty(self, row: int) -> None:
-        for block in self._blocks:
-            block.clear_row(row)
 
     def _new_own(self, policy: Policy) -> Own | None:
         """The memory beside its slots of a new sequence under a policy; ``None`` if there is none."""

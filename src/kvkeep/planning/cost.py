@@ -151,7 +151,9 @@ def full_bytes(layers: Iterable[LayerShape], tokens: int, itemsize: int) -> int:
     )
 
 
-def block_bytes(layer: LayerShape, budget: int, itemsize: int, *, states: int = 0, own_budgets: int = 0) -> int:
+def block_bytes(
+    layer: LayerShape, budget: int, itemsize: int, *, states: int = 0, per_head: int = 0, own_budgets: int = 0
+) -> int:
     """Bytes that kvkeep allocates for one row in one layer: the formula of ``docs/layouts.md``.
 
     Args:
@@ -159,11 +161,12 @@ def block_bytes(layer: LayerShape, budget: int, itemsize: int, *, states: int = 
         budget: tokens that stay, at most the window.
         itemsize: bytes of a number in keys and values.
         states: float32 numbers of policy state per slot.
+        per_head: float32 numbers of policy state per KV head.
         own_budgets: budgets that are stored for the row: one if rows differ, one per KV head if heads differ.
     """
     beside = layer.kv_heads * (_POSITION + _FLOAT32 * states)
-    counters = _COUNTERS + _LOST * layer.kv_heads
-    return (budget + 1) * (layer.token_bytes(itemsize) + beside) + counters + 8 * own_budgets
+    heads = layer.kv_heads * (_LOST + _FLOAT32 * per_head)
+    return (budget + 1) * (layer.token_bytes(itemsize) + beside) + heads + _COUNTERS + 8 * own_budgets
 
 
 def shared_bytes(first_budget: int, last_budget: int) -> int:

@@ -14,6 +14,7 @@ from kvkeep.planning.cost import Cost, Packed
 from kvkeep.planning.quantised import Scheme
 from kvkeep.planning.shapes import Outline
 from kvkeep.policies.base import Policy
+from kvkeep.store.heads import numbers
 
 _BLOCKS = 3
 _BLOCKS_WITH_NOISE = 9
@@ -80,6 +81,7 @@ class Setting:
                 budget,
                 size,
                 states=len(self.policy.slots),
+                per_head=numbers(self.policy.summaries, key_dim=layer.key_dim, value_dim=layer.value_dim),
                 own_budgets=layer.kv_heads if self.policy.spreads else 0,
             )
             for layer, budget in zip(model.layers, per_layer, strict=True)

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.budget import column, smaller
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.policies.abilities import Growth, Sums
 from kvkeep.policies.base import Policy, option
@@ -40,6 +41,11 @@ class PrefillOnly(Policy):
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
         """The rating of a prompt's tokens, from the mass of its last rows."""
 
+    @property
+    def fading(self) -> float:
+        """The weight of a prompt's row relative to the next one."""
+        return 1.0
+
     @cached_property
     def grows(self) -> Growth | None:  # type: ignore[override]  # depends on an option
         """Generated tokens are refused once there is no room, under ``decode=grow``."""
@@ -58,7 +64,10 @@ class PrefillOnly(Policy):
         """The mass of a prompt's last rows; that of a generated token's row only under ``decode=score``."""
         rows = self.rows(view)
         prompt = rows if isinstance(rows, Tensor) else view.new.new_full((), rows)
-        return Mass(rows=torch.where(view.reads, prompt, int(self.decode == "score")))
+        counted = torch.where(view.reads, prompt, int(self.decode == "score"))
+        if view.is_decode or self.fading == 1.0:
+            return Mass(rows=counted)
+        return Mass(rows=counted, decay=self.fading, last=view.seen - 1)
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """Rate a prompt; add the mass of a generated token's row."""
@@ -78,9 +87,7 @@ class PrefillOnly(Policy):
         """The rating; under ``decode=local`` the chosen tokens stay and the others go first in, first out."""
         if self.decode != "local":
             return state["score"]
-        _, window = self.protected(view.budget)
-        chosen = view.positions < (view.prompt[:, None] - window)[:, :, None]
-        return view.positions.float().masked_fill(chosen, torch.finfo(torch.float32).max)
+        return slide(view, self.protected(view.budget)[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +97,11 @@ class ObservationWindow(PrefillOnly):
     window: int = option(32, "last tokens of a prompt, which stay and rate the others", within=(1, math.inf))
     kernel: int = option(7, "width of the pooling along the prompt, an odd number; 1 for none", odd=True)
     pool: Literal["max", "avg"] = option("max", "pool the largest mass around a token, or the average")
+    decay: float = option(
+        1.0, "weight of a row of the window relative to the next one; 0.7 follows the last rows", within=(0, 1)
+    )
+
+    presets: ClassVar[Mapping[str, str]] = {"late": "window=8,kernel=13"}
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """The observation window."""
@@ -99,10 +111,30 @@ class ObservationWindow(PrefillOnly):
         """The observation window."""
         return self.window
 
+    @property
+    def fading(self) -> float:
+        """The option `decay`."""
+        return self.decay
+
     def rate(self, view: View, mass: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
-        """The mass of the tokens before the window, pooled in the order of their positions."""
-        older = (view.positions >= 0) & (view.positions < (view.seen - self.window)[:, None, None])
+        """The mass of the tokens before the window, pooled in the order of their positions.
+
+        Where fewer tokens than the window are protected, its other tokens are rated, too.
+        """
+        unrated = column(smaller(self.protected(view.budget)[1], self.window), view.seen)
+        older = (view.positions >= 0) & (view.positions < (view.seen - unrated)[:, None, None])
         return scores.pooled(mass, view.positions, older, kernel=self.kernel, kind=self.pool)
+
+
+def slide(view: View, recent: Budget) -> Float[Tensor, "B Hk S"]:
+    """A score under which generated tokens go first in, first out, beside the tokens that a prompt's cut has chosen.
+
+    Args:
+        view: the slots.
+        recent: newest tokens of the prompt, which the cut did not choose; they slide, too.
+    """
+    chosen = view.positions < (view.prompt[:, None] - recent)[:, :, None]
+    return view.positions.float().masked_fill(chosen, torch.finfo(torch.float32).max)
 
 
 def _prompts(view: View) -> Bool[Tensor, "B 1 1"]:

@@ -132,6 +132,9 @@ class Abilities:
         cascades: set if it prunes through the layers: the class of the table that the layers share.
         sums: set if the rule for generated tokens can run within an attention kernel.
         tally: set if the part of the rule that does not drop tokens can run within an attention kernel.
+        unrotates: whether it looks at keys before their rotation, `View.unrotated`.
+        asks: whether it looks at a prompt's queries, `View.queries`.
+        rereads: whether the report of a prompt has the field ``again``, see `kvkeep.backends.Backend.reread`.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         defaults: arguments of a cache that depend on the policy.
     """
@@ -144,8 +147,15 @@ class Abilities:
     cascades: ClassVar[type[Cascade] | None] = None
     sums: ClassVar[Sums | None] = None
     tally: ClassVar[Tally | None] = None
+    asks: ClassVar[bool] = False
+    rereads: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
     defaults: ClassVar[Defaults] = Defaults()
+
+    @property
+    def unrotates(self) -> bool:
+        """Whether the policy looks at keys before their rotation. Not every model's rotation can be undone."""
+        return False
 
     @property
     def shares_heads(self) -> bool:

@@ -41,6 +41,9 @@ class Policy(Abilities, abc.ABC):
     Class attributes:
         statistic: what attention must report, if that is the same in every step.
         slots: the policy's per-slot state: name → value of a new token. Float32; the cache moves it with the slots.
+        summaries: the policy's state of each KV head, for all tokens that the head has seen: name → axes after
+            ``B Hk``, e.g. ``"D D"``, or ``""`` for one number. Float32, 0 in an empty row; moves with the row.
+        presets: names for several options: name → options as a user writes them.
         bibtex: the paper, for ``kvkeep policies show``.
 
     `Abilities` lists further class attributes, which few policies need.
@@ -48,6 +51,8 @@ class Policy(Abilities, abc.ABC):
 
     statistic: ClassVar[Statistic] = Nothing()
     slots: ClassVar[Mapping[str, float]] = {}
+    summaries: ClassVar[Mapping[str, str]] = {}
+    presets: ClassVar[Mapping[str, str]] = {}
     bibtex: ClassVar[str] = ""
 
     def __post_init__(self) -> None:

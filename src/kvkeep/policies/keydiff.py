@@ -1,10 +1,12 @@
 """Keeps the keys that differ most from the average direction of all held keys; it ignores attention.
 
 Source: Park et al., arXiv:2504.15364; cf. kvpress `KeyDiffPress`.
-Differs: applied in every step; `recent` and `sinks` can be protected.
+Differs: applied in every step; `recent` and `sinks` can be protected, and keys compared before their rotation, which
+  turns all slots back in each step.
 Fails when: the keys of important tokens look like all others.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -23,6 +25,9 @@ class KeyDiff(Policy):
 
     recent: int = option(0, "newest tokens that are never evicted")
     sinks: int = option(0, "first tokens that are never evicted")
+    rotated: bool = option(True, "compare keys as attention sees them; false: without their positions")
+
+    presets: ClassVar[Mapping[str, str]] = {"document": "recent=8,sinks=4,rotated=false"}
 
     bibtex: ClassVar[str] = """@article{park2025keydiff,
   title   = {{KeyDiff}: Key Similarity-Based {KV} Cache Eviction for Long-Context {LLM} Inference in
@@ -32,13 +37,19 @@ class KeyDiff(Policy):
   year    = {2025},
 }"""
 
+    @property
+    def unrotates(self) -> bool:
+        """Under ``rotated=false``."""
+        return not self.rotated
+
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """The sinks and the recent window."""
         return self.sinks, self.recent
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """Minus the cosine between a key and the mean of the unit keys."""
-        unit = torch.nn.functional.normalize(view.keys.float(), dim=-1)
+        keys = view.keys if self.rotated else view.unrotated
+        unit = torch.nn.functional.normalize(keys.float(), dim=-1)
         unit = unit * (view.positions >= 0)[..., None]
         anchor = torch.nn.functional.normalize(unit.sum(dim=2, keepdim=True), dim=-1)
         return -(unit * anchor).sum(dim=-1)

@@ -3,10 +3,11 @@
 Source: Li et al., arXiv:2404.14469; official code FasterDecoding/SnapKV, `snapkv_utils.py`.
 Differs: one set per KV head (official: per query head, expanded); by default generated tokens slide (official: grow).
   Among equal scores, which max pooling often produces, the newest stay (official: as `topk` happens to order them).
-  `recent` is kvkeep's own: it keeps enough generated tokens for a long answer beside a narrow window.
+  `recent`, `decay` and the preset are kvkeep's own: a narrow window needs more recent tokens than its own.
 Fails when: the question comes in a later turn, so that the end of the prompt does not show it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -25,6 +26,7 @@ class SnapKV(ObservationWindow):
         0, "newest tokens that stay, in place of the window; at most half of the budget; 0: the window"
     )
 
+    presets: ClassVar[Mapping[str, str]] = {"late": "window=8,kernel=13,recent=16"}
     bibtex: ClassVar[str] = """@inproceedings{li2024snapkv,
   title     = {{SnapKV}: {LLM} Knows What You are Looking for Before Generation},
   author    = {Yuhong Li and Yingbing Huang and Bowen Yang and Bharat Venkitesh and Acyr Locatelli and Hanchen Ye and

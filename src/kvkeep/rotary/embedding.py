@@ -15,6 +15,9 @@ HALVES = {
 }  # fmt: skip
 """Model types that rotate the two halves of a head against each other, in the same way in every layer."""
 
+UNROTATED = {"biogpt", "bloom", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "xglm"}
+"""Model types without rotation: positions are added to embeddings or to logits."""
+
 FIXED = {"default", "linear", "llama3", "yarn"}
 """Types of rotary embedding whose frequencies do not depend on the length of the text."""
 

@@ -36,6 +36,13 @@ class Rotation:
         cos, sin = self._wide(self.angles(positions, x.dtype))
         return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1).to(x.dtype)
 
+    def ahead(self, x: Float[Tensor, "B H T D"], by: Int[Tensor, "B H"]) -> Float[Tensor, "B H T D"]:
+        """Rotated vectors as they would be ``by`` positions later; their lengths stay the same."""
+        first, second, rest = self._split(x)
+        angles = by[:, :, None, None].float() * self._on(x.device)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1).to(x.dtype)
+
     def undo(self, x: Float[Tensor, "B H T D"], positions: Int[Tensor, "B #H T"]) -> Float[Tensor, "B H T D"]:
         """Invert `apply`, with cosine and sine rounded exactly as the model rounds them.
 

@@ -5,6 +5,7 @@ from kvkeep.store.cascade import Alone, Cascade
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store, inference
 from kvkeep.store.row import RowCopy, check_row, pin_row, put_row, take_row
+from kvkeep.store.sharing import add_state, lacks
 
 __all__ = [
     "Alone",
@@ -13,8 +14,10 @@ __all__ = [
     "DenseStore",
     "RowCopy",
     "Store",
+    "add_state",
     "check_row",
     "inference",
+    "lacks",
     "pin_row",
     "put_row",
     "take_row",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +15,7 @@ from kvkeep import pins as spans
 from kvkeep.errors import ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
+from kvkeep.store.heads import empty, places
 from kvkeep.store.protocol import Store
 from kvkeep.types import EMPTY, Budget, Phase, Slots, State, View
 
@@ -26,14 +28,15 @@ class Block:
         values: values that give the block its head dim of values.
         numbers: the budget, one number or one per row.
         starts: the policy's per-slot state: name → value of an empty slot.
+        heads: the policy's state of each head: name → axes.
         sequences: identity of each row for randomness; all 0 if not given.
         store: the class of the store that holds the slots.
         pins: spans that no policy may evict, one entry for all rows or one per row.
 
     Attributes:
         store: keys, values and positions.
-        state: the policy's per-slot state.
-        heads: names of the state that each head has once, for all of its slots.
+        state: the policy's state, of each slot or of each head.
+        heads: names of the state that each head has once, for all of its slots; zeros in an empty row.
         seen: real tokens seen per row.
         prompt: tokens seen at the end of the last piece of the row's prompt.
         sequences: identity of each row.
@@ -48,7 +51,7 @@ class Block:
 
     store: Store
     state: State
-    heads: frozenset[str] = frozenset()
+    heads: frozenset[str]
     seen: Int[Tensor, " B"]
     prompt: Int[Tensor, " B"]
     sequences: Int[Tensor, " B"]
@@ -63,6 +66,7 @@ class Block:
         *,
         numbers: Sequence[int],
         starts: Mapping[str, float],
+        heads: Mapping[str, str] = MappingProxyType({}),
         sequences: Sequence[int] | None = None,
         store: type[Store] = DenseStore,
         pins: Sequence[spans.Spans] = (),
@@ -78,19 +82,25 @@ class Block:
         self.state = {
             name: torch.full(shape, start, dtype=torch.float32, device=device) for name, start in starts.items()
         }
+        self.state |= empty(heads, keys, values)
+        self.heads = frozenset(heads)
         self.seen = torch.zeros(B, dtype=torch.int64, device=device)
         self.prompt = torch.zeros(B, dtype=torch.int64, device=device)
         self.sequences = torch.tensor(sequences or [0] * B, dtype=torch.int64, device=device)
         self.lost = torch.zeros((B, Hk, 4), dtype=torch.float32, device=device)
 
     def clear(self) -> None:
-        """Empty every slot and reset the counters. State needs no clearing: a new token overwrites it."""
+        """Empty every slot, reset counters and heads. State of slots needs no clearing: a new token overwrites it."""
+        for name in self.heads:
+            self.state[name].zero_()
         self.store.positions.fill_(EMPTY)
         for counter in (self.seen, self.prompt, self.lost):
             counter.zero_()
 
     def clear_row(self, row: int) -> None:
         """Empty one row."""
+        for name in self.heads:
+            self.state[name][row] = 0.0
         self.store.positions[row] = EMPTY
         self.seen[row] = self.prompt[row] = self.lost[row] = 0
         if self.pins is not None:
@@ -120,7 +130,7 @@ class Block:
         starts: Mapping[str, float],
         used: int,
     ) -> tuple[Slots, State]:
-        """Copies of the first ``used`` slots, followed by new tokens, and the policy's state of both.
+        """Copies of the first ``used`` slots, followed by new tokens, and the policy's state of both and of the heads.
 
         Args:
             keys: keys of the new tokens.
@@ -131,10 +141,11 @@ class Block:
         """
         new = Slots(keys, values, positions.expand(keys.shape[:3]))
         state = {name: self.state[name].new_full(keys.shape[:3], start) for name, start in starts.items()}
+        heads = {name: self.state[name] for name in self.heads}
         if not used:
-            return new, state
+            return new, state | heads
         held = Slots(*self.store.beside(keys, values, used=used), _joined(self.store.positions, new.positions, used))
-        return held, {name: _joined(self.state[name], chunk, used) for name, chunk in state.items()}
+        return held, {name: _joined(self.state[name], chunk, used) for name, chunk in state.items()} | heads
 
     def view(
         self,
@@ -186,11 +197,15 @@ class Block:
         missing = int(budget.max()) + 1 - self.store.capacity
         if missing > 0:
             self.store = self.store.wider(self.store.capacity + missing)
-            self.state = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.state.items()}
+            self._pad(missing)
 
     def held(self) -> Int[Tensor, "B Hk"]:
         """The number of occupied slots of each head."""
         return (self.store.positions >= 0).sum(dim=-1)
+
+    def of_slots(self) -> State:
+        """The policy's state of each slot."""
+        return {name: tensor for name, tensor in self.state.items() if name not in self.heads}
 
     def per_row(self) -> dict[str, Tensor]:
         """Every tensor of the block by name. The first axis of each tensor is the rows.
@@ -205,8 +220,8 @@ class Block:
 
     def per_slot(self) -> frozenset[str]:
         """Names of the tensors of `per_row` whose third axis is the slots. The others belong to the row as a whole."""
-        state = self.state.keys() - self.heads
-        return frozenset((*(f"store.{name}" for name in self.store.per_slot()), *(f"state.{name}" for name in state)))
+        store, state = self.store.per_slot(), self.of_slots()
+        return frozenset((*(f"store.{name}" for name in store), *(f"state.{name}" for name in state)))
 
     def widen(self, capacity: int) -> None:
         """Give every head more slots, and keep the content. The tensors are replaced."""
@@ -214,8 +229,12 @@ class Block:
         if missing > 0:
             held, self.store = self.store.slots(), self.store.wider(capacity)
             self.store.fill(*held)
-            for name in self.state.keys() - self.heads:
-                self.state[name] = nn.functional.pad(self.state[name], (0, missing))
+            self._pad(missing)
+
+    def _pad(self, missing: int) -> None:
+        """Replace the state of slots by tensors with more of them."""
+        wider = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.of_slots().items()}
+        self.state = self.state | wider
 
     def over(self, tensors: Mapping[str, Tensor]) -> Block:
         """A block over other tensors, named as in `per_row`."""
@@ -232,16 +251,18 @@ class Block:
         for tensor in self.per_row().values():
             tensor[target] = tensor[source]
 
-    def under(self, starts: Mapping[str, float]) -> Block:
-        """The same slots for another policy, which uses the first of this block's state tensors."""
-        other = copy.copy(self)
-        other.state = dict(zip(starts, self.state.values(), strict=False))
-        return other
+    def under(self, starts: Mapping[str, float], heads: Mapping[str, str]) -> Block:
+        """The same slots for another policy, which uses the first of this block's state tensors.
 
-    def add_state(self, n: int) -> None:
-        """Add state tensors until there are ``n``. Existing ones stay the same objects."""
-        for i in range(len(self.state), n):
-            self.state[str(i)] = self.store.positions.new_zeros(self.store.positions.shape, dtype=torch.float32)
+        Args:
+            starts: the policy's state of slots.
+            heads: the policy's state of heads; this block has it under the names of `places`.
+        """
+        other = copy.copy(self)
+        other.state = dict(zip(starts, self.of_slots().values(), strict=False))
+        other.state |= {name: self.state[place] for name, place in places(heads).items()}
+        other.heads = frozenset(heads)
+        return other
 
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
         """Row ``i`` becomes the former row ``index[i]``. Works in place if the number of rows stays the same."""
@@ -257,7 +278,7 @@ class Block:
         if not positions.numel():
             return Memory()  # no rows
         everything, slots = bytes_of(self.per_row().values()), bytes_of(self.store.per_row().values())
-        per_slot = (slots + bytes_of(self.state.values())) // positions.numel()
+        per_slot = (slots + bytes_of(self.of_slots().values())) // positions.numel()
         return Memory(
             allocated_bytes=everything,
             occupied_bytes=per_slot * int((positions >= 0).sum()),

@@ -16,7 +16,8 @@ from kvkeep.layer import Layer
 from kvkeep.pins import Spans, table
 from kvkeep.policies.base import Policy
 from kvkeep.store import Cascade
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Slots, View
+from kvkeep.store.heads import empty
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Phase, Queries, Report, Slots, View
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
     """
     n, heads = tape.keys.shape[2], tape.keys.shape[1]
     memory = {name: torch.full((1, heads, n + 1), start, dtype=torch.float64) for name, start in policy.slots.items()}
+    of_heads = empty(policy.summaries, tape.keys.double(), tape.values.double())
     kept = torch.empty((1, heads, 0), dtype=torch.int32)
     prompt, turn = n - case.steps, 0
     size = case.chunk or prompt
@@ -134,18 +136,28 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         index = positions.long().masked_fill(positions == EMPTY, n)  # the last column of `memory` belongs to nobody
         past, alive = cascade.enter(1, positions[:, 0])
         view = replace(_view(case, tape, positions, stop - start, turn, phase), budget=budget, past=past, alive=alive)
+        now, slots = torch.arange(start, stop)[None], Slots(view.keys, view.values, positions)
+        query = tape.query[:, :, start:stop]
         out, report = reference.attend(
-            tape.query[:, :, start:stop],
-            Slots(view.keys, view.values, positions),
-            torch.arange(start, stop)[None],
+            query,
+            slots,
+            now,
             statistic=policy.wants(view),
             options=replace(case.options, top=policy.focuses.top(policy, view) if policy.focuses else None),
         )
+        if policy.asks and phase is Phase.PREFILL:
+            view = replace(view, queries=Queries(query, now))
+        if policy.rereads and phase is Phase.PREFILL:
+            length = torch.tensor([[stop]])
+            again = reference.reread(query, slots, now, length=length, rotation=None, options=case.options)
+            report = Report({**report.sums, "again": again})
         if policy.cascades:
             cascade.add(positions[:, 0], report)
-        state = policy.observe({name: history.gather(-1, index) for name, history in memory.items()}, view, report)
-        for name, tensor in state.items():
-            memory[name].scatter_(-1, index, tensor.double())
+        of_slots = {name: history.gather(-1, index) for name, history in memory.items()}
+        state = policy.observe(of_slots | of_heads, view, report)
+        of_heads = {name: state[name] for name in of_heads}
+        for name, history in memory.items():
+            history.scatter_(-1, index, state[name].double())
         if policy.spreads and phase is Phase.PREFILL:
             budget = head_budgets(policy, view, state)
         view = replace(view, budget=budget)

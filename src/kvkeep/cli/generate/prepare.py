@@ -16,9 +16,9 @@ from kvkeep.cli.generate.request import Request
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memories import Memory, settled
 from kvkeep.engine import Engine
-from kvkeep.engine.admission import check_room
 from kvkeep.engine.choice import levels
 from kvkeep.engine.prompts import checked_guard
+from kvkeep.engine.room import check_room
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 from kvkeep.layout import Layout

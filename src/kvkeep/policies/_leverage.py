@@ -1,0 +1,89 @@
+"""Leverage: how far a key stands out from all keys of its head, and a base of policies that keep such keys."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvkeep.budget import between
+from kvkeep.policies._prefill import slide
+from kvkeep.policies.base import Policy, option
+from kvkeep.types import Budget, Phase, Report, State, View
+
+_ROUNDING = 1e-5
+"""Error of a float32 sum of squares, as a share of the sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leverages(Policy):
+    """Adds up the mean and the scatter of a prompt's keys in each head. Keys that were evicted remain in both.
+
+    Generated tokens do not compete: they slide beside the chosen ones.
+    """
+
+    sinks: int = option(4, "first tokens that are never evicted and do not count")
+    recent: int = option(24, "newest tokens that are never evicted; at most half of the budget without the sinks")
+    ridge: float = option(0.01, "added to the scatter in every direction")
+    rotated: bool = option(False, "compare keys as attention sees them; false: without their positions")
+
+    summaries: ClassVar[Mapping[str, str]] = {"scatter": "D D", "mean": "D", "count": ""}
+
+    @property
+    def unrotates(self) -> bool:
+        """Unless ``rotated=true``."""
+        return not self.rotated
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The sinks and the recent window."""
+        return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """Add the keys of a prompt's new tokens (Chan et al., 1979)."""
+        if view.phase is not Phase.PREFILL:
+            return state
+        keys, counts = self._keys(view), self._counts(view)
+        number = counts.sum(dim=-1).float()
+        total = (state["count"] + number).clamp(min=1.0)
+        weights = counts.float()[:, :, None]
+        keys = keys.nan_to_num(0.0, 0.0, 0.0)
+        mean = (weights @ keys).squeeze(2) / number.clamp(min=1.0)[..., None]
+        centred = (keys - mean[:, :, None]).mul_(weights.mT)
+        apart = mean - state["mean"]
+        of_means = apart[..., :, None] * apart[..., None, :] * (state["count"] * number / total)[..., None, None]
+        return state | {
+            "scatter": state["scatter"] + centred.mT @ centred + of_means,
+            "mean": state["mean"] + apart * (number / total)[..., None],
+            "count": state["count"] + number,
+        }
+
+    def later(self, view: View) -> Float[Tensor, "B Hk S"]:
+        """The score while tokens are generated."""
+        return slide(view, self.protected(view.budget)[1])
+
+    def leverage(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """How far each key stands out: 0 for the mean key, about 1 for a key with a direction of its own."""
+        apart = self._keys(view) - state["mean"][:, :, None]
+        return (apart @ _whitening(state["scatter"], self.ridge)).square().sum(dim=-1)
+
+    def _keys(self, view: View) -> Float[Tensor, "B Hk S D"]:
+        return (view.keys if self.rotated else view.unrotated).float()
+
+    def _counts(self, view: View) -> Bool[Tensor, "B Hk S"]:
+        """Whether a slot's key is added: it is new, no sink, and a number."""
+        first = (view.seen - view.new).clamp(min=self.sinks)[:, None, None]
+        return (view.positions >= first) & view.keys.isfinite().all(dim=-1)
+
+
+def _whitening(scatter: Float[Tensor, "B Hk D D"], ridge: float) -> Float[Tensor, "B Hk D D"]:
+    """A matrix that turns the scatter plus the ridge into the identity. Works for a singular scatter."""
+    wide = scatter.double()
+    one = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
+    sums = wide.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
+    factor, fails = torch.linalg.cholesky_ex(wide + ridge * one)
+    safe, _ = torch.linalg.cholesky_ex(wide + (ridge + _ROUNDING * sums + torch.finfo(torch.float32).tiny) * one)
+    factor = torch.where((fails == 0)[..., None, None], factor, safe)
+    inverse: Tensor = torch.linalg.solve_triangular(factor, one, upper=False)
+    return inverse.mT.float()

@@ -1,0 +1,55 @@
+"""Keeps the tokens that a prompt's last rows attend to in one half of the budget, and outstanding keys in the other.
+
+Source: kvkeep's own: `snapkv` with a narrow window and wide pooling, and `leverage`.
+Differs: from each of the two by serving a question that ends the prompt as well as one that comes later.
+Fails when: the budget is so small that half of it is too little for either; see also `leverage`, whose memory it needs.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep import scores
+from kvkeep.budget import column
+from kvkeep.policies._leverage import Leverages
+from kvkeep.policies.base import option
+from kvkeep.statistic import Mass, Statistic
+from kvkeep.types import EMPTY, Report, State, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Blend(Leverages):
+    """Of the slots that are not protected, the first share goes by attention and the rest by leverage."""
+
+    share: float = option(0.5, "share of the slots that goes by the attention of the last rows", within=(0, 1))
+    window: int = option(8, "last rows of a prompt whose attention counts", within=(1, math.inf))
+    kernel: int = option(13, "width of the pooling along the prompt, an odd number; 1 for none", odd=True)
+
+    slots: ClassVar[Mapping[str, float]] = {"mass": 0.0}
+
+    def wants(self, view: View) -> Statistic:
+        """The mass of a prompt's last rows."""
+        return Mass(rows=self.window * view.reads.long())
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """Add the keys of a prompt, and replace the mass."""
+        return super().observe(state, view, report) | ({} if view.is_decode else {"mass": report.mass})
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """The leverage in a prompt, and more than any for the tokens that its end attends to; afterwards an order."""
+        if view.is_decode:
+            return self.later(view)
+        last = view.seen - column(self.protected(view.budget)[1], view.seen)
+        free = (view.positions >= self.sinks) & (view.positions < last[:, None, None])
+        protected = ((view.positions >= 0) & ~free).sum(dim=-1)
+        room = (column(view.budget, view.seen)[:, None] - protected).clamp(min=0)
+        pooled = scores.pooled(state["mass"], view.positions, free, kernel=self.kernel, kind="max").nan_to_num()
+        number = (self.share * room.double() + 1e-9).long()
+        attended = scores.keep(pooled, view.positions.masked_fill(~free, EMPTY), number)
+        return self.leverage(view, state).masked_fill(attended, torch.inf)

@@ -1,0 +1,54 @@
+"""Keeps the tokens that queries still to come are expected to attend to, judged by the spread of the prompt's queries.
+
+Source: Devoto et al., arXiv:2510.00636; cf. kvpress `ExpectedAttentionPress`.
+Differs: `recent` tokens are protected, too; with chunks each chunk's own queries count; logits are divided by √d.
+Fails when: the question is unlike the text; every fact needs its own matching query, and the average is none of them.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvkeep.budget import between
+from kvkeep.policies._expected import met, moments
+from kvkeep.policies._prefill import slide
+from kvkeep.policies.base import Policy, option
+from kvkeep.types import Budget, State, View
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(Policy):
+    """Expected attention times the size of the value."""
+
+    sinks: int = option(4, "first tokens that are never evicted and do not count")
+    recent: int = option(24, "newest tokens that are never evicted; at most half of the budget without the sinks")
+    future: int = option(512, "number of the next positions over which is averaged", within=(1, 2**16))
+    epsilon: float = option(0.01, "added to the probability before the value's size multiplies it")
+
+    asks: ClassVar[bool] = True
+
+    @property
+    def unrotates(self) -> bool:
+        """Queries at later positions follow from those without rotation."""
+        return True
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The sinks and the recent window."""
+        return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """``(p + epsilon) · ‖v‖`` in a prompt; afterwards an order that keeps the chosen tokens."""
+        if view.queries is None:
+            return slide(view, self.protected(view.budget)[1])
+        keys, scale = met(view, self.future), 1.0 / math.sqrt(view.keys.shape[-1])
+        mean, spread = moments(view.queries, keys.shape[1], self.sinks)
+        logits = scale * mean @ keys.mT + 0.5 * scale**2 * ((keys[:, :, None] @ spread) * keys[:, :, None]).sum(dim=-1)
+        shown = (view.positions >= self.sinks)[:, :, None]
+        share = logits.masked_fill(~shown, torch.finfo(torch.float32).min).softmax(dim=-1).mean(dim=2)
+        sizes: Tensor = view.values.float().norm(dim=-1)
+        return (share + self.epsilon) * sizes
