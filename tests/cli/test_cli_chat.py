@@ -163,6 +163,8 @@ def test_rewind_to_the_beginning(model, tmp_path):
     again = answers(model, "-s", "two", "--system", "be brief", said=["the dog"])
     assert found[-1] == again[0]
     assert saved(tmp_path).note["messages"] == saved(tmp_path, "two").note["messages"]
+    shown = CliRunner().invoke(app, ["memory", str(tmp_path / "sessions" / "one" / "memory.kvkeep")])
+    assert "a conversation of 1 turn" in shown.stdout
     answers(model, "-s", "three", said=["the fox", "/rewind"])
     assert not (tmp_path / "sessions" / "three").exists()
 

@@ -147,6 +147,7 @@ def test_the_summary_and_the_numbers(chat_model, text):
     assert found["memory"]["full_bytes"] == found["tokens"] * 2 * 2 * 2 * 8 * 4
     assert (found["policy"], found["budget"], found["positions"]) == (LATER, 32, "true")
     assert json.loads(kv("memory", file, "--json").stdout)["tokens_seen"] == found["tokens"]
+    assert "a text that questions may follow" in kv("memory", file).stdout
 
 
 def test_a_policy_that_keeps_all_has_room_for_questions(text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,6 +63,7 @@ def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
     states = f" and {console.count(len(snapshot.contents.states), 'state')}" if snapshot.contents.states else ""
     held = sum(int((layer.positions >= 0).sum()) for layer in layers) / sum(len(layer.positions) for layer in layers)
     return {
+        "holds": _kind(snapshot.note),
         "model": f"{made.model} in {made.dtype}, {console.count(len(layers), 'layer')} with slots{states}",
         "weights": made.weights or "not known",
         "policy": made.policy,
@@ -72,6 +74,22 @@ def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
         "size": f"{console.show_bytes(size)}; a full cache would take {console.show_bytes(full)}, "
         f"{console.show_factor(full / size)} as much",
     }
+
+
+def _kind(note: Mapping[str, Any]) -> str:
+    """What a memory stands for, from the note of the engine or a session."""
+    if isinstance(note.get("opening"), dict):
+        return "a text that questions may follow"
+    turns = turns_of(note)
+    return "a text" if turns is None else f"a conversation of {console.count(turns, 'turn')}"
+
+
+def turns_of(note: Mapping[str, Any]) -> int | None:
+    """The number of answers in a conversation; ``None`` if it did not use the chat template, or is none."""
+    messages = note.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return None
+    return len([one for one in messages if isinstance(one, dict) and one.get("role") == "assistant"])
 
 
 def _rule(layer_budget: str | tuple[float, ...]) -> str:

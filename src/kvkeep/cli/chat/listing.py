@@ -7,6 +7,7 @@ from typing import Any
 
 from kvkeep.cli import console
 from kvkeep.cli.chat.sessions import Folder
+from kvkeep.cli.memory import turns_of
 from kvkeep.snapshot.described import described_layers, fingerprint_of
 from kvkeep.snapshot.header import opened, read_header
 
@@ -45,16 +46,8 @@ def _describe(folder: Folder, name: str) -> dict[str, Any]:
         "model": made.model,
         "policy": made.policy,
         "budget": made.budget,
-        "turns": turns_of(about.get("note")),
+        "turns": turns_of(note if isinstance(note := about.get("note"), dict) else {}),
         "tokens": tokens,
         "bytes": size,
         "last_used": path.stat().st_mtime,
     }
-
-
-def turns_of(note: object) -> int | None:
-    """The number of answers in a conversation; ``None`` if it did not use the chat template."""
-    messages = note.get("messages") if isinstance(note, dict) else None
-    if not isinstance(messages, list) or not messages:
-        return None
-    return len([one for one in messages if isinstance(one, dict) and one.get("role") == "assistant"])
