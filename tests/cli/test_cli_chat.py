@@ -315,6 +315,15 @@ def test_the_conversation_of_another_model_weights_or_version(model, tmp_path):
     assert file.read_bytes() == b"torn"
 
 
+@pytest.mark.parametrize("note", [{"sequence": "x"}, {"sequence": 2**70}, {"messages": "x"}, {"opening": []}], ids=str)
+def test_notes_that_no_conversation_has(note, model, tmp_path):
+    answers(model, "-s", "one", said=["the fox"])
+    found = saved(tmp_path)
+    replace(found, note={**found.note, **note}).save(tmp_path / "sessions" / "one" / "memory.kvkeep")
+    assert refused(model, "-s", "one", said=["the dog"]).startswith("error: ")
+    assert "one" in chat(None, "--list").stdout
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

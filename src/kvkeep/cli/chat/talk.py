@@ -10,7 +10,7 @@ from kvkeep.cli.chat.sessions import Folder, Place
 from kvkeep.engine import Engine, Result
 from kvkeep.engine import Request as Asked
 from kvkeep.engine.interrupts import Uninterrupted
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.sampling import Sampling, whole_within
 from kvkeep.engine.session import Session
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.snapshot import Snapshot
@@ -54,7 +54,8 @@ class Talk:
     ) -> None:
         self.engine, self.folder, self.place = engine, folder, place
         self._sampling, self._system = sampling, system
-        sequence = 0 if memory is None else memory.note.get("sequence", 0)
+        noted = 0 if memory is None else memory.note.get("sequence", 0)
+        sequence = whole_within("The sequence in the file's note", noted, -(2**63), 2**63 - 1)
         self.session: Session = engine.session(policy=engine.policy, memory=memory, sequence=sequence)
         self._states: deque[Snapshot | None] = deque([memory], maxlen=MOST_BACK + 1)
         self._is_saved = place.is_saved or memory is None
