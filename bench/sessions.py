@@ -18,13 +18,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from lib import arguments, finish, interleaved, median_ms, positive, show, speed_model
 
 import kvkeep
-from kvkeep.engine import Session, twins
+from kvkeep.engine import twins
+from kvkeep.engine.coroutines import AsyncEvents
 
 QUESTION = 16
 """Tokens of a question."""
@@ -118,20 +120,21 @@ class Bench:
         order = [i for i in range(sizes.sessions) for _ in range(sizes.turns)]
         random.Random(1).shuffle(order)
         texts = [self.tokens(QUESTION) for _ in order]
-        plain = seconds(lambda: self.engine.generate([kvkeep.Request(prompt=text, sampling=new) for text in texts]))
         sessions = [self.engine.session() for _ in range(sizes.sessions)]
         before = self.engine.memory().allocated_bytes
 
-        async def turn(gate: asyncio.Semaphore, session: Session, text: Sequence[int]) -> None:
+        async def one(gate: asyncio.Semaphore, answer: Callable[[], AsyncEvents]) -> None:
             async with gate:
-                async for _ in session.asend(text, new):
+                async for _ in answer():
                     pass
 
-        async def talk() -> None:
+        async def all_of(answers: Sequence[Callable[[], AsyncEvents]]) -> None:
             gate = asyncio.Semaphore(2 * sizes.rows)
-            await asyncio.gather(*(turn(gate, sessions[i], text) for i, text in zip(order, texts, strict=True)))
+            await asyncio.gather(*(one(gate, answer) for answer in answers))
 
-        held = seconds(lambda: asyncio.run(talk()))
+        alone = [partial(self.engine.astream, kvkeep.Request(prompt=text, sampling=new)) for text in texts]
+        turns = [partial(sessions[i].asend, text, new) for i, text in zip(order, texts, strict=True)]
+        plain, held = seconds(lambda: asyncio.run(all_of(alone))), seconds(lambda: asyncio.run(all_of(turns)))
         bytes_each = max(session.nbytes for session in sessions)
         grown = self.engine.memory().allocated_bytes / before
         detail = f"{len(order)} turns of {sizes.sessions} sessions, {bytes_each / 1e6:.2f} MB each, {sizes.rows} rows"

@@ -12,7 +12,6 @@ from kvkeep import BudgetError
 from kvkeep.engine import Engine, Request, scheduler
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.scheduler import SHARED_TOKENS
-from kvkeep.types import Phase
 
 from .models import alone, model
 from .test_equal import CAPACITY, prompt_of
@@ -33,9 +32,15 @@ def watched(engine):
     return runs
 
 
+@pytest.fixture(autouse=True)
+def apart(monkeypatch):
+    """Prompts and generated tokens have runs of their own, however short the prompts are."""
+    monkeypatch.setattr(scheduler, "MIXED_TOKENS", {})
+
+
 def sizes(runs):
     """The prompt tokens of each run, and 0 for a run of generated tokens."""
-    return [sum(len(t) for b in run.batches for t in b.tokens) * (run.phase is Phase.PREFILL) for run in runs]
+    return [sum(len(t) for b in run.batches for t in b.tokens) * (run.reads) for run in runs]
 
 
 def ask(engine, length, new=4, seed=0, **options):
@@ -62,7 +67,7 @@ def test_prompts_share_a_run_and_get_the_tokens_that_they_get_alone(policy, whol
     engine.step()
     runs, numbers = watched(engine), [ask(engine, n, seed=i) for i, n in enumerate(lengths) if i != 1]
     results = drain(engine)
-    assert max(len(run.batches) for run in runs if run.phase is Phase.PREFILL) > 1
+    assert max(len(run.batches) for run in runs if run.reads) > 1
     for number, (i, n) in zip(numbers, [(i, n) for i, n in enumerate(lengths) if i != 1], strict=True):
         assert results[number].token_ids == alone("llama", prompt_of(i, n), 4, policy, budget, chunk)
     assert results[first[1]].token_ids == alone("llama", prompt_of(1, 2), 30, policy, budget, chunk)
@@ -148,7 +153,7 @@ def test_everybody_gets_a_turn(examples):
             runs.clear()
             events = {event.id for event in engine.step()}
             assert ready <= events
-            prompts = [one for one in runs if one.phase is Phase.PREFILL]
+            prompts = [one for one in runs if one.reads]
             assert len(prompts) <= 1
             without_prompt = 0 if prompts else without_prompt + 1
             assert not any(one.prompt_left for one in scheduler.running) or without_prompt <= 40 / every + 1
@@ -221,3 +226,22 @@ def test_rows_that_run_one_by_one_are_paid_one_by_one():
     for _ in range(4):
         engine.step()
     assert sizes(runs) == [16, 0, 0] * 4
+
+
+@pytest.mark.parametrize("policy", ["h2o", "random", "scissorhands", "snapkv:window=2,decode=score"])
+def test_few_prompt_tokens_share_a_run_with_the_running_rows(policy, monkeypatch):
+    monkeypatch.setattr(scheduler, "MIXED_TOKENS", {"cpu": 9})
+    engine = Engine(model("llama"), policy=policy, budget=CAPACITY, rows=3)
+    first = ask(engine, 4, 12)
+    engine.step()
+    runs = watched(engine)
+    numbers = [ask(engine, 9, seed=1)]
+    engine.step()
+    assert [len(run.batches) for run in runs] == [2]
+    numbers.append(ask(engine, 10, seed=2))  # too long to share a run
+    engine.step()
+    assert [len(run.batches) for run in runs] == [2, 1, 1]
+    results = drain(engine)
+    assert results[first].token_ids == alone("llama", prompt_of(0, 4), 12, policy, CAPACITY, None)
+    for number, (seed, length) in zip(numbers, ((1, 9), (2, 10)), strict=True):
+        assert results[number].token_ids == alone("llama", prompt_of(seed, length), 4, policy, CAPACITY, None)

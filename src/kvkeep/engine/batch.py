@@ -65,9 +65,9 @@ class Run:
     batches: Sequence[Batch]
 
     @property
-    def phase(self) -> Phase:
-        """Whether the tokens belong to prompts or were generated. The scheduler mixes no phases."""
-        return self.batches[0].phase
+    def reads(self) -> bool:
+        """Whether tokens of prompts are among its tokens. They come before generated ones."""
+        return self.batches[0].phase is Phase.PREFILL
 
     @property
     def requests(self) -> list[Generation]:

@@ -99,8 +99,9 @@ class Engine(Work):
         prefixes = Prefixes(prefix_memory, prefill_chunk, lambda: admission.identity.weights)
         first = admission.make_rows(self.policy)
         rooms: dict[str, Any] = {"prefixes": prefixes, "sessions": Sessions(Shelf(session_memory, session_dir))}
-        pace = decode_every or scheduler.pace(self.model.device)
-        super().__init__(admission, runner, first, chunk=prefill_chunk, decode_every=pace, **rooms)
+        paced: dict[str, Any] = {"decode_every": decode_every or scheduler.pace(self.model.device)}
+        paced["mixed_tokens"] = 0 if graphs else scheduler.MIXED_TOKENS.get(self.model.device.type, 0)
+        super().__init__(admission, runner, first, chunk=prefill_chunk, **paced, **rooms)
 
     @property
     def row_bytes(self) -> int:

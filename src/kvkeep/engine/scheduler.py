@@ -1,7 +1,8 @@
 """Who runs next: the scheduler gives rows to waiting requests and plans the runs of each step.
 
 Each step feeds one token to every running row. Before it, at most one run feeds prompts, so a running row never waits
-for more than one. After a long run of prompts, steps without prompts follow: one for every ``decode_every`` tokens.
+for more than one; a few prompt tokens share the rows' run. After a long run of prompts, steps without prompts follow:
+one for every ``decode_every`` tokens.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ OTHER_STEP_TOKENS = 256
 
 PROMPT_SHARE = 4
 """While prompts are read beside running rows, they get so many times the time of the rows."""
+
+MIXED_TOKENS = {"cpu": 64}
+"""Most prompt tokens that share a run with the running rows, by device; elsewhere a step of rows is a recorded graph.
+
+So few tokens take little longer than the weights take to be read, which the rows need in any case.
+"""
 
 PATIENCE = 4
 """A request that needs other rows is passed over at most this many times per row; then the rows are replaced."""
@@ -68,6 +75,7 @@ class Scheduler:
         rows: number of rows.
         chunk: tokens of a prompt that are fed in one run; ``None``: a whole prompt.
         decode_every: prompt tokens that are worth a run of generated tokens; at least one follows each run of prompts.
+        mixed_tokens: most prompt tokens that share a run with the running rows.
         alone: whether every run of the model is limited to one row.
         waiting: requests that wait already.
 
@@ -76,13 +84,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, rows: int, *, chunk: int | None, decode_every: int, alone: bool, waiting: Iterable[Generation] = ()
+        self,
+        rows: int,
+        *,
+        chunk: int | None,
+        decode_every: int,
+        mixed_tokens: int = 0,
+        alone: bool,
+        waiting: Iterable[Generation] = (),
     ) -> None:
         self.waiting = deque(waiting)
         self._rows: list[Generation | None] = [None] * rows
         self._chunk = chunk
         self._alone = alone
-        self._decode_every = decode_every
+        self._decode_every, self._mixed_tokens = decode_every, mixed_tokens
         self._owed = 0
         self._passed_over = 0
 
@@ -163,7 +178,8 @@ class Scheduler:
         self._owed = max(0, self._owed + read - self._decode_every * len(steps)) if steps else 0
         if self._alone:
             return [Run([batch]) for batch in [*prompts, *steps]]
-        return [Run(batches) for batches in (prompts, steps) if batches]
+        groups = [[*prompts, *steps]] if read <= self._mixed_tokens else [prompts, steps]
+        return [Run(batches) for batches in groups if batches]
 
     def _decode(self) -> list[Batch]:
         """Return batches of one token for every running row."""

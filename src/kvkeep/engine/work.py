@@ -26,7 +26,6 @@ from kvkeep.engine.twins import Twins
 from kvkeep.errors import InputError, NoNumbersError
 from kvkeep.models.device import reason_of
 from kvkeep.snapshot import Contents
-from kvkeep.types import Phase
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +39,7 @@ class Work:
         rows: the first rows.
         chunk: prompt tokens per step; ``None``: a whole prompt.
         decode_every: prompt tokens for which each running row gets a token.
+        mixed_tokens: most prompt tokens that share a run with the running rows.
         prefixes: common beginnings of prompts.
         sessions: the sessions of the engine.
     """
@@ -52,11 +52,12 @@ class Work:
         *,
         chunk: int | None,
         decode_every: int,
+        mixed_tokens: int,
         prefixes: Prefixes,
         sessions: Sessions,
     ) -> None:
         self._admission, self._runner = admission, runner
-        self._schedule = partial(Scheduler, chunk=chunk, decode_every=decode_every)
+        self._schedule = partial(Scheduler, chunk=chunk, decode_every=decode_every, mixed_tokens=mixed_tokens)
         self._all: dict[int, Generation] = {}
         self._unreported: list[Event] = []
         self._twins = Twins()
@@ -154,7 +155,7 @@ class Work:
         """Run the model, then choose the next tokens of the rows that are ready for one."""
         logits = self._runner.run(run, self._rows)
         ready = run.commit()
-        if run.phase is Phase.PREFILL:
+        if run.reads:
             for one in run.requests:
                 self._prefixes.keep(one, self._rows)
         if not ready:
