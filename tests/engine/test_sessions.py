@@ -330,7 +330,7 @@ def test_an_interrupt_leaves_the_session_as_it_was(session):
 
 
 def test_a_memory_that_cannot_be_kept_ends_the_turn_with_an_error(session, monkeypatch):
-    def full(self, *args):
+    def full(self, *args, **options):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
