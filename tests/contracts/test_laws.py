@@ -53,7 +53,7 @@ VARIANTS = [
 ]
 
 CASES = st.builds(
-    Case,
+    dict,
     rows=st.integers(1, 3),
     heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 4]),
@@ -65,6 +65,7 @@ CASES = st.builds(
     padding=st.integers(0, 3),
     seed=st.integers(0, 2**16),
 )
+"""Arguments of cases. The check of a case's types draws random numbers, which a strategy may not."""
 
 
 PAIRS = [(law, policy) for law in LAWS for policy in (*PLAIN, *VARIANTS)]
@@ -80,7 +81,7 @@ def chosen(pair):
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(case=CASES)
 def test_law(law, policy, case):
-    LAWS[law](kvkeep.parse(policy), case)
+    LAWS[law](kvkeep.parse(policy), Case(**case))
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", "h2o:recent=3,sinks=2", "random:recent=2,sinks=2"])
