@@ -21,12 +21,12 @@ def backend(request, monkeypatch):
 
 
 def poison(blocks):
-    """NaN in keys, values and state of all empty slots."""
+    """NaN in keys, values and state of all empty slots. State of heads is no slot's."""
     for block in blocks:
         empty = block.store.positions < 0
         for tensor in block.store.slots()[:2]:
             tensor.masked_fill_(empty[..., None], torch.nan)
-        for tensor in block.state.values():
+        for tensor in block.of_slots().values():
             tensor.masked_fill_(empty, torch.nan)
 
 

@@ -181,7 +181,7 @@ def test_rows_of_several_policies_and_budgets_share_an_engine():
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_step_that_fails_harms_no_other_row(family, layer, error):
     requests = [request_of(i, 12) for i in range(3)]
-    engine = Engine(attached(family), budget=8, rows=3, prefill_chunk=None)
+    engine = Engine(attached(family), policy="h2o", budget=8, rows=3, prefill_chunk=None)
     numbers = [engine.add(request) for request in requests]
     for _ in range(4):
         engine.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -55,5 +54,5 @@ def shared(axes: Mapping[str, str]) -> dict[str, str]:
 
 def numbers(axes: Mapping[str, str], *, key_dim: int, value_dim: int) -> int:
     """How many numbers the state of one head has."""
-    sizes = {"D": key_dim, "E": value_dim}
-    return sum(math.prod(sizes[axis] for axis in letters.split()) for letters in axes.values())
+    keys, values = (torch.empty((1, 1, 0, dim), device="meta") for dim in (key_dim, value_dim))
+    return sum(tensor.numel() for tensor in empty(axes, keys, values).values())
