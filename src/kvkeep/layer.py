@@ -143,10 +143,10 @@ class Layer:
         return out
 
     def reset(self) -> None:
-        """Forget everything. The memory stays allocated, unless rows were selected or heads have their own budgets."""
+        """Forget everything. The memory stays allocated, unless rows were selected or restored, or have head budgets."""
         self.columns, self.broken = 0, False
         self._shared.clear()
-        if self.moves or self.policy.spreads:  # the block's budgets have changed: the next step makes a new block
+        if self.moves or self.policy.spreads or not self._made:  # its budgets or pins may be others now
             self.allocated = False
         elif self.allocated:
             self.block.clear()
@@ -287,6 +287,7 @@ class Layer:
             self.store.check_fit(keys, values)
             return
         self.hold(self.new_block(keys, values), columns=self.columns)
+        self._made = True
 
     def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
         """An empty block for such keys and values. It is not yet the layer's own."""
@@ -296,6 +297,7 @@ class Layer:
     def hold(self, block: Block, *, columns: int) -> None:
         """Use a block that has seen ``columns`` columns, with the backend for its device and dtype."""
         self.block, self.allocated, self.columns, self._kind = block, True, columns, type(block.store)
+        self._made = False  # its rows may have budgets and pins of somebody else
         backend = choose(block.seen.device, block.store.slots().keys.dtype)
         self._backend = backend if self._rotation is None else backend.at_ranks(self._rotation)
         self._fuses = fuses(self.policy, self._backend, window=self.window)
