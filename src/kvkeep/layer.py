@@ -143,7 +143,7 @@ class Layer:
         return out
 
     def reset(self) -> None:
-        """Forget everything. The memory stays allocated, unless rows were selected or restored, or have head budgets."""
+        """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
         self.columns, self.broken = 0, False
         self._shared.clear()
         if self.moves or self.policy.spreads or not self._made:  # its budgets or pins may be others now
