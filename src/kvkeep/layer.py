@@ -80,7 +80,7 @@ class Layer:
         for number in (numbers := budgets.check(budget)):
             policy.check(number)
         self.policy, self.window, self._asked = policy, window, Asked(policy)
-        self.columns, self.moves, self.allocated, self.broken = 0, 0, False, False
+        self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
         self._index, self._sequences, self._rotation = index, sequences, rotation
         self._prefill_chunk, self._pins = chunk_size(prefill_chunk), pins if policy.evicts else ()
@@ -138,12 +138,11 @@ class Layer:
         return out
 
     def reset(self) -> None:
-        """Forget everything. The memory stays allocated, unless rows were selected or heads have their own budgets."""
+        """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
         self.columns, self.moves, self.broken, moves = 0, 0, False, self.moves
         self._shared.clear()
-        if moves or self.policy.spreads:  # the block's budgets have changed: the next step makes a new block
-            self.allocated = False
-        elif self.allocated:
+        self.allocated &= self._made and not moves and not self.policy.spreads  # else budgets or pins may be others now
+        if self.allocated:
             self.block.clear()
 
     @inference
@@ -283,6 +282,7 @@ class Layer:
             raise ShapeError("There are no tokens: the prompt is empty.")
         if not self.allocated or not (self.columns or self.store.fits(keys, values)):
             self.hold(self.new_block(keys, values), columns=self.columns)
+            self._made = True  # other blocks may have budgets and pins of somebody else
         self.store.check_fit(keys, values)
 
     def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
@@ -294,7 +294,13 @@ class Layer:
 
     def hold(self, block: Block, *, columns: int) -> None:
         """Use a block that has seen ``columns`` columns, with the backend for its device and dtype."""
-        self.block, self.allocated, self.columns, self._kind = block, True, columns, type(block.store)
+        self.block, self.allocated, self.columns, self._kind, self._made = (
+            block,
+            True,
+            columns,
+            type(block.store),
+            False,
+        )
         backend = choose(block.seen.device, block.store.slots().keys.dtype)
         self._backend = backend if self._rotation is None else backend.at_ranks(self._rotation)
         self._fuses = fuses(self.policy, self._backend, window=self.window)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -135,6 +136,24 @@ def test_models_with_states(family, tmp_path):
             assert session.ask(turn, short()).token_ids == want.token_ids
             assert fork.ask(turn, short()).token_ids == want.token_ids
             told = session.token_ids
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_memory_of_a_model_with_states_names_the_chunk_of_its_layers_with_slots(chunk):
+    """The engine reads such prompts whole, but the layers with slots evict after each chunk, as those of a cache do."""
+    torch.manual_seed(3)
+    network = AutoModelForCausalLM.from_config(HYBRIDS["lfm2"]()).eval()
+    engine = Engine(network, policy="h2o:recent=2", budget=8, rows=1, prefill_chunk=chunk)
+    report, cache = engine.prefix(TURNS[2]), kvkeep.BoundedCache(network.config, "h2o:recent=2", 8, prefill_chunk=chunk)
+    with torch.inference_mode():
+        kvkeep.attach(network)(**cache.continue_with(torch.tensor([TURNS[2]])))
+    question = Request(prompt=TURNS[1], sampling=short(), memory=report)
+    assert cache.snapshot().fingerprint.differences(report.fingerprint) == {}
+    answers = [engine.generate(replace(question, memory=one))[0].token_ids for one in (report, cache.snapshot())]
+    assert answers[0] == answers[1]
+    other = Engine(network, policy="h2o:recent=2", budget=8, rows=1, prefill_chunk=7)
+    with pytest.raises(SnapshotError, match="prefill_chunk"):
+        other.generate(question)
 
 
 def test_drawn_tokens_differ_between_turns_and_are_the_same_again():
@@ -358,6 +377,7 @@ def test_a_memory_that_cannot_be_kept_ends_the_turn_with_an_error(session, monke
         ({"input_ids": [1]}, "prompt.input_ids"),
         (Request(prompt=[1], policy="h2o"), "engine.session"),
         (Request(prompt=[1], budget=3), "engine.session"),
+        (Request(prompt=[1], sequence=3), "engine.session"),
     ],
 )
 def test_a_turn_that_cannot_be_used_is_refused_and_changes_nothing(session, asked, match, no_checked_annotations):

@@ -112,6 +112,20 @@ def test_a_guard_that_chooses_a_smaller_budget_keeps_no_later_request_waiting():
         assert not engine._twins._readers
 
 
+def test_one_that_ends_with_its_first_token_says_what_its_prompt_took_and_lost():
+    options = {"policy": "h2o:recent=2", "budget": 16}
+    requests = [wish(prompt_of(1, 40), n, guard=1.0) for n in (5, 1, 4, 1)]
+    found, apart = engine_of(**options).generate(requests), [engine_of(**options).generate(one)[0] for one in requests]
+    for one, other in zip(found, apart, strict=True):
+        assert (one.budget, one.guarded, one.memory) == (4, True, other.memory)
+        assert one.lost_mass.prompt == pytest.approx(other.lost_mass.prompt)
+        assert (one.lost_mass.decode is None) == (len(one.token_ids) == 1)
+    engine = engine_of(**options)
+    numbers = [engine.add(one) for one in [wish(prompt_of(1, 40), 9)] * 3]
+    engine.step()
+    assert engine.cancel(numbers[2]).memory.allocated_bytes == 0
+
+
 @pytest.mark.parametrize("when", ["waiting", "reading"])
 def test_the_reader_leaves_and_another_one_reads(when):
     engine = engine_of(rows=2, prefill_chunk=4)

@@ -13,6 +13,8 @@ from sweeps import sweep
 
 import kvkeep
 from kvkeep import BoundedCache, InputError, SnapshotError
+from kvkeep.engine import Engine, Request
+from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import BrokenCacheError
 from kvkeep.layer import Layer
 from kvkeep.snapshot.fingerprint import hash_of_config, name_of_config
@@ -282,6 +284,25 @@ def test_reset_after_a_restore_begins_anew():
     again = BoundedCache.from_snapshots(model().config, [cache.snapshot()])
     again.reset()
     assert torch.equal(feed(model(), again, tokens, 0, 25), want)
+
+
+@pytest.mark.parametrize("fed", [False, True])
+def test_reset_gives_a_cache_its_own_pins_and_budget_back(fed):
+    """A restored row brings its pins, and the budget that a guard of an engine has chosen."""
+    net, tokens = model(), ids(1)
+    request = Request(prompt=tokens[0, :20].tolist(), pins=((1, 3),), guard=1.0, sampling=Sampling(max_new_tokens=4))
+    session = Engine(net, policy="h2o:recent=2", budget=20, rows=1).session()
+    session.ask(request)
+    cache = BoundedCache(net.config, "h2o:recent=2", 20, pins=[(4, 6)])
+    want = BoundedCache(net.config, "h2o:recent=2", 20, pins=[(4, 6)])
+    if fed:
+        feed(net, cache, tokens, 0, 9)
+    cache.restore(0, session.snapshot())
+    assert (cache.snapshot().contents.layers[0].budget, cache.snapshot().contents.layers[0].pins) == (5, ((1, 3),))
+    cache.reset()
+    assert torch.equal(feed(net, cache, tokens, 0, 25), feed(net, want, tokens, 0, 25))
+    assert torch.equal(cache.positions(1), want.positions(1))
+    assert cache.snapshot().contents.layers[0].pins == ((4, 6),)
 
 
 @pytest.mark.usefixtures("no_checked_annotations")

@@ -79,7 +79,7 @@ class Admission:
         self._end_ids = frozenset(ends_of(model))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
-        self.identity = Identity(model, tokenizer, chunk)
+        self.identity = Identity(model, tokenizer, self._chunk)
         self.words = Words(model, tokenizer, self._limit, self._end_ids)
         self._layouts = {policy: Layout.of(model.config, policy, **options)}
 

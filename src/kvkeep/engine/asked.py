@@ -48,7 +48,7 @@ def turn_of(asked: Any, sampling: Sampling | None) -> Request:
     """Return a turn as a request.
 
     Raises:
-        InputError: it is nothing that a session can continue with, or has a policy, budget or memory of its own.
+        InputError: it is nothing that a session can continue with, or names a policy, budget, sequence or memory.
     """
     if isinstance(asked, str | Request):
         request = request_of(asked, sampling)
@@ -56,8 +56,10 @@ def turn_of(asked: Any, sampling: Sampling | None) -> Request:
         chosen = Sampling() if sampling is None else sampling
         talks = isinstance(asked, Sequence) and len(asked) > 0 and isinstance(asked[0], Mapping)
         request = Request(messages=asked, sampling=chosen) if talks else Request(prompt=asked, sampling=chosen)
-    if (request.policy, request.budget, request.memory) != (None, None, None):
-        raise InputError("A session has its policy, budget and memory from engine.session(...); a turn names none.")
+    if (request.policy, request.budget, request.memory, request.sequence) != (None, None, None, 0):
+        raise InputError(
+            "A session has its policy, budget, sequence and memory from engine.session(...); a turn names none."
+        )
     return request
 
 

@@ -196,9 +196,8 @@ class Trial:
         return loss.mean(sums).prompt
 
 
-def measure(one: Generation, rows: Rows) -> None:
-    """Note the memory of a request's row, and the attention that its evicted tokens carried."""
-    row = cast(int, one.row)
+def measure(one: Generation, rows: Rows, row: int) -> None:
+    """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
     one.memory, one.lost = rows.memory_of(row), loss.mean(_sums(rows, row))
 
 

@@ -28,8 +28,8 @@ class Past:
         pending: token ids that follow, and that the model has not read: usually the last token of an answer.
         messages: the conversation that they are, ending with an answer; empty if they are something else.
         opening: set while they end inside of the user's first message, see `kvkeep.models.opening`.
-        pins: the spans that the memory holds pinned.
-        budgets: the budget of the memory in each layer; in a layer whose heads have their own, a tuple.
+        pins: the spans that its memory holds pinned.
+        budgets: the budget of its memory in each layer; a tuple where heads have their own.
     """
 
     ids: array[int] = field(default_factory=lambda: array("i"))

@@ -271,11 +271,9 @@ class Session:
     def _keep(self, one: Generation, contents: Contents) -> None:
         """Take over the memory of a turn that has ended well."""
         ids = array("i", (*one.prompt, *one.token_ids))
-        said = one.tail.text if one.tail else ""
+        n, said = contents.seen, one.tail.text if one.tail else ""
         answered = (*self._state.past.messages, *self._messages, {"role": "assistant", "content": said})
-        past = Past(ids[: contents.seen], tuple(ids[contents.seen :]), answered if self._messages else ()).held_in(
-            contents
-        )
+        past = Past(ids[:n], tuple(ids[n:]), answered if self._messages else ()).held_in(contents)
         fingerprint = self._work._admission.fingerprint(self.policy, self.budget)
         self._keep_state(past, Snapshot(contents, fingerprint, past.tokens))
 

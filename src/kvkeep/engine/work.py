@@ -186,8 +186,11 @@ class Work:
         self._twins.leave(twin)
         twin.mark("started")
         twin.load, twin.cached, twin.budget = lambda: contents, contents.seen, reader.budget
+        unknown = twin.memory, twin.lost
+        measure(twin, self._rows, cast(int, reader.row))  # if this token is its last one, it gets no row of its own
         self._take(twin, token)
         if twin.finish_reason is None:
+            twin.memory, twin.lost = unknown
             self._scheduler.waiting.insert(place, twin)
 
     def _take(self, one: Generation, token: int) -> None:
@@ -204,7 +207,7 @@ class Work:
         """End a request that has all of its tokens. If its memory cannot be kept, the request ends with an error."""
         try:
             if one.row is not None:
-                measure(one, self._rows)
+                measure(one, self._rows, one.row)
             if one.keep and one.row is not None:
                 one.keep(one, self._rows.take(one.row))
         except Exception as error:
