@@ -281,8 +281,7 @@ class Layer:
         if keys.shape[2] == 0:
             raise ShapeError("There are no tokens: the prompt is empty.")
         if not self.allocated or not (self.columns or self.store.fits(keys, values)):
-            self.hold(self.new_block(keys, values), columns=self.columns)
-            self._made = True  # other blocks may have budgets and pins of somebody else
+            self.hold(self.new_block(keys, values), columns=self.columns, own=True)
         self.store.check_fit(keys, values)
 
     def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
@@ -292,15 +291,10 @@ class Layer:
             keys, values, numbers=self.budgets, starts=starts, heads=heads, sequences=ids, store=self._kind, pins=pins
         )
 
-    def hold(self, block: Block, *, columns: int) -> None:
-        """Use a block that has seen ``columns`` columns, with the backend for its device and dtype."""
-        self.block, self.allocated, self.columns, self._kind, self._made = (
-            block,
-            True,
-            columns,
-            type(block.store),
-            False,
-        )
+    def hold(self, block: Block, *, columns: int, own: bool = False) -> None:
+        """Use a block that has seen ``columns`` columns; ``own``: with the layer's budgets and pins."""
+        self.block, self.columns, self._kind = block, columns, type(block.store)
+        self.allocated, self._made = True, own
         backend = choose(block.seen.device, block.store.slots().keys.dtype)
         self._backend = backend if self._rotation is None else backend.at_ranks(self._rotation)
         self._fuses = fuses(self.policy, self._backend, window=self.window)
