@@ -34,10 +34,11 @@ def talks_of(rng, chunk):
     for _ in range(5):
         policy = rng.choice([name for name in POLICIES if not (chunk and kvkeep.parse(name).cascades)])
         kind, turns, before = rng.choice(["session", "session", "prefix", "equal"]), [], 0
+        guarded = not chunk and policy in ("h2o:recent=2", "tova") and kind != "prefix" and rng.random() < 0.5
         for i in range(3):
             n, new = rng.choice([5, 9]) + 8 * (i == 0), rng.randint(1, 5)
-            pins = ((before + 1, before + 3),) if rng.random() < 0.5 and i < 2 else ()
-            guard = 0.7 if i == 0 and not chunk and policy in ("h2o:recent=2", "tova") and kind != "prefix" else None
+            pins = ((before + 1, before + 3),) if rng.random() < 0.5 and i < 2 and not guarded else ()
+            guard = 0.7 if i == 0 and guarded else None
             sampling = Sampling(max_new_tokens=new, temperature=rng.choice([0.0, 0.8]))
             turns.append(Request(prompt=prompt_of(rng.randrange(3), n), sampling=sampling, pins=pins, guard=guard))
             before += n + new

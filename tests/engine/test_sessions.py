@@ -156,6 +156,18 @@ def test_memory_of_a_model_with_states_names_the_chunk_of_its_layers_with_slots(
         other.generate(question)
 
 
+@pytest.mark.parametrize("budget", [BUDGET + 1, 10**6])
+def test_memory_with_a_larger_budget_than_its_rows_have_slots_is_an_error_of_its_request(budget):
+    engine = engine_of()
+    report = engine.prefix(TURNS[2])
+    layers = tuple(replace(layer, budget=budget) for layer in report.contents.layers)
+    hostile = replace(report, contents=replace(report.contents, layers=layers))
+    bad, good = engine.generate([Request(prompt=TURNS[1], sampling=short(), memory=one) for one in (hostile, report)])
+    assert bad.finish_reason == "error"
+    assert f"budget of {budget}" in bad.error
+    assert good.error is None
+
+
 def test_drawn_tokens_differ_between_turns_and_are_the_same_again():
     def draw(sequence):
         session = engine_of().session(sequence=sequence)

@@ -31,14 +31,19 @@ def new_block(layer: Layer, copies: Sequence[RowCopy], rows: int, device: torch.
     keys, values = (tensors[f"store.{name}"][None, :, :0].to(device) for name in ("keys", "values"))
     keys, values = (tensor.expand(rows, -1, -1, -1) for tensor in (keys, values))
     budget = max(layer.budgets)
-    spreads, heads = layer.policy.spreads, keys.shape[1]
-    most = spreads.most(layer.policy, budget, heads) if spreads else budget
     try:
         block = layer.new_block(keys, values)
-        block.widen(min(most + 1, max(copy.capacity for copy in copies)))
+        block.widen(_capacity(layer, copies))
     except (MemoryError, RuntimeError) as error:
         raise ShapeError(f"There is no memory for {rows} rows with a budget of {budget} tokens.") from error
     return block
+
+
+def _capacity(layer: Layer, copies: Sequence[RowCopy]) -> int:
+    """The slots per head of the blocks that copies were taken from, at most what the layer's budget allows."""
+    budget, spreads = max(layer.budgets), layer.policy.spreads
+    most = spreads.most(layer.policy, budget, len(copies[0].positions)) if spreads else budget
+    return min(most + 1, max(copy.capacity for copy in copies))
 
 
 @inference
@@ -63,7 +68,7 @@ def blocks_for(layers: Sequence[Layer], contents: Sequence[Contents], rows: int)
         if not layer.allocated:
             blocks.append(new_block(layer, copies, rows))
             continue
-        if any(copy.used > layer.block.store.capacity for copy in copies):
-            layer.block.widen(max(copy.capacity for copy in copies))
+        if any(max(copy.used, copy.most + 1) > layer.block.store.capacity for copy in copies):
+            layer.block.widen(_capacity(layer, copies))
         blocks.append(layer.block)
     return blocks

@@ -49,6 +49,11 @@ class RowCopy:
         return self.positions.shape[1]
 
     @property
+    def most(self) -> int:
+        """The most slots of a head that may stay occupied."""
+        return max(self.budget) if isinstance(self.budget, tuple) else self.budget
+
+    @property
     def seen(self) -> int:
         """Tokens that the row has seen."""
         return int(self.tensors["seen"])
@@ -132,6 +137,8 @@ def check_row(block: Block, copy: RowCopy) -> None:
         raise ShapeError(f"The row of another policy or store was given: {', '.join(other)} are not in both.")
     if copy.used > block.store.capacity:
         raise ShapeError(f"A row of {copy.used} slots was given to a block of {block.store.capacity} slots per head.")
+    if copy.most >= block.store.capacity:  # one slot is for the next token
+        raise ShapeError(f"A row with a budget of {copy.most} was given to a block of {block.store.capacity} slots.")
     heads = block.store.positions.shape[1]
     if isinstance(copy.budget, tuple) and len(copy.budget) != heads:
         raise ShapeError(f"{len(copy.budget)} budgets were given for {heads} KV heads.")
