@@ -134,7 +134,7 @@ class Stream:
         """Take up what was saved; the file may name the classes of a block, and nothing else that could be run."""
         layers = self.cache.bounded_layers()
         try:
-            with torch.serialization.safe_globals([Block, DenseStore]):
+            with torch.serialization.safe_globals([Block, DenseStore, frozenset]):
                 saved = torch.load(self.state, weights_only=True)
             done, blocks = int(saved["done"]), {i: saved["blocks"][i] for i in layers}
             if not all(isinstance(block, Block) for block in blocks.values()):

@@ -213,12 +213,16 @@ def describe(name: str) -> str:
     return doc.splitlines()[0] if doc else ""
 
 
+_MOST_SHOWN = 20
+"""Names that are listed beside a guess; a longer list would hide it."""
+
+
 def _did_you_mean(wrong: str, known: Iterable[str]) -> str:
     names = list(known)
     by_lower_case = {name.lower(): name for name in names}
     close = difflib.get_close_matches(wrong.lower(), by_lower_case, n=1, cutoff=0.5)
     hint = f" Did you mean {by_lower_case[close[0]]!r}?" if close else ""
-    return f"{hint} Known: {', '.join(names) or 'none'}."
+    return hint if hint and len(names) > _MOST_SHOWN else f"{hint} Known: {', '.join(names) or 'none'}."
 
 
 def _convert(text: str, kind: object, where: str) -> object:

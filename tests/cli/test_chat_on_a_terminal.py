@@ -67,6 +67,7 @@ def test_keys(model, tmp_path):
     terminal = Terminal(model, tmp_path, "-n", LONG, "-s", "one")
     assert "one, new" in terminal.see("Ctrl-D ends")
     terminal.see("> ")
+    time.sleep(1)  # a signal between the prompt and the wait for keys is taken up with the next key
     terminal.interrupt()
     terminal.see("Ctrl-D or /quit ends the conversation")
     terminal.see("> ")

@@ -11,16 +11,24 @@ from typer.testing import CliRunner
 
 import kvkeep
 from kvkeep.cli.eval import evaluate
-from kvkeep.cli.generate import generate
 from kvkeep.cli.main import app
 from kvkeep.cli.plan import plan as plan_command
 from kvkeep.planning.plan import plan
 from kvkeep.policies import DEFAULT
 
 
-@pytest.mark.parametrize("place", [kvkeep.BoundedCache, kvkeep.Engine, plan, generate, plan_command])
+@pytest.mark.parametrize("place", [kvkeep.BoundedCache, kvkeep.Engine, plan, plan_command])
 def test_everything_that_takes_a_policy_has_the_same_default(place):
     assert inspect.signature(place).parameters["policy"].default == DEFAULT
+
+
+def test_a_prompt_without_a_memory_has_the_same_default(monkeypatch):
+    """After a memory the policy is the memory's, so the option itself has no default."""
+    asked = []
+    monkeypatch.setattr("kvkeep.cli.generate.completion.serve", asked.append)
+    done = CliRunner().invoke(app, ["generate", "-p", "Once"])
+    assert done.exit_code == 0, done.output
+    assert (asked[0].policy, asked[0].names_policy) == (DEFAULT, False)
 
 
 def test_an_evaluation_measures_the_default():

@@ -12,6 +12,7 @@ import torch
 from commands import completions, result_of, run, write
 from safetensors.torch import load_file, save_file
 
+from kvkeep.cli.generate import encode as encoding
 from kvkeep.cli.generate import job
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.request import Event
@@ -183,13 +184,13 @@ def test_an_output_that_goes_away_while_the_job_runs_is_reported(files, monkeypa
 
 
 def test_every_line_is_tokenised_at_most_twice_and_what_is_done_once(files, monkeypatch):
-    seen, encode = [], job._encode
+    seen, encode = [], encoding._encode
 
-    def counting(checkpoint, prompt, *, raw):
-        seen.append(prompt)
-        return encode(checkpoint, prompt, raw=raw)
+    def counting(checkpoint, asked):
+        seen.append(asked)
+        return encode(checkpoint, asked)
 
-    monkeypatch.setattr(job, "_encode", counting)
+    monkeypatch.setattr(encoding, "_encode", counting)
     assert job_of(files).exit_code == 0
     assert len(seen) == 2 * N
     seen.clear()
@@ -384,7 +385,7 @@ def raising(error):
 def test_too_little_memory_is_one_line(files, monkeypatch, error, place):
     target, name = {
         "loading": ("transformers.AutoModelForCausalLM", "from_pretrained"),
-        "encoding": ("kvkeep.cli.generate.job", "_encode"),
+        "encoding": ("kvkeep.cli.generate.encode", "_encode"),
         "packing": ("kvkeep.cli.generate.job", "prepare"),
         "step": ("kvkeep.engine.Engine", "step"),
     }[place]
