@@ -119,7 +119,7 @@ def test_show_of_what_does_not_exist(name: str):
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
-    assert "Known: " in result.stderr
+    assert "Known: " in result.stderr or "Did you mean" in result.stderr
 
 
 def test_show_debug():
