@@ -46,7 +46,7 @@ models: .venv/.installed .venv-oldest/.installed  ## try every decoder of the ne
 test: .venv/.installed  ## the tests, with the newest transformers (under 5 minutes on 2 cores, no network)
 	$(BIN)/python -m pytest $(SPREAD)
 
-test-all: .venv/.installed  ## what `make test` leaves out: long sweeps, 1 000 schedules of faults, peak memory
+test-all: .venv/.installed  ## what `make test` leaves out: most cases of long lists, 1 000 schedules of faults, peak memory
 	$(BIN)/python -m pytest $(SPREAD) -m slow
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers, with the oldest version that is supported

@@ -6,12 +6,19 @@ import os
 import annotations
 import jaxtyping
 import pytest
+import sweeps
 import torch
 
 annotations.install("kvkeep")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Before the marks are looked at."""
+    sweeps.thin(items)
 
 
 def pytest_collection_finish():

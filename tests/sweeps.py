@@ -1,9 +1,29 @@
-"""Long lists of cases: `make test` runs some of each, `make test-all` the rest."""
+"""Long lists of cases: `make test` runs some of each, `make test-all` the rest; ``pytest FILE -m ""`` runs all."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
+from zlib import crc32
 
 import pytest
+
+MANY = 6
+"""A test with so many cases is a long list."""
+
+ONE_IN = 3
+"""Of a long list `make test` runs about so many."""
+
+
+def thin(items: Iterable[pytest.Item]) -> None:
+    """Marks most cases of long lists as slow. The first case and those that a hash of their names chooses stay."""
+    lists = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            lists[item.nodeid.partition("[")[0]].append(item)
+    for cases in lists.values():
+        for case in cases[1:] if len(cases) >= MANY else ():
+            if crc32(case.nodeid.encode()) % ONE_IN:
+                case.add_marker(pytest.mark.slow)
 
 
 def sweep(cases: Iterable[Any], chosen: Callable[[Any], bool]) -> list[Any]:
