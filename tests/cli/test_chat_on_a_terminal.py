@@ -84,6 +84,8 @@ def test_keys(model, tmp_path):
     terminal.see("> ")
     terminal.type("\x1b[A\r")  # the line before
     terminal.see("none yet")
+    terminal.see("> ")
+    time.sleep(1)
     assert terminal.end() == 0
     assert list(tmp_path.iterdir()) == []
 
