@@ -233,6 +233,9 @@ POLICIES = [
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_summary_is_true(policy: str, family: str):
+    chosen = kvkeep.parse(policy)
+    if family == "lfm2" and (chosen.unrotates or chosen.asks or chosen.rereads):
+        pytest.skip("kvkeep does not know how lfm2 turns its keys")
     for budget in (FED + 2, FED, FED - 1):
         words = ("-p", PROMPT, "--policy", policy, "-b", budget, "-n", NEW)
         folder = model_folders.folder(family)
