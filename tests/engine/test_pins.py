@@ -36,7 +36,7 @@ PINS = [(), ((0, 3),), ((2, 3), (5, 7)), ((4, 5),)]
 
 def budget_of(policy):
     if policy.startswith("pyramidkv"):
-        return 48  # its smallest layers get a part of it
+        return 128  # its smallest layers get a part of it
     return CAPACITY if kvkeep.parse(policy).evicts else 64
 
 
