@@ -190,7 +190,7 @@ class Trial:
 
     def _loss(self, row: int, place: int) -> float | None:
         """The share that one row loses at a smaller budget."""
-        sums = _sums(self._rows, row)
+        sums = self._rows.lost_of(row)
         for layer, (_, gone) in self._of(row, place):
             sums[layer][..., 0] = gone
         return loss.mean(sums).prompt
@@ -198,12 +198,7 @@ class Trial:
 
 def measure(one: Generation, rows: Rows, row: int) -> None:
     """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
-    one.memory, one.lost = rows.memory_of(row), loss.mean(_sums(rows, row))
-
-
-def _sums(rows: Rows, row: int) -> list[Tensor]:
-    """Copies of one row's sums of attention mass in each layer."""
-    return [block.lost[0].clone() for block in rows.blocks_of(row)]
+    one.memory, one.lost = rows.memory_of(row), loss.mean(rows.lost_of(row))
 
 
 def _kept(policy: Policy, view: View, state: State) -> Bool[Tensor, "B Hk S"]:

@@ -35,11 +35,6 @@ class Own:
         return Memory(allocated_bytes=shared + held, state_bytes=shared, full_bytes=held)
 
 
-def beside_slots(own: Own | None) -> dict[str, Any]:
-    """The memory of a row beside its slots, as arguments of `kvkeep.snapshot.take` and `put`."""
-    return {} if own is None else {"cascade": own.cascade, "states": own.states, "cascade_row": 0}
-
-
 def keeps_states(model: Decoder) -> bool:
     """Whether a model has layers with a state. Such a model runs one row at a time and reads every prompt whole.
 

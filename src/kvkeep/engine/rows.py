@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from kvkeep.cache import BoundedCache
 from kvkeep.engine.blocks import Blocks
-from kvkeep.engine.own import Own, beside_slots, probed, states_of
+from kvkeep.engine.own import Own, probed, states_of
 from kvkeep.engine.segments import Owner, Segment, joined, segments
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.hybrid import beside_state
@@ -19,7 +20,8 @@ from kvkeep.memory import Memory
 from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents, put, take
+from kvkeep.snapshot import Contents
+from kvkeep.snapshot.contents import check_beside, put_beside, take_beside
 from kvkeep.store import Block, inference
 from kvkeep.types import Phase
 
@@ -140,7 +142,7 @@ class Rows:
             contents: its memory.
 
         Raises:
-            BudgetError: the policy protects more than the budget.
+            BudgetError: the policy protects more than the budget, or does not give heads the budgets of the contents.
             ShapeError: the contents belong to another model or policy.
         """
         policy = self.policy if policy is None else policy
@@ -148,23 +150,35 @@ class Rows:
         pins = spans((*held, *pins))
         self._owners[row] = Owner(policy, bool(pins) and policy.evicts)
         self._own[row] = self._new_own(policy)
-        numbers = self.numbers(policy, budget)
         self._blocks.begin(row, policy, sequence)
-        self._blocks.limit(row, numbers)
-        self._blocks.pin(row, pins)
+        self._blocks.limit(row, self.numbers(policy, budget))
         if contents is not None:
-            self._blocks.limit(row, [layer.budget for layer in contents.layers])
-            put(contents, self._blocks.under(policy), row, **beside_slots(self._own[row]))
-            self._blocks.pin(row, pins)
+            self._put(row, policy, contents)
+        self._blocks.pin(row, pins)
+
+    def _put(self, row: int, policy: Policy, contents: Contents) -> None:
+        """Overwrite an empty row with the memory of a sequence, apart from its pins.
+
+        Raises:
+            ShapeError, BudgetError: see `begin`.
+        """
+        own = self._own[row] or Own(None, {})
+        check_beside(contents, len(self._windows), own.states)
+        self._blocks.check(contents.layers, policy)
+        self._blocks.put(row, contents.layers, policy)
+        like = self._blocks[0] if self._windows else None
+        put_beside(contents, like, 0, rows=1, cascade=own.cascade, states=own.states)
 
     def limit_row(self, row: int, policy: Policy, budget: int) -> None:
         """Give a row a budget, which holds from the next step on."""
         self._blocks.limit(row, self.numbers(policy, budget))
 
+    @inference
     def take(self, row: int) -> Contents:
         """Copy the memory of a row into main memory."""
-        owner = self._owners[row] or Owner(self.policy)
-        return take(self._blocks.under(owner.policy), row, **beside_slots(self._own[row]), device=torch.device("cpu"))
+        owner, own, device = self._owners[row] or Owner(self.policy), self._own[row] or Own(None, {}), torch.device("cpu")
+        beside = take_beside(0, cascade=own.cascade, states=own.states, device=device)
+        return Contents(self._blocks.take(row, owner.policy, device), *beside)
 
     @inference
     def end(self, row: int) -> None:
@@ -246,8 +260,11 @@ class Rows:
     def memory_of(self, row: int) -> Memory:
         """Bytes of one row over all layers."""
         own = self._own[row]
-        parts = (block.memory() for block in self.blocks_of(row))
-        return sum(parts, Memory() if own is None else own.memory())
+        return self._blocks.memory_of(row) + (Memory() if own is None else own.memory())
+
+    def lost_of(self, row: int) -> list[Tensor]:
+        """Copies of one row's sums of attention mass in each layer, see `kvkeep.loss`."""
+        return self._blocks.lost_of(row)
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
         """Some rows of all layers, as a cache for the model."""

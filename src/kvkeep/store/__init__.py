@@ -4,7 +4,7 @@ from kvkeep.store.block import Block
 from kvkeep.store.cascade import Alone, Cascade
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store, inference
-from kvkeep.store.row import RowCopy, check_row, pin_row, put_row, take_row
+from kvkeep.store.row import RowCopy, check_row, check_rows, pin_row, put_row, put_rows, take_row, take_rows
 from kvkeep.store.sharing import add_state, lacks
 
 __all__ = [
@@ -16,9 +16,12 @@ __all__ = [
     "Store",
     "add_state",
     "check_row",
+    "check_rows",
     "inference",
     "lacks",
     "pin_row",
     "put_row",
+    "put_rows",
     "take_row",
+    "take_rows",
 ]

@@ -18,6 +18,9 @@ from kvkeep.types import EMPTY
 _NUMBERS = ("budget", "pins")
 """Tensors of `Block.per_row` that not every block has. A copy holds them as numbers."""
 
+_DENSE = 0.95
+"""Rows share tensors if they use at least this part of them; otherwise each has its own."""
+
 
 @dataclass(frozen=True, eq=False)
 class RowCopy:
@@ -34,6 +37,7 @@ class RowCopy:
         capacity: slots per head of the block.
         budget: slots that may stay occupied, of all heads or of each head.
         pins: spans of positions that may not be evicted.
+        pack: the tensors of all copies that were taken together with this one.
     """
 
     tensors: Mapping[str, Tensor]
@@ -42,6 +46,7 @@ class RowCopy:
     capacity: int
     budget: int | tuple[int, ...]
     pins: spans.Spans = ()
+    pack: Pack | None = None
 
     @property
     def used(self) -> int:
@@ -66,7 +71,20 @@ class RowCopy:
     def to(self, device: torch.device | str) -> RowCopy:
         """The same row on a device; tensors that are there already are not copied."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return replace(self, tensors=tensors, positions=self.positions.to(device))
+        return replace(self, tensors=tensors, positions=self.positions.to(device), pack=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Tensors that several copies share, so that one operation per tensor puts all of them back.
+
+    Attributes:
+        tensors: by name; the first axis is the copies.
+        parts: `RowCopy.tensors` of each copy, which are views.
+    """
+
+    tensors: Mapping[str, Tensor]
+    parts: tuple[Mapping[str, Tensor], ...]
 
 
 def take_row(block: Block, row: int, device: torch.device | None = None) -> RowCopy:
@@ -77,17 +95,31 @@ def take_row(block: Block, row: int, device: torch.device | None = None) -> RowC
         row: which row.
         device: where the copy shall be; by default the block's device.
     """
-    positions = block.store.positions[row]
-    occupied = (positions >= 0).any(dim=0).nonzero()
-    used = int(occupied[-1]) + 1 if len(occupied) else 0
-    cut = block.per_slot()
+    (copy,) = take_rows(block, slice(row, row + 1), device)
+    return copy
+
+
+def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> tuple[RowCopy, ...]:
+    """Copy several rows out of a block, each as an object; arguments as for `take_row`."""
+    positions = block.store.positions[rows]
+    used, cut = _used(positions), block.per_slot()
+    most, capacity = max(used), block.store.capacity
+    if sum(used) < _DENSE * most * len(used):
+        each = range(len(block.seen))[rows]
+        return tuple(copy for row in each for copy in take_rows(block, slice(row, row + 1), device))
     tensors = {
-        name: _copied(tensor[row, :, :used] if name in cut else tensor[row], device)
+        name: _copied(tensor[rows, :, :most] if name in cut else tensor[rows], device)
         for name, tensor in block.per_row().items()
         if name not in _NUMBERS
     }
-    held = _copied(positions[:, :used], device)
-    return RowCopy(tensors, cut, held, block.store.capacity, _budget(block, row), _pins(block, row))
+    views = zip(*(tensor.unbind() for tensor in tensors.values()), strict=True)
+    parts = tuple(
+        {name: _first(x, n, most) if name in cut else x for name, x in zip(tensors, mine, strict=True)}
+        for mine, n in zip(views, used, strict=True)
+    )
+    held = [_first(x, n, most) for x, n in zip(_copied(positions[:, :, :most], device).unbind(), used, strict=True)]
+    found, pack = zip(parts, held, _budgets(block, rows), _pins(block, rows), strict=True), Pack(tensors, parts)
+    return tuple(RowCopy(mine, cut, at, capacity, budget, pins, pack) for mine, at, budget, pins in found)
 
 
 def put_row(block: Block, row: int, copy: RowCopy) -> None:
@@ -112,8 +144,37 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
     block.store.positions[row, :, copy.used :] = EMPTY
 
 
-def pin_row(block: Block, row: int, pins: spans.Spans) -> bool:
-    """Pin spans in an empty row. Return whether the block's table had to be replaced by a wider one."""
+def put_rows(block: Block, rows: slice, copies: Sequence[RowCopy]) -> None:
+    """Overwrite several rows of a block with copies that fit, apart from their budgets and pins."""
+    mine = {name: tensor[rows] for name, tensor in block.per_row().items()}
+    pack = _pack_of(copies)
+    if pack is None:
+        for number, copy in enumerate(copies):
+            for name, tensor in copy.tensors.items():
+                target = mine[name][number]
+                (target[:, : copy.used] if name in copy.cut else target).copy_(tensor)
+            block.store.positions[rows][number, :, copy.used :] = EMPTY
+        return
+    for name, tensor in pack.tensors.items():
+        cut = name in copies[0].cut
+        (mine[name][:, :, : tensor.shape[2]] if cut else mine[name]).copy_(tensor)
+    block.store.positions[rows][:, :, max(copy.used for copy in copies) :] = EMPTY
+
+
+def check_rows(block: Block, copies: Sequence[RowCopy]) -> None:
+    """Refuse copies of which one does not fit a block's rows.
+
+    Raises:
+        ShapeError: see `check_row`.
+    """
+    for copy in copies:
+        _check_size(block, copy)
+    for copy in copies if _pack_of(copies) is None else copies[:1]:
+        check_row(block, copy)
+
+
+def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
+    """Pin spans in an empty row, or in several. Return whether the block's table had to be replaced by a wider one."""
     held = block.pins
     if grows := held is None or held.shape[1] < 2 * len(pins):
         rows, device = len(block.seen), block.seen.device
@@ -135,13 +196,7 @@ def check_row(block: Block, copy: RowCopy) -> None:
     if mine.keys() != copy.tensors.keys() or block.per_slot() != copy.cut:
         other = sorted(mine.keys() ^ copy.tensors.keys())
         raise ShapeError(f"The row of another policy or store was given: {', '.join(other)} are not in both.")
-    if copy.used > block.store.capacity:
-        raise ShapeError(f"A row of {copy.used} slots was given to a block of {block.store.capacity} slots per head.")
-    if copy.most >= block.store.capacity:  # one slot is for the next token
-        raise ShapeError(f"A row with a budget of {copy.most} was given to a block of {block.store.capacity} slots.")
-    heads = block.store.positions.shape[1]
-    if isinstance(copy.budget, tuple) and len(copy.budget) != heads:
-        raise ShapeError(f"{len(copy.budget)} budgets were given for {heads} KV heads.")
+    _check_size(block, copy)
     for name, tensor in copy.tensors.items():
         target = mine[name][:, :, : copy.used] if name in copy.cut else mine[name]
         if (target.shape[1:], target.dtype) != (tensor.shape, tensor.dtype):
@@ -151,15 +206,52 @@ def check_row(block: Block, copy: RowCopy) -> None:
             )
 
 
+def _check_size(block: Block, copy: RowCopy) -> None:
+    """Refuse a copy for which a block has too few slots.
+
+    Raises:
+        ShapeError: it has, or the copy has budgets for another number of heads.
+    """
+    capacity, heads = block.store.capacity, block.store.positions.shape[1]
+    if copy.used > capacity:
+        raise ShapeError(f"A row of {copy.used} slots was given to a block of {capacity} slots per head.")
+    if copy.most >= capacity:  # one slot is for the next token
+        raise ShapeError(f"A row with a budget of {copy.most} was given to a block of {capacity} slots.")
+    if isinstance(copy.budget, tuple) and len(copy.budget) != heads:
+        raise ShapeError(f"{len(copy.budget)} budgets were given for {heads} KV heads.")
+
+
+def _pack_of(copies: Sequence[RowCopy]) -> Pack | None:
+    """The pack of which copies are all parts, in order; ``None`` if there is none."""
+    pack = copies[0].pack
+    if pack is None or len(pack.parts) != len(copies):
+        return None
+    return pack if all(copy.tensors is part for copy, part in zip(copies, pack.parts, strict=True)) else None
+
+
+def _used(positions: Int[Tensor, "B Hk capacity"]) -> list[int]:
+    """The number of slots up to the last occupied one in each row."""
+    places = torch.arange(1, positions.shape[-1] + 1, device=positions.device)
+    found: list[int] = (places * (positions >= 0).any(dim=1)).amax(dim=1).tolist()
+    return found
+
+
+def _first(tensor: Tensor, n: int, of: int) -> Tensor:
+    """The first of so many slots."""
+    return tensor if n == of else tensor[:, :n]
+
+
 def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
     """A contiguous copy that shares no memory with the tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device).copy_(tensor)
 
 
-def _pins(block: Block, row: int) -> spans.Spans:
-    """The pins of one row."""
-    bounds = [] if block.pins is None else [bound for bound in block.pins[row].tolist() if bound != spans.LAST]
-    return tuple(zip(bounds[::2], bounds[1::2], strict=True))
+def _pins(block: Block, rows: slice) -> list[spans.Spans]:
+    """The pins of each row."""
+    if block.pins is None:
+        return [()] * len(block.seen[rows])
+    found = ([bound for bound in bounds if bound != spans.LAST] for bounds in block.pins[rows].tolist())
+    return [tuple(zip(bounds[::2], bounds[1::2], strict=True)) for bounds in found]
 
 
 def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
@@ -176,9 +268,8 @@ def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
     block.budget = held
 
 
-def _budget(block: Block, row: int) -> int | tuple[int, ...]:
-    """The budget of one row."""
+def _budgets(block: Block, rows: slice) -> list[int | tuple[int, ...]]:
+    """The budget of each row."""
     if isinstance(block.budget, int):
-        return block.budget
-    numbers = tuple(block.budget[row].tolist())
-    return numbers[0] if len(numbers) == 1 else numbers
+        return [block.budget] * len(block.seen[rows])
+    return [numbers[0] if len(numbers) == 1 else tuple(numbers) for numbers in block.budget[rows].tolist()]
