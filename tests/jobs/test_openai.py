@@ -71,6 +71,13 @@ def test_parameters_become_options_of_the_request():
     assert request_of(COMPLETIONS, stop=["a", "b"]).stop == ("a", "b")
 
 
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_pins_and_a_guard_become_options_of_the_request(url):
+    found = request_of(url, pins=[[5, 9], [0, 2], [1, 3]], guard=1)
+    assert (found.pins, found.guard) == (((0, 3), (5, 9)), 1.0)
+    assert request_of(url, pins=[], guard=None).pins == request_of(url, pins=None).pins == ()
+
+
 def test_messages_become_texts():
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -111,6 +118,12 @@ def test_choices_are_drawn_apart_and_the_first_as_a_line_of_its_own():
 
 
 REFUSED = [
+    ({"pins": [[5, 1]]}, "pins", "reversed"),
+    ({"pins": [0, 5]}, "pins", "no pair of whole numbers"),
+    ({"pins": [[0, 2**70]]}, "pins", "goes beyond"),
+    ({"pins": "0-5"}, "pins", "not a list"),
+    ({"guard": "x"}, "guard", "not a number"),
+    ({"guard": True}, "guard", "not a number"),
     ({"presence_penalty": 0.5}, "presence_penalty", "or use repetition_penalty"),
     ({"frequency_penalty": -1}, "frequency_penalty", "cannot be -1 here"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "leave it out"),

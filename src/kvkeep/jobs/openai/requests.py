@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
+from kvkeep.pins import spans
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MOST_CHOICES = 128
@@ -25,11 +26,12 @@ Prompt: TypeAlias = str | list[int] | list[dict[str, str]]
 _WHOLE, _NUMBER, _FLAG, _TEXT = (int,), (int, float), (bool,), (str,)
 _COMMON: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("max_tokens", "n", "seed", "top_k", "budget"), _WHOLE),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "guard"), _NUMBER),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NUMBER),
     **dict.fromkeys(("stream", "ignore_eos"), _FLAG),
     **dict.fromkeys(("model", "policy", "user"), _TEXT),
     "stop": (str, list),
+    "pins": (list,),
     **dict.fromkeys(("logit_bias", "stream_options"), (dict,)),
 }
 _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
@@ -66,7 +68,7 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 _REMEDIES = dict.fromkeys(("presence_penalty", "frequency_penalty"), ", or use repetition_penalty")
-_OPTIONS = {name: name for name in ("temperature", "repetition_penalty", "seed", "policy", "budget")}
+_OPTIONS = {name: name for name in ("temperature", "repetition_penalty", "seed", "policy", "budget", "guard")}
 _OPTIONS |= {"ignore_eos": "ignore_end"}
 _OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Values with which a parameter leaves all tokens to be drawn."""
@@ -134,7 +136,7 @@ def read(url: str, body: object) -> Asked:
     length, spelling = _length(given)
     same = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     shares, unset = _shares(given)
-    options = length | same | shares | _stop(given) | _logprobs(url, given)
+    options = length | same | shares | _stop(given) | _logprobs(url, given) | _pins(given)
     return Asked(url, prompts, n, options, unset, spelling, given.get("model"))
 
 
@@ -242,6 +244,14 @@ def _stop(given: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(text, str) and text for text in texts):
         raise ParameterError("stop", "has an entry that is no text, or empty")
     return {"stop": [_whole("stop", text) for text in texts]}
+
+
+def _pins(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The option for spans of the prompt that are never evicted, ``[[start, stop], …]``."""
+    try:
+        return {"pins": [list(span) for span in spans(given["pins"])]} if "pins" in given else {}
+    except InputError as error:
+        raise ParameterError("pins", f"is refused: {error}") from error
 
 
 def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
