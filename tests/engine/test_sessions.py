@@ -168,6 +168,20 @@ def test_memory_with_a_larger_budget_than_its_rows_have_slots_is_an_error_of_its
     assert good.error is None
 
 
+@pytest.mark.parametrize("budget", [(3, 5), (4,)])
+def test_memory_with_budgets_of_heads_is_an_error_under_a_policy_that_has_none(budget):
+    engine = engine_of()
+    report = engine.prefix(TURNS[2])
+    layers = tuple(replace(layer, budget=budget) for layer in report.contents.layers)
+    for hostile in (layers, layers[:1], (*layers, *layers)):
+        made = replace(report, contents=replace(report.contents, layers=hostile))
+        asked = [Request(prompt=TURNS[1], sampling=short(), memory=one) for one in (made, report)]
+        bad, good = engine.generate(asked)
+        assert bad.finish_reason == "error"
+        assert "another model" in bad.error or "all heads of a layer have the same" in bad.error
+        assert good.error is None
+
+
 def test_drawn_tokens_differ_between_turns_and_are_the_same_again():
     def draw(sequence):
         session = engine_of().session(sequence=sequence)
