@@ -21,7 +21,7 @@ from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents
-from kvkeep.snapshot.contents import check_beside, put_beside, take_beside
+from kvkeep.snapshot.contents import check_beside
 from kvkeep.store import Block, inference
 from kvkeep.types import Phase
 
@@ -63,7 +63,6 @@ class Rows:
         prefill_chunk: int | None = None,
     ) -> None:
         self.policy = policy
-        self.count = 0
         self._renewals = 0
         self._config = model.config
         self._budget = budget
@@ -112,10 +111,8 @@ class Rows:
         numbers = self.numbers(policy, self._budget)
         if any(number >= block.store.capacity for number, block in zip(numbers, self._blocks, strict=True)):
             return False
-        if self._most_bytes is None:
-            return True
         more = self._blocks.lacks(policy)
-        if not more:
+        if self._most_bytes is None or not more:
             return True
         held = sum(block.memory().allocated_bytes for block in self._blocks) + self.count * self._state_bytes
         return held + more <= self._most_bytes
@@ -153,21 +150,12 @@ class Rows:
         self._blocks.begin(row, policy, sequence)
         self._blocks.limit(row, self.numbers(policy, budget))
         if contents is not None:
-            self._put(row, policy, contents)
+            own = self._own[row] or Own(None, {})
+            check_beside(contents, len(self._windows), own.states)
+            self._blocks.check(contents.layers, policy)
+            self._blocks.put(row, contents.layers, policy)
+            own.put(contents, self._blocks[0] if self._windows else None)
         self._blocks.pin(row, pins)
-
-    def _put(self, row: int, policy: Policy, contents: Contents) -> None:
-        """Overwrite an empty row with the memory of a sequence, apart from its pins.
-
-        Raises:
-            ShapeError, BudgetError: see `begin`.
-        """
-        own = self._own[row] or Own(None, {})
-        check_beside(contents, len(self._windows), own.states)
-        self._blocks.check(contents.layers, policy)
-        self._blocks.put(row, contents.layers, policy)
-        like = self._blocks[0] if self._windows else None
-        put_beside(contents, like, 0, rows=1, cascade=own.cascade, states=own.states)
 
     def limit_row(self, row: int, policy: Policy, budget: int) -> None:
         """Give a row a budget, which holds from the next step on."""
@@ -176,9 +164,8 @@ class Rows:
     @inference
     def take(self, row: int) -> Contents:
         """Copy the memory of a row into main memory."""
-        owner, own, device = self._owners[row] or Owner(self.policy), self._own[row] or Own(None, {}), torch.device("cpu")
-        beside = take_beside(0, cascade=own.cascade, states=own.states, device=device)
-        return Contents(self._blocks.take(row, owner.policy, device), *beside)
+        owner, own, main = self._owners[row] or Owner(self.policy), self._own[row] or Own(None, {}), torch.device("cpu")
+        return Contents(self._blocks.take(row, owner.policy, main), *own.take(main))
 
     @inference
     def end(self, row: int) -> None:
@@ -259,8 +246,7 @@ class Rows:
 
     def memory_of(self, row: int) -> Memory:
         """Bytes of one row over all layers."""
-        own = self._own[row]
-        return self._blocks.memory_of(row) + (Memory() if own is None else own.memory())
+        return self._blocks.memory_of(row) + (self._own[row] or Own(None, {})).memory()
 
     def lost_of(self, row: int) -> list[Tensor]:
         """Copies of one row's sums of attention mass in each layer, see `kvkeep.loss`."""
