@@ -35,10 +35,11 @@ from kvkeep.cli.options import (
     parse_threads,
     parse_tokens,
 )
+from kvkeep.cli.sampling import MaxNewTokens, MinP, RepetitionPenalty, Seed, Temperature, TopK, TopP
 from kvkeep.errors import InputError, ModelFileError
 from kvkeep.policies import DEFAULT
 
-_PROMPT, _JOB, _SAMPLING = "Prompt", "Batch job", "Sampling"
+_PROMPT, _JOB = "Prompt", "Batch job"
 
 
 @one_line_errors
@@ -173,55 +174,13 @@ def generate(
         bool,
         typer.Option("--compare", help="Run a full cache too, and show both side by side.", rich_help_panel=MEMORY),
     ] = False,
-    max_new_tokens: Annotated[
-        str,
-        typer.Option(
-            "--max-new-tokens", "-n", metavar="TOKENS", help="Stop after so many new tokens.", rich_help_panel=_SAMPLING
-        ),
-    ] = "256",
-    temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature",
-            "-t",
-            metavar="NUMBER",
-            help="0: greedy. Above 0: tokens are drawn.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = 0.0,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="Draw among the likeliest tokens that have this probability together.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="N", help="Draw among the N likeliest tokens.", rich_help_panel=_SAMPLING)
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="Draw among tokens with at least this share of the likeliest one's probability.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float,
-        typer.Option(
-            metavar="NUMBER", help="Above 1: tokens that were used become less likely.", rich_help_panel=_SAMPLING
-        ),
-    ] = 1.0,
-    seed: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="The same seed draws the same text. Each line of a batch job draws its own.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = 0,
+    max_new_tokens: MaxNewTokens = "256",
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     load_in: LoadIn = None,
