@@ -62,6 +62,7 @@ CONTEXTS = (1024, 2040)
 """Tokens of the prompts. With a reply of 8 tokens the longer ones are as long as the model was trained for."""
 
 BUDGETS = ("4%", "5%", "10%", "20%", "60%")
+INSIDE = ("4%", "10%", "20%", "60%")
 PROTOCOLS = {"inside": "", "later": ",ask=later"}
 """Protocol → the end of its cases' names."""
 
@@ -72,31 +73,38 @@ MARKS = ("<!-- quality: begin -->", "<!-- quality: end -->")
 class Step:
     """One call of ``kvkeep eval``."""
 
-    folder: str
+    group: str
     policies: Sequence[str]
     budgets: Sequence[str]
-    ask: str
+    protocol: str
     questions: int
-    contexts: Sequence[int] = CONTEXTS
+    context: int
 
     def command(self, output: Path) -> list[str]:
         words = [sys.executable, "-m", "kvkeep", "eval", "--tasks", "recall", "--no-plots", "--json", "--threads", "1"]
-        words += ["--policies", ",".join(self.policies), "--budgets", ",".join(self.budgets), "--ask", self.ask]
-        words += ["--context", ",".join(map(str, self.contexts)), "--limit", str(self.questions)]
-        return [*words, "--output", str(output / self.folder)]
+        words += ["--policies", ",".join(self.policies), "--budgets", ",".join(self.budgets), "--ask", self.protocol]
+        words += ["--context", str(self.context), "--limit", str(self.questions)]
+        return [*words, "--output", str(folder(output, self.group, self.protocol))]
 
 
-def steps(main: int, rest: int) -> list[Step]:
-    """All steps, the most important ones first: a run that is stopped has the main rules at the smaller budgets."""
-    found = [Step("main", MAIN, ("5%", "10%", "4%", "20%", "60%"), "later", main)]
-    found += [Step("main", MAIN, ("10%", "4%"), "prompt", main, (context,)) for context in CONTEXTS]
-    found += [Step("rest", REST, ("4%", "10%", "20%", "60%"), ask, rest) for ask in ("later", "prompt")]
-    found += [Step("main", MAIN, budgets, "prompt", main, (c,)) for budgets in (("20%",), ("60%",)) for c in CONTEXTS]
-    return found
+def folder(output: Path, group: str, protocol: str) -> Path:
+    """Each protocol has folders of its own, so that two processes can share the work."""
+    return output / f"{group}-{protocol}"
+
+
+def steps(protocols: Sequence[str], main: int, rest: int) -> list[Step]:
+    """All steps, the most important ones first."""
+    groups = (("main", MAIN, main), ("rest", REST, rest))
+    return [
+        Step(group, policies, BUDGETS if protocol == "later" else INSIDE, protocol, questions, context)
+        for group, policies, questions in groups
+        for protocol in protocols
+        for context in CONTEXTS
+    ]
 
 
 def look() -> list[Step]:
-    return [Step("main", MAIN, ("10%",), ask, 24, (1024,)) for ask in ("later", "prompt")]
+    return [Step("main", MAIN, ("10%",), protocol, 24, 1024) for protocol in PROTOCOLS]
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -129,8 +137,7 @@ class Part:
         return best != policy and difference(lines[best][budget], lines[policy][budget], self.full).clear
 
 
-def part(output: Path, folder: str, case: str) -> Part:
-    path = output / folder / ROWS
+def part(path: Path, case: str) -> Part:
     rows: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     rows = [row for row in rows if row["task"] == "recall" and row["case"] == case and not row.get("setup")]
     return Part(
@@ -165,8 +172,8 @@ def tables(output: Path) -> dict[str, list[list[str]]]:
     found = {}
     for protocol, end in PROTOCOLS.items():
         for context in CONTEXTS:
-            for folder in ("main", "rest"):
-                one = part(output, folder, f"context={context}{end}")
+            for group in ("main", "rest"):
+                one = part(folder(output, group, protocol) / ROWS, f"context={context}{end}")
                 if one.full and len(one.cells) > 1:
                     found[titled(one, protocol, context)] = list(lines(one))
     return found
@@ -192,11 +199,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("quality-results"))
     parser.add_argument("--questions", type=int, default=400, help="questions per cell of the main policies")
     parser.add_argument("--rest", type=int, default=128, help="questions per cell of the other policies")
+    parser.add_argument("--protocols", nargs="+", choices=list(PROTOCOLS), default=["later", "inside"])
     parser.add_argument("--look", action="store_true", help="few questions, one length, one budget")
     parser.add_argument("--collect", action="store_true", help="run nothing, put together what is there")
     parser.add_argument("--write", type=Path, help="a page whose tables are replaced")
     options = parser.parse_args()
-    for step in [] if options.collect else look() if options.look else steps(options.questions, options.rest):
+    todo = look() if options.look else steps(options.protocols, options.questions, options.rest)
+    for step in [] if options.collect else todo:
         subprocess.run(step.command(options.output), check=True, stdout=subprocess.DEVNULL)
     found = tables(options.output)
     for title, body in found.items():
