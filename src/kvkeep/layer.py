@@ -25,7 +25,7 @@ from kvkeep.eviction import append, cut, evict, fused, fuses
 from kvkeep.memory import Memory
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.prefill import chunk_size, in_chunks, with_queries
+from kvkeep.prefill import chunk_size, for_prompt, in_chunks, read
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import Alone, Block, Cascade, DenseStore, Store, inference
 from kvkeep.types import AttentionOptions, Phase, Report, Slots, State, View
@@ -238,14 +238,10 @@ class Layer:
         slots, state = self.block.beside(keys, values, shared, starts=self.policy.slots, used=used)
         left = slots.positions if self.window is None else scores.expire(slots.positions, self.seen, self.window)
         view = self._view(slots._replace(positions=left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
-        if self.policy.asks:
-            view = with_queries(view, query, new)
+        view, turn = for_prompt(self.policy, view, query, new, options.output), self._rotation or self.rotary
         attended, wanted = slots if used else slots._replace(positions=shared), self.policy.wants(view)
-        out, report = self._backend.attend(query, attended, new, statistic=wanted, options=options)
-        if self.policy.rereads:
-            n, turn = self.seen[:, None], self._rotation or self.rotary
-            again = self._backend.reread(query, attended, new, length=n, rotation=turn, options=options)
-            report = Report({**report.sums, "again": again})
+        given, length = (self.policy, self._backend, query, attended, new), self.seen[:, None]
+        out, report = read(*given, statistic=wanted, options=options, length=length, rotation=turn)
         self._shared.add(left[:, 0], report)
         stays = cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
         loss.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=left >= 0)

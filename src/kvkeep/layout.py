@@ -87,7 +87,7 @@ class Layout:
                 "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
             )
         how = policy.defaults.layer_budget if layer_budget is None else layer_budget
-        rotary = rotation or rotary_of(config, policy) if policy.unrotates or policy.rereads else None
+        rotary = rotation or rotary_of(config, policy) if policy.unrotates or policy.needs_rotary else None
         return cls(policy, windows, how, rotation, rotary)
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[int]]:
@@ -141,14 +141,14 @@ def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:
     """
     text = config.get_text_config(decoder=True)
     kind, parameters = text.model_type, getattr(text, "rope_parameters", None)
-    if kind in UNROTATED and not policy.rereads:
+    if kind in UNROTATED and not policy.needs_rotary:
         return None
     try:
         return rotation_of(config)
     except UnsupportedModelError:
         form = parameters.get("rope_type") if isinstance(parameters, dict) else None
         model = f"this {kind!r} model" + (f" with {form!r} embeddings" if form else "")
-        if policy.rereads:
+        if policy.needs_rotary:
             raise UnsupportedModelError(
                 f"{policy} needs rotary positions that kvkeep knows how to turn, and {model} has none or others. "
                 "Choose another policy, for example leverage."

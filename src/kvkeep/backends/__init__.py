@@ -11,10 +11,11 @@ import os
 
 import torch
 
+from kvkeep.backends.added import Added, Limits, Ring
 from kvkeep.backends.native import NativeBackend, native
 from kvkeep.backends.native import small_ops as small
 from kvkeep.backends.native.checks import TYPES
-from kvkeep.backends.protocol import Added, Backend, Limits, Ring
+from kvkeep.backends.protocol import Backend
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, gpu

@@ -6,15 +6,13 @@ Differs: head budgets add up exactly (official: each is rounded); each layer has
 Fails when: one head takes nearly all slots, so that the layer's block is large and mostly empty; see also SnapKV.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvkeep import scores
+from kvkeep.policies._heads import by_score, largest
 from kvkeep.policies._prefill import ObservationWindow
 from kvkeep.policies.abilities import HeadBudgets
 from kvkeep.policies.base import option
@@ -36,23 +34,11 @@ class AdaKV(ObservationWindow):
 }"""
 
     def most(self, budget: int, heads: int) -> int:
-        """The largest budget of a head: its own part, all that is shared out, and two more for rounding."""
-        base = max(0, budget - self.window - self.room)
-        return budget + math.ceil(base * (heads - 1) * (1.0 - self.alpha)) + 2
+        """The largest budget of a head."""
+        return largest(budget, heads, fixed=self.window + self.room, alpha=self.alpha)
 
     def heads(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """The budget of each head: its tokens among the best of all heads. Equal if there is nothing to choose."""
-        B, Hk, S = view.positions.shape
-        fixed = self.window + self.room
-        now = torch.as_tensor(view.budget, device=view.seen.device).expand(B, Hk)
-        base = now.sum(dim=1) // Hk - fixed
-        older = (view.positions >= 0) & (view.positions < (view.seen - self.window)[:, None, None])
-        flat = view.positions.masked_fill(~older, -1).view(B, 1, Hk * S)
-        best = scores.keep(state["score"].view(B, 1, Hk * S), flat, (base * Hk)[:, None]).view(B, Hk, S).sum(dim=-1)
-        own = (self.alpha * base.double() + 1e-9).long()[:, None]
-        share = scores.rounded(best.double() * (1.0 - self.alpha) + own, (base * Hk)[:, None])
-        crowded = (older.sum(dim=-1).amax(dim=1) > base)[:, None]
-        budgets = torch.where(crowded, share, base[:, None]) + fixed
-        return torch.where(view.reads[:, None], budgets, now)
+        """The budget of each head."""
+        return by_score(view, state["score"], window=self.window, room=self.room, alpha=self.alpha)
 
     spreads: ClassVar[HeadBudgets | None] = HeadBudgets(heads, most)

@@ -7,13 +7,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.backends.added import Added, Limits
+from kvkeep.backends.again import turned
 from kvkeep.backends.native import ops, prefill_ops, slot_ops
 from kvkeep.backends.native.build import Native, native
 from kvkeep.backends.native.turn import Turn, turn_of
-from kvkeep.backends.protocol import Added, AtRanks, Backend, Limits
+from kvkeep.backends.protocol import AtRanks, Backend
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.wanted import is_known, wanted
 from kvkeep.rotary.ranks import Rotation
@@ -68,6 +72,37 @@ class NativeBackend(Backend):
             return self._others.attend(query, slots, now, statistic=statistic, options=options)
         out, *sums = found
         return out, Report(dict(zip(statistic.fields, sums, strict=False)))
+
+    def reread(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hk S"]:
+        """See `Backend.reread`; under slot positions keys are rotated first."""
+        return self._others.reread(query, slots, now, length=length, rotation=rotation, options=options)
+
+    def attend_twice(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
+        """See `Backend.attend_twice`; one call of the kernel."""
+        asked: dict[str, Any] = {"statistic": statistic, "options": options}
+        found = None
+        if self._rotation is None:
+            found = prefill_ops.attend_twice(query, slots, now, **asked, again=turned(query, length, rotation))
+        return found or self._others.attend_twice(query, slots, now, **asked, length=length, rotation=rotation)
 
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvkeep.backends.added import Added, Ring
 from kvkeep.backends.native.turn import Turn
-from kvkeep.backends.protocol import Added, Ring
 from kvkeep.backends.wanted import Wanted
 from kvkeep.types import AttentionOptions, Budget
 

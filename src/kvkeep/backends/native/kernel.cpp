@@ -2,7 +2,7 @@
 // in the same order, and returns -1 if there was no memory; then nothing has been done.
 
 #include "attend.h"
-#include "prefill.h"
+#include "prompt.h"
 #include "ring.h"
 #include "small.h"
 #include "slots.h"

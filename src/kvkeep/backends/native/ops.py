@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.backends.added import Added, Limits, Ring
 from kvkeep.backends.native import checks
 from kvkeep.backends.native.packing import LAST, bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.backends.native.turn import Turn
-from kvkeep.backends.protocol import Added, Limits, Ring
 from kvkeep.backends.wanted import Wanted
 from kvkeep.statistic import BITS
 from kvkeep.types import AttentionOptions, Slots
