@@ -42,6 +42,9 @@ class BoundedCache(SnapshotCache):
         sequences: identity of each row for policies with randomness; rows get the same stream if not given.
         layer_budget: how the budget is spread over the layers: ``uniform``, ``ramp:0.2``, ``pyramid:20`` or one weight
             per layer; by default the policy's own rule. See `kvkeep.budget.per_layer`.
+        head_budget: how a layer's budget is divided among its KV heads: ``uniform``, ``ada:0.2`` (by their scores at the
+            end of a prompt) or ``profile:FILE`` (by a file, which also divides the budget among the layers); by
+            default the policy's own rule. See ``docs/heads.md``.
         positions: ``true``, or ``slot``: tokens are attended at their rank in the cache, so that a stream may be longer
             than the model's trained length. By default the policy's own mode, where the model allows it.
         pins: spans of positions that no policy may evict, such as ``[(0, 120)]`` for the first 120 tokens (padding not
@@ -66,6 +69,7 @@ class BoundedCache(SnapshotCache):
         sequences: Sequence[int] | None = None,
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
+        head_budget: str | None = None,
         pins: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]] = (),
     ):
         if not isinstance(config, PreTrainedConfig):
@@ -77,9 +81,9 @@ class BoundedCache(SnapshotCache):
         if not isinstance(self.policy, Policy):
             raise PolicyError(f"{policy!r} is neither a policy nor the name of one.")
         self.budget = budget
-        layout = Layout.of(
-            config, self.policy, prefill_chunk=prefill_chunk, layer_budget=layer_budget, positions=positions
-        )
+        spread = {"layer_budget": layer_budget, "head_budget": head_budget}
+        layout = Layout.of(config, self.policy, prefill_chunk=prefill_chunk, positions=positions, **spread)
+        self.policy = layout.policy
         self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
         self._first, self._prompt_columns = min(layout.windows, default=0), 0
         pinned = spans_of_rows(pins)
@@ -101,7 +105,7 @@ class BoundedCache(SnapshotCache):
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)
-        self._settings = Settings.of(config, budget, layout.layer_budget, prefill_chunk, cascade)
+        self._settings = Settings.of(config, budget, layout, prefill_chunk, cascade)
         self._history: History | None = None
 
     def continue_with(
