@@ -14,7 +14,7 @@ TESTING = "testing"
 FLOORS = [
     {"version", "types", "errors", "noise"},
     {"runs", "scores", "statistic", "ranges", "memory", "budget", "pins", "loss", "rotary", "history"},
-    {"results", "backends", "store"},
+    {"results", "profile", "backends", "store"},
     {"policies"},
     {"registry", "capacity", "eviction", "prefill", "asked"},
     {"held"},

@@ -235,8 +235,8 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
             layout.check_pins(number, pins)
             found.append(number)
     found = sorted({*found, budget})
-    why = "its heads have budgets of their own" if layout.profile else refusal(layout.policy, found)
-    if reason := why:
+    reason = "its heads have budgets of their own" if layout.profile else refusal(layout.policy, found)
+    if reason:
         raise InputError(
             f"`guard` chooses a budget by the attention that a prompt's cut loses, which fails under {layout.policy}: "
             f"{reason}. Leave `guard` out, or give another policy, such as h2o or snapkv."
