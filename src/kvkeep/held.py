@@ -100,8 +100,8 @@ class Held:
 
     @property
     def state(self) -> State:
-        """The policy's state, of slots and of heads."""
-        return self.block.state
+        """The policy's state, of slots and of heads. A copy where heads share a pool."""
+        return self.block.opened().state
 
     @property
     def seen(self) -> Int[Tensor, " B"]:

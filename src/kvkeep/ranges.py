@@ -112,7 +112,8 @@ class PoolView(View):
             slots: the slots.
             others: the other attributes of `View`.
         """
-        view = cls(slots.positions, slots.pool_keys, slots.pool_values, **others)
+        nothing = slots.pool_keys.new_empty((*slots.positions.shape, 0))
+        view = cls(slots.positions, nothing, nothing, **others)
         own = vars(view)
         del own["keys"], own["values"]
         own["_slots"] = slots

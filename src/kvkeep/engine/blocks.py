@@ -89,15 +89,15 @@ class Blocks:
             self.version += 1
 
     def limit(self, row: int, budgets: Sequence[Number]) -> None:
-        """Give a row a budget in each layer. Where heads share a pool, they have a table already, and lose all tokens."""
+        """Give a row a budget in each layer. A row whose heads share a pool must be empty."""
         for block, budget in zip(self, budgets, strict=True):
             if isinstance(block.budget, int) and block.budget != budget:
                 self.version += 1
                 block.budget = block.seen.new_full((len(block.seen), 1), block.budget)
             if isinstance(block.budget, Tensor):
                 block.budget[row] = block.budget.new_tensor(budget)
-            if isinstance(block.store, PooledStore):
-                block.store.divide(block.budget[row : row + 1] + 1, slice(row, row + 1))
+                if isinstance(block.store, PooledStore):
+                    block.store.divide(block.budget[row : row + 1] + 1, slice(row, row + 1))
 
     def under(self, policy: Policy) -> list[Block]:
         """The blocks as a policy sees them."""

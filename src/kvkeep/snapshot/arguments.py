@@ -111,6 +111,21 @@ def check_kind(snapshots: Sequence[object]) -> None:
             raise InputError(f"{type(one).__name__} is no Snapshot; cache.snapshot and Snapshot.load return one.")
 
 
+def identities(sequences: Sequence[int]) -> list[int]:
+    """Return the identity of each row as a list of Python's numbers.
+
+    Raises:
+        InputError: they are no whole numbers of 64 bits.
+    """
+    try:
+        found = list(map(operator.index, sequences))
+    except TypeError:
+        found = [2**63]
+    if not all(-(2**63) <= number < 2**63 for number in found):
+        raise InputError(f"sequences={sequences!r:.60} is no list of whole numbers below 2^63, one per row.")
+    return found
+
+
 def checked_row(row: object, rows: int) -> int:
     """The number of a row.
 

@@ -31,8 +31,8 @@ _RING = struct.Struct("6q 2q")
 
 def attend(  # noqa: PLR0913  all that the kernel is told
     query: Float[Tensor, "B Hq 1 D"],
-    keys: Float[Tensor, "B Hk S D"],
-    values: Float[Tensor, "B Hk S E"],
+    keys: Float[Tensor, "B Hk P D"],
+    values: Float[Tensor, "B Hk P E"],
     now: Int[Tensor, "B 1"],
     positions: Int[Tensor, "B #Hk S"],
     *,
@@ -142,7 +142,7 @@ class _Attention(NamedTuple):
 
 def _attention(
     query: Float[Tensor, "B Hq 1 D"],
-    slots: tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"], Int[Tensor, "B #Hk S"]],
+    slots: tuple[Float[Tensor, "B Hk P D"], Float[Tensor, "B Hk P E"], Int[Tensor, "B #Hk S"]],
     now: Int[Tensor, "B 1"],
     *,
     options: AttentionOptions,

@@ -24,7 +24,7 @@ _SLOTS = struct.Struct("4q 3q 3q 3q q 4q 4q")
 def write(
     keys: Float[Tensor, "B Hk capacity D"],
     values: Float[Tensor, "B Hk capacity E"],
-    positions: Int[Tensor, "B Hk capacity"],
+    positions: Int[Tensor, "B Hk S"],
     *,
     new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
     now: Int[Tensor, "B 1"],
