@@ -13,10 +13,11 @@ TESTING = "testing"
 # the lower floor first; rooms on one floor never import each other
 FLOORS = [
     {"version", "types", "errors", "noise"},
-    {"runs", "scores", "statistic", "memory", "budget", "pins", "loss", "rotary", "history"},
-    {"results", "backends", "store"},
+    {"runs", "scores", "statistic", "ranges", "memory", "budget", "pins", "loss", "rotary", "history"},
+    {"results", "profile", "backends", "store"},
     {"policies"},
     {"registry", "capacity", "eviction", "prefill", "asked"},
+    {"held"},
     {"layer", "layout"},
     {"handing"},
     {"hybrid"},

@@ -4,20 +4,21 @@ Source: Feng et al., Taming the Fragility of KV Cache Eviction (ICLR 2026); offi
 Differs: the window's own attention counts towards `first` (official: that of the last tokens before it); tokens that
   came in different pieces of a prompt are weighed by the sizes of their own piece. One budget per layer. Where the
   output projection cannot be read (quantised, fused, in another module), sizes are those of the values.
-Fails when: no row of the window asks for the answer; one head takes nearly all slots, see `adakv`.
+Fails when: no row of the window asks for the answer.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
-from kvkeep.policies._heads import average, by_score, largest
+from kvkeep.policies._heads import ada, average
 from kvkeep.policies._output import sizes
 from kvkeep.policies._prefill import PrefillOnly
 from kvkeep.policies.abilities import HeadBudgets, Sums
@@ -81,7 +82,7 @@ class DefensiveKV(PrefillOnly):
         so_far = mean.masked_fill(~older, 0.0).gather(-1, order).cumsum(dim=-1)
         own = (1.0 - so_far[..., -1:]).clamp(min=0.0)
         early = torch.zeros_like(older).scatter_(-1, order, so_far + own < self.first) & older
-        room = (average(view) - self.window - self.room).clamp(min=0)[:, None]
+        room = (average(view) - self.window - self.room).clamp(min=0)
         chosen = scores.keep(mean, view.positions.masked_fill(~early, EMPTY), room)
         return mean.masked_fill(~chosen, 0.0)
 
@@ -97,12 +98,7 @@ class DefensiveKV(PrefillOnly):
         """Whether a slot holds a token from before the window."""
         return (view.positions >= 0) & (view.positions < (view.seen - self.window)[:, None, None])
 
-    def most(self, budget: int, heads: int) -> int:
-        """The largest budget of a head."""
-        return largest(budget, heads, fixed=self.window + self.room, alpha=self.alpha)
-
-    def heads(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """The budget of each head."""
-        return by_score(view, state["score"], window=self.window, room=self.room, alpha=self.alpha)
-
-    spreads: ClassVar[HeadBudgets | None] = HeadBudgets(heads, most)
+    @cached_property
+    def spreads(self) -> HeadBudgets | None:  # type: ignore[override]  # depends on an option
+        """Ada-KV's rule."""
+        return ada(self.alpha)
