@@ -17,7 +17,7 @@ FLOORS = [
     {"results", "backends", "store"},
     {"policies"},
     {"registry", "capacity", "eviction", "prefill", "asked"},
-    {"layer", "layout"},
+    {"layer", "layout", "config"},
     {"handing"},
     {"hybrid"},
     {"snapshot"},
