@@ -28,5 +28,10 @@ def of_mean(spread: Spread) -> Interval:
     """Student's interval of a mean over seeds; NaN for a single seed."""
     if spread.n < 2 or math.isnan(spread.error):
         return _NONE
-    quantile = _STUDENT[spread.n - 2] if spread.n - 2 < len(_STUDENT) else _NORMAL + 2.4 / (spread.n - 1)
-    return spread.mean - quantile * spread.error, spread.mean + quantile * spread.error
+    half = quantile(spread.n - 1) * spread.error
+    return spread.mean - half, spread.mean + half
+
+
+def quantile(degrees: int) -> float:
+    """Student's 97.5 % quantile with so many degrees of freedom."""
+    return _STUDENT[degrees - 1] if degrees <= len(_STUDENT) else _NORMAL + 2.4 / degrees
