@@ -81,7 +81,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="UTF-8 text for perplexity, agreement and mass. Default: the package's own plain sentences.",
+            help="UTF-8 text for all tasks but recall. Default: the package's own plain sentences.",
             rich_help_panel=_TASKS,
         ),
     ] = None,
@@ -91,6 +91,16 @@ def evaluate(
     facts: Annotated[
         int, typer.Option(metavar="N", help="Facts in a recall prompt; one is asked for.", rich_help_panel=_TASKS)
     ] = 16,
+    documents: Annotated[
+        str,
+        typer.Option(
+            metavar="LOOK",
+            help="The recall texts: prose, or harder ones in which facts stand out less: facts, list, dialogue, "
+            "script, table.",
+            autocompletion=complete.words("prose", "facts", "list", "dialogue", "script", "table"),
+            rich_help_panel=_TASKS,
+        ),
+    ] = "prose",
     depths: Annotated[
         str | None,
         typer.Option(
@@ -103,9 +113,9 @@ def evaluate(
         str,
         typer.Option(
             metavar="WHEN",
-            help="prompt: the recall question is read before the text is cut to the budget. "
-            "later: the text is cut first, and the question follows.",
-            autocompletion=complete.words("prompt", "later"),
+            help="prompt (or inside): the recall question is read before the text is cut to the budget. "
+            "later: the text is cut first, and its questions follow.",
+            autocompletion=complete.words("prompt", "inside", "later"),
             rich_help_panel=_TASKS,
         ),
     ] = "prompt",
@@ -174,6 +184,7 @@ def evaluate(
         "text": text,
         "contexts": tuple(parse_tokens(item, "--context") for item in _items(context, "--context")),
         "facts": facts,
+        "documents": documents,
         "depths": () if depths is None else tuple(parse_number(one, "--depths") for one in _items(depths, "--depths")),
         "ask": ask,
         "window": None if window is None else parse_tokens(window, "--window"),

@@ -19,7 +19,7 @@ from kvkeep.cli import console
 from kvkeep.cli.eval.tables import parts
 from kvkeep.cli.files import read_text
 from kvkeep.errors import InputError
-from kvkeep.evals import curves, tasks
+from kvkeep.evals import curves, paired, tasks
 from kvkeep.evals import report as reports
 from kvkeep.evals.drive import Setup
 from kvkeep.evals.plan import Asked, Cell, Planned, Wanted, split_policies
@@ -61,6 +61,7 @@ class Request:
     text: str | None
     contexts: tuple[int, ...]
     facts: int
+    documents: str
     depths: tuple[float, ...]
     ask: str
     window: int | None
@@ -145,6 +146,7 @@ def _options(request: Request) -> list[Options]:
         text=None if request.text is None else read_text(request.text, kind="text file", purpose=_PURPOSE),
         contexts=request.contexts,
         facts=request.facts,
+        documents=request.documents,
         depths=request.depths,
         ask=request.ask,
         window=request.window,
@@ -192,7 +194,7 @@ def _show(request: Request, records: Records) -> None:
         console.write_json({"output": str(request.output), "plots": paths, "rows": records.rows})
         return
     screen = console.out()
-    for found in reports.tables(records.rows):
+    for found in [*reports.tables(records.rows), *paired.tables(records.rows)]:
         screen.print(console.visible(found.title), style="bold")
         for part in parts(found, screen.width):
             screen.print(part)
