@@ -24,7 +24,7 @@ def of_mean(spread: Spread) -> Interval:
     """Student's interval of a mean over seeds; NaN for a single seed."""
     if spread.n < 2 or math.isnan(spread.error):
         return _NONE
-    half = quantile(spread.n - 1) * spread.error
+    half = _quantile(spread.n - 1) * spread.error
     return spread.mean - half, spread.mean + half
 
 
@@ -41,7 +41,7 @@ def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
     if len(clusters) < 2 or not n:
         return _NONE
     variance, alone = _variance(clusters), share * (1 - share) / n
-    return _wilson(share, n * (min(1.0, alone / variance) if variance else 1.0), quantile(len(clusters) - 1))
+    return _wilson(share, n * (min(1.0, alone / variance) if variance else 1.0), _quantile(len(clusters) - 1))
 
 
 def of_clustered_difference(clusters: Sequence[tuple[int, int]]) -> Interval:
@@ -57,7 +57,7 @@ def of_clustered_difference(clusters: Sequence[tuple[int, int]]) -> Interval:
     n, mean = sum(size for _, size in clusters), 100 * _ratio(clusters)
     if len(clusters) < 2 or not n:
         return _NONE
-    quantile = quantile(len(clusters) - 1)
+    quantile = _quantile(len(clusters) - 1)
     half = max(100 * quantile * math.sqrt(_variance(clusters)), _wilson(0.0, float(n), quantile)[1])
     return max(-100.0, mean - half), min(100.0, mean + half)
 
@@ -80,6 +80,5 @@ def _wilson(share: float, n: float, quantile: float) -> Interval:
     return 100 * max(0.0, middle - half), 100 * min(1.0, middle + half)
 
 
-def quantile(freedom: int) -> float:
-    """Student's 97.5 % quantile with so many degrees of freedom."""
+def _quantile(freedom: int) -> float:
     return _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _NORMAL + 2.4 / freedom

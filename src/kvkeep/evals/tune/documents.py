@@ -6,19 +6,17 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import cycle, groupby, islice
 
 import torch
 from jaxtyping import Int
 
 from kvkeep.errors import InputError
-from kvkeep.evals.tasks.recall import NEW_TOKENS, Wording, right, wording_of
+from kvkeep.evals.asking import NEW_TOKENS, Wording, count_tokens, ending_of, prompt_of, right, wording_of
 from kvkeep.evals.tune.questions import UserQuestion
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import encode
-from kvkeep.models.tiny.recall import Fact, Question, question
-from kvkeep.models.tiny.wordings import HELD_OUT
+from kvkeep.models.tiny.documents import document
 
 Ids = Int[torch.Tensor, " n"]
 
@@ -26,7 +24,6 @@ LONGEST_SENTENCE = 240
 """Characters of a sentence; a longer one is cut between words."""
 
 _PART = re.compile(rf"(?<=[.!?。！？])\s+|\n+|(?<=\s)(?=\S{{{LONGEST_SENTENCE},}})")
-_KINDS = [kind.name for kind in HELD_OUT.kinds]
 _FEW_TEXTS = 10
 """Texts that are too few to be the units of an interval."""
 
@@ -100,8 +97,8 @@ def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: in
             f"A document with {facts} facts has {longest} tokens, more than the context of {context}. Give fewer "
             "`facts` or a longer `context`."
         )
-    room = max(len(asked.ids) - asked.first for asked in first) + 8
-    return Documents(make, None, facts, context, room + NEW_TOKENS[wording])
+    question = max(len(asked.ids) - asked.first for asked in first) + 8
+    return Documents(make, None, float(facts), context, question, NEW_TOKENS[wording])
 
 
 def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) -> Documents:
@@ -121,9 +118,14 @@ def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) ->
     ]
     asked = [one for unit in units for one in unit]
     longest = max(len(checkpoint.tokenizer.encode(answer)) for one in questions for answer in one.answers)
-    room = max(len(one.ids) - one.first for one in asked) + max(NEW_TOKENS[wording], longest + 8)
-    length = max(one.first for one in asked)
-    return Documents(units.__getitem__, len(units), len(asked) / len(units), length, room)
+    return Documents(
+        units.__getitem__,
+        len(units),
+        len(asked) / len(units),
+        length=max(one.first for one in asked),
+        question_tokens=max(len(one.ids) - one.first for one in asked),
+        reply_tokens=max(NEW_TOKENS[wording], longest + 8),
+    )
 
 
 def sentences(text: str) -> list[str]:
@@ -145,55 +147,34 @@ def _pieces(sentence: str) -> Iterator[str]:
 def _planted(
     checkpoint: Checkpoint, wording: Wording, parts: Sequence[str] | None, *, number: int, context: int, facts: int
 ) -> Unit:
-    rng = random.Random(f"tune/{number}")
-    frame = len(encode_prompt(checkpoint, wording, "a", "b")) - _count(checkpoint, "a b")
-    filler = None
-    if parts is not None:
-        start = rng.randrange(len(parts))
-        filler = islice(cycle(parts), start, None)
-    item = question(
+    made = document(
         number,
-        kind=rng.choice(_KINDS),
-        depth=rng.random(),
         n_facts=facts,
-        tokens=context - frame,
-        filler=filler,
-        count=lambda text: _count(checkpoint, text),
+        n_questions=facts,
+        tokens=context - len(prompt_of(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
+        first_kind=number * facts,
+        filler=None if parts is None else _from(parts, random.Random(f"tune/{number}").randrange(len(parts))),
+        count=lambda text: count_tokens(checkpoint, text),
     )
-    text = _without_question(item)
-    pairs = [(fact.say(rng.choice(fact.kind.questions)), _Grader(wording, item, fact)) for fact in item.facts]
-    return _asked(checkpoint, wording, text, pairs)
+    pairs = [(ending_of(item), partial(right, wording, item)) for item in made.questions]
+    return _asked(checkpoint, wording, made.text, pairs)
 
 
-def _without_question(item: Question) -> str:
-    """The text of a question."""
-    fact = item.facts[-1]
-    ending = next(said for template in fact.kind.questions if item.prompt.endswith(said := fact.say(template)))
-    return item.prompt.removesuffix(ending).rstrip()
-
-
-@dataclass(frozen=True)
-class _Grader:
-    """Whether a reply gives the value of a fact."""
-
-    wording: Wording
-    item: Question
-    fact: Fact
-
-    def __call__(self, reply: str) -> bool:
-        same = tuple(fact.value for fact in self.item.facts if fact.kind.name == self.fact.kind.name)
-        asked = Question(self.item.prompt, self.fact.value, self.fact.kind.name, 0.0, self.item.facts, same)
-        return right(self.wording, asked, reply)
+def _from(parts: Sequence[str], start: int) -> Iterator[str]:
+    """The parts from one of them on; after the last comes the first."""
+    return islice(cycle(parts), start, None)
 
 
 def _asked(
     checkpoint: Checkpoint, wording: Wording, text: str, pairs: Sequence[tuple[str, Callable[[str], bool]]]
 ) -> Unit:
     """A unit: the questions about one text, with the number of tokens that all prompts have in common."""
-    prompts = [encode_prompt(checkpoint, wording, text, ending) for ending, _ in pairs]
-    other = encode_prompt(checkpoint, wording, f"{text} ;", pairs[0][0])
+    prompts = [prompt_of(checkpoint, wording, text, ending) for ending, _ in pairs]
+    other = prompt_of(checkpoint, wording, f"{text} ;", pairs[0][0])
     first = min(_common(prompt, other) for prompt in prompts)
-    return tuple(Asked(ids, min(first, len(ids) - 1), grade) for ids, (_, grade) in zip(prompts, pairs, strict=True))
+    return tuple(
+        Asked(text, ids, min(first, len(ids) - 1), grade) for ids, (_, grade) in zip(prompts, pairs, strict=True)
+    )
 
 
 def _common(one: Int[torch.Tensor, " n"], other: Int[torch.Tensor, " m"]) -> int:
@@ -201,19 +182,3 @@ def _common(one: Int[torch.Tensor, " n"], other: Int[torch.Tensor, " m"]) -> int
     n = min(len(one), len(other))
     different = (one[:n] != other[:n]).nonzero()
     return int(different[0]) if len(different) else n
-
-
-def _count(checkpoint: Checkpoint, text: str) -> int:
-    return len(checkpoint.tokenizer.encode(text, add_special_tokens=False))
-
-
-_INSTRUCTION = "Read the text and answer the question at its end with the one word or number asked for, nothing else."
-
-
-def encode_prompt(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Ids:
-    """The prompt of a text and a question."""
-    if wording == "embedded":
-        return encode(checkpoint, f"{text} {ending}")[0]
-    if wording == "instruction":
-        return encode(checkpoint, f"{_INSTRUCTION}\n\n{text}\n\n{ending}")[0]
-    return encode(checkpoint, f"{text}\n\nQuestion: {ending}\nAnswer:", raw=True)[0]

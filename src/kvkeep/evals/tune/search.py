@@ -1,8 +1,8 @@
 """Successive halving over arms, then a confirmation on documents that had no part in the choice.
 
 A round measures every remaining arm on twice as many documents, looks for the smallest budget at which the measured
-share reaches the target, and keeps the half of the arms with the least memory. The last two arms are confirmed from larger
-budgets to smaller ones, until one fails: such a sequence of tests keeps the confidence of a single one.
+share reaches the target, and keeps the half of the arms with the least memory. The last two arms are confirmed from
+larger budgets to smaller ones, until one fails: such a sequence of tests keeps the confidence of a single one.
 """
 
 from __future__ import annotations
