@@ -38,7 +38,7 @@ def test_all_answers_kept_are_no_certainty():
 @pytest.mark.parametrize("target", [0.5, 0.9, 0.98, 0.999])
 def test_the_number_of_questions_that_a_target_takes(target):
     assert most(needed(target)) >= target
-    assert most(needed(target) * 9 // 10) < target
+    assert most(needed(target) - 1) < target
 
 
 def test_a_target_of_98_percent_takes_about_190_questions():
@@ -80,4 +80,4 @@ def test_a_loss_becomes_a_ratio_of_perplexities():
 
 
 def test_one_text_shows_nothing():
-    assert kept([(10, 100)], "loss").low == pytest.approx(0.0, abs=1e-9)
+    assert not kept([(10, 100)], "loss").passes(0.01)

@@ -43,7 +43,7 @@ def test_a_line_that_is_no_question(content, said):
 
 
 def test_a_question_without_any_text():
-    with pytest.raises(InputError, match="Line 1 of mine[.]jsonl has no text"):
+    with pytest.raises(InputError, match=r"Line 1 of mine\.jsonl has no text"):
         read(GOOD, None)
 
 

@@ -82,8 +82,8 @@ class Answers(Measure):
         """Of the questions that the full cache answers, those that stay right; and their number."""
         assert isinstance(outcome, str)
         assert isinstance(full, str)
-        pairs = [(one == "1") for one, other in zip(outcome, full, strict=True) if other == "1"]
-        return float(sum(pairs)), float(len(pairs))
+        stays = [one == "1" for one, other in zip(outcome, full, strict=True) if other == "1"]
+        return float(sum(stays)), float(len(stays))
 
     def _replies(self, writer: Writer, arm: Arm, budget: int, asked: Sequence[Asked], first: int) -> Iterator[str]:
         if self._later:
@@ -150,9 +150,11 @@ class Losses(Measure):
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
         """Nats beyond the full cache's over the pieces after the budget, and the number of their tokens."""
+        assert isinstance(outcome, list)
+        assert isinstance(full, list)
         first = -(-budget // PIECE)
         tokens = self.length - 1 - first * PIECE
-        more = sum(float(one) - float(other) for one, other in zip(outcome[first:], full[first:], strict=True))
+        more = sum(one - other for one, other in zip(outcome[first:], full[first:], strict=True))
         return more, float(max(0, tokens))
 
 

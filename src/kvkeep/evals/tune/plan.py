@@ -113,7 +113,7 @@ def lay_out(checkpoint: Checkpoint, name: str, wanted: Wanted, dtype: torch.dtyp
 def _case(name: str) -> Case:
     if name not in CASES:
         raise InputError(f"case={name!r} is no case; use {', '.join(CASES[:-1])} or {CASES[-1]}.")
-    return cast(Case, name)
+    return next(case for case in CASES if case == name)
 
 
 def _arms(checkpoint: Checkpoint, case: Case, wanted: Wanted) -> list[Arm]:

@@ -7,6 +7,7 @@ common, and so do tokens of one text.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -19,6 +20,8 @@ Tally: TypeAlias = tuple[float, float]
 Losses: nats beyond the full cache's, summed over tokens; and the number of tokens, the same for all documents."""
 
 Kind: TypeAlias = Literal["answers", "loss"]
+
+_MOST = 2**53
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def most(questions: int) -> float:
 
 def needed(target: float) -> int:
     """The number of questions that can show a target if all answers stay."""
-    return next(n for n in range(math.floor(target / (1.0 - target)), 2**63) if most(n) >= target)
+    return bisect_left(range(_MOST), target, key=most)
 
 
 def best_case(tallies: Sequence[Tally], expected: float) -> float:

@@ -97,7 +97,7 @@ class Document:
     questions: tuple[Question, ...]
 
 
-def document(
+def document(  # noqa: PLR0913  each decides about the text
     seed: int,
     *,
     n_facts: int = 16,
