@@ -18,7 +18,7 @@ FLOORS = [
     {"policies"},
     {"registry", "capacity", "eviction", "prefill", "asked"},
     {"held"},
-    {"layer", "layout"},
+    {"layer", "layout", "config"},
     {"handing"},
     {"hybrid"},
     {"snapshot"},

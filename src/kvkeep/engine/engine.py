@@ -12,6 +12,7 @@ from torch import nn
 from kvkeep.engine import scheduler
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.asked import Asked, check_numbers, listed, request_of, usable
+from kvkeep.engine.configured import Source, configured
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.engine.own import keeps_states
@@ -105,6 +106,11 @@ class Engine(Work):
         paced: dict[str, Any] = {"decode_every": decode_every or scheduler.pace(self.model.device)}
         paced["mixed_tokens"] = 0 if graphs else scheduler.MIXED_TOKENS.get(self.model.device.type, 0)
         super().__init__(admission, runner, first, chunk=prefill_chunk, **paced, **rooms)
+
+    @classmethod
+    def from_config(cls, source: Source, model: nn.Module | str | None = None, **options: Any) -> Engine:
+        """Make an engine with the settings of a ``kvkeep.toml``, see `configured`. Other options go before them."""
+        return cls(**configured(source, model, options))
 
     @property
     def row_bytes(self) -> int:

@@ -131,6 +131,14 @@ def generate(
             rich_help_panel=_PROMPT,
         ),
     ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A kvkeep.toml, as [b]kvkeep tune[/b] writes it. Its settings hold where no option is given.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
     policy: PolicyOrNone = None,
     budget: Annotated[
         str | None,
@@ -241,6 +249,10 @@ def generate(
         allow_pickle=allow_pickle,
         json=json,
     )
+    if config is not None:
+        from kvkeep.cli.generate.settings import settled  # imports torch
+
+        request = settled(request, config)
     if budget is not None and keep_ratio is not None:
         raise InputError("--budget and --keep-ratio were both given; one of them says how much to keep.")
     if batch:
