@@ -12,11 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkeep.budget import Number
 from kvkeep.errors import BudgetError, ShapeError
+from kvkeep.held import reach, store_for
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, RowCopy, add_state, check_rows, lacks, pin_row, put_rows, take_rows
+from kvkeep.store import (
+    Block,
+    PooledStore,
+    RowCopy,
+    add_state,
+    check_row,
+    check_rows,
+    lacks,
+    pin_row,
+    put_row,
+    put_rows,
+    take_row,
+    take_rows,
+)
 from kvkeep.store.heads import shared
 from kvkeep.types import Slots
 
@@ -34,6 +49,11 @@ class Stack:
     block: Block
     layers: Sequence[int]
     count: int
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether heads share a pool; then there is one layer."""
+        return isinstance(self.block.store, PooledStore)
 
     def of(self, row: int) -> slice:
         """One row of all layers, among the rows of the block."""
@@ -67,20 +87,21 @@ class Blocks:
     def __getitem__(self, index: int) -> Block:
         return self._blocks[index]
 
-    def row_bytes(self, budgets: Sequence[int]) -> int:
+    def row_bytes(self, budgets: Sequence[Number]) -> int:
         """The bytes of one row in all layers, counted on tensors that have shapes but no memory."""
         shapes = (Slots(*(tensor.to("meta") for tensor in like)) for like in self._like)
         blocks = [self._block(1, budget, shape) for budget, shape in zip(budgets, shapes, strict=True)]
         return bytes_of(tensor for block in blocks for tensor in block.per_row().values())
 
-    def allocate(self, count: int, budgets: Sequence[int]) -> None:
+    def allocate(self, count: int, budgets: Sequence[Number]) -> None:
         """Allocate ``count`` empty rows with these budgets of the layers."""
         self.version += 1
         self._blocks, self._stacks = [], []  # the old memory is freed before new memory is allocated
         alike: dict[tuple[object, ...], list[int]] = {}
         for layer, (budget, like) in enumerate(zip(budgets, self._like, strict=True)):
             kinds = ((tensor.shape[1], tensor.shape[3:], tensor.dtype, tensor.device) for tensor in like)
-            alike.setdefault((budget, *kinds), []).append(layer)
+            pooled = store_for(self._policy, [budget]) is PooledStore
+            alike.setdefault((budget, *kinds, layer if pooled else None), []).append(layer)
         for layers in alike.values():
             block = self._block(count * len(layers), budgets[layers[0]], self._like[layers[0]])
             self._stacks.append(Stack(block, layers, count))
@@ -91,15 +112,13 @@ class Blocks:
         found = dict(pair for stack in self._stacks for pair in stack.parts())
         self._blocks = [found[layer] for layer in sorted(found)]
 
-    def _block(self, count: int, budget: int, like: Slots) -> Block:
+    def _block(self, count: int, budget: Number, like: Slots) -> Block:
         """The slots of some rows, empty."""
         starts = {str(i): 0.0 for i in range(len(self._policy.slots))}  # a new token's state is written with it
-        heads = like.keys.shape[1]
         keys, values = (x[:, :, :1].expand(count, -1, -1, -1) for x in (like.keys, like.values))
-        spreads = self._policy.spreads
-        most = spreads.most(self._policy, budget, heads) if spreads else budget
-        block = Block(keys, values, numbers=[most], starts=starts, heads=shared(self._policy.summaries))
-        block.budget = block.seen.new_full((count, heads), budget) if spreads else budget
+        store = store_for(self._policy, [budget])
+        block = Block(keys, values, numbers=[budget], starts=starts, heads=shared(self._policy.summaries), store=store)
+        reach(block, self._policy, [budget])
         return block
 
     def lacks(self, policy: Policy) -> int:
@@ -133,24 +152,29 @@ class Blocks:
             self.version += 1
             self._divide()
 
-    def limit(self, row: int, budgets: Sequence[int | tuple[int, ...]]) -> None:
-        """Give a row a budget in each layer. Blocks whose heads have budgets of their own have a table already."""
+    def limit(self, row: int, budgets: Sequence[Number]) -> None:
+        """Give a row a budget in each layer. A row whose heads share a pool must be empty."""
         for stack in self._stacks:
-            block, mine = stack.block, [budgets[layer] for layer in stack.layers]
+            block, mine, rows = stack.block, [budgets[layer] for layer in stack.layers], stack.of(row)
             if isinstance(block.budget, int) and any(budget != block.budget for budget in mine):
                 self.version += 1
                 block.budget = block.seen.new_full((len(block.seen), 1), block.budget)
                 self._divide()
             if isinstance(block.budget, Tensor):
                 each = [[budget] if isinstance(budget, int) else budget for budget in mine]
-                block.budget[stack.of(row)] = block.budget.new_tensor(each)
+                block.budget[rows] = block.budget.new_tensor(each)
+                if isinstance(block.store, PooledStore):
+                    block.store.divide(block.budget[rows] + 1, rows)
 
     def take(self, row: int, policy: Policy, device: torch.device) -> tuple[RowCopy, ...]:
         """Copy a row of a policy's sequence to a device."""
         found: dict[int, RowCopy] = {}
         for stack in self._stacks:
             block = stack.block.under(policy.slots, policy.summaries)
-            found |= zip(stack.layers, take_rows(block, stack.of(row), device), strict=True)
+            if stack.is_pool:
+                found[stack.layers[0]] = take_row(block, row, device)
+            else:
+                found |= zip(stack.layers, take_rows(block, stack.of(row), device), strict=True)
         return tuple(found[layer] for layer in sorted(found))
 
     def check(self, copies: Sequence[RowCopy], policy: Policy) -> None:
@@ -162,21 +186,27 @@ class Blocks:
         """
         if len(copies) != len(self._blocks):
             raise ShapeError(f"The memory of {len(copies)} layers was given to rows of {len(self._blocks)} layers.")
-        if not policy.spreads and any(isinstance(copy.budget, tuple) for copy in copies):
-            raise BudgetError(
-                f"The memory has a budget for each KV head, and under {policy} all heads of a layer have the same. Use "
-                "the policy that the memory was made under, or read the text again."
-            )
         for stack in self._stacks:
-            block = stack.block.under(policy.slots, policy.summaries)
-            check_rows(block, [copies[layer] for layer in stack.layers])
+            block, mine = stack.block.under(policy.slots, policy.summaries), [copies[layer] for layer in stack.layers]
+            if stack.is_pool:
+                check_row(block, mine[0])
+                continue
+            if any(isinstance(copy.budget, tuple) for copy in mine):
+                raise BudgetError(
+                    f"The memory has a budget for each KV head, and under {policy} all heads of a layer have the same. "
+                    "Use the policy that the memory was made under, or read the text again."
+                )
+            check_rows(block, mine)
 
     def put(self, row: int, copies: Sequence[RowCopy], policy: Policy) -> None:
         """Overwrite a row with copies that `check` has accepted, apart from their pins."""
         self.limit(row, [copy.budget for copy in copies])
         for stack in self._stacks:
-            block = stack.block.under(policy.slots, policy.summaries)
-            put_rows(block, stack.of(row), [copies[layer] for layer in stack.layers])
+            block, mine = stack.block.under(policy.slots, policy.summaries), [copies[layer] for layer in stack.layers]
+            if stack.is_pool:
+                put_row(block, row, mine[0])
+            else:
+                put_rows(block, stack.of(row), mine)
 
     def memory_of(self, row: int) -> Memory:
         """Bytes of a row in all layers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +15,7 @@ from kvkeep.engine.batch import Run
 from kvkeep.engine.choice import measure
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.interrupts import Guard, Uninterrupted
+from kvkeep.engine.parked import Parked
 from kvkeep.engine.prefixes import Prefixes
 from kvkeep.engine.request import Event, Result
 from kvkeep.engine.rows import Rows
@@ -65,7 +65,7 @@ class Work:
         self._schedule = partial(Scheduler, chunk=chunk, decode_every=decode_every, mixed_tokens=mixed_tokens)
         self._all: dict[int, Generation] = {}
         self._unreported: list[Event] = []
-        self._parked: dict[int, tuple[Generation, Event, Pending]] = {}
+        self._parked = Parked()
         self._twins = Twins()
         self._count, self._closed = 0, False
         self._service = Service()
@@ -87,13 +87,28 @@ class Work:
         """Whether fewer requests wait than there are rows: time to add more."""
         return len(self._scheduler.waiting) < max(1, self.rows) and not self._twins.full
 
+    @property
+    def n_waiting(self) -> int:
+        """The number of requests that have no row yet."""
+        return sum("started" not in one.times for one in list(self._all.values()))
+
+    @property
+    def n_running(self) -> int:
+        """The number of requests that have a row, or have had one."""
+        return len(self._all) - self.n_waiting
+
+    def waits(self, number: int) -> bool:
+        """Whether the request of a number has no row yet. Never waits for a step."""
+        one = self._all.get(number)
+        return one is not None and "started" not in one.times
+
     def cancel(self, number: int) -> Result | None:
         """End a request now; its row is free at the next step. Return ``None`` if it has ended already."""
         with Uninterrupted(), self._service.turn:
             one = self._all.get(number)
             if one is None:
                 return None
-            self._parked.pop(number, None)
+            self._parked.drop(number)
             one.finish("cancelled")
             self._let_go(one)
             self._service.deliver(Event(number, None, "", result := one.result()))
@@ -132,21 +147,8 @@ class Work:
             self._service.sweep(self.cancel)
 
     def _settle(self, *, wait: float) -> None:
-        """Report the turns whose memories are on the disk, or cannot be written.
-
-        Args:
-            wait: most seconds to wait for the oldest one; ``inf``: for all.
-        """
-        for one, event, pending in list(self._parked.values()):
-            pending.writing.join(None if wait == math.inf else wait)
-            wait = wait if wait == math.inf else 0.0
-            if pending.writing.is_alive():
-                return
-            del self._parked[one.id]
-            try:
-                pending.finish()
-            except Exception as error:
-                one.finish("error", reason_of(error))
+        """Report the turns whose memories are on the disk, or cannot be written; see `Parked.ready`."""
+        for one, event in self._parked.ready(wait):
             self._conclude(one, event)
 
     def _report(self, event: Event) -> None:
@@ -172,7 +174,7 @@ class Work:
         """Begin a request in its row, with the memory that it continues if there is one."""
         if not one.token_ids:
             one.mark("started")
-        contents = one.load() if one.load else self._prefixes.find(one)
+        contents = one.load() if one.load else None if one.scored else self._prefixes.find(one)
         sequence, pins = one.request.sequence, one.pins
         self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence, pins=pins, contents=contents)
         one.fed = one.cached = contents.seen if contents else 0
@@ -229,7 +231,7 @@ class Work:
         elif (pending := self._end(one)) is None:
             self._conclude(one, event)
         else:
-            self._parked[one.id] = one, event, pending
+            self._parked.add(one, event, pending)
 
     def _end(self, one: Generation) -> Pending | None:
         """Free the row of a request that has all of its tokens. If its memory cannot be kept, it ends with an error.

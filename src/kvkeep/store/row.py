@@ -7,19 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvkeep import pins as spans
+from kvkeep.budget import Number, by_head
 from kvkeep.errors import ShapeError
 from kvkeep.memory import bytes_of
 from kvkeep.store.block import Block
+from kvkeep.store.pooled import PooledStore
 from kvkeep.types import EMPTY
 
-_NUMBERS = ("budget", "pins")
+NUMBERS = ("budget", "pins")
 """Tensors of `Block.per_row` that not every block has. A copy holds them as numbers."""
-
-_DENSE = 0.95
-"""Rows share tensors if they use at least this part of them; otherwise each has its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,31 +94,20 @@ def take_row(block: Block, row: int, device: torch.device | None = None) -> RowC
         row: which row.
         device: where the copy shall be; by default the block's device.
     """
-    (copy,) = take_rows(block, slice(row, row + 1), device)
-    return copy
-
-
-def take_rows(block: Block, rows: slice, device: torch.device | None = None) -> tuple[RowCopy, ...]:
-    """Copy several rows out of a block, each as an object; arguments as for `take_row`."""
-    positions = block.store.positions[rows]
-    used, cut = _used(positions), block.per_slot()
-    most, capacity = max(used), block.store.capacity
-    if sum(used) < _DENSE * most * len(used):
-        each = range(len(block.seen))[rows]
-        return tuple(copy for row in each for copy in take_rows(block, slice(row, row + 1), device))
+    block = block.part(row, row + 1).opened()
+    positions = block.store.positions[0]
+    occupied = (positions >= 0).any(dim=0).nonzero()
+    used = int(occupied[-1]) + 1 if len(occupied) else 0
+    cut = block.per_slot()
     tensors = {
-        name: _copied(tensor[rows, :, :most] if name in cut else tensor[rows], device)
+        name: copied(tensor[0, :, :used] if name in cut else tensor[0], device)
         for name, tensor in block.per_row().items()
-        if name not in _NUMBERS
+        if name not in NUMBERS
     }
-    views = zip(*(tensor.unbind() for tensor in tensors.values()), strict=True)
-    parts = tuple(
-        {name: _first(x, n, most) if name in cut else x for name, x in zip(tensors, mine, strict=True)}
-        for mine, n in zip(views, used, strict=True)
+    held = copied(positions[:, :used], device)
+    return RowCopy(
+        tensors, cut, held, block.store.capacity, budgets_of(block, slice(0, 1))[0], pins_of(block, slice(0, 1))[0]
     )
-    held = [_first(x, n, most) for x, n in zip(_copied(positions[:, :, :most], device).unbind(), used, strict=True)]
-    found, pack = zip(parts, held, _budgets(block, rows), _pins(block, rows), strict=True), Pack(tensors, parts)
-    return tuple(RowCopy(mine, cut, at, capacity, budget, pins, pack) for mine, at, budget, pins in found)
 
 
 def put_row(block: Block, row: int, copy: RowCopy) -> None:
@@ -137,6 +125,9 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
     _set_budget(block, row, copy.budget)
     if copy.pins or block.pins is not None:
         pin_row(block, row, copy.pins)
+    if isinstance(block.store, PooledStore):
+        _put_in_pool(block.part(row, row + 1), copy)
+        return
     mine = block.per_row()
     for name, tensor in copy.tensors.items():
         target = mine[name][row]
@@ -144,33 +135,17 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
     block.store.positions[row, :, copy.used :] = EMPTY
 
 
-def put_rows(block: Block, rows: slice, copies: Sequence[RowCopy]) -> None:
-    """Overwrite several rows of a block with copies that fit, apart from their budgets and pins."""
-    mine = {name: tensor[rows] for name, tensor in block.per_row().items()}
-    pack = _pack_of(copies)
-    if pack is None:
-        for number, copy in enumerate(copies):
-            for name, tensor in copy.tensors.items():
-                target = mine[name][number]
-                (target[:, : copy.used] if name in copy.cut else target).copy_(tensor)
-            block.store.positions[rows][number, :, copy.used :] = EMPTY
-        return
-    for name, tensor in pack.tensors.items():
-        cut = name in copies[0].cut
-        (mine[name][:, :, : tensor.shape[2]] if cut else mine[name]).copy_(tensor)
-    block.store.positions[rows][:, :, max(copy.used for copy in copies) :] = EMPTY
-
-
-def check_rows(block: Block, copies: Sequence[RowCopy]) -> None:
-    """Refuse copies of which one does not fit a block's rows.
-
-    Raises:
-        ShapeError: see `check_row`.
-    """
-    for copy in copies:
-        _check_size(block, copy)
-    for copy in copies if _pack_of(copies) is None else copies[:1]:
-        check_row(block, copy)
+def _put_in_pool(block: Block, copy: RowCopy) -> None:
+    """Overwrite a block of one row, whose heads share a pool."""
+    assert isinstance(block.store, PooledStore)
+    assert isinstance(block.budget, Tensor)
+    block.store.divide(block.budget + 1)
+    opened, tensors = block.opened(), copy.tensors
+    opened.store.fill(tensors["store.keys"][None], tensors["store.values"][None], copy.positions[None])
+    for name, held in opened.per_row().items():
+        if name in tensors and not name.startswith("store."):
+            (held[:, :, : copy.used] if name in copy.cut else held).copy_(tensors[name][None])
+    block.close(opened)
 
 
 def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
@@ -192,61 +167,70 @@ def check_row(block: Block, copy: RowCopy) -> None:
     Raises:
         ShapeError: names, shapes, dtypes or the number of slots differ.
     """
-    mine = {name: tensor for name, tensor in block.per_row().items() if name not in _NUMBERS}
+    pooled = block.store if isinstance(block.store, PooledStore) else None
+    block = block.part(0, 1).opened()
+    mine = {name: tensor for name, tensor in block.per_row().items() if name not in NUMBERS}
     if mine.keys() != copy.tensors.keys() or block.per_slot() != copy.cut:
         other = sorted(mine.keys() ^ copy.tensors.keys())
         raise ShapeError(f"The row of another policy or store was given: {', '.join(other)} are not in both.")
-    _check_size(block, copy)
+    heads = block.store.positions.shape[1]
+    if isinstance(copy.budget, tuple) and len(copy.budget) != heads:
+        raise ShapeError(f"{len(copy.budget)} budgets were given for {heads} KV heads.")
+    if pooled is None:
+        check_slots(copy, block.store.capacity)
+    else:
+        _check_pool(copy, pooled)
     for name, tensor in copy.tensors.items():
-        target = mine[name][:, :, : copy.used] if name in copy.cut else mine[name]
-        if (target.shape[1:], target.dtype) != (tensor.shape, tensor.dtype):
+        target = mine[name].shape[1:]
+        shape = (target[0], copy.used, *target[2:]) if name in copy.cut else tuple(target)
+        if (shape, mine[name].dtype) != (tuple(tensor.shape), tensor.dtype):
             raise ShapeError(
                 f"{name} of a row has the shape {tuple(tensor.shape)} in {tensor.dtype}, and the block holds "
-                f"{tuple(target.shape[1:])} in {target.dtype}: they belong to different models or dtypes."
+                f"{shape} in {mine[name].dtype}: they belong to different models or dtypes."
             )
 
 
-def _check_size(block: Block, copy: RowCopy) -> None:
-    """Refuse a copy for which a block has too few slots.
-
-    Raises:
-        ShapeError: it has, or the copy has budgets for another number of heads.
-    """
-    capacity, heads = block.store.capacity, block.store.positions.shape[1]
+def check_slots(copy: RowCopy, capacity: int) -> None:
+    """Refuse a copy for which every head has too few slots."""
     if copy.used > capacity:
         raise ShapeError(f"A row of {copy.used} slots was given to a block of {capacity} slots per head.")
     if copy.most >= capacity:  # one slot is for the next token
         raise ShapeError(f"A row with a budget of {copy.most} was given to a block of {capacity} slots.")
-    if isinstance(copy.budget, tuple) and len(copy.budget) != heads:
-        raise ShapeError(f"{len(copy.budget)} budgets were given for {heads} KV heads.")
 
 
-def _pack_of(copies: Sequence[RowCopy]) -> Pack | None:
-    """The pack of which copies are all parts, in order; ``None`` if there is none."""
-    pack = copies[0].pack
-    if pack is None or len(pack.parts) != len(copies):
-        return None
-    return pack if all(copy.tensors is part for copy, part in zip(copies, pack.parts, strict=True)) else None
+def _check_pool(copy: RowCopy, store: PooledStore) -> None:
+    """Refuse a copy for which a row's pool is too small, or that uses more slots of a head than its budget."""
+    heads, room = store.sizes.shape[1], store.entries.shape[1] - 1
+    (budgets,) = by_head([copy.budget], heads)
+    if (needed := sum(budgets) + heads) > room:  # of each head, one slot is for the next token
+        raise ShapeError(f"A row of {needed} slots was given to a block with {room} slots for all heads of a row.")
+    at = torch.arange(1, copy.used + 1, device=copy.positions.device)
+    last = nn.functional.pad(at * (copy.positions >= 0), (1, 0)).amax(dim=-1)
+    for head, (used, budget) in enumerate(zip(last.tolist(), budgets, strict=True)):
+        if used > budget + 1:
+            raise ShapeError(f"A row uses {used} slots of head {head}, and its budget has {budget + 1}.")
 
 
-def _used(positions: Int[Tensor, "B Hk capacity"]) -> list[int]:
-    """The number of slots up to the last occupied one in each row."""
-    places = torch.arange(1, positions.shape[-1] + 1, device=positions.device)
-    found: list[int] = (places * (positions >= 0).any(dim=1)).amax(dim=1).tolist()
-    return found
+def has_room(block: Block, budget: Number, apart: bool) -> bool:
+    """Whether an empty row has slots for a budget, and heads can have budgets of their own where these are asked for.
+
+    Args:
+        block: the block.
+        budget: the budget.
+        apart: whether heads will share the budget.
+    """
+    if isinstance(block.store, PooledStore):
+        heads = block.store.sizes.shape[1]
+        return sum(by_head([budget], heads)[0]) + heads < block.store.entries.shape[1]
+    return isinstance(budget, int) and not apart and budget < block.store.capacity
 
 
-def _first(tensor: Tensor, n: int, of: int) -> Tensor:
-    """The first of so many slots."""
-    return tensor if n == of else tensor[:, :n]
-
-
-def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
+def copied(tensor: Tensor, device: torch.device | None) -> Tensor:
     """A contiguous copy that shares no memory with the tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device).copy_(tensor)
 
 
-def _pins(block: Block, rows: slice) -> list[spans.Spans]:
+def pins_of(block: Block, rows: slice) -> list[spans.Spans]:
     """The pins of each row."""
     if block.pins is None:
         return [()] * len(block.seen[rows])
@@ -268,7 +252,7 @@ def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
     block.budget = held
 
 
-def _budgets(block: Block, rows: slice) -> list[int | tuple[int, ...]]:
+def budgets_of(block: Block, rows: slice) -> list[int | tuple[int, ...]]:
     """The budget of each row."""
     if isinstance(block.budget, int):
         return [block.budget] * len(block.seen[rows])
