@@ -81,7 +81,7 @@ class Lasting:
             SnapshotError: see `Shelf.settle`.
         """
         snapshot = replace(snapshot, note={**past.note, "sequence": self._sequence})
-        kept, move = self._shelf.begin(snapshot, self._name, instead=self.state.kept)
+        kept, move = self._shelf.keep(snapshot, self._name, instead=self.state.kept)
 
         def finish() -> None:
             self._shelf.settle(move)
@@ -97,7 +97,7 @@ class Lasting:
         """Return the state for a fork."""
         kept = self.state.kept
         if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
-            kept = self._shelf.keep(self._shelf.load(kept))
+            kept = self._shelf.keep_now(self._shelf.load(kept))
         return replace(self.state, kept=kept)
 
     def write(self) -> Move | None:

@@ -106,18 +106,18 @@ class Shelf:
         """Bytes of all memories in main memory."""
         return sum(kept.nbytes for kept in self._in_memory())
 
-    def keep(self, snapshot: Snapshot, name: str | None = None) -> Kept:
-        """Keep a memory in main memory, and move others to the disk if there is not room for all; arguments as `begin`.
+    def keep_now(self, snapshot: Snapshot, name: str | None = None) -> Kept:
+        """Keep a memory as `keep` does, and wait until there is room for it.
 
         Raises:
             SnapshotError: the disk is full. Nothing is lost, but the memory is not kept.
         """
-        kept, move = self.begin(snapshot, name)
+        kept, move = self.keep(snapshot, name)
         self.settle(move)
         self.adopt(kept)
         return kept
 
-    def begin(
+    def keep(
         self, snapshot: Snapshot, name: str | None = None, *, instead: Kept | None = None
     ) -> tuple[Kept, Move | None]:
         """Begin to keep a memory, and to move others to the disk if there is not room for all.
