@@ -11,7 +11,7 @@ from torch import Tensor
 from kvkeep.budget import between
 from kvkeep.policies.abilities import Bursts
 from kvkeep.policies.base import Policy, option
-from kvkeep.types import Budget, State, View
+from kvkeep.types import State, View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,5 @@ class Rounds(Policy):
             for number in (view.budget, between(1, view.budget // 2, self.buffer), sinks + recent)
         )
         return torch.where(held > budget, (budget - gone).maximum(shielded).clamp(min=1), budget)
-
-    def quarter(self, budget: Budget, number: int) -> Budget:
-        """A number of protected tokens, at most a quarter of a budget."""
-        return between(0, budget // 4, number)
 
     bursts: ClassVar[Bursts | None] = Bursts(stays, waits=True)

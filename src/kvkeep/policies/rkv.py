@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.budget import between
 from kvkeep.policies._rounds import Rounds
 from kvkeep.policies._similar import redundancy
 from kvkeep.policies.base import option
@@ -49,7 +50,7 @@ class RKV(Rounds):
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """The window, at most a quarter of the budget."""
-        return 0, self.quarter(budget, self.window)
+        return 0, between(0, budget // 4, self.window)
 
     def wants(self, view: View) -> Statistic:
         """The mass of each of a prompt's last rows, or of a generated token's row."""

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.budget import between
 from kvkeep.errors import PolicyError
 from kvkeep.policies._expected import met
 from kvkeep.policies._rounds import Rounds
@@ -29,7 +30,7 @@ class TriAttention(Rounds):
     """The logit of the mean query, averaged over distances of 1, 2, 4, ..., and a part for the queries' spread."""
 
     sinks: int = option(4, "first tokens that are never evicted")
-    recent: int = option(24, "newest tokens that are never evicted; at most a quarter of the budget")
+    recent: int = option(24, "newest tokens that are never evicted; at most half of the budget without the sinks")
     octaves: int = option(16, "the largest distance is 2 to this power", within=(0, 24))
     calibration: str | None = option(None, "file with the mean queries of this model, made by the official code")
 
@@ -54,7 +55,7 @@ class TriAttention(Rounds):
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """The sinks and the recent window."""
-        return self.sinks, self.quarter(budget, self.recent)
+        return self.sinks, between(0, (budget - self.sinks) // 2, self.recent)
 
     def check(self, budget: int) -> None:
         """Refuse a small budget, and a file that is no calibration."""
@@ -76,7 +77,8 @@ class TriAttention(Rounds):
 
         def mean(before: Tensor, new: Tensor) -> Tensor:
             added = new.masked_fill(~counts, 0.0).nan_to_num(0.0, 0.0, 0.0).sum(dim=(2, 3))
-            return before + (added - before * number[..., None]) * weight
+            after: Tensor = before + (added - before * number[..., None]) * weight
+            return after
 
         return state | {
             "query": mean(state["query"], vectors),

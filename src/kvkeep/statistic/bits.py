@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvkeep.types import EMPTY
+
 BITS = 25
 """Number of bits in a word. A float32 holds the whole numbers from ``-2**24`` to ``2**24 - 1`` exactly."""
 
