@@ -26,12 +26,14 @@ class Backend(abc.ABC):
         name: the name for ``KVKEEP_BACKEND``.
         fuses: whether `step` ever does anything.
         tallies: whether `step` knows `Added.ring`.
+        pools: whether it reads and writes slots in a pool (`kvkeep.ranges.PoolSlots`) where they lie.
         small: whether the functions of `kvkeep.backends.native.small_ops` run beside it.
     """
 
     name: ClassVar[str]
     fuses: ClassVar[bool] = False
     tallies: ClassVar[bool] = False
+    pools: ClassVar[bool] = False
     small: ClassVar[bool] = False
 
     @abc.abstractmethod

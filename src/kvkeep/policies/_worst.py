@@ -66,7 +66,7 @@ class WorstCase(PrefillOnly):
         so_far = mean.masked_fill(~older, 0.0).gather(-1, order).cumsum(dim=-1)
         own = (1.0 - so_far[..., -1:]).clamp(min=0.0)
         early = torch.zeros_like(older).scatter_(-1, order, so_far + own < self.first) & older
-        room = (average(view) - self.window - self.room).clamp(min=0)[:, None]
+        room = (average(view) - self.window - self.room).clamp(min=0)
         chosen = scores.keep(mean, view.positions.masked_fill(~early, EMPTY), room)
         return mean.masked_fill(~chosen, 0.0)
 

@@ -1,22 +1,19 @@
 """Keeps SnapKV's tokens, with more slots for heads whose attention is spread out and fewer for the others.
 
 Source: Feng et al., arXiv:2407.11550; official code FFY0/AdaKV, `adaptive_snapkv/monkeypatch/snapkv_utils.py`.
-Differs: head budgets add up exactly (official: each is rounded); each layer has the slots that its largest head needs.
+Differs: head budgets add up exactly (official: each is rounded). It is `snapkv` under `head_budget="ada"`.
   Among equal scores, which max pooling often produces, the newest stay (official: as `topk` happens to order them).
-Fails when: one head takes nearly all slots, so that the layer's block is large and mostly empty; see also SnapKV.
+Fails when: the heads' scores are alike, so that it does what SnapKV does, and more slowly; see also SnapKV.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
-from jaxtyping import Int
-from torch import Tensor
-
-from kvkeep.policies._heads import by_score, largest
+from kvkeep.policies._heads import ada
 from kvkeep.policies._prefill import ObservationWindow
 from kvkeep.policies.abilities import HeadBudgets
 from kvkeep.policies.base import option
-from kvkeep.types import State, View
 
 
 @final
@@ -33,12 +30,7 @@ class AdaKV(ObservationWindow):
   year    = {2024},
 }"""
 
-    def most(self, budget: int, heads: int) -> int:
-        """The largest budget of a head."""
-        return largest(budget, heads, fixed=self.window + self.room, alpha=self.alpha)
-
-    def heads(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """The budget of each head."""
-        return by_score(view, state["score"], window=self.window, room=self.room, alpha=self.alpha)
-
-    spreads: ClassVar[HeadBudgets | None] = HeadBudgets(heads, most)
+    @cached_property
+    def spreads(self) -> HeadBudgets | None:  # type: ignore[override]  # depends on an option
+        """Ada-KV's rule."""
+        return ada(self.alpha)

@@ -4,20 +4,17 @@ Source: Feng et al., Taming the Fragility of KV Cache Eviction (ICLR 2026); offi
 Differs: the window's own attention counts towards `first` (official: that of the last tokens before it); tokens that
   came in different pieces of a prompt are weighed by the sizes of their own piece. One budget per layer. Where the
   output projection cannot be read (quantised, fused, in another module), sizes are those of the values.
-Fails when: no row of the window asks for the answer; one head takes nearly all slots, see `adakv`.
+Fails when: no row of the window asks for the answer.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, final
 
-from jaxtyping import Int
-from torch import Tensor
-
-from kvkeep.policies._heads import by_score, largest
+from kvkeep.policies._heads import ada
 from kvkeep.policies._worst import WorstCase
 from kvkeep.policies.abilities import HeadBudgets
 from kvkeep.policies.base import option
-from kvkeep.types import State, View
 
 
 @final
@@ -34,12 +31,7 @@ class DefensiveKV(WorstCase):
   year      = {2026},
 }"""
 
-    def most(self, budget: int, heads: int) -> int:
-        """The largest budget of a head."""
-        return largest(budget, heads, fixed=self.window + self.room, alpha=self.alpha)
-
-    def heads(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
-        """The budget of each head."""
-        return by_score(view, state["score"], window=self.window, room=self.room, alpha=self.alpha)
-
-    spreads: ClassVar[HeadBudgets | None] = HeadBudgets(heads, most)
+    @cached_property
+    def spreads(self) -> HeadBudgets | None:  # type: ignore[override]  # depends on an option
+        """Ada-KV's rule."""
+        return ada(self.alpha)
