@@ -321,7 +321,7 @@ def test_a_question_that_comes_later_is_cut_off_from_its_text(tmp_path, template
         model_folders.edit_json(folder / "tokenizer_config.json", chat_template=own if template == "own" else template)
     checkpoint = loading.find(folder)
     for asked in recall.ask(checkpoint, LATER, 400, 5):
-        text, ending = recall._parts(asked.question)
+        text, ending = recall.parts_of(asked.question)
         assert text[-30:-1] in checkpoint.tokenizer.decode(asked.ids[: asked.first])
         assert ending.split()[0] not in checkpoint.tokenizer.decode(asked.ids[: asked.first])[-10:]
         rest = checkpoint.tokenizer.decode(asked.ids[asked.first :])

@@ -72,7 +72,7 @@ def ask(checkpoint: Checkpoint, options: Options, context: int, n: int) -> list[
         InputError: the facts alone are longer than the context.
     """
     wording = wording_of(checkpoint)
-    room = context - len(_encode(checkpoint, wording, "a", "b")) + _count(checkpoint, "a b")
+    room = context - len(encoded(checkpoint, wording, "a", "b")) + _count(checkpoint, "a b")
     asked = []
     for index in range(n):
         item = question(
@@ -83,7 +83,7 @@ def ask(checkpoint: Checkpoint, options: Options, context: int, n: int) -> list[
             tokens=room,
             count=lambda text: _count(checkpoint, text),
         )
-        ids = _encode(checkpoint, wording, *_parts(item))
+        ids = encoded(checkpoint, wording, *parts_of(item))
         first = _text_tokens(checkpoint, wording, item, ids) if options.ask == "later" else len(ids) - 1
         asked.append(Prompted(item, ids, first))
     longest = max(len(item.ids) for item in asked)
@@ -117,8 +117,8 @@ def _count(checkpoint: Checkpoint, text: str) -> int:
     return len(checkpoint.tokenizer.encode(text, add_special_tokens=False))
 
 
-def _parts(asked: Question) -> tuple[str, str]:
-    """The text, and the question at its end."""
+def parts_of(asked: Question) -> tuple[str, str]:
+    """The text of a question's prompt, and the question at its end."""
     fact = asked.facts[-1]
     ending = next(said for t in fact.kind.questions if asked.prompt.endswith(said := fact.say(t)))
     return asked.prompt.removesuffix(ending).rstrip(), ending
@@ -126,12 +126,13 @@ def _parts(asked: Question) -> tuple[str, str]:
 
 def _text_tokens(checkpoint: Checkpoint, wording: Wording, asked: Question, ids: Int[torch.Tensor, " n"]) -> int:
     """Number of tokens before the question: the common prefix with a prompt in which other words follow the text."""
-    text, ending = _parts(asked)
-    other = _encode(checkpoint, wording, f"{text} ;", ending)[: len(ids)]
+    text, ending = parts_of(asked)
+    other = encoded(checkpoint, wording, f"{text} ;", ending)[: len(ids)]
     return int((ids[: len(other)] != other).nonzero()[0])
 
 
-def _encode(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Int[torch.Tensor, " n"]:
+def encoded(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Int[torch.Tensor, " n"]:
+    """The tokens of a prompt: a text, and the question at its end."""
     if wording == "embedded":
         return encode(checkpoint, f"{text} {ending}")[0]
     if wording == "instruction":
