@@ -138,9 +138,7 @@ class Limited(WholeText):
                 out.append((p @ values[:, :, None, seen].float()).flatten(1, 2))
         return torch.cat(out, dim=2)
 
-    def _sees(
-        self, now: Int[Tensor, " t"], at: Int[Tensor, " S"], window: int | None
-    ) -> Bool[Tensor, "1 1 t S"]:
+    def _sees(self, now: Int[Tensor, " t"], at: Int[Tensor, " S"], window: int | None) -> Bool[Tensor, "1 1 t S"]:
         near = (at < self._near.sinks) | (now[:, None] - at < self._near.recent)
         return reference.visible(now[None], at[None, None], window) & near
 

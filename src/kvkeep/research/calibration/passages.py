@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvkeep.errors import InputError
 from kvkeep.evals import texts
 from kvkeep.evals.drive import Drive, batches, left_padded
 from kvkeep.evals.task import Options
@@ -53,9 +54,20 @@ class Document:
 
 
 def documents(checkpoint: Checkpoint, *, n: int, questions: int, tokens: int, seed: int) -> list[Document]:
-    """Texts of about ``tokens`` tokens with the prompt of each question, and never more."""
+    """Texts of about ``tokens`` tokens with the prompt of each question.
+
+    Raises:
+        InputError: the facts alone are longer.
+    """
     wording = wording_of(checkpoint)
-    return [_document(checkpoint, wording, questions, tokens, seed * 1_000_003 + index) for index in range(n)]
+    made = [_document(checkpoint, wording, questions, tokens, seed * 1_000_003 + index) for index in range(n)]
+    longest = max((len(prompt) for document in made for prompt in document.prompts), default=0)
+    if longest > tokens * 1.1 + 8:
+        raise InputError(
+            f"A text with {FACTS} planted facts has {longest} tokens, more than the context of {tokens}. Give a longer "
+            "`context`, or `documents=0` to compare heads on the text alone."
+        )
+    return made
 
 
 def _document(checkpoint: Checkpoint, wording: Wording, questions: int, tokens: int, seed: int) -> Document:
