@@ -65,11 +65,11 @@ def calibrate(
     ] = 32,
     documents: Annotated[
         int, typer.Option(min=0, metavar="N", help="Texts with planted facts.", rich_help_panel=_MEASURE)
-    ] = 3,
+    ] = 6,
     questions: Annotated[
         int,
         typer.Option(min=1, metavar="N", help="Questions about each of them, at most 16.", rich_help_panel=_MEASURE),
-    ] = 12,
+    ] = 16,
     windows: Annotated[
         int, typer.Option(min=1, metavar="N", help="Windows of the text.", rich_help_panel=_MEASURE)
     ] = 3,

@@ -58,8 +58,8 @@ class Settings:
     sinks: int = 4
     recent: int = 32
     context: int = 1024
-    documents: int = 3
-    questions: int = 12
+    documents: int = 6
+    questions: int = 16
     windows: int = 3
     seed: int = 0
 
