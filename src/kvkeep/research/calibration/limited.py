@@ -61,7 +61,7 @@ class Passage:
         parts = [torch.arange(self.stem), *(self.stem + torch.arange(length) for length in self.branches)]
         return torch.cat(parts)
 
-    def parts(self) -> Iterator[tuple[slice, Int[Tensor, " columns"]]]:
+    def parts(self) -> Iterator[tuple[slice, Int[Tensor, "_"]]]:
         """Stem and branches: their columns, and all columns that belong to the same text."""
         stem, start = torch.arange(self.stem), self.stem
         yield slice(0, self.stem), stem
@@ -69,7 +69,7 @@ class Passage:
             yield slice(start, start + length), torch.cat([stem, torch.arange(start, start + length)])
             start += length
 
-    def columns(self) -> list[Int[Tensor, " targets"]]:
+    def columns(self) -> list[Int[Tensor, "_"]]:
         """The columns that predict the targets, by branch."""
         ends = [part.stop for part, _ in self.parts()][bool(self.branches) :]
         return [torch.arange(end - n, end) - 1 for end, n in zip(ends, self.targets, strict=True)]
@@ -166,7 +166,7 @@ def _for_heads(options: AttentionOptions, group: slice) -> AttentionOptions:
 @torch.inference_mode()
 def read(
     model: Any, passage: Passage, near: Near, limited: Mapping[int, Bool[Tensor, "B Hk"]] | None = None
-) -> tuple[list[Float[Tensor, "B targets V"]], dict[int, int]]:
+) -> tuple[list[Float[Tensor, "B _ V"]], dict[int, int]]:
     """Run a passage through a model.
 
     Args:

@@ -111,9 +111,7 @@ class Bench:
         return [Loss(*three) for three in zip(harmed, answers, distance.tolist(), strict=True)]
 
 
-def _log_probabilities(
-    passage: Passage, logits: Sequence[Float[Tensor, "B targets V"]]
-) -> Float[Tensor, "B questions"]:
+def _log_probabilities(passage: Passage, logits: Sequence[Float[Tensor, "B _ V"]]) -> Float[Tensor, "B questions"]:
     """The log-probability of each answer, the sum over its tokens."""
     found = []
     for part, columns in zip(logits, passage.columns(), strict=True):

@@ -42,7 +42,7 @@ class Document:
     """
 
     questions: tuple[Question, ...]
-    prompts: tuple[Int[Tensor, " n"], ...]
+    prompts: tuple[Int[Tensor, "_"], ...]
 
     @property
     def stem(self) -> int:
@@ -107,7 +107,7 @@ def answered(writer: Writer, document: Document, *, together: bool) -> list[Pass
     return [_passage(known, document.stem)] if known else []
 
 
-def _passage(known: Sequence[tuple[Int[Tensor, " n"], Int[Tensor, " m"]]], stem: int) -> Passage:
+def _passage(known: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]], stem: int) -> Passage:
     branches = [torch.cat([prompt[stem:], reply]) for prompt, reply in known]
     return Passage(
         torch.cat([known[0][0][:stem], *branches]),

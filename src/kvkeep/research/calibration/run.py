@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
@@ -33,6 +34,9 @@ _NATS = 1e-4
 
 _SMALL = 0.15
 """Needs below this are 0."""
+
+_ROOM = 24
+"""Positions for an answer."""
 
 _STEPS = 12
 """Numbers of heads that are limited together."""
@@ -99,14 +103,22 @@ class Job:
     settings: Settings
 
     def __post_init__(self) -> None:
-        """Make the passages that need no weights, so that bad input is found early.
+        """Make everything that needs no weights, so that bad input is found early.
 
         Raises:
-            InputError: the model has too few positions, or the text is too short.
+            InputError: the model has too few positions, the text is too short, or the facts are longer than the
+                context.
         """
-        check_positions(self.checkpoint, self.settings.context + 64, "calibration", "context")
-        self.windows()
+        check_positions(self.checkpoint, self.settings.context + _ROOM, "calibration", "context")
+        _ = self.windows, self.documents
 
+    @functools.cached_property
+    def documents(self) -> list[passages.Document]:
+        """The texts with planted facts."""
+        s = self.settings
+        return passages.documents(self.checkpoint, n=s.documents, questions=s.questions, tokens=s.context, seed=s.seed)
+
+    @functools.cached_property
     def windows(self) -> list[Passage]:
         """The windows of the text."""
         s = self.settings
@@ -182,7 +194,7 @@ def _of_largest(values: Sequence[Sequence[float]], *, least: float) -> list[list
 def _bench(job: Job, writer: Writer, on_stage: OnStage) -> Bench:
     """The passages, with what the model says of them under the full cache."""
     s, name = job.settings, "reading with the full cache"
-    made = passages.documents(job.checkpoint, n=s.documents, questions=s.questions, tokens=s.context, seed=s.seed)
+    made = job.documents
     layers = handing_cache(writer.model.config, lambda index: Adding()).layers
     together = all(
         isinstance(layer, HandingLayer) for layer in layers
@@ -192,7 +204,7 @@ def _bench(job: Job, writer: Writer, on_stage: OnStage) -> Bench:
         on_stage(name, index / (len(made) + 1))
         asked += passages.answered(writer, document, together=together)
     on_stage(name, len(made) / (len(made) + 1))
-    return Bench(writer.model, Near(s.sinks, s.recent), asked, job.windows())
+    return Bench(writer.model, Near(s.sinks, s.recent), asked, job.windows)
 
 
 def _alone(bench: Bench, part: Part, on_stage: OnStage) -> list[list[Loss]]:
