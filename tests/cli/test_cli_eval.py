@@ -178,8 +178,8 @@ def test_questions_in_the_prompt_and_later_stand_beside_each_other(tmp_path):
     result = evaluate(*quick, "--budgets", "20%", "--ask", "later")
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [row["case"] for row in rows] == ["context=300", "context=300,ask=later"]
-    assert "recall, % right (context=300)" in result.stdout
-    assert "recall, % right (context=300,ask=later)" in result.stdout
+    assert "recall, % right (context=300, inside)" in result.stdout
+    assert "recall, % right (context=300, later)" in result.stdout
 
 
 def test_weights_of_layers_from_a_file(tmp_path):

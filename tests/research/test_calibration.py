@@ -214,26 +214,25 @@ def writer():
 
 
 def test_documents_share_their_text(writer):
-    (document,) = passages.documents(writer.checkpoint, n=1, questions=3, tokens=1400, seed=0)
-    assert len({asked.prompt for asked in document.questions}) == 3
-    stem = document.stem
-    assert all(torch.equal(prompt[:stem], document.prompts[0][:stem]) for prompt in document.prompts)
-    assert max(map(len, document.prompts)) <= 1400
-    assert stem > 1000
-    for asked in document.questions:
-        assert asked.answer in asked.choices
-        assert asked.answer in asked.prompt
+    one, two = passages.documents(writer.checkpoint, n=2, questions=3, tokens=1400, seed=0)
+    assert [asked.document for asked in (*one, *two)] == [0, 0, 0, 1, 1, 1]
+    assert len({asked.question.prompt for asked in one}) == 3
+    stem = one[0].first
+    assert all(asked.first == stem and torch.equal(asked.ids[:stem], one[0].ids[:stem]) for asked in one)
+    assert 1000 < stem < max(len(asked.ids) for asked in one) <= 1400
+    assert passages.documents(writer.checkpoint, n=0, questions=3, tokens=1400, seed=0) == []
 
 
 def test_the_same_seed_gives_the_same_documents(writer):
     one, same, other = (
         passages.documents(writer.checkpoint, n=1, questions=2, tokens=1400, seed=seed)[0] for seed in (1, 1, 2)
     )
-    assert one.questions == same.questions != other.questions
+    one, same, other = ([asked.question for asked in found] for found in (one, same, other))
+    assert one == same != other
 
 
 def test_a_context_that_is_too_short_for_the_facts_is_refused(writer):
-    with pytest.raises(kvkeep.InputError, match="16 planted facts has"):
+    with pytest.raises(kvkeep.InputError, match="with 16 facts has"):
         passages.documents(writer.checkpoint, n=1, questions=2, tokens=200, seed=0)
 
 
@@ -242,15 +241,15 @@ def test_answers_follow_their_questions(writer, monkeypatch, together):
     """The replies are forced here, since random weights know nothing."""
     (document,) = passages.documents(writer.checkpoint, n=1, questions=2, tokens=1400, seed=0)
     replies = [[5, 6, 7], [8]]
-    monkeypatch.setattr(passages, "_replies", lambda writer, document: replies)
+    monkeypatch.setattr(passages, "_replies", lambda writer, asked: replies)
     monkeypatch.setattr(passages, "right", lambda wording, asked, reply: True)
     made = passages.answered(writer, document, together=together)
     assert len(made) == (1 if together else 2)
     found = [passage.ids[columns + 1].tolist() for passage in made for columns in passage.columns()]
     assert found == replies
     texts = [torch.cat([p.ids[: p.stem], p.ids[part]]) for p in made for part, _ in list(p.parts())[1:]]
-    for prompt, reply, text in zip(document.prompts, replies, texts, strict=True):
-        assert text.tolist() == [*prompt.tolist(), *reply]
+    for prompt, reply, text in zip(document, replies, texts, strict=True):
+        assert text.tolist() == [*prompt.ids.tolist(), *reply]
 
 
 # -- the whole ---------------------------------------------------------------------------------------------------------

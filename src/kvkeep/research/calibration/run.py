@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from kvkeep.cache import handing_cache
 from kvkeep.errors import InputError
+from kvkeep.evals.asking import Prompted
 from kvkeep.evals.run import fingerprint, versions
 from kvkeep.evals.task import check_positions, past_training
 from kvkeep.evals.whole import Adding
@@ -113,8 +114,8 @@ class Job:
         _ = self.windows, self.documents
 
     @functools.cached_property
-    def documents(self) -> list[passages.Document]:
-        """The texts with planted facts."""
+    def documents(self) -> list[list[Prompted]]:
+        """The questions about each text with planted facts."""
         s = self.settings
         return passages.documents(self.checkpoint, n=s.documents, questions=s.questions, tokens=s.context, seed=s.seed)
 
