@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 
 from kvkeep.errors import InputError
-from kvkeep.evals.asking import NEW_TOKENS, Wording, count_tokens, ending_of, prompt_of, right, wording_of
+from kvkeep.evals.asking import NEW_TOKENS, Wording, count_tokens, encoded, ending_of, right, wording_of
 from kvkeep.evals.tune.questions import UserQuestion
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.tiny.documents import document
@@ -151,7 +151,7 @@ def _planted(
         number,
         n_facts=facts,
         n_questions=facts,
-        tokens=context - len(prompt_of(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
+        tokens=context - len(encoded(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
         first_kind=number * facts,
         filler=None if parts is None else _from(parts, random.Random(f"tune/{number}").randrange(len(parts))),
         count=lambda text: count_tokens(checkpoint, text),
@@ -169,8 +169,8 @@ def _asked(
     checkpoint: Checkpoint, wording: Wording, text: str, pairs: Sequence[tuple[str, Callable[[str], bool]]]
 ) -> Unit:
     """A unit: the questions about one text, with the number of tokens that all prompts have in common."""
-    prompts = [prompt_of(checkpoint, wording, text, ending) for ending, _ in pairs]
-    other = prompt_of(checkpoint, wording, f"{text} ;", pairs[0][0])
+    prompts = [encoded(checkpoint, wording, text, ending) for ending, _ in pairs]
+    other = encoded(checkpoint, wording, f"{text} ;", pairs[0][0])
     first = min(_common(prompt, other) for prompt in prompts)
     return tuple(
         Asked(text, ids, min(first, len(ids) - 1), grade) for ids, (_, grade) in zip(prompts, pairs, strict=True)

@@ -22,6 +22,9 @@ QUESTIONS = 448
 WINDOWS = 24
 """Default number of texts of the confirmation where text goes on."""
 
+_BLOCK = 8
+"""Most documents that are measured before they are stored."""
+
 _SEARCHED_WINDOWS = 8
 _LEAST_WINDOWS = 6
 
@@ -83,7 +86,8 @@ class Measured:
             if (arm.name, budget, start) in known:
                 start += 1
                 continue
-            stop = next((unit for unit in range(start, last) if (arm.name, budget, unit) in known), last)
+            end = min(last, start + _BLOCK)
+            stop = next((unit for unit in range(start, end) if (arm.name, budget, unit) in known), end)
             self._on_block(Progress(arm.name, None if arm is FULL else budget, len(known)))
             self._records.add(arm, budget, start, self._measure.run(self._writer, arm, budget, range(start, stop)))
             start = stop
