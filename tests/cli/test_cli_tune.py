@@ -152,6 +152,7 @@ def test_a_full_cache_that_answers_too_little(mine, tmp_path, monkeypatch):
     monkeypatch.setattr(measure.Answers, "run", lambda self, writer, arm, budget, units: ["0"] * len(units))
     said = refused("--questions", mine, *SEARCH, "-o", tmp_path / "out")
     assert "The full cache answers 0 of " in said
+    assert "beyond the model" in said
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,7 @@ def test_a_full_cache_that_answers_too_little(mine, tmp_path, monkeypatch):
         (("--budgets", "0"), "keeps no token"),
         (("--budgets", "120%"), "outside 0 … 100%"),
         (("--context", "3"), "--context 3 is too short"),
+        (("--context", "10M"), "more than a search can read"),
         (("--limit", "0"), "--limit 0 leaves nothing"),
         (("--facts", "0"), "--facts 0 leaves nothing"),
         (("--questions", "none.jsonl"), "cannot be read"),

@@ -85,7 +85,7 @@ def test_the_readmes_commands_exist(command, tmp_path, monkeypatch):
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         return
     prompt = tmp_path / "report.txt"
-    prompt.write_text("a report of some words")
+    prompt.write_text("a report of some words " * (50 if words[1] == "tune" else 1))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
     memories.save(tmp_path / "report.kvkeep")
     monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
@@ -95,6 +95,8 @@ def test_the_readmes_commands_exist(command, tmp_path, monkeypatch):
         arguments += ["--max-new-tokens", "3"]
     if words[1] == "remember":
         arguments += ["--overwrite"]
+    if words[1] == "tune":
+        arguments += ["--case", "stream", "--context", "32", "--target", "0.1"]
     if words[1] == "eval":
         arguments += ["--tasks", "agreement", "--limit", "1"]
     done = CliRunner().invoke(app, arguments)

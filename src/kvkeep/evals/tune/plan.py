@@ -29,8 +29,8 @@ from kvkeep.registry import parse, spec
 CONTEXT = 1024
 """Default tokens of a text; fewer if the model was trained for fewer."""
 
-SHORTEST = 32
-"""Fewest tokens of a text."""
+SHORTEST, LONGEST = 32, 2**20
+"""Fewest and most tokens of a text."""
 
 _EVERY = 2**20
 
@@ -107,6 +107,11 @@ def lay_out(checkpoint: Checkpoint, name: str, wanted: Wanted, dtype: torch.dtyp
     notes = past_training(checkpoint, measure.room, "the search")
     if wanted.text is None and not wanted.questions:
         notes.append("the texts are the package's own plain sentences, which say little about yours; give a `text`.")
+    notes += [
+        f"{arm.name} is left out: it protects more tokens than any of the budgets has."
+        for arm, steps in zip(arms, ladders, strict=True)
+        if not steps
+    ]
     return Plan(case, measure, ladders, full_bytes, _settings(name, wanted, measure), notes)
 
 
@@ -147,6 +152,8 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: Wanted, options: Option
     context = min(CONTEXT, checkpoint.trained_length or CONTEXT) if wanted.context is None else wanted.context
     if context < SHORTEST:
         raise InputError(f"context={context} is too short to search in; give {SHORTEST} or more.")
+    if context > LONGEST:
+        raise InputError(f"context={context} is more than a search can read; give {LONGEST} or less.")
     if case == "stream":
         check_positions(checkpoint, context, "the search", "context")
         rows = texts.windows(checkpoint, options, rows=_EVERY if wanted.text else 2 * WINDOWS, length=context)
@@ -180,8 +187,8 @@ def _ladders(
     made = [ladder(arm, numbers, lambda arm, budget: setting(arm, budget).bounded().row_bytes) for arm in arms]
     if not any(made):
         raise InputError(
-            f"None of the budgets {', '.join(map(str, numbers))} is large enough for a policy that is searched. Give "
-            "larger `budgets`."
+            f"No policy here runs with a budget of {', '.join(map(str, numbers))}: it protects more. Give larger "
+            "`budgets`."
         )
     return made, setting(arms[0], measure.room).full().row_bytes
 
