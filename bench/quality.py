@@ -26,19 +26,19 @@ from kvkeep.policies import DEFAULT, LATER
 
 MAIN = (
     "full",
-    "local",
-    "h2o",
-    "tova",
-    "snapkv",
+    "blend",
+    "leverage",
+    "reread",
     "snapkv:late",
     DEFAULT,
-    "adakv",
-    LATER,
     "keydiff:document",
-    "leverage",
+    LATER,
+    "h2o",
+    "local",
+    "snapkv",
+    "adakv",
+    "tova",
     "expected_attention",
-    "reread",
-    "blend",
 )
 REST = (
     "full",
@@ -62,7 +62,6 @@ CONTEXTS = (1024, 2040)
 """Tokens of the prompts. With a reply of 8 tokens the longer ones are as long as the model was trained for."""
 
 BUDGETS = ("4%", "5%", "10%", "20%", "60%")
-INSIDE = ("4%", "10%", "20%", "60%")
 PROTOCOLS = {"inside": "", "later": ",ask=later"}
 """Protocol → the end of its cases' names."""
 
@@ -93,14 +92,17 @@ def folder(output: Path, group: str, protocol: str) -> Path:
 
 
 def steps(protocols: Sequence[str], main: int, rest: int) -> list[Step]:
-    """All steps, the most important ones first."""
-    groups = (("main", MAIN, main), ("rest", REST, rest))
-    return [
-        Step(group, policies, BUDGETS if protocol == "later" else INSIDE, protocol, questions, context)
-        for group, policies, questions in groups
-        for protocol in protocols
-        for context in CONTEXTS
-    ]
+    """All steps, the most important ones first.
+
+    A question inside its text costs a reading, and a later one does not, so some cells of the former have fewer.
+    """
+    found = []
+    for protocol, (few, others) in {"later": (BUDGETS, ()), "inside": (("10%", "4%"), ("20%", "60%"))}.items():
+        if protocol in protocols:
+            found += [Step("main", MAIN, few, protocol, main, context) for context in CONTEXTS]
+            found += [Step("rest", MAIN, others, protocol, rest, context) for context in CONTEXTS if others]
+            found += [Step("rest", REST, ("10%", "4%", "20%", "60%"), protocol, rest, context) for context in CONTEXTS]
+    return found
 
 
 def look() -> list[Step]:
