@@ -188,12 +188,12 @@ def markdown(title: str, body: list[list[str]]) -> str:
     return f"**{title}**\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in picked)
 
 
-def write(page: Path, found: dict[str, list[list[str]]]) -> None:
+def replaced(page: Path, marks: tuple[str, str], written: str) -> None:
+    """Put a text between two marks of a page."""
     text = page.read_text(encoding="utf-8")
-    before, _, rest = text.partition(MARKS[0])
-    after = rest.partition(MARKS[1])[2]
-    written = "\n\n".join(markdown(title, body) for title, body in found.items())
-    page.write_text(f"{before}{MARKS[0]}\n\n{written}\n\n{MARKS[1]}{after}", encoding="utf-8")
+    before, _, rest = text.partition(marks[0])
+    after = rest.partition(marks[1])[2]
+    page.write_text(f"{before}{marks[0]}\n\n{written}\n\n{marks[1]}{after}", encoding="utf-8")
 
 
 def main() -> None:
@@ -213,7 +213,7 @@ def main() -> None:
     for title, body in found.items():
         report(title, ["policy", *BUDGETS], body, {})
     if options.write:
-        write(options.write, found)
+        replaced(options.write, MARKS, "\n\n".join(markdown(title, body) for title, body in found.items()))
 
 
 if __name__ == "__main__":
