@@ -9,7 +9,6 @@ cache answers less than half of the questions itself, all questions count. Resum
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib import report
-from quality import replaced
+from quality import replaced, rows_of
 
 from kvkeep.evals.paired import Answers, answers, kept
-from kvkeep.evals.records import ROWS
 from kvkeep.evals.report import FULL, Row
 
 POLICIES = ("full", "reread", "leverage", "keydiff:document", "blend", "snapkv:late", "h2o", "local")
@@ -65,11 +63,6 @@ def command(kind: Kind, output: Path, questions: int) -> list[str]:
     words = [sys.executable, "-m", "kvkeep", "eval", "--tasks", "recall", "--ask", "later", "--no-plots", "--json"]
     words += ["--policies", ",".join(POLICIES), "--budgets", BUDGET, "--limit", str(questions), "--threads", "1"]
     return [*words, *kind.options.split(), "--output", str(output / kind.name)]
-
-
-def rows_of(folder: Path) -> list[Row]:
-    path = folder / ROWS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def line(kind: Kind, rows: list[Row]) -> list[str]:
