@@ -51,6 +51,7 @@ class Engine(Work):
         prefill_chunk: prompt tokens per step; ``None``: all, so that the policy reads a prompt to its end, then evicts.
             A model with layers that keep a state reads prompts whole; its layers with slots take these chunks.
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
+        head_budget: how a layer's budget is divided among its KV heads, for all requests, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         decode_every: prompt tokens for which each running row gets a token; by default 128 on a CPU, 1024 elsewhere.
         prefix_memory: bytes of main memory for common beginnings of prompts. Prompts that begin with the same chunks
@@ -77,6 +78,7 @@ class Engine(Work):
         kv_memory: int | None = None,
         prefill_chunk: int | None = None,
         layer_budget: str | Sequence[float] | None = None,
+        head_budget: str | None = None,
         positions: str | None = None,
         decode_every: int | None = None,
         prefix_memory: int = 0,
@@ -90,7 +92,8 @@ class Engine(Work):
         prefix_memory = check_prefix_memory(prefix_memory, prefill_chunk)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
         self.policy, self.budget = usable(policy), budget
-        options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
+        spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget}
+        options = {**spread, "positions": positions}
         if has_states := keeps_states(self.model):
             options["prefill_chunk"], prefill_chunk = prefill_chunk, None
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}

@@ -39,6 +39,8 @@ extern "C" struct Prefill {
     float *sums;           // (masses + lows, rows, kv_heads, slots of both pieces), dense
     const float *gains;    // per row, on the logits of `masses`; null for none
     int64_t live;
+    const char *again;  // queries that read all keys once more, (rows, query heads, tokens, dim), dense; null for none
+    float *shares;      // largest share of each key in that reading, (rows, kv_heads, slots of both pieces), dense
     double scaling, softcap, theta;
 };
 
@@ -72,9 +74,9 @@ struct Plan {
         parts = std::min(blocks, PARTS);
         heads_each = std::min((HEADS_AT_ONCE + parts - 1) / parts, a.rows * a.kv_heads);
         packed = up(panels * (PANEL * (dim.floats() + value_dim.floats() + 1) + 3), W);
-        partial = (a.masses + a.lows) * panels * PANEL;
+        partial = (a.masses + a.lows + (a.again ? 1 : 0)) * panels * PANEL;
         width = panels * PANEL + W;  // no power of two, which would crowd a few sets of the cache
-        scratch = rows_each * ((a.gains ? 2 : 1) * width + dim.floats() + value_dim.floats() + 2) +
+        scratch = rows_each * ((a.gains ? 2 : 1) * width + dim.floats() + value_dim.floats() + 3) +
                   tokens_each * (a.masses + a.lows + 2) + panels;
     }
 
