@@ -94,6 +94,13 @@ def test_a_table_a_file_and_a_curve(text, tmp_path, columns):
     assert notes["at_least"] >= 0.5
 
 
+def test_rules_for_heads_are_searched_side_by_side(text, tmp_path):
+    rules = ("--policies", "h2o", "--head-budget", "uniform,ada:0.2", "--target", "0.5", "--no-plots")
+    found = json.loads(tune(*STREAM, *rules, "--text", text, "-o", tmp_path / "out", "--json").stdout)
+    assert {one["head_budget"] for one in found["searched"]} == {"uniform", "ada:0.2"}
+    assert Config.read(found["config"]).head_budget == found["chosen"]["head_budget"]
+
+
 def test_the_smallest_memory_is_chosen_and_questions_without_an_answer_are_counted(mine, tmp_path, answers):
     found = json.loads(tune("--questions", mine, *SEARCH, "-o", tmp_path / "out", "--json").stdout)
     assert (found["chosen"]["policy"], found["chosen"]["budget"]) == ("leverage", 12)
@@ -169,6 +176,9 @@ def test_a_full_cache_that_answers_too_little(mine, tmp_path, monkeypatch):
         (("--budgets", " "), "--budgets is an empty list"),
         (("--budgets", "0"), "keeps no token"),
         (("--budgets", "120%"), "outside 0 … 100%"),
+        (("--head-budget", "adda"), "Unknown head budget"),
+        (("--head-budget", "profile:none.json"), "none.json"),
+        (("--head-budget", ","), "--head-budget is an empty list"),
         (("--context", "3"), "--context 3 is too short"),
         (("--context", "10M"), "more than a search can read"),
         (("--limit", "0"), "--limit 0 leaves nothing"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,9 @@ from kvkeep.evals.tune.run import WINDOWS
 from kvkeep.models.load import Checkpoint
 from kvkeep.planning.setting import Setting
 from kvkeep.planning.shapes import outline
+from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
+from kvkeep.runs import in_full
 
 CONTEXT = 1024
 """Default tokens of a text; fewer if the model was trained for fewer."""
@@ -49,6 +51,7 @@ class Wanted:
         policies: a list of policies; ``None`` for those of the case.
         budgets: shares of a text or numbers of tokens; empty for the default.
         setup: how all caches are made.
+        head_budgets: rules that divide budgets among heads, each of which is searched; ``None``: the policy's own.
     """
 
     case: str
@@ -60,6 +63,7 @@ class Wanted:
     policies: str | None = None
     budgets: Sequence[float | int] = ()
     setup: Setup = PLAIN
+    head_budgets: Sequence[str | None] = (None,)
 
 
 @dataclass(frozen=True)
@@ -131,17 +135,24 @@ def _arms(checkpoint: Checkpoint, case: Case, wanted: Wanted) -> list[Arm]:
     for policy in chosen:
         if not policy.evicts:
             raise PolicyError(f"{spec(policy)} evicts nothing: it is what the others are compared with. Leave it out.")
-        try:
-            differences = wanted.setup.differences(checkpoint, policy)
-            wanted.setup.cache(checkpoint, policy, [_EVERY])
-        except KVKeepError:
-            if wanted.policies is not None:
-                raise
-            continue
-        arms.append(Arm(spec(policy), wanted.setup, differences))
+        for rule in dict.fromkeys(wanted.head_budgets):
+            setup = replace(wanted.setup, head_budget=rule)
+            try:
+                setup.cache(checkpoint, policy, [_EVERY])
+                arms.append(Arm(spec(policy), setup, _differences(checkpoint, policy, setup)))
+            except KVKeepError:
+                if wanted.policies is not None:
+                    raise
     if not arms:
         raise InputError("None of the policies of this case runs on this model with these options. Name `policies`.")
     return arms
+
+
+def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
+    """The options that differ from the policy's own; a file of head budgets with a hash of its content."""
+    found = setup.differences(checkpoint, policy)
+    file = (setup.head_budget or "").partition("profile:")[2]
+    return f"{found}, {_hash(in_full(file).read_text('utf-8', 'replace'))[7:15]}" if file else found
 
 
 def _measure(checkpoint: Checkpoint, case: Case, wanted: Wanted, options: Options) -> Measure:
@@ -176,6 +187,7 @@ def _ladders(
             policy=parse(arm.policy),
             budget=budget,
             layer_budget=_listed(arm.setup.layer_budget),
+            head_budget=arm.setup.head_budget,
             positions=cast(Any, arm.setup.positions),
             context=measure.length,
             chunk=measure.length,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvkeep.evals.tune.quality import Kept, Kind
 from kvkeep.evals.tune.run import Result
 from kvkeep.evals.tune.search import Found
 from kvkeep.plots import Panel, Series
+from kvkeep.runs import in_full
 
 COLUMNS = ("policy", "budget", "memory", "of full", "kept", "at least", "")
 
@@ -130,6 +132,9 @@ def config(found: Found, model: str | None) -> Config:
     one = found.chosen
     assert one is not None
     setup = {field.name: getattr(one.arm.setup, field.name) for field in fields(one.arm.setup)}
+    rule, colon, file = (setup["head_budget"] or "").partition(":")
+    if rule == "profile":
+        setup["head_budget"] = rule + colon + os.path.abspath(in_full(file))
     return Config(model=model, policy=one.arm.policy, budget=one.budget, **setup)
 
 
