@@ -2,9 +2,11 @@
 
 import functools
 import json
+import time
 import tomllib
 
 import model_folders
+import processes
 import pytest
 from typer.testing import CliRunner
 
@@ -12,6 +14,7 @@ from kvkeep import Engine
 from kvkeep.cli.main import app
 from kvkeep.config import Config
 from kvkeep.evals.tune import measure
+from kvkeep.evals.tune.records import Records
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 
@@ -239,6 +242,28 @@ def test_a_damaged_line_is_named(line, mine, tmp_path, answers):
     with (tmp_path / "out" / "results.jsonl").open("a") as file:
         file.write(line + "\n")
     assert "is no row of results" in refused("--questions", mine, *SEARCH, "-o", tmp_path / "out")
+
+
+def test_a_second_run_waits_for_the_first(mine, tmp_path, answers):
+    records = Records(tmp_path / "out")
+    with records.locked():
+        said = refused("--questions", mine, *SEARCH, "-o", tmp_path / "out")
+    assert "Another run is writing" in said
+
+
+def test_a_search_that_was_killed_goes_on(mine, text, tmp_path):
+    out = tmp_path / "out"
+    command = ("tune", model_folders.folder(), "--text", text, *STREAM, "--target", "0.5", "--no-plots", "-o", out)
+    process = processes.kvkeep(*command)
+    while process.is_alive() and not ((out / "results.jsonl").exists() and (out / "results.jsonl").read_bytes()):
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    before = (out / "results.jsonl").read_bytes()
+    tune("--text", text, *STREAM, "--target", "0.5", "--no-plots", "-o", out)
+    after = (out / "results.jsonl").read_bytes()
+    assert after.startswith(before[: before.rfind(b"\n") + 1])
+    assert Config.read(out / "kvkeep.toml").policy in ("local", "tova")
 
 
 # what was found is used

@@ -55,6 +55,11 @@ def test_the_page_of_kept_memory_runs(tmp_path, monkeypatch, capsys):
     assert kvkeep.Snapshot.load("conversations/anna.kvkeep").note["messages"][0]["content"].startswith("The dog")
 
 
+def test_the_page_of_tuning_runs(capsys):
+    exec("".join(blocks((ROOT / "docs/tune.md").read_text(), "python")), {})
+    assert capsys.readouterr().out.strip()
+
+
 def test_the_batch_file_of_the_engines_page_is_answered_as_shown(tmp_path):
     page = (ROOT / "docs/engine.md").read_text()
     (lines,), (shown,) = blocks(page, "jsonl"), blocks(page, "json")

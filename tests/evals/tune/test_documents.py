@@ -37,7 +37,8 @@ def test_sentences_of_any_text():
     long = "word " * 200
     assert all(len(part) <= LONGEST_SENTENCE for part in sentences(long + "x" * 1000))
     assert "".join(sentences(long)).replace(" ", "") == long.replace(" ", "")
-    assert sentences("漢字。" * 300)
+    assert sentences("漢字。" * 300) == ["漢字。"] * 300
+    assert len(sentences("x" * 10**6)) == -(-(10**6) // LONGEST_SENTENCE)
 
 
 def test_facts_stand_in_the_users_text_and_all_are_asked():

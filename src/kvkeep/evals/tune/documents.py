@@ -23,7 +23,7 @@ Ids = Int[torch.Tensor, " n"]
 LONGEST_SENTENCE = 240
 """Characters of a sentence; a longer one is cut between words."""
 
-_PART = re.compile(rf"(?<=[.!?。！？])\s+|\n+|(?<=\s)(?=\S{{{LONGEST_SENTENCE},}})")
+_PART = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])\s*|\n+")
 _FEW_TEXTS = 10
 """Texts that are too few to be the units of an interval."""
 
@@ -135,13 +135,15 @@ def sentences(text: str) -> list[str]:
 
 
 def _pieces(sentence: str) -> Iterator[str]:
-    while len(sentence) > LONGEST_SENTENCE:
-        at = sentence.rfind(" ", 1, LONGEST_SENTENCE)
-        at = LONGEST_SENTENCE if at < 0 else at
-        yield sentence[:at]
-        sentence = sentence[at:].strip()
-    if sentence:
-        yield sentence
+    """A sentence, or parts of it that are not too long."""
+    start = 0
+    while start < len(sentence):
+        stop = start + LONGEST_SENTENCE
+        if stop < len(sentence) and (space := sentence.rfind(" ", start + 1, stop)) > 0:
+            stop = space
+        if piece := sentence[start:stop].strip():
+            yield piece
+        start = stop
 
 
 def _planted(
