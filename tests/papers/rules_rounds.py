@@ -18,7 +18,7 @@ class Round(Rule):
     def __init__(self, *row: int, buffer: int = 128, sinks: int = 0, recent: int = 0, **identity: int):
         super().__init__(*row, **identity)
         self.sinks = sinks
-        self.recent = min(recent, self.budget // 4)
+        self.recent = recent
         self.stay = max(1, self.budget - min(buffer, max(1, self.budget // 2)), sinks + self.recent)
 
     def cut(self, head: int, kept: list[int], seen: int, *, decode: bool) -> list[int]:
@@ -50,7 +50,7 @@ class RKV(Round):
         threshold: float = 0.5,
         **options: int,
     ):
-        super().__init__(*row, recent=window, **options)
+        super().__init__(*row, recent=min(window, row[0] // 4), **options)
         self.window = window
         self.kernel = kernel
         self.balance = balance
@@ -96,7 +96,7 @@ class TriAttention(Round):
     frequencies: ClassVar[tuple[float, ...]] = ()
 
     def __init__(self, *row: int, sinks: int = 4, recent: int = 24, octaves: int = 16, **options: int):
-        super().__init__(*row, sinks=sinks, recent=recent, **options)
+        super().__init__(*row, sinks=sinks, recent=max(0, min(recent, (row[0] - sinks) // 2)), **options)
         self.octaves = octaves
         self.queries: list[list[Vector]] = [[] for _ in range(self.heads)]
         self.keys: list[list[Vector]] = [[] for _ in range(self.heads)]

@@ -40,7 +40,8 @@ class OutputOf:
         linear = self._linear(x.shape[-1])
         if linear is not None:
             x = x @ _factor(linear, self._heads, x.shape[1]).to(x)
-        return x.norm(dim=-1)
+        norms: Tensor = x.norm(dim=-1)
+        return norms
 
     def sizes(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
         """See `kvkeep.types.Output`."""
@@ -90,7 +91,8 @@ def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
     """The weights of each query head."""
     weight = linear.weight
     assert isinstance(weight, Tensor)
-    return (weight if _stands(linear) else weight.mT).detach().unflatten(0, (heads, -1))
+    each: Tensor = (weight if _stands(linear) else weight.mT).detach().unflatten(0, (heads, -1))
+    return each
 
 
 def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E2"]:
@@ -100,8 +102,8 @@ def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E
     """
     weight = linear.weight
     assert isinstance(weight, Tensor)
-    kept = isinstance(weight, nn.Parameter) or linear.__dict__.get("weight") is weight
-    key = (weight.data_ptr(), weight._version, heads, groups) if kept and not weight.is_inference() else id(linear)
+    counted = isinstance(weight, nn.Parameter) and not weight.is_inference()
+    key = (heads, groups, weight.data_ptr(), weight._version) if counted else (heads, groups)
     known = _factors.get(linear)
     if known is None or known[0] != key:
         summed = _weights(linear, heads).double().unflatten(0, (groups, -1)).sum(dim=1)

@@ -79,7 +79,8 @@ class Leverages(Policy):
     def leverage(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """How far each key stands out: 0 for the mean key, about 1 for a key with a direction of its own."""
         apart = self._keys(view) - state["mean"][:, :, None]
-        return torch.linalg.vector_norm(apart @ _whitening(state["scatter"], self.ridge), dim=-1).square_()
+        lengths: Tensor = torch.linalg.vector_norm(apart @ _whitening(state["scatter"], self.ridge), dim=-1)
+        return lengths.square_()
 
     def _keys(self, view: View) -> Float[Tensor, "B Hk S D"]:
         return (view.keys if self.rotated else view.unrotated).float()

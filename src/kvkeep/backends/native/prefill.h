@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "tiles.h"
+#include "narrow.h"
 
 namespace {
 
@@ -50,9 +50,13 @@ class Block {
         active = 0;
         for (int64_t panel = 0; panel < plan.panels; panel++)
             if (held.most[panel] >= 0) ids[active++] = (int32_t)panel;
-        const int64_t token = a.dim, each = a.tokens * token;
-        load_queries(a.again, a.kv_heads * a.group * each, each, token);
-        multiply();
+        if (plan.pairs) multiply_pairs();
+        else {
+            const int64_t each = a.tokens * a.dim;
+            load_queries(a.again, a.kv_heads * a.group * each, each, a.dim);
+            multiply();
+        }
+        for (int64_t c = 0; c < active; c++) mask_again(c);
         for (int64_t r = 0; r < tokens * a.group; r++) known[r] = total_again(r);
         for (int64_t c = 0; c < active; c++)
             for (int64_t i = 0; i < PANEL; i += W) {
@@ -107,6 +111,22 @@ class Block {
                 dots(query + r * dim, dim, held.keys + ids[c] * PANEL * dim, p + r * width + c * PANEL, width);
     }
 
+    // The same for the second reading, of narrow numbers.
+    void multiply_pairs() {
+        const int64_t pairs = plan.pairs;
+        int32_t *const narrow = (int32_t *)query;
+        std::memset(narrow, 0, rows * pairs * sizeof *narrow);
+        for (int64_t r = 0; r < tokens * a.group; r++) {
+            const int64_t query_head = (row * a.kv_heads + head) * a.group + r % a.group;
+            const char *from = a.again + (query_head * a.tokens + first + r / a.group) * a.dim * 2;
+            std::memcpy(narrow + r * pairs, from, a.dim * 2);
+        }
+        for (int64_t c = 0; c < active; c++)
+            for (int64_t r = 0; r < rows; r += ROWS)
+                dots_of_pairs(narrow + r * pairs, pairs, held.pairs + ids[c] * PANEL * pairs,
+                              p + r * width + c * PANEL, width, (float)a.scaling);
+    }
+
     // Turn the logits of a row into probabilities times 1 / scale.
     void normalise(int64_t r) {
         const int32_t now = at[r / a.group], hidden = behind(now);
@@ -159,29 +179,37 @@ class Block {
         temper[r] = a.gains ? 1.0f / std::max(sum(tempered_total), 1e-37f) : scale[r];
     }
 
-    // The log of the sum of a row's exponentials over all keys and over those of the first reading; masks the logits. A
-    // row that does not count gets infinity.
-    float total_again(int64_t r) {
-        if (at[r / a.group] < 1) return INFINITY;
+    // Soft cap, and minus infinity for empty slots, in the logits of the second reading.
+    void mask_again(int64_t c) {
         const float softcap = (float)a.softcap;
-        float *x = p + r * width;
-        Floats top = all(known[r]), total = {};
-        for (int64_t c = 0; c < active; c++) {
-            const bool gaps = held.gaps[ids[c]];
-            for (int64_t i = c * PANEL; i < (c + 1) * PANEL; i += W) {
-                Floats logits = load<Floats>(x + i);
+        if (softcap == 0.0f && !held.gaps[ids[c]]) return;
+        for (int64_t i = 0; i < PANEL; i += W) {
+            const Ints there = load<Ints>(held.positions + ids[c] * PANEL + i) >= 0;
+            for (int64_t r = 0; r < tokens * a.group; r++) {
+                float *const x = p + r * width + c * PANEL + i;
+                Floats logits = load<Floats>(x);
                 if (softcap != 0.0f) logits = tanh(logits / softcap) * softcap;
-                if (gaps) {
-                    const Ints k = load<Ints>(held.positions + ids[c] * PANEL + i - c * PANEL);
-                    logits = select(k >= 0, logits, all(-INFINITY));
-                }
-                if (gaps || softcap != 0.0f) store(x + i, logits);
-                top = select(logits > top, logits, top);
+                store(x, select(there, logits, all(-INFINITY)));
             }
         }
+    }
+
+    // The log of the sum of a row's exponentials over all keys and over those of the first reading. A row that does not
+    // count gets infinity.
+    float total_again(int64_t r) const {
+        if (at[r / a.group] < 1) return INFINITY;
+        const float *x = p + r * width;
+        Floats top = all(known[r]), total = {}, again = {};
+        for (int64_t i = 0; i < active * PANEL; i += W) total += exp(load<Floats>(x + i) - known[r]);
+        const float all_of_it = 1.0f + sum(total);
+        if (all_of_it < INFINITY) return known[r] + std::log(all_of_it);
+        for (int64_t i = 0; i < active * PANEL; i += W) {  // a logit is far above the first reading, or is no number
+            const Floats logits = load<Floats>(x + i);
+            top = select(logits > top, logits, top);
+        }
         const float most = largest(top);
-        for (int64_t i = 0; i < active * PANEL; i += W) total += exp(load<Floats>(x + i) - most);
-        return most + std::log(sum(total) + std::exp(known[r] - most));
+        for (int64_t i = 0; i < active * PANEL; i += W) again += exp(load<Floats>(x + i) - most);
+        return most + std::log(sum(again) + std::exp(known[r] - most));
     }
 
     void write_outputs() {
