@@ -29,9 +29,8 @@ from kvkeep.policies import DEFAULT, LATER
 MAIN = (
     "full",
     "blend",
-    "leverage",
-    "reread",
     "snapkv:late",
+    "leverage",
     DEFAULT,
     "keydiff:document",
     LATER,
@@ -41,7 +40,10 @@ MAIN = (
     "adakv",
     "tova",
     "expected_attention",
+    "reread",
 )
+"""The policies with most questions; `reread` is last, since it takes longest."""
+
 REST = (
     "full",
     "streaming_llm",
