@@ -234,6 +234,8 @@ def markdown(title: str, body: list[list[str]]) -> str:
 def replaced(page: Path, marks: tuple[str, str], written: str) -> None:
     """Put a text between two marks of a page."""
     text = page.read_text(encoding="utf-8")
+    if not all(mark in text for mark in marks):
+        raise SystemExit(f"{page} has no marks for tables: {' and '.join(marks)}")
     before, _, rest = text.partition(marks[0])
     after = rest.partition(marks[1])[2]
     page.write_text(f"{before}{marks[0]}\n\n{written}\n\n{marks[1]}{after}", encoding="utf-8")
