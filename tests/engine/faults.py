@@ -219,21 +219,21 @@ def check(engine, asked, found, name, chunk, layer_budget):
     assert engine.memory().allocated_bytes == before
 
 
-def main(first, last):
-    """Run schedules; the numbers go to the standard output."""
+def run_all(one, first, last, *, called):
+    """Run one case for each seed; the numbers go to the standard output."""
     logging.disable()
     torch.set_num_threads(1)
     ends, fired = Counter(), 0
     for seed in range(first, last):
         try:
-            found, faults = schedule(seed, pytest.MonkeyPatch())
+            found, faults = one(seed, pytest.MonkeyPatch())
         except BaseException:
-            print(f"schedule {seed}", file=sys.stderr)
+            print(f"{called} {seed}", file=sys.stderr)
             raise
         ends.update(found)
         fired += faults
-    print(json.dumps({"schedules": last - first, "faults": fired, **ends}))
+    print(json.dumps({f"{called}s": last - first, "faults": fired, **ends}))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    run_all(schedule, *map(int, sys.argv[1:]), called="schedule")

@@ -4,20 +4,15 @@
 """
 
 import functools
-import json
-import logging
 import random
 import sys
 import tempfile
 from collections import Counter
 
-import pytest
-import torch
-
 from kvkeep.engine import Engine, Request
 from kvkeep.errors import KVKeepError
 
-from .faults import PROMPTS, Faults
+from .faults import PROMPTS, Faults, run_all
 from .models import model
 from .session_models import Alone, short
 
@@ -132,21 +127,5 @@ def act(rng, engine, open_ones, kept, faults, full, way):
     return [what]
 
 
-def main(first, last):
-    """Run lives; the numbers go to the standard output."""
-    logging.disable()
-    torch.set_num_threads(1)
-    ends, fired = Counter(), 0
-    for seed in range(first, last):
-        try:
-            found, faults = life(seed, pytest.MonkeyPatch())
-        except BaseException:
-            print(f"life {seed}", file=sys.stderr)
-            raise
-        ends.update(found)
-        fired += faults
-    print(json.dumps({"lives": last - first, "faults": fired, **ends}))
-
-
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    run_all(life, *map(int, sys.argv[1:]), called="live")

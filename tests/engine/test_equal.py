@@ -22,6 +22,7 @@ OPTIONS = {
     "adakv": ":window=4",
     "pyramidkv": ":window=4",
     "restkv": ":window=4",
+    "defensivekv": ":window=4",
     "full": "",
 }
 POLICIES = [name + OPTIONS.get(name, "") for name in kvkeep.available_policies()]

@@ -23,6 +23,7 @@ SMALL = {
     "pyramidkv": "window=2",
     "nacl": "sinks=1,recent=1",
     "restkv": "window=2",
+    "defensivekv": "window=2",
 }
 SMALL |= {"h2o": "recent=2", "h2o_avg": "recent=2", "keyformer": "recent=2", "snapkv": "window=2,decode=score"}
 SMALL |= {

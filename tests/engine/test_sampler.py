@@ -1,5 +1,6 @@
 """Sampling: the right distribution, the right tokens left out, the same as transformers where it can be compared."""
 
+import pytest
 import torch
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -13,8 +14,10 @@ from transformers.generation.logits_process import (
 import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.generation import Generation
+from kvkeep.engine.penalties import changed
 from kvkeep.engine.sampler import choose, draw
 from kvkeep.engine.sampling import Sampling
+from kvkeep.errors import InputError
 
 from .models import VOCABULARY, model
 
@@ -84,6 +87,51 @@ def test_repetition_penalty_is_that_of_transformers():
         wanted = RepetitionPenaltyLogitsProcessor(1.7)(ids, LOGITS.clone()).argmax()
         assert draw(LOGITS, [one]) == [int(wanted)]
         one.token_ids.append(token[-1])
+
+
+def test_presence_and_frequency_penalties_count_generated_tokens_only():
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=1.5)
+    one = Generation(0, Request(prompt=(3, 17, 3), sampling=sampling), kvkeep.parse("full"), 8, frozenset())
+    assert changed(LOGITS, [one]).equal(LOGITS)
+    for token in (9, 9, 22):
+        one.token_ids.append(token)
+        changed(LOGITS, [one])  # the counts are kept from step to step
+    lowered = LOGITS.clone()
+    lowered[0, 9] -= 0.5 + 2 * 1.5
+    lowered[0, 22] -= 0.5 + 1.5
+    assert changed(LOGITS, [one]).equal(lowered)
+
+
+def test_a_bias_is_added_to_the_logits_of_its_tokens():
+    one = Generation(
+        0, Request(prompt=(1,), sampling=Sampling(logit_bias={7: 100, 9: -1.5})), kvkeep.parse("full"), 8, frozenset()
+    )
+    assert draw(LOGITS, [one]) == [7]
+    assert (changed(LOGITS, [one]) - LOGITS)[0, 9].item() == pytest.approx(-1.5)
+
+
+def test_a_row_with_penalties_gets_in_a_batch_what_it_gets_alone():
+    engine = Engine(model("llama"), budget=64, rows=4)
+    samplings = [
+        Sampling(max_new_tokens=12, **wishes)
+        for wishes in (
+            {},
+            {"presence_penalty": 2.0},
+            {"frequency_penalty": -2.0, "temperature": 1.0},
+            {"logit_bias": {5: 40, 6: 40}, "frequency_penalty": 2.0},
+        )
+    ]
+    asked = [Request(prompt=(5, 6, 7, n), sampling=s) for n, s in enumerate(samplings)]
+    together = [result.token_ids for result in engine.generate(asked)]
+    assert together == [engine.generate(one)[0].token_ids for one in asked]
+    assert len(set(together[3])) > 1
+    assert set(together[3]) <= {5, 6}
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused():
+    engine = Engine(model("llama"), budget=64, rows=1)
+    with pytest.raises(InputError, match=f"logit_bias={VOCABULARY} is no token"):
+        engine.generate(Request(prompt=(1,), sampling=Sampling(logit_bias={VOCABULARY: 1})))
 
 
 def test_logprobs_are_those_of_the_model():

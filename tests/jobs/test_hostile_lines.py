@@ -7,10 +7,11 @@ import pytest
 from commands import result_of, run
 
 from kvkeep.engine.sampling import Sampling
-from kvkeep.jobs.lines import COMPLETION, MAX_DEPTH, BadLine, Line, digest, parse
+from kvkeep.jobs.lines import COMPLETION, BadLine, Line, digest, parse
 from kvkeep.jobs.output import Output
 from kvkeep.models import text
 from kvkeep.models.load import embedded, find
+from kvkeep.openai.strict import MAX_DEPTH
 
 
 @pytest.fixture(scope="module")

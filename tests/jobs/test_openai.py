@@ -11,8 +11,8 @@ from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import Line, parse
-from kvkeep.jobs.openai.answers import answer, error
-from kvkeep.jobs.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, ParameterError, read
+from kvkeep.openai.answers import answer, error
+from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, ParameterError, read
 
 HELLO = [{"role": "user", "content": "Hello"}]
 DEFAULTS = Sampling(max_new_tokens=9, temperature=0.5, top_p=0.8, seed=4)
@@ -49,6 +49,8 @@ def request_of(url=CHAT, number=1, defaults=DEFAULTS, **body):
         ({"top_p": 1, "top_k": -1, "min_p": 0}, {"top_p": None}),
         ({"seed": 11}, {"seed": 11}),
         ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"presence_penalty": 1, "frequency_penalty": -0.5}, {"presence_penalty": 1.0, "frequency_penalty": -0.5}),
+        ({"logit_bias": {"5": 1, "3": -100}}, {"logit_bias": ((3, -100.0), (5, 1.0))}),
         ({"temperature": None, "top_p": None, "seed": None, "max_tokens": None}, {}),
         ({"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stream": False}, {}),
         ({"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "store": False}, {}),
@@ -111,9 +113,11 @@ def test_choices_are_drawn_apart_and_the_first_as_a_line_of_its_own():
 
 
 REFUSED = [
-    ({"presence_penalty": 0.5}, "presence_penalty", "or use repetition_penalty"),
-    ({"frequency_penalty": -1}, "frequency_penalty", "cannot be -1 here"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "leave it out"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "outside -2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "outside -2"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "in place of a token id"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "-100 to 100"),
+    ({"logit_bias": {"5": True}}, "logit_bias", "-100 to 100"),
     ({"stream": True}, "stream", "cannot be true here"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "leave it out"),
     ({"tools": [{"type": "function"}]}, "tools", "leave it out"),

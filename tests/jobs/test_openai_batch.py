@@ -17,9 +17,9 @@ from kvkeep.engine.request import Event
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import BadLine, Line, parse
-from kvkeep.jobs.openai.requests import CHAT, COMPLETIONS
 from kvkeep.jobs.output import Output
 from kvkeep.jobs.survey import Survey
+from kvkeep.openai.requests import CHAT, COMPLETIONS
 
 SMALL = ("--budget", 24, "-n", 3)
 

@@ -17,6 +17,7 @@ from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.request import Request
 from kvkeep.engine.room import check_room, free_bytes, largest_budget
 from kvkeep.engine.rows import Rows
+from kvkeep.engine.sampling import Biases, Sampling
 from kvkeep.engine.stops import StopText
 from kvkeep.engine.words import Words
 from kvkeep.errors import BudgetError, InputError, show_bytes
@@ -99,6 +100,8 @@ class Admission:
             past = Past.of(request.memory)
         if past is not None:
             budget = choice.chosen(self._layout(policy), budget, past.budgets)
+        if past and past.ids and request.prompt_logprobs is not None:
+            raise InputError("`prompt_logprobs` needs the whole prompt to be read, and this turn continues a memory.")
         prompt = self.words.continued(request, past or Past())
         if prompt is not request.prompt:
             request = dataclasses.replace(request, prompt=prompt, messages=None)
@@ -112,6 +115,20 @@ class Admission:
                 f"The model has learned positions for {self._limit} tokens; the request needs {total}. Shorten the "
                 "prompt or ask for fewer new tokens."
             )
+        self._check_tokens(prompt, request.sampling)
+        if request.stop and self._tokenizer is None:
+            raise InputError("Stop texts need a tokenizer: make the engine with one.")
+        ends = frozenset() if request.ignore_end else self._end_ids
+        tail = StopText(self._decode, request.stop) if self._tokenizer else None
+        load = None if request.memory is None else partial(getattr, request.memory, "contents")
+        return Generation(number, request, policy, budget, ends, tail, levels=levels, load=load)
+
+    def _check_tokens(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Refuse tokens that the model does not have.
+
+        Raises:
+            InputError: a token of the prompt or of the bias is outside of the vocabulary, or stands for no text.
+        """
         if max(prompt) >= self._vocabulary or min(prompt) < 0:
             raise InputError(f"The prompt has tokens outside of the model's vocabulary of {self._vocabulary}.")
         if (image := next((token for token in prompt if token in self._placeholders), None)) is not None:
@@ -119,12 +136,11 @@ class Admission:
                 f"Token {image} of the prompt stands for {self._placeholders[image]}, and an engine takes text only. "
                 "Leave it out, or give the processor's output to model.generate together with a BoundedCache."
             )
-        if request.stop and self._tokenizer is None:
-            raise InputError("Stop texts need a tokenizer: make the engine with one.")
-        ends = frozenset() if request.ignore_end else self._end_ids
-        tail = StopText(self._decode, request.stop) if self._tokenizer else None
-        load = None if request.memory is None else partial(getattr, request.memory, "contents")
-        return Generation(number, request, policy, budget, ends, tail, levels=levels, load=load)
+        largest = max((token for token, _ in cast(Biases, sampling.logit_bias)), default=0)
+        if largest >= self._vocabulary:
+            raise InputError(
+                f"logit_bias={largest} is no token: the model's vocabulary has {self._vocabulary}. Leave it out."
+            )
 
     def _levels(self, policy: Policy, budget: int, request: Request, past: Past) -> tuple[int, ...]:
         """Return the budgets among which a guarded request chooses, after a check of its pins.

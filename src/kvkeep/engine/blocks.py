@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from kvkeep.budget import Number
+from kvkeep.held import reach, store_for
 from kvkeep.memory import bytes_of
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, add_state, lacks, pin_row
+from kvkeep.store import Block, PooledStore, add_state, lacks, pin_row
 from kvkeep.store.heads import shared
 from kvkeep.types import Slots
 
@@ -35,28 +37,26 @@ class Blocks:
     def __getitem__(self, index: int) -> Block:
         return self._blocks[index]
 
-    def row_bytes(self, budgets: Sequence[int]) -> int:
+    def row_bytes(self, budgets: Sequence[Number]) -> int:
         """The bytes of one row in all layers, counted on tensors that have shapes but no memory."""
         shapes = (Slots(*(tensor.to("meta") for tensor in like)) for like in self._like)
         blocks = [self._block(1, budget, shape) for budget, shape in zip(budgets, shapes, strict=True)]
         return bytes_of(tensor for block in blocks for tensor in block.per_row().values())
 
-    def allocate(self, count: int, budgets: Sequence[int]) -> None:
+    def allocate(self, count: int, budgets: Sequence[Number]) -> None:
         """Allocate ``count`` empty rows with these budgets of the layers."""
         self.version += 1
         self._blocks = []  # the old memory is freed before new memory is allocated
         pairs = zip(budgets, self._like, strict=True)
         self._blocks = [self._block(count, budget, like) for budget, like in pairs]
 
-    def _block(self, count: int, budget: int, like: Slots) -> Block:
+    def _block(self, count: int, budget: Number, like: Slots) -> Block:
         """One layer's slots for all rows, empty."""
         starts = {str(i): 0.0 for i in range(len(self._policy.slots))}  # a new token's state is written with it
-        heads = like.keys.shape[1]
         keys, values = (x[:, :, :1].expand(count, -1, -1, -1) for x in (like.keys, like.values))
-        spreads = self._policy.spreads
-        most = spreads.most(self._policy, budget, heads) if spreads else budget
-        block = Block(keys, values, numbers=[most], starts=starts, heads=shared(self._policy.summaries))
-        block.budget = block.seen.new_full((count, heads), budget) if spreads else budget
+        store = store_for(self._policy, [budget])
+        block = Block(keys, values, numbers=[budget], starts=starts, heads=shared(self._policy.summaries), store=store)
+        reach(block, self._policy, [budget])
         return block
 
     def lacks(self, policy: Policy) -> int:
@@ -88,14 +88,16 @@ class Blocks:
         if pins and sum(pin_row(block, row, pins) for block in self):
             self.version += 1
 
-    def limit(self, row: int, budgets: Sequence[int | tuple[int, ...]]) -> None:
-        """Give a row a budget in each layer. Blocks whose heads have budgets of their own have a table already."""
+    def limit(self, row: int, budgets: Sequence[Number]) -> None:
+        """Give a row a budget in each layer. A row whose heads share a pool must be empty."""
         for block, budget in zip(self, budgets, strict=True):
             if isinstance(block.budget, int) and block.budget != budget:
                 self.version += 1
                 block.budget = block.seen.new_full((len(block.seen), 1), block.budget)
             if isinstance(block.budget, Tensor):
                 block.budget[row] = block.budget.new_tensor(budget)
+                if isinstance(block.store, PooledStore):
+                    block.store.divide(block.budget[row : row + 1] + 1, slice(row, row + 1))
 
     def under(self, policy: Policy) -> list[Block]:
         """The blocks as a policy sees them."""

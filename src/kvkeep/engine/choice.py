@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import loss, scores
+from kvkeep.budget import largest
 from kvkeep.engine.batch import Batch
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.rows import Rows
@@ -164,7 +165,7 @@ class Trial:
         one = self._guarded.get(row)
         if one is None or place >= len(one.levels) - 1:
             return _LATER
-        return self._rows.numbers(one.policy, one.levels[place])[layer]
+        return largest([self._rows.numbers(one.policy, one.levels[place])[layer]])
 
     @inference
     def settle(self) -> None:
@@ -235,7 +236,8 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
             layout.check_pins(number, pins)
             found.append(number)
     found = sorted({*found, budget})
-    if reason := refusal(layout.policy, found):
+    reason = "its heads have budgets of their own" if layout.profile else refusal(layout.policy, found)
+    if reason:
         raise InputError(
             f"`guard` chooses a budget by the attention that a prompt's cut loses, which fails under {layout.policy}: "
             f"{reason}. Leave `guard` out, or give another policy, such as h2o or snapkv."

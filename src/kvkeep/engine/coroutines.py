@@ -50,12 +50,16 @@ class AsyncEvents(AsyncIterator[Event]):
     """The events of one request, for ``async for``. A coroutine that stops listening cancels its request.
 
     Args:
-        enter: queues the request with a box; may wait for the end of a step.
+        enter: queues the request with a box, and returns its number; may wait for the end of a step.
         leave: notes that nobody listens to a box any more; never waits.
+
+    Attributes:
+        number: the number of the request; ``None`` before it is queued.
     """
 
-    def __init__(self, enter: Callable[[Box], object], leave: Callable[[Box], None]) -> None:
+    def __init__(self, enter: Callable[[Box], int], leave: Callable[[Box], None]) -> None:
         self._enter, self._leave = enter, leave
+        self.number: int | None = None
         self._box: LoopBox | None = None
         self._ended = False
 
@@ -66,15 +70,31 @@ class AsyncEvents(AsyncIterator[Event]):
         if self._ended:
             raise StopAsyncIteration
         try:
-            if self._box is None:
-                self._box = LoopBox(asyncio.get_running_loop())
-                await asyncio.to_thread(self._enter, self._box)
-            event = await self._box.next()
+            box = self._box or await self._queued()
+            event = await box.next()
         except BaseException:
             self._stop()
             raise
         self._ended = event.result is not None
         return event
+
+    async def begin(self) -> None:
+        """Queue the request now, and not only when its first event is asked for.
+
+        Raises:
+            KVKeepError: the engine refuses the request.
+        """
+        try:
+            if self._box is None and not self._ended:
+                await self._queued()
+        except BaseException:
+            self._stop()
+            raise
+
+    async def _queued(self) -> LoopBox:
+        self._box = box = LoopBox(asyncio.get_running_loop())
+        self.number = await asyncio.to_thread(self._enter, box)
+        return box
 
     async def aclose(self) -> None:
         """Stop listening; the request is cancelled."""

@@ -40,9 +40,12 @@ class Generation:
         fed: tokens that the model has seen, of the prompt and new ones; counted when a step has succeeded.
         token_ids: the new tokens.
         logprobs: an entry for each new token, if asked for.
+        prompt_logprobs: an entry for each token of the prompt but the first that the model has seen, if asked for.
         finish_reason: why it has ended; ``None`` while it runs.
         error: the reason, if a step failed.
         used: marks the tokens of the vocabulary that occur in it, for a repetition penalty.
+        counts: how often each token of the vocabulary was generated, for presence and frequency penalties.
+        counted: the number of new tokens in ``counts``.
         memory: bytes of its row at its end.
         lost: the attention that its evicted tokens carried.
         levels: the budgets among which its guard chooses at the end of the prompt, in order; empty without a guard.
@@ -65,9 +68,12 @@ class Generation:
     fed: int = 0
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
     used: Tensor | None = None
+    counts: Tensor | None = None
+    counted: int = 0
     memory: Memory = field(default_factory=Memory)
     lost: LostMass = field(default_factory=LostMass)
     levels: tuple[int, ...] = ()
@@ -109,6 +115,11 @@ class Generation:
         return self.policy, budget, self.request.sequence if self.policy.stochastic else None, *others
 
     @property
+    def scored(self) -> bool:
+        """Whether the log-probabilities of its prompt are asked for, so that the model must read all of it."""
+        return self.request.prompt_logprobs is not None
+
+    @property
     def prompt_left(self) -> int:
         """The number of prompt tokens that the model has not seen."""
         return max(0, len(self.prompt) - self.fed)
@@ -125,7 +136,8 @@ class Generation:
             self.finish("length")
         if self.finish_reason and self.tail:
             piece += self.tail.end()
-        return Event(self.id, token_id, piece)
+        logprob = self.logprobs[-1] if self.request.logprobs is not None else None
+        return Event(self.id, token_id, piece, logprob=logprob)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Note that it ends, and why."""
@@ -151,6 +163,7 @@ class Generation:
             prompt_tokens=len(self.prompt),
             cached_tokens=self.cached,
             logprobs=tuple(self.logprobs[:n]),
+            prompt_logprobs=tuple(self.prompt_logprobs),
             queued_s=started - at["added"],
             ttft_s=at["first"] - at["added"] if n else None,
             prefill_s=at["first"] - started if n else None,

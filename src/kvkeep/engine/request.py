@@ -33,6 +33,8 @@ class Request:
         stop: texts that end the generation; they are not part of the result. The engine needs a tokenizer for them.
         ignore_end: go on when the model wants to end its text.
         logprobs: report each token's log-probability, and those of this many of the likeliest tokens.
+        prompt_logprobs: report the log-probability of each token of the prompt but the first, and those of this many of
+            the likeliest tokens. The prompt is then read in full, whatever prompts it shares a beginning with.
         sequence: identity of the request for everything random (drawn tokens, policies). Equal requests of the same
             identity get the same tokens.
         pins: spans of the prompt's positions that no policy may evict, such as ``((0, 120),)``; kept as
@@ -55,6 +57,7 @@ class Request:
     stop: tuple[str, ...] = ()
     ignore_end: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     sequence: int = 0
     pins: Sequence[Span] = ()
     guard: float | None = None
@@ -76,8 +79,13 @@ class Request:
             raise InputError(f"memory={self.memory!r:.80} is no kvkeep.Snapshot.")
         if self.budget is not None:
             object.__setattr__(self, "budget", budgets.check_one(self.budget))
-        if self.logprobs is not None:
-            object.__setattr__(self, "logprobs", whole_within("logprobs", self.logprobs, 0, 100))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_within(name, count, 0, 100))
+        if self.prompt_logprobs is not None and self.memory is not None:
+            raise InputError(
+                "`prompt_logprobs` needs the whole prompt to be read, and this request continues a memory."
+            )
 
     def _take_text(self) -> None:
         """Check the prompt or the messages, and turn token ids into a tuple of Python's numbers."""
@@ -133,6 +141,7 @@ class Result:
         guarded: whether the prompt's cut lost at most the guard; ``None`` without a guard, or if the loss is unknown.
         cached_tokens: tokens of the prompt that were not read again: a session's or a snapshot's, or a common
             beginning of prompts.
+        prompt_logprobs: one entry per token of the prompt but the first, if asked for.
     """
 
     id: int
@@ -151,6 +160,7 @@ class Result:
     lost_mass: LostMass = field(default_factory=LostMass)
     guarded: bool | None = None
     cached_tokens: int = 0
+    prompt_logprobs: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,12 +172,14 @@ class Event:
         token_id: the new token; ``None`` if the step failed.
         text: text that has become final, often a word, sometimes nothing.
         result: the finished request, if this was its last token or the step failed.
+        logprob: the new token's log-probability, if asked for.
     """
 
     id: int
     token_id: int | None
     text: str
     result: Result | None = None
+    logprob: Logprob | None = None
 
 
 def last_result(events: Iterable[Event]) -> Result:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from kvkeep.budget import Number
 from kvkeep.cache import BoundedCache
 from kvkeep.engine.blocks import Blocks
 from kvkeep.engine.own import Own, beside_slots, probed, states_of
@@ -20,7 +21,7 @@ from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents, put, take
-from kvkeep.store import Block, inference
+from kvkeep.store import Block, has_room, inference
 from kvkeep.types import Phase
 
 Watch: TypeAlias = Callable[[int, Segment], Policy]
@@ -37,7 +38,7 @@ class Rows:
         model: the model, attached.
         policy: the policy that the rows are made for.
         budget: the largest budget of a row; every row has memory for it.
-        layer_budget, positions: see `BoundedCache`.
+        layer_budget, head_budget, positions: see `BoundedCache`.
         prefill_chunk: see `BoundedCache`; for a model that reads prompts whole.
 
     Attributes:
@@ -57,18 +58,19 @@ class Rows:
         budget: int,
         *,
         layer_budget: str | Sequence[float] | None = None,
+        head_budget: str | None = None,
         positions: str | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
-        self.policy = policy
         self.count = 0
         self._renewals = 0
         self._config = model.config
         self._budget = budget
         self._most_bytes: int | None = None
-        cached = {"layer_budget": layer_budget, "positions": positions, "prefill_chunk": prefill_chunk}
-        self._options: dict[str, Any] = cached
+        spread = {"layer_budget": layer_budget, "head_budget": head_budget}
+        self._options: dict[str, Any] = {**spread, "positions": positions, "prefill_chunk": prefill_chunk}
         self._layouts: dict[Policy, Layout] = {}
+        self.policy = policy = self._layout(policy).policy
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Owner | None] = []
         self._own: list[Own | None] = []
@@ -105,10 +107,11 @@ class Rows:
         """Whether a sequence under this policy can have a row while other rows run under other policies."""
         if policy == self.policy:
             return True
-        if any(one.cascades or one.spreads for one in (policy, self.policy)):
-            return False  # layers share tables of the whole batch, or heads have their own budgets
+        if policy.cascades or self.policy.cascades:
+            return False  # layers share tables of the whole batch
+        apart = self._layout(policy).policy.spreads is not None
         numbers = self.numbers(policy, self._budget)
-        if any(number >= block.store.capacity for number, block in zip(numbers, self._blocks, strict=True)):
+        if not all(has_room(block, number, apart) for number, block in zip(numbers, self._blocks, strict=True)):
             return False
         if self._most_bytes is None:
             return True
@@ -223,16 +226,19 @@ class Rows:
         """Incremented whenever row tensors, or the caches made from them, are replaced."""
         return self._renewals + self._blocks.version
 
-    def numbers(self, policy: Policy, budget: int) -> list[int]:
+    def numbers(self, policy: Policy, budget: int) -> list[Number]:
         """A budget, spread over the layers.
 
         Raises:
             BudgetError: the policy protects more than the budget.
         """
+        return self._layout(policy).slots(budget)
+
+    def _layout(self, policy: Policy) -> Layout:
         if policy not in self._layouts:
             _make_room(self._layouts)
             self._layouts[policy] = Layout.of(self._config, policy, **self._options)
-        return self._layouts[policy].slots(budget)
+        return self._layouts[policy]
 
     def memory(self) -> Memory:
         """Bytes over all rows and layers, summed over real tensors. A free row has nothing but its slots."""

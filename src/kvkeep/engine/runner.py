@@ -15,6 +15,7 @@ from kvkeep.engine.choice import Trial
 from kvkeep.engine.graph import Graphs
 from kvkeep.engine.joined import Part, joined
 from kvkeep.engine.rows import Rows
+from kvkeep.engine.scoring import is_scored, score
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.handing import PhasedCache
 from kvkeep.models.load import Model
@@ -64,25 +65,38 @@ class Runner:
         trials = [Trial.of(batch, rows) for batch in run.batches]
         caches = [_part(batch, rows, trial) for batch, trial in zip(run.batches, trials, strict=True)]
         given = [_Input.of(batch, self._model.device) for batch in run.batches]
-        last = self._last(given, caches)
+        last = self._last(given, caches, run if is_scored(run) else None)
         for trial in trials:
             if trial is not None:
                 trial.settle()
         return last
 
-    def _last(self, given: Sequence[_Input], caches: Sequence[PhasedCache]) -> Float[Tensor, "n V"]:
-        """Return the logits after each row's last token; several batches are one sequence to the model."""
+    def _last(self, given: Sequence[_Input], caches: Sequence[PhasedCache], scored: Run | None) -> Float[Tensor, "n V"]:
+        """Return the logits after each row's last token; several batches are one sequence to the model.
+
+        Args:
+            given: the tokens of each batch.
+            caches: the rows of each batch.
+            scored: the run, if log-probabilities of its prompts are asked for.
+        """
         if len(given) == 1:
-            return self._logits(given[0], caches[0], self._options)[:, -1]
+            options = {} if scored else self._options
+            logits = self._logits(given[0], caches[0], options)
+            if scored:
+                score(scored, logits)
+            return logits[:, -1]
         parts = [
             Part(len(one.ids), one.ids.shape[1], one.real, cache) for one, cache in zip(given, caches, strict=True)
         ]
         ids = torch.cat([one.ids.flatten() for one in given])
         positions = torch.cat([one.positions.flatten() for one in given])
         together, ends = _Input(ids[None], positions[None], None), _last_tokens(parts, ids.device)
-        if self._keeps_any:
+        if self._keeps_any and not scored:
             return self._logits(together, joined(parts), {"logits_to_keep": ends})[0]
-        return self._logits(together, joined(parts), {})[0, ends]
+        logits = self._logits(together, joined(parts), {})
+        if scored:
+            score(scored, logits)
+        return logits[0, ends]
 
     def _logits(self, given: _Input, cache: PhasedCache, options: dict[str, Any]) -> Float[Tensor, "n T V"]:
         """Run the model."""

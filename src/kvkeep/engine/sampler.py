@@ -1,7 +1,7 @@
 """From logits to tokens, for all rows at once; each row draws as it would alone.
 
 Randomness is counter-based: the number that decides the n-th token of a request depends on the request's seed, its
-sequence and n, not on the batch. The order of the steps is that of transformers: penalty, temperature, top-k, top-p,
+sequence and n, not on the batch. The order of the steps is that of transformers: penalties, temperature, top-k, top-p,
 min-p.
 """
 
@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.engine.generation import Generation
+from kvkeep.engine.penalties import changed
 from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling import Sampling
 from kvkeep.noise import spread, uniform
@@ -27,7 +28,7 @@ def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> lis
         generations: the requests. Their `logprobs` get an entry for each token, if asked for.
     """
     logits = logits.float()
-    penalised = _penalised(logits, generations)
+    penalised = changed(logits, generations)
     best, tokens = penalised.max(dim=-1)  # NaN counts as the largest
     drawn = [i for i, one in enumerate(generations) if one.request.sampling.temperature > 0]
     if drawn:
@@ -45,7 +46,7 @@ def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: I
     """Draw one token per row after temperature, top-k, top-p and min-p.
 
     Args:
-        logits: float32, with the repetition penalty applied.
+        logits: float32, with penalties applied.
         samplings: how each row draws; temperatures above 0.
         steps: a counter per row: the tokens drawn before, combined with the row's sequence. Rows of equal seeds and
             counters draw with the same random number.
@@ -74,38 +75,17 @@ def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: I
     return (total > u * total[:, -1:]).int().argmax(dim=-1)
 
 
-def _penalised(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
-    """Return the logits after the repetition penalty of the rows that ask for one."""
-    asked = [i for i, one in enumerate(generations) if one.request.sampling.repetition_penalty != 1.0]
-    if not asked:
-        return logits
-    index = torch.tensor(asked, device=logits.device)
-    rows = [generations[i] for i in asked]
-    used = torch.stack([_used(one, logits) for one in rows])
-    factors = logits.new_tensor([one.request.sampling.repetition_penalty for one in rows])[:, None]
-    part = logits[index]
-    lowered = torch.where(part < 0, part * factors, part / factors)
-    return logits.index_copy(0, index, torch.where(used, lowered, part))
-
-
-def _used(one: Generation, logits: Float[Tensor, "n V"]) -> Tensor:
-    """Return a mask of the tokens that occur in a row so far; it is kept from step to step."""
-    if one.used is None:
-        with torch.inference_mode(False):  # written in inference mode and out of it
-            one.used = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        one.used[torch.tensor(one.prompt, device=logits.device)] = True
-    if one.token_ids:
-        one.used[one.token_ids[-1]] = True
-    return one.used
-
-
 def _note(logits: Float[Tensor, "n V"], tokens: Sequence[int], generations: Sequence[Generation]) -> None:
     """Append the log-probabilities of rows that ask for them."""
     for i, (token, one) in enumerate(zip(tokens, generations, strict=True)):
         n = one.request.logprobs
         if n is None or token < 0:
             continue
-        logp = logits[i].log_softmax(dim=-1)
-        best = logp.topk(min(n, len(logp)))
-        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        one.logprobs.append(Logprob(token, float(logp[token]), top))
+        one.logprobs.append(logprob(logits[i].log_softmax(dim=-1), token, n))
+
+
+def logprob(logp: Float[Tensor, " V"], token: int, n: int) -> Logprob:
+    """Return the log-probability of a token, and those of the ``n`` likeliest ones."""
+    best = logp.topk(min(n, len(logp)))
+    top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return Logprob(token, float(logp[token]), top)

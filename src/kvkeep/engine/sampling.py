@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvkeep.errors import InputError
 
@@ -13,7 +15,14 @@ _MOST_TOKENS = 2**31 - 1
 _LEAST_TOP_P = 1e-6
 _PENALTIES = (0.01, 100.0)
 _HOTTEST = 1000.0
+_MOST_PENALTY = 2.0
+_MOST_BIAS = 100.0
+_MOST_BIASES = 1024
 _GOLDEN = 0x9E3779B97F4A7C15
+
+
+Biases: TypeAlias = tuple[tuple[int, float], ...]
+"""Token ids, and what is added to their logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +39,9 @@ class Sampling:
         min_p: draw among tokens with at least this share of the most probable one's probability, in (0, 1].
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred before, in
             [0.01, 100]; 1 is off.
+        presence_penalty: lowers the logit of every token that was generated before, in [-2, 2].
+        frequency_penalty: lowers the logit of a token each time that it was generated before, in [-2, 2].
+        logit_bias: added to the logits of tokens, token id → number in [-100, 100]; kept as pairs.
         seed: the same seed draws the same tokens.
 
     Raises:
@@ -42,6 +54,9 @@ class Sampling:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, int | float] | Iterable[tuple[int, int | float]] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,6 +82,7 @@ class Sampling:
             value = getattr(self, name)
             if value is not None or name not in ("top_p", "top_k", "min_p"):
                 object.__setattr__(self, name, kind(name, value))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     def _check_shares(self) -> None:
         low, high = _PENALTIES
@@ -80,6 +96,9 @@ class Sampling:
             raise InputError(f"min_p={self.min_p} is outside (0, 1].")
         if not low <= self.repetition_penalty <= high:
             raise InputError(f"repetition_penalty={self.repetition_penalty} is outside {low:g} … {high:g}; 1 is off.")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if abs(value := getattr(self, name)) > _MOST_PENALTY:
+                raise InputError(f"{name}={value} is outside -{_MOST_PENALTY:g} … {_MOST_PENALTY:g}; 0 is off.")
 
 
 def whole(name: str, value: object) -> int:
@@ -126,7 +145,28 @@ def _number(name: str, value: object) -> float:
     raise InputError(f"{name}={_shown(value)} is not a finite number.")
 
 
-_NUMBERS = (("temperature", _number), ("top_p", _number), ("min_p", _number), ("repetition_penalty", _number))
+_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_NUMBERS = tuple((name, _number) for name in _NAMES)
+
+
+def _biases(given: object) -> Biases:
+    """Return what is added to logits as pairs of a token id and a number.
+
+    Raises:
+        InputError: it is no mapping from token ids to numbers, has too many entries, or a number is out of range.
+    """
+    found = given.items() if isinstance(given, Mapping) else given
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise InputError(f"logit_bias={_shown(given)} does not map token ids to numbers.")
+    pairs = [tuple(pair) if isinstance(pair, list | tuple) else () for pair in found]
+    if any(len(pair) != 2 for pair in pairs):
+        raise InputError(f"logit_bias={_shown(given)} does not map token ids to numbers.")
+    if len(pairs) > _MOST_BIASES:
+        raise InputError(f"logit_bias={_shown(given)} has {len(pairs)} tokens; there may be {_MOST_BIASES}.")
+    checked = {whole_within("logit_bias", token, 0, 2**31 - 1): _number("logit_bias", by) for token, by in pairs}
+    if (wrong := next((by for by in checked.values() if abs(by) > _MOST_BIAS), None)) is not None:
+        raise InputError(f"logit_bias={wrong} is outside -{_MOST_BIAS:g} … {_MOST_BIAS:g}.")
+    return tuple(sorted(checked.items()))
 
 
 def _shown(value: object) -> str:

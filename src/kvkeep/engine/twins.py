@@ -35,7 +35,7 @@ class Twins:
 
     def joins(self, one: Generation) -> bool:
         """Let a request wait if an equal prompt is about to be read; otherwise later ones may wait for this one."""
-        if len(one.prompt) < SHORTEST:
+        if one.scored or len(one.prompt) < SHORTEST:
             return False
         reader = self._readers.setdefault(_key(one), one)
         if reader is not one:

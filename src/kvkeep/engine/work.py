@@ -81,6 +81,21 @@ class Work:
         """Whether fewer requests wait than there are rows: time to add more."""
         return len(self._scheduler.waiting) < max(1, self.rows) and not self._twins.full
 
+    @property
+    def n_waiting(self) -> int:
+        """The number of requests that have no row yet."""
+        return sum("started" not in one.times for one in list(self._all.values()))
+
+    @property
+    def n_running(self) -> int:
+        """The number of requests that have a row, or have had one."""
+        return len(self._all) - self.n_waiting
+
+    def waits(self, number: int) -> bool:
+        """Whether the request of a number has no row yet. Never waits for a step."""
+        one = self._all.get(number)
+        return one is not None and "started" not in one.times
+
     def cancel(self, number: int) -> Result | None:
         """End a request now; its row is free at the next step. Return ``None`` if it has ended already."""
         with Uninterrupted(), self._service.turn:
@@ -146,7 +161,7 @@ class Work:
         """Begin a request in its row, with the memory that it continues if there is one."""
         if not one.token_ids:
             one.mark("started")
-        contents = one.load() if one.load else self._prefixes.find(one)
+        contents = one.load() if one.load else None if one.scored else self._prefixes.find(one)
         sequence, pins = one.request.sequence, one.pins
         self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence, pins=pins, contents=contents)
         one.fed = one.cached = contents.seen if contents else 0

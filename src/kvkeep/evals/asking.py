@@ -91,15 +91,15 @@ def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, 
         options.seed * 1_000_003 + number,
         n_facts=options.facts,
         n_questions=each,
-        tokens=context - len(_encode(checkpoint, wording, "a", "b")) + _count(checkpoint, "a b"),
+        tokens=context - len(prompt_of(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
         depths=[options.depths[(number * each + i) % len(options.depths)] for i in range(each)]
         if options.depths
         else (),
         first_kind=number * options.facts,
         style=options.documents,
-        count=lambda text: _count(checkpoint, text),
+        count=lambda text: count_tokens(checkpoint, text),
     )
-    ids = [_encode(checkpoint, wording, made.text, ending_of(item)) for item in made.questions]
+    ids = [prompt_of(checkpoint, wording, made.text, ending_of(item)) for item in made.questions]
     text = _text_tokens(checkpoint, wording, made, ids)
     return [
         Prompted(item, own, text if options.ask == "later" else len(own) - 1, number, i)
@@ -127,7 +127,8 @@ def ending_of(asked: Question) -> str:
     return next(said for template in fact.kind.questions if asked.prompt.endswith(said := fact.say(template)))
 
 
-def _count(checkpoint: Checkpoint, text: str) -> int:
+def count_tokens(checkpoint: Checkpoint, text: str) -> int:
+    """Number of tokens of a part of a text."""
     return len(checkpoint.tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -135,7 +136,7 @@ def _text_tokens(
     checkpoint: Checkpoint, wording: Wording, made: Document, prompts: Sequence[Int[torch.Tensor, "_"]]
 ) -> int:
     """Number of tokens before the questions: those that all prompts share with one in which other words follow."""
-    other = _encode(checkpoint, wording, f"{made.text} ;", ending_of(made.questions[0]))
+    other = prompt_of(checkpoint, wording, f"{made.text} ;", ending_of(made.questions[0]))
     return min(_shared(other, ids) for ids in prompts)
 
 
@@ -145,7 +146,8 @@ def _shared(one: Int[torch.Tensor, " n"], two: Int[torch.Tensor, " m"]) -> int:
     return int((one[:size] != two[:size]).nonzero()[0])
 
 
-def _encode(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Int[torch.Tensor, " n"]:
+def prompt_of(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Int[torch.Tensor, " n"]:
+    """The prompt of a text and a question."""
     if wording == "embedded":
         return encode(checkpoint, f"{text} {ending}")[0]
     if wording == "instruction":

@@ -30,6 +30,7 @@ class Setup:
     Attributes:
         positions: ``true`` or ``slot``; ``None`` for the policy's own mode.
         layer_budget: how the budget is spread over the layers; ``None`` for the policy's own rule.
+        head_budget: how a layer's budget is divided among its heads; ``None`` for the policy's own rule.
         prefill_chunk: tokens of a prompt that a layer takes at once; ``None`` for all.
 
     Raises:
@@ -38,6 +39,7 @@ class Setup:
 
     positions: str | None = None
     layer_budget: str | tuple[float, ...] | None = None
+    head_budget: str | None = None
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
@@ -62,6 +64,7 @@ class Setup:
             prefill_chunk=self.prefill_chunk,
             sequences=list(range(first, first + len(numbers))),
             layer_budget=self.layer_budget,
+            head_budget=self.head_budget,
             positions=self.positions,
         )
 
@@ -75,6 +78,7 @@ class Setup:
         found = {
             "positions": (_mode(checkpoint, self.positions, policy), _mode(checkpoint, None, policy)),
             "layer-budget": (_rule(self.layer_budget or rule), _rule(rule)),
+            "head-budget": (str(self.head_budget), str(None)),
             "prefill-chunk": (str(self.prefill_chunk), str(None)),
         }
         return ",".join(f"{name}={asked}" for name, (asked, own) in found.items() if asked != own)

@@ -2,7 +2,7 @@
 
 An input line is ``{"prompt": "…"}`` or ``{"messages": […]}``, with ``"options": {…}`` of its own if need be. All other
 fields are copied to the output line, beside the completion. Or it is a line of OpenAI's batch files, see
-`kvkeep.jobs.openai.batch`, and is answered as one. Output lines come in any order, and each names the number of its
+`kvkeep.jobs.batch`, and is answered as one. Output lines come in any order, and each names the number of its
 input line. A line with a completion in the output is not run again, so a job that was stopped can be resumed.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +19,11 @@ from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.jobs.openai import batch
-from kvkeep.jobs.openai.batch import custom_id_of, is_batch_line
-from kvkeep.jobs.openai.requests import COMPLETIONS, Asked, ParameterError, Prompt, in_words_of
+from kvkeep.jobs import batch
+from kvkeep.jobs.batch import custom_id_of, is_batch_line
 from kvkeep.jobs.options import OPTIONS, check_place, request_of
+from kvkeep.openai.requests import COMPLETIONS, Asked, ParameterError, Prompt, in_words_of
+from kvkeep.openai.strict import MAX_DEPTH, decoded
 from kvkeep.pins import Spans
 from kvkeep.snapshot import Snapshot
 
@@ -46,13 +46,8 @@ Pinned: TypeAlias = Callable[[Prompt], Spans]
 COMPLETION = "completion"
 """The field of an output line that holds the completion."""
 
-MAX_DEPTH = 200
-"""Levels of nested lists and objects in a line; Python's own parser can always handle this many."""
-
 _EXAMPLE = '{"prompt": "…"}'
 _MAX_REASON = 300
-_MAX_DIGITS = 4300
-"""Digits of a whole number that Python reads from a text."""
 _APART = 2**40  # more than a file has lines: what the choices of a line are drawn by is no other line's number
 
 
@@ -164,21 +159,6 @@ def after(line: Line | BadLine, memory: Snapshot, policy: str) -> Line | BadLine
     return dataclasses.replace(line, request=first, others=tuple(others))
 
 
-def decoded(raw: bytes) -> dict[str, Any]:
-    """The fields of a line.
-
-    Raises:
-        ValueError: it is no strict JSON, or no object.
-        RecursionError: it is nested too deeply.
-    """
-    fields = _DECODER.decode(raw.decode("utf-8-sig"))
-    if not isinstance(fields, dict):
-        raise InputError(f"it is no JSON object like {_EXAMPLE}")
-    if _depth(fields) > MAX_DEPTH:
-        raise RecursionError
-    return fields
-
-
 def _own_line(
     number: int, found: str, fields: dict[str, Any], encode: Encode, defaults: Sampling, *, pinned: Pinned
 ) -> Line:
@@ -225,35 +205,6 @@ def reason_of(error: Exception) -> str:
     """An error's message as part of a sentence, cut to a readable length."""
     text = str(error).rstrip(".")
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} …"
-
-
-def _no_constant(name: str) -> float:
-    raise InputError(f"it holds {name}, which JSON does not have")
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise InputError(f"its number {text[:40]} is too large")
-    return value
-
-
-def _int(text: str) -> int:
-    if (digits := len(text.lstrip("-"))) > _MAX_DIGITS:
-        raise InputError(f"its number {text[:40]}… has {digits} digits; there may be {_MAX_DIGITS}")
-    return int(text)
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_float, parse_int=_int)
-
-
-def _depth(value: object) -> int:
-    """The number of nested levels of lists and objects, counted without recursion."""
-    depth, level = 0, [value]
-    while found := [part for part in level if isinstance(part, dict | list)]:
-        level = [part for one in found for part in (one.values() if isinstance(one, dict) else one)]
-        depth += 1
-    return depth
 
 
 def _prompt(fields: dict[str, Any]) -> str | list[dict[str, str]]:

@@ -19,6 +19,8 @@ _REQUEST = {"policy", "budget", "stop", "ignore_end", "logprobs", "pins", "guard
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("max_new_tokens", "top_k", "seed", "budget", "logprobs"), (int,)),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "guard"), (int, float)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (int, float)),
+    "logit_bias": (dict,),
     "policy": (str,),
     "stop": (str, list),
     "pins": (list,),
@@ -57,8 +59,17 @@ def request_of(number: int, prompt: Sequence[int], options: object, defaults: Sa
     rest["pins"] = spans((*spans(rest.get("pins", ())), *pinned))
     chosen = {name: value for name, value in options.items() if name in _SAMPLING}
     chosen |= {name: float(value) for name, value in chosen.items() if float in _TYPES[name]}
+    if "logit_bias" in chosen:
+        chosen["logit_bias"] = {_token(name): value for name, value in chosen["logit_bias"].items()}
     sampling = dataclasses.replace(defaults, **chosen)
     return Request(prompt=prompt, sampling=sampling, sequence=0 if "seed" in options else number - 1, **rest)
+
+
+def _token(name: object) -> int:
+    """A token id, which JSON writes as a text."""
+    if not str(name).isdecimal() or not str(name).isascii():
+        raise InputError(f'its option "logit_bias" has {str(name)[:_SHOWN]!r} in place of a token id')
+    return int(str(name)[:20])
 
 
 def check_place(fields: Mapping[str, object]) -> None:

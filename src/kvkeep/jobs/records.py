@@ -17,9 +17,9 @@ from typing import Any
 from kvkeep import runs
 from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
+from kvkeep.jobs import batch
 from kvkeep.jobs.lines import COMPLETION, Line
-from kvkeep.jobs.openai import batch
-from kvkeep.jobs.openai.answers import Show, answer
+from kvkeep.openai.answers import Show, answer
 
 _BEGINNING = f'{{"{COMPLETION}": {{"line": %d, "digest": "%s", '
 _WRITTEN_HERE = re.compile(

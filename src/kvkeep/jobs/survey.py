@@ -16,10 +16,11 @@ from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.jobs.lines import BadLine, Line, decoded, digest, reason_of
-from kvkeep.jobs.openai import batch
+from kvkeep.jobs import batch
+from kvkeep.jobs.lines import BadLine, Line, digest, reason_of
 from kvkeep.jobs.pace import Work
 from kvkeep.jobs.records import as_line
+from kvkeep.openai.strict import decoded
 from kvkeep.pins import Spans, spans
 from kvkeep.snapshot import Snapshot
 

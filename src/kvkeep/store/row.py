@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvkeep import pins as spans
+from kvkeep.budget import Number, by_head
 from kvkeep.errors import ShapeError
 from kvkeep.memory import bytes_of
 from kvkeep.store.block import Block
+from kvkeep.store.pooled import PooledStore
 from kvkeep.types import EMPTY
 
 _NUMBERS = ("budget", "pins")
@@ -77,17 +79,18 @@ def take_row(block: Block, row: int, device: torch.device | None = None) -> RowC
         row: which row.
         device: where the copy shall be; by default the block's device.
     """
-    positions = block.store.positions[row]
+    block = block.part(row, row + 1).opened()
+    positions = block.store.positions[0]
     occupied = (positions >= 0).any(dim=0).nonzero()
     used = int(occupied[-1]) + 1 if len(occupied) else 0
     cut = block.per_slot()
     tensors = {
-        name: _copied(tensor[row, :, :used] if name in cut else tensor[row], device)
+        name: _copied(tensor[0, :, :used] if name in cut else tensor[0], device)
         for name, tensor in block.per_row().items()
         if name not in _NUMBERS
     }
     held = _copied(positions[:, :used], device)
-    return RowCopy(tensors, cut, held, block.store.capacity, _budget(block, row), _pins(block, row))
+    return RowCopy(tensors, cut, held, block.store.capacity, _budget(block, 0), _pins(block, 0))
 
 
 def put_row(block: Block, row: int, copy: RowCopy) -> None:
@@ -105,11 +108,27 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
     _set_budget(block, row, copy.budget)
     if copy.pins or block.pins is not None:
         pin_row(block, row, copy.pins)
+    if isinstance(block.store, PooledStore):
+        _put_in_pool(block.part(row, row + 1), copy)
+        return
     mine = block.per_row()
     for name, tensor in copy.tensors.items():
         target = mine[name][row]
         (target[:, : copy.used] if name in copy.cut else target).copy_(tensor)
     block.store.positions[row, :, copy.used :] = EMPTY
+
+
+def _put_in_pool(block: Block, copy: RowCopy) -> None:
+    """Overwrite a block of one row, whose heads share a pool."""
+    assert isinstance(block.store, PooledStore)
+    assert isinstance(block.budget, Tensor)
+    block.store.divide(block.budget + 1)
+    opened, tensors = block.opened(), copy.tensors
+    opened.store.fill(tensors["store.keys"][None], tensors["store.values"][None], copy.positions[None])
+    for name, held in opened.per_row().items():
+        if name in tensors and not name.startswith("store."):
+            (held[:, :, : copy.used] if name in copy.cut else held).copy_(tensors[name][None])
+    block.close(opened)
 
 
 def pin_row(block: Block, row: int, pins: spans.Spans) -> bool:
@@ -131,24 +150,62 @@ def check_row(block: Block, copy: RowCopy) -> None:
     Raises:
         ShapeError: names, shapes, dtypes or the number of slots differ.
     """
+    pooled = block.store if isinstance(block.store, PooledStore) else None
+    block = block.part(0, 1).opened()
     mine = {name: tensor for name, tensor in block.per_row().items() if name not in _NUMBERS}
     if mine.keys() != copy.tensors.keys() or block.per_slot() != copy.cut:
         other = sorted(mine.keys() ^ copy.tensors.keys())
         raise ShapeError(f"The row of another policy or store was given: {', '.join(other)} are not in both.")
-    if copy.used > block.store.capacity:
-        raise ShapeError(f"A row of {copy.used} slots was given to a block of {block.store.capacity} slots per head.")
-    if copy.most >= block.store.capacity:  # one slot is for the next token
-        raise ShapeError(f"A row with a budget of {copy.most} was given to a block of {block.store.capacity} slots.")
     heads = block.store.positions.shape[1]
     if isinstance(copy.budget, tuple) and len(copy.budget) != heads:
         raise ShapeError(f"{len(copy.budget)} budgets were given for {heads} KV heads.")
+    if pooled is None:
+        _check_slots(copy, block.store.capacity)
+    else:
+        _check_pool(copy, pooled)
     for name, tensor in copy.tensors.items():
-        target = mine[name][:, :, : copy.used] if name in copy.cut else mine[name]
-        if (target.shape[1:], target.dtype) != (tensor.shape, tensor.dtype):
+        target = mine[name].shape[1:]
+        shape = (target[0], copy.used, *target[2:]) if name in copy.cut else tuple(target)
+        if (shape, mine[name].dtype) != (tuple(tensor.shape), tensor.dtype):
             raise ShapeError(
                 f"{name} of a row has the shape {tuple(tensor.shape)} in {tensor.dtype}, and the block holds "
-                f"{tuple(target.shape[1:])} in {target.dtype}: they belong to different models or dtypes."
+                f"{shape} in {mine[name].dtype}: they belong to different models or dtypes."
             )
+
+
+def _check_slots(copy: RowCopy, capacity: int) -> None:
+    """Refuse a copy for which every head has too few slots."""
+    if copy.used > capacity:
+        raise ShapeError(f"A row of {copy.used} slots was given to a block of {capacity} slots per head.")
+    if copy.most >= capacity:  # one slot is for the next token
+        raise ShapeError(f"A row with a budget of {copy.most} was given to a block of {capacity} slots.")
+
+
+def _check_pool(copy: RowCopy, store: PooledStore) -> None:
+    """Refuse a copy for which a row's pool is too small, or that uses more slots of a head than its budget."""
+    heads, room = store.sizes.shape[1], store.entries.shape[1] - 1
+    (budgets,) = by_head([copy.budget], heads)
+    if (needed := sum(budgets) + heads) > room:  # of each head, one slot is for the next token
+        raise ShapeError(f"A row of {needed} slots was given to a block with {room} slots for all heads of a row.")
+    at = torch.arange(1, copy.used + 1, device=copy.positions.device)
+    last = nn.functional.pad(at * (copy.positions >= 0), (1, 0)).amax(dim=-1)
+    for head, (used, budget) in enumerate(zip(last.tolist(), budgets, strict=True)):
+        if used > budget + 1:
+            raise ShapeError(f"A row uses {used} slots of head {head}, and its budget has {budget + 1}.")
+
+
+def has_room(block: Block, budget: Number, apart: bool) -> bool:
+    """Whether an empty row has slots for a budget, and heads can have budgets of their own where these are asked for.
+
+    Args:
+        block: the block.
+        budget: the budget.
+        apart: whether heads will share the budget.
+    """
+    if isinstance(block.store, PooledStore):
+        heads = block.store.sizes.shape[1]
+        return sum(by_head([budget], heads)[0]) + heads < block.store.entries.shape[1]
+    return isinstance(budget, int) and not apart and budget < block.store.capacity
 
 
 def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:

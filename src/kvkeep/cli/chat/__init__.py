@@ -12,6 +12,7 @@ from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
 from kvkeep.cli.generate.parse import parse_budget, parse_memory
 from kvkeep.cli.generate.request import Request
+from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
     MEMORY,
     OUTPUT,
@@ -31,10 +32,11 @@ from kvkeep.cli.options import (
     parse_threads,
     parse_tokens,
 )
+from kvkeep.cli.sampling import MaxNewTokens, MinP, RepetitionPenalty, Seed, Temperature, TopK, TopP
 from kvkeep.errors import InputError
 from kvkeep.policies import LATER
 
-_CHAT, _SAMPLING = "Conversation", "Sampling"
+_CHAT = "Conversation"
 
 
 @one_line_errors
@@ -96,55 +98,15 @@ def chat(
     ] = None,
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
+    head_budget: HeadBudget = None,
     positions: Positions = None,
-    max_new_tokens: Annotated[
-        str,
-        typer.Option(
-            "--max-new-tokens",
-            "-n",
-            metavar="TOKENS",
-            help="Stop an answer after so many tokens.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = "1024",
-    temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature",
-            "-t",
-            metavar="NUMBER",
-            help="0: greedy. Above 0: tokens are drawn.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = 0.0,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="Draw among the likeliest tokens that have this probability together.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="N", help="Draw among the N likeliest tokens.", rich_help_panel=_SAMPLING)
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="Draw among tokens with at least this share of the likeliest one's probability.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float,
-        typer.Option(
-            metavar="NUMBER", help="Above 1: tokens that were used become less likely.", rich_help_panel=_SAMPLING
-        ),
-    ] = 1.0,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="The same seed draws the same answers.", rich_help_panel=_SAMPLING)
-    ] = 0,
+    max_new_tokens: MaxNewTokens = "1024",
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     load_in: LoadIn = None,
@@ -184,6 +146,7 @@ def chat(
         keep_ratio=None,
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
+        head_budget=parse_head_budget(head_budget),
         positions=parse_positions(positions),
         compare=False,
         max_new_tokens=parse_tokens(max_new_tokens, "--max-new-tokens"),

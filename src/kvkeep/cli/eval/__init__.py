@@ -10,6 +10,7 @@ import typer
 from kvkeep.cli import complete
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import place
+from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
     OUTPUT,
     AllowPickle,
@@ -137,6 +138,7 @@ def evaluate(
     ] = "16",
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
+    head_budget: HeadBudget = None,
     positions: Positions = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -191,6 +193,7 @@ def evaluate(
         "stride": parse_tokens(stride, "--stride"),
         "positions": parse_positions(positions),
         "layer_budget": tuple(spread) if isinstance(spread, list) else spread,
+        "head_budget": parse_head_budget(head_budget),
         "prefill_chunk": parse_prefill_chunk(prefill_chunk),
         "plots": plots,
         "dtype": dtype,

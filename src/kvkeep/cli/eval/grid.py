@@ -68,6 +68,7 @@ class Request:
     stride: int
     positions: Literal["true", "slot"] | None
     layer_budget: str | tuple[float, ...] | None
+    head_budget: str | None
     prefill_chunk: int | None
     plots: bool
     dtype: str
@@ -126,7 +127,12 @@ def prepare(request: Request) -> Grid:
     policies = split_policies(request.policies)
     kinds = tasks.find(request.tasks)
     budgets = [Asked(ratio=b) if isinstance(b, float) else Asked(tokens=b) for b in request.budgets]
-    setup = Setup(positions=request.positions, layer_budget=request.layer_budget, prefill_chunk=request.prefill_chunk)
+    setup = Setup(
+        positions=request.positions,
+        layer_budget=request.layer_budget,
+        head_budget=request.head_budget,
+        prefill_chunk=request.prefill_chunk,
+    )
     options = _options(request)
     parse_dtype(request.dtype)
     check_format(request.load_in)

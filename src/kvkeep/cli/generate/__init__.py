@@ -15,6 +15,7 @@ from kvkeep.cli.files import not_empty
 from kvkeep.cli.generate.parse import parse_batch, parse_budget, parse_memory
 from kvkeep.cli.generate.prompt import read_prompt, standard_input, word_of_prompt
 from kvkeep.cli.generate.request import Request
+from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
     MEMORY,
     AllowPickle,
@@ -35,10 +36,11 @@ from kvkeep.cli.options import (
     parse_threads,
     parse_tokens,
 )
+from kvkeep.cli.sampling import MaxNewTokens, MinP, RepetitionPenalty, Seed, Temperature, TopK, TopP
 from kvkeep.errors import InputError, ModelFileError
 from kvkeep.policies import DEFAULT
 
-_PROMPT, _JOB, _SAMPLING = "Prompt", "Batch job", "Sampling"
+_PROMPT, _JOB = "Prompt", "Batch job"
 
 
 @one_line_errors
@@ -129,6 +131,14 @@ def generate(
             rich_help_panel=_PROMPT,
         ),
     ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A kvkeep.toml, as [b]kvkeep tune[/b] writes it. Its settings hold where no option is given.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
     policy: PolicyOrNone = None,
     budget: Annotated[
         str | None,
@@ -151,6 +161,7 @@ def generate(
     ] = None,
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
+    head_budget: HeadBudget = None,
     positions: Positions = None,
     pin_system: Annotated[
         bool,
@@ -173,55 +184,13 @@ def generate(
         bool,
         typer.Option("--compare", help="Run a full cache too, and show both side by side.", rich_help_panel=MEMORY),
     ] = False,
-    max_new_tokens: Annotated[
-        str,
-        typer.Option(
-            "--max-new-tokens", "-n", metavar="TOKENS", help="Stop after so many new tokens.", rich_help_panel=_SAMPLING
-        ),
-    ] = "256",
-    temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature",
-            "-t",
-            metavar="NUMBER",
-            help="0: greedy. Above 0: tokens are drawn.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = 0.0,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="Draw among the likeliest tokens that have this probability together.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="N", help="Draw among the N likeliest tokens.", rich_help_panel=_SAMPLING)
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="NUMBER",
-            help="Draw among tokens with at least this share of the likeliest one's probability.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float,
-        typer.Option(
-            metavar="NUMBER", help="Above 1: tokens that were used become less likely.", rich_help_panel=_SAMPLING
-        ),
-    ] = 1.0,
-    seed: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="The same seed draws the same text. Each line of a batch job draws its own.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = 0,
+    max_new_tokens: MaxNewTokens = "256",
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     load_in: LoadIn = None,
@@ -261,6 +230,7 @@ def generate(
         keep_ratio=keep_ratio,
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
+        head_budget=parse_head_budget(head_budget),
         positions=parse_positions(positions),
         pin_system=pin_system,
         guard=guard,
@@ -279,6 +249,10 @@ def generate(
         allow_pickle=allow_pickle,
         json=json,
     )
+    if config is not None:
+        from kvkeep.cli.generate.settings import settled  # imports torch
+
+        request = settled(request, config)
     if budget is not None and keep_ratio is not None:
         raise InputError("--budget and --keep-ratio were both given; one of them says how much to keep.")
     if batch:

@@ -13,10 +13,10 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.words import question_of
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import BadLine, Line, after, parse
-from kvkeep.jobs.openai.requests import Prompt
 from kvkeep.models import text
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.system import system_spans
+from kvkeep.openai.requests import Prompt
 from kvkeep.pins import Spans
 
 Read: TypeAlias = Callable[[int, bytes], Line | BadLine]

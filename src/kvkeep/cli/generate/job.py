@@ -26,7 +26,6 @@ from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs.lines import Line, digest, read
-from kvkeep.jobs.openai.answers import Show
 from kvkeep.jobs.output import Output
 from kvkeep.jobs.survey import Survey, foreign, remove_bad, write_bad
 from kvkeep.models import threads
@@ -37,6 +36,7 @@ from kvkeep.models.load import Checkpoint, embedded, find, quiet
 from kvkeep.models.packed import pack_weights
 from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
+from kvkeep.openai.answers import Show
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse as parse_policy
@@ -170,6 +170,7 @@ def _settings(
         "dtype": None if request.dtype == "auto" else request.dtype,
         "load_in": request.load_in,
         "layer_budget": request.layer_budget,
+        "head_budget": request.head_budget,
         "positions": request.positions,
         "prefill_chunk": request.prefill_chunk,
         "pin_system": request.pin_system,

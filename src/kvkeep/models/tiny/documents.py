@@ -97,7 +97,7 @@ class Document:
     questions: tuple[Question, ...]
 
 
-def document(
+def document(  # noqa: PLR0913  each decides about the text
     seed: int,
     *,
     n_facts: int = 16,
@@ -106,6 +106,7 @@ def document(
     depths: Sequence[float] = (),
     first_kind: int = 0,
     style: str = "prose",
+    filler: Iterable[str] | None = None,
     count: Callable[[str], int],
 ) -> Document:
     """A text in which the facts are spread evenly, and questions about some of them or all.
@@ -119,6 +120,7 @@ def document(
             anywhere. Empty: the facts are spread evenly.
         first_kind: the number of the first fact's kind; the facts take all kinds in turn.
         style: one of `STYLES`.
+        filler: sentences between the facts, in place of the style's.
         count: tokens of a string.
     """
     rng, look = random.Random(f"{seed}/document/{n_facts}/{tokens}/{first_kind}"), STYLES[style]
@@ -133,8 +135,9 @@ def document(
         asked = list(range(n_questions))
         places = [*depths, *(rng.random() for _ in range(n_facts - n_questions))]
     room = tokens - sum(count(look.joint + sentence) for sentence in said) - max(count(f" {ask}") for ask in asks)
-    filler = take(look.filler(rng, facts), room, lambda sentence: count(look.joint + sentence.strip()))
-    text, starts = _woven(filler, said, places, look.joint)
+    source = look.filler(rng, facts) if filler is None else filler
+    taken = take(source, room, lambda sentence: count(look.joint + sentence.strip()))
+    text, starts = _woven(taken, said, places, look.joint)
     return Document(text, tuple(_question(text, facts, i, asks[i], starts[i] / len(text)) for i in asked))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -53,21 +54,18 @@ _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 }
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
     **dict.fromkeys(("stream", "store", "echo"), (False,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), ()),
-    "logit_bias": ({},),
     "stream_options": ({},),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
 }
-_REMEDIES = dict.fromkeys(("presence_penalty", "frequency_penalty"), ", or use repetition_penalty")
-_OPTIONS = {name: name for name in ("temperature", "repetition_penalty", "seed", "policy", "budget")}
-_OPTIONS |= {"ignore_eos": "ignore_end"}
+_SAME = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "policy", "budget")
+_OPTIONS = {**{name: name for name in _SAME}, "ignore_eos": "ignore_end"}
 _OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Values with which a parameter leaves all tokens to be drawn."""
 
@@ -107,12 +105,13 @@ class Asked:
     model: str | None
 
 
-def read(url: str, body: object) -> Asked:
+def read(url: str, body: object, *, honoured: Collection[str] = ()) -> Asked:
     """Read a body.
 
     Args:
         url: the route that it was sent to.
         body: the JSON object.
+        honoured: parameters that the caller itself honours, whatever they ask for.
 
     Raises:
         ParameterError: a parameter has another type, is unknown, or asks for something that kvkeep cannot do.
@@ -124,7 +123,7 @@ def read(url: str, body: object) -> Asked:
         raise InputError("the body is no JSON object")
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
-        _check(name, value, _TYPES[url])
+        _check(name, value, _TYPES[url], honoured)
     prompts = (_messages(given),) if url == CHAT else _prompts(given)
     n = given.get("n", 1)
     if not 1 <= n * len(prompts) <= MOST_CHOICES:
@@ -134,7 +133,7 @@ def read(url: str, body: object) -> Asked:
     length, spelling = _length(given)
     same = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     shares, unset = _shares(given)
-    options = length | same | shares | _stop(given) | _logprobs(url, given)
+    options = length | same | shares | _stop(given) | _biases(given) | _logprobs(url, given)
     return Asked(url, prompts, n, options, unset, spelling, given.get("model"))
 
 
@@ -148,7 +147,7 @@ def in_words_of(asked: Asked, error: Exception) -> Exception:
     return InputError(text) if param is None else ParameterError(param, f"is refused: {text}")
 
 
-def _check(name: str, value: object, types: Mapping[str, tuple[type, ...]]) -> None:
+def _check(name: str, value: object, types: Mapping[str, tuple[type, ...]], honoured: Collection[str]) -> None:
     """Check that a parameter exists, has the right type, and asks for nothing that kvkeep cannot do."""
     if name not in types:
         alike = difflib.get_close_matches(name[:80], types, 1)
@@ -158,8 +157,8 @@ def _check(name: str, value: object, types: Mapping[str, tuple[type, ...]]) -> N
         raise ParameterError(name, f"is {_short(value)} and not {_IN_WORDS.get(wanted[-1], 'an object')}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ParameterError(name, "is too large a number")
-    if name in _ASKS_FOR_NOTHING and value not in _ASKS_FOR_NOTHING[name]:
-        raise ParameterError(name, f"cannot be {_short(value)} here; leave it out{_REMEDIES.get(name, '')}")
+    if name not in honoured and name in _ASKS_FOR_NOTHING and value not in _ASKS_FOR_NOTHING[name]:
+        raise ParameterError(name, f"cannot be {_short(value)} here; leave it out")
 
 
 def _short(value: object) -> str:
@@ -242,6 +241,19 @@ def _stop(given: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(text, str) and text for text in texts):
         raise ParameterError("stop", "has an entry that is no text, or empty")
     return {"stop": [_whole("stop", text) for text in texts]}
+
+
+def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The option for what is added to logits; JSON writes token ids as texts."""
+    if not given.get("logit_bias"):
+        return {}
+    found: Mapping[str, object] = given["logit_bias"]
+    for token, added in found.items():
+        if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
+            raise ParameterError("logit_bias", f"has {_short(token)} in place of a token id")
+        if isinstance(added, bool) or not isinstance(added, int | float) or not -100 <= added <= 100:
+            raise ParameterError("logit_bias", f"adds {_short(added)} to a logit; give a number from -100 to 100")
+    return {"logit_bias": {int(token): added for token, added in found.items()}}
 
 
 def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:

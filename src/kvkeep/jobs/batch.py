@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkeep.errors import InputError
-from kvkeep.jobs.openai import answers, requests
-from kvkeep.jobs.openai.requests import CHAT, COMPLETIONS, Asked
+from kvkeep.openai import answers, requests
+from kvkeep.openai.requests import CHAT, COMPLETIONS, Asked
 
 BEGINNING = '{"id": "batch_req_%d_%s", '
 """The first characters of an answer to the line of this number and fingerprint."""
@@ -38,7 +38,7 @@ def read(fields: Mapping[str, Any]) -> Asked:
     """Read the request of a line.
 
     Raises:
-        InputError: a field is missing, unknown or wrong, or see `kvkeep.jobs.openai.requests.read`.
+        InputError: a field is missing, unknown or wrong, or see `kvkeep.openai.requests.read`.
     """
     if missing := [name for name in _FIELDS if fields.get(name) is None]:
         raise InputError(f"it is in OpenAI's format and has no {missing[0]}; there must be {', '.join(_FIELDS)}")

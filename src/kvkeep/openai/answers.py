@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from kvkeep.engine.request import Logprob, Result
-from kvkeep.jobs.openai.requests import CHAT, Asked
+from kvkeep.openai.requests import CHAT, Asked
 
 Show: TypeAlias = Callable[[int | None, int], str]
 """Returns the text of a token; the token before it, if there is one, decides about white space."""
 
-_LEAST = -9999.0
+LEAST = -9999.0
 """The log-probability of a token that cannot be drawn; JSON has no minus infinity."""
 
 
@@ -51,7 +51,7 @@ def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": new,
         "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": sum(one.cached_tokens for one in results[::n])},
     }
 
 
@@ -77,19 +77,13 @@ def _message(index: int, result: Result, show: Show | None) -> dict[str, Any]:
 
 
 def _text(index: int, result: Result, show: Show | None) -> dict[str, Any]:
-    found = None if show is None else _columns(result, show)
+    found = None if show is None else columns(result, show)
     return {"index": index, "text": result.text, "logprobs": found, "finish_reason": result.finish_reason}
 
 
 def _content(result: Result, show: Show) -> list[dict[str, Any]]:
     """The log-probabilities of a chat's answer, one entry per token."""
-    return [
-        {
-            **_token(piece, entry.value),
-            "top_logprobs": [_token(show(before, token), value) for token, value in entry.top],
-        }
-        for before, piece, entry in _tokens(result, show)
-    ]
+    return [content_of(before, entry, show) for before, _, entry in _tokens(result, show)]
 
 
 def _token(text: str, value: float) -> dict[str, Any]:
@@ -97,33 +91,64 @@ def _token(text: str, value: float) -> dict[str, Any]:
     whole = "\ufffd" not in text
     return {
         "token": text,
-        "logprob": max(value, _LEAST),
+        "logprob": max(value, LEAST),
         "bytes": list(text.encode("utf-8", "surrogatepass")) if whole else None,
     }
 
 
-def _columns(result: Result, show: Show) -> dict[str, Any]:
-    """The log-probabilities of a completion, as lists beside each other."""
-    tokens = list(_tokens(result, show))
+def columns(result: Result, show: Show, *, whole: bool = False) -> dict[str, Any]:
+    """The log-probabilities of a completion, as lists beside each other; ``whole``: also those of its end token."""
+    tokens = list(_tokens(result, show, whole=whole))
     starts = itertools.accumulate((len(piece) for _, piece, _ in tokens[:-1]), initial=0) if tokens else ()
     return {
         "tokens": [piece for _, piece, _ in tokens],
-        "token_logprobs": [max(entry.value, _LEAST) for _, _, entry in tokens],
+        "token_logprobs": [max(entry.value, LEAST) for _, _, entry in tokens],
         "top_logprobs": [
-            {show(before, token): max(value, _LEAST) for token, value in entry.top} for before, _, entry in tokens
+            {show(before, token): max(value, LEAST) for token, value in entry.top} for before, _, entry in tokens
         ],
         "text_offset": list(starts),
     }
 
 
-def _tokens(result: Result, show: Show) -> list[tuple[int | None, str, Logprob]]:
+def _tokens(result: Result, show: Show, *, whole: bool = False) -> list[tuple[int | None, str, Logprob]]:
     """The tokens of a result's text with the tokens before them, without the end of the text or a stop text."""
     found: list[tuple[int | None, str, Logprob]] = []
     before, length = None, 0
     for entry in result.logprobs:
-        if length >= len(result.text):
+        if length >= len(result.text) and not whole:
             break
         piece = show(before, entry.token_id)
         found.append((before, piece, entry))
         before, length = entry.token_id, length + len(piece)
     return found
+
+
+def content_of(before: int | None, entry: Logprob, show: Show) -> dict[str, Any]:
+    """The log-probability of one token of a chat's answer.
+
+    Args:
+        before: the token before it.
+        entry: the log-probability.
+        show: returns the text of a token.
+    """
+    return {
+        **_token(show(before, entry.token_id), entry.value),
+        "top_logprobs": [_token(show(before, token), value) for token, value in entry.top],
+    }
+
+
+def column_of(before: int | None, entry: Logprob, show: Show, offset: int) -> dict[str, Any]:
+    """The log-probability of one token of a completion.
+
+    Args:
+        before: the token before it.
+        entry: the log-probability.
+        show: returns the text of a token.
+        offset: characters of the text before it.
+    """
+    return {
+        "tokens": [show(before, entry.token_id)],
+        "token_logprobs": [max(entry.value, LEAST)],
+        "top_logprobs": [{show(before, token): max(value, LEAST) for token, value in entry.top}],
+        "text_offset": [offset],
+    }
