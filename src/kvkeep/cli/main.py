@@ -12,7 +12,21 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli import analyze, calibrate, chat, console, demo, env, generate, memory, plan, policies, remember, theory, tune
+from kvkeep.cli import (
+    analyze,
+    calibrate,
+    chat,
+    console,
+    demo,
+    env,
+    generate,
+    memory,
+    plan,
+    policies,
+    remember,
+    theory,
+    tune,
+)
 from kvkeep.cli import eval as evaluation
 from kvkeep.cli.commands import Command, Group
 from kvkeep.version import __version__
