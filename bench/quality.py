@@ -1,11 +1,13 @@
 """What every policy keeps of the full cache's answers, for questions inside the text and for later ones.
 
-    python bench/quality.py --output DIR --text NOVEL [--write docs/choose-a-policy.md]
+    kvkeep calibrate --seed 7 --output heads.json
+    python bench/quality.py --output DIR --text NOVEL --profile heads.json [--write docs/choose-a-policy.md]
     python bench/quality.py --output DIR --look          # minutes: few questions, one length
 
 Runs `kvkeep eval` on the embedded model, the most important cells first. The same command goes on where it stopped.
-`--text` adds the loss on the 64 tokens that follow a text of 1 024 tokens after its cut. `--collect` runs nothing and
-shows what is there. `--write` replaces the tables between the marks in a page.
+`--text` adds the loss on the 64 tokens that follow a text of 1 024 tokens after its cut, and `--profile` the rules for
+later questions under head budgets. `--collect` runs nothing and shows what is there. `--write` replaces the tables
+between the marks in a page.
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ from kvkeep.policies import DEFAULT, LATER
 MAIN = (
     "full",
     "blend",
-    "leverage",
-    "reread",
     "snapkv:late",
+    "leverage",
     DEFAULT,
     "keydiff:document",
     LATER,
@@ -41,7 +42,10 @@ MAIN = (
     "adakv",
     "tova",
     "expected_attention",
+    "reread",
 )
+"""The policies with most questions; `reread` is last, since it takes longest."""
+
 REST = (
     "full",
     "streaming_llm",
@@ -53,6 +57,9 @@ REST = (
     "pyramidkv",
     "nacl",
     "restkv",
+    "defensivekv",
+    "rkv",
+    "triattention",
     "keyformer",
     "spatten",
     "sparse_fixed",
@@ -60,6 +67,9 @@ REST = (
     "knorm",
     "keydiff",
 )
+HEADS = ("reread", "leverage", "keydiff:document", "blend")
+"""The policies that are measured under head budgets, too."""
+
 CONTEXTS = (1024, 2040)
 """Tokens of the prompts. With a reply of 8 tokens the longer ones are as long as the model was trained for."""
 
@@ -83,12 +93,13 @@ class Step:
     protocol: str
     questions: int
     context: int
+    options: Sequence[str] = ()
 
     def command(self, output: Path) -> list[str]:
         words = [sys.executable, "-m", "kvkeep", "eval", "--tasks", "recall", "--no-plots", "--json", "--threads", "1"]
         words += ["--policies", ",".join(self.policies), "--budgets", ",".join(self.budgets), "--ask", self.protocol]
         words += ["--context", str(self.context), "--limit", str(self.questions)]
-        return [*words, "--output", str(folder(output, self.group, self.protocol))]
+        return [*words, *self.options, "--output", str(folder(output, self.group, self.protocol))]
 
 
 def folder(output: Path, group: str, protocol: str) -> Path:
@@ -108,6 +119,16 @@ def steps(protocols: Sequence[str], main: int, rest: int) -> list[Step]:
             found += [Step("rest", MAIN, others, protocol, rest, context) for context in CONTEXTS if others]
             found += [Step("rest", REST, ("10%", "4%", "20%", "60%"), protocol, rest, context) for context in CONTEXTS]
     return found
+
+
+def profiled(profile: Path, main: int) -> list[Step]:
+    """The rules of later questions under head budgets from a profile."""
+    options = ("--head-budget", f"profile:{profile}")
+    return [
+        Step("main", ("full", *HEADS), ("4%", "5%", "10%", "20%"), protocol, main, context, options)
+        for protocol in PROTOCOLS
+        for context in CONTEXTS
+    ]
 
 
 def look() -> list[Step]:
@@ -168,19 +189,28 @@ def rows_of(folder: Path) -> list[Row]:
 
 
 def part(rows: list[Row], case: str) -> Part:
-    rows = [row for row in rows if row["task"] == "recall" and row["case"] == case and not row.get("setup")]
+    rows = [row for row in rows if row["task"] == "recall" and row["case"] == case]
     return Part(
         {
             policy: {budget: answers(cell) for budget, cell in grouped(group, lambda row: str(row["budget"])).items()}
-            for policy, group in grouped(rows, lambda row: str(row["policy"])).items()
+            for policy, group in grouped(rows, named).items()
+            if policy
         }
     )
+
+
+def named(row: Row) -> str | None:
+    """The policy, and whether a profile gave its heads their budgets; ``None`` under any other setup."""
+    setup = str(row.get("setup", ""))
+    if setup.startswith("head-budget=profile") and "," not in setup:
+        return f"{row['policy']} with a profile of heads"
+    return None if setup else str(row["policy"])
 
 
 def lines(found: Part) -> Iterator[list[str]]:
     """One line per policy; the policies that are not clearly worse than the best of the column are bold."""
     for policy in found.cells:
-        cells = [policy if policy == "full" else f"`{policy}`"]
+        cells = ["`{}`{}{}".format(*policy.partition(" "))]
         for budget in BUDGETS:
             one = found.kept(policy, budget) if policy != "full" else None
             text = "" if one is None else str(one)
@@ -232,6 +262,8 @@ def markdown(title: str, body: list[list[str]]) -> str:
 def replaced(page: Path, marks: tuple[str, str], written: str) -> None:
     """Put a text between two marks of a page."""
     text = page.read_text(encoding="utf-8")
+    if not all(mark in text for mark in marks):
+        raise SystemExit(f"{page} has no marks for tables: {' and '.join(marks)}")
     before, _, rest = text.partition(marks[0])
     after = rest.partition(marks[1])[2]
     page.write_text(f"{before}{marks[0]}\n\n{written}\n\n{marks[1]}{after}", encoding="utf-8")
@@ -243,12 +275,17 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=400, help="questions per cell of the main policies")
     parser.add_argument("--rest", type=int, default=128, help="questions per cell of the other policies")
     parser.add_argument("--text", type=Path, help="a novel, for the loss after the cut")
+    parser.add_argument("--profile", type=Path, help="a profile of the model's heads, from kvkeep calibrate")
+    parser.add_argument("--only-profile", action="store_true", help="nothing but the rules under this profile")
     parser.add_argument("--protocols", nargs="+", choices=list(PROTOCOLS), default=["later", "inside"])
     parser.add_argument("--look", action="store_true", help="few questions, one length, one budget")
     parser.add_argument("--collect", action="store_true", help="run nothing, put together what is there")
     parser.add_argument("--write", type=Path, help="a page whose tables are replaced")
     options = parser.parse_args()
     todo = look() if options.look else steps(options.protocols, options.questions, options.rest)
+    if options.profile:
+        found = [step for step in profiled(options.profile, options.questions) if step.protocol in options.protocols]
+        todo = found if options.only_profile else [*todo, *found]
     for step in [] if options.collect else todo:
         subprocess.run(step.command(options.output), check=True, stdout=subprocess.DEVNULL)
     if options.text and not options.collect:
