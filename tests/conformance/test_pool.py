@@ -11,7 +11,7 @@ from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions, Slots
 
-from .cases import BACKENDS, NOW, OF_TOKEN, ON_TOKEN, backend_of, on, there, token
+from .cases import BACKENDS, NOW, OF_TOKEN, ON_TOKEN, backend_of, on, token
 
 PLAIN = AttentionOptions(scaling=0.2)
 ROTATION = Rotation(1.0 / 100 ** (torch.arange(0, 32, 2) / 32), scaling=1.1)
@@ -24,8 +24,8 @@ def laid(slots, sizes=SIZES):
     """The same slots in a pool with NaN everywhere else, and side by side; slots beyond a range are empty."""
     P = int(sizes.sum(dim=1).max()) + 1
     starts = P - 1 - sizes.flip(1).cumsum(dim=1).flip(1)  # the last head ends where the pool does
-    index = indices(starts, sizes, width=slots.keys.shape[2], last=P - 1)
-    positions = slots.positions.masked_fill(index == P - 1, -1)
+    index = indices(starts, sizes, width=slots.keys.shape[2], pool=P)
+    positions = slots.positions.masked_fill(torch.arange(slots.keys.shape[2]) >= sizes[..., None], -1)
     pools = []
     for held in slots[:2]:
         pool = held.new_full((len(held), P, held.shape[-1]), torch.nan)
@@ -104,7 +104,7 @@ def test_append_writes_into_the_range_of_a_head_and_nowhere_else(name):
     now = torch.tensor([NOW + 1, -1, NOW + 1, NOW + 1, NOW + 1, NOW + 1])[:, None].to(pool.starts.device)
     slot = in_pool(backend_of(name)).append(pool, *new, now)
     assert (slot[..., 0] < pool.sizes).all()
-    entries = pool.entries.gather(-1, slot)[..., 0]
+    entries = pool.entries.gather(-1, slot)[..., 0] % pool.pool_keys.shape[1]
     for row in range(6):
         assert pool.positions[row].gather(-1, slot[row]).eq(now[row]).all()
         for old, held, one in zip(before, (pool.pool_keys, pool.pool_values), new, strict=True):
@@ -149,8 +149,9 @@ def test_a_batch_of_ranges_is_each_row_alone():
     out, report = backend.attend(query, pool, now, statistic=Mass(), options=PLAIN)
     for row in range(6):
         part = slice(row, row + 1)
-        parts = (pool.pool_keys, pool.pool_values), pool.positions, (pool.starts, pool.sizes), pool.entries
-        one = PoolSlots.of(*there(tuple(_part(thing, part) for thing in parts), torch.device("cpu")))
+        parts = (pool.pool_keys, pool.pool_values), pool.positions, (pool.starts, pool.sizes)
+        pools, positions, ranges = (_part(thing, part) for thing in parts)
+        one = PoolSlots.of(pools, positions, ranges, indices(*ranges, width=S, pool=pools[0].shape[1]))
         got, mass = backend.attend(query[part], one, now[part], statistic=Mass(), options=PLAIN)
         assert torch.equal(got, out[part])
         assert torch.equal(mass.mass, report.mass[part])

@@ -95,7 +95,7 @@ class PooledStore(Store):
 
     def index(self) -> Int[Tensor, "B Hk S"]:
         """The entry of each slot."""
-        return indices(self.starts, self.sizes, width=self.capacity, last=self.entries.shape[1] - 1)
+        return indices(self.starts, self.sizes, width=self.capacity, pool=self.entries.shape[1])
 
     def numbers(self, start: float) -> Float[Tensor, "B P"]:
         """One number for each entry."""
