@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli import analyze, chat, console, demo, env, generate, memory, plan, policies, remember, theory
+from kvkeep.cli import analyze, chat, console, demo, env, generate, memory, plan, policies, remember, serve, theory
 from kvkeep.cli import eval as evaluation
 from kvkeep.cli.commands import Command, Group
 from kvkeep.version import __version__
@@ -36,6 +36,7 @@ app.command("demo", cls=Command, rich_help_panel=_RUN)(demo.demo)
 app.command("generate", cls=Command, rich_help_panel=_RUN)(generate.generate)
 app.command("remember", cls=Command, rich_help_panel=_RUN)(remember.remember)
 app.command("chat", cls=Command, rich_help_panel=_RUN)(chat.chat)
+app.command("serve", cls=Command, rich_help_panel=_RUN, context_settings={"auto_envvar_prefix": "KVKEEP"})(serve.serve)
 app.command("eval", cls=Command, rich_help_panel=_MEASURE)(evaluation.evaluate)
 app.command("analyze", cls=Command, rich_help_panel=_MEASURE)(analyze.analyze)
 app.command("theory", cls=Command, rich_help_panel=_MEASURE)(theory.theory)
