@@ -29,15 +29,15 @@ WAIT_S = 60.0
 
 
 @functools.cache
-def checkpoint():
+def checkpoint(folder=None):
     with quiet():
-        return find(embedded())
+        return find(folder or embedded())
 
 
 @functools.cache
-def model():
+def model(folder=None):
     with quiet():
-        return read_weights(checkpoint())
+        return read_weights(checkpoint(folder))
 
 
 def keys(*found):
@@ -83,12 +83,12 @@ class Running:
 
 
 @contextmanager
-def serve(*, budget=128, rows=4, engine=None, origins=(), **settings):
+def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, **settings):
     """Run a server until the block ends."""
     options = {"budget": budget, "rows": rows, **(engine or {})}
-    made = kvkeep.Engine(model(), checkpoint().tokenizer, **options)
+    made = kvkeep.Engine(model(folder), checkpoint(folder).tokenizer, **options)
     place = Place(port=0, read_timeout_s=settings.get("read_timeout_s", 30.0), grace_s=5.0)
-    app = make_app(Served(made, checkpoint()), Settings(name=NAME, **settings), origins)
+    app = make_app(Served(made, checkpoint(folder)), Settings(name=NAME, **settings), origins)
     ready = threading.Event()
     server = Server(app, place, ready.set)
     with listen(place) as sock, made:

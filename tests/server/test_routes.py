@@ -206,6 +206,24 @@ def test_mistakes_are_named(server, body, param, words):
         assert error["param"] == param
 
 
+def test_sequences_are_as_long_as_the_model_has_positions():
+    with serve(max_model_len=40) as server:
+        ids = list(range(5, 35))
+        assert server.complete(prompt=ids, max_tokens=10).status_code == 200
+        for body in ({"max_tokens": 11}, {"prompt": list(range(5, 45))}):
+            error = server.refused(server.complete(**{"prompt": ids, "max_tokens": 10, **body}))
+            assert error["code"] == "context_length_exceeded"
+        assert "Give max_tokens: 10 or less" in server.refused(server.complete(prompt=ids, max_tokens=11))["message"]
+        answer = server.post("/v1/chat/completions", {"messages": HELLO, "ignore_eos": True}).json()
+        assert answer["usage"]["total_tokens"] == 40
+        assert server.client.get("/v1/models").json()["data"][0]["max_model_len"] == 40
+        server.post("/v1/sessions", {"id": "long"})
+        turns = [server.chat(session_id="long", max_tokens=8, ignore_eos=True).status_code for _ in range(3)]
+        assert turns == [200, 200, 400]
+        found = server.post("/v1/responses", {"input": "a " * 50})
+        assert server.refused(found)["code"] == "context_length_exceeded"
+
+
 def test_fields_of_others_are_ignored(server):
     assert server.chat(foo=1, chat_template_kwargs={}, safe_prompt=True, best_of=None).status_code == 200
 

@@ -11,7 +11,7 @@ from typing import Any
 from kvkeep import budget as budgets
 from kvkeep.engine import Request
 from kvkeep.engine.sampling import Sampling
-from kvkeep.errors import KVKeepError, PolicyError
+from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.openai import requests as openai
 from kvkeep.openai.requests import CHAT, COMPLETIONS, Asked, ParameterError, in_words_of
 from kvkeep.pins import spans
@@ -69,14 +69,21 @@ def job_of(url: str, body: Generating, served: Served, settings: Settings) -> Jo
     made: list[Request] = []
     for ids in prompts:
         wishes: dict[str, Any] = {**own_options(body, ids), "prompt": ids}
+        fitting = fitted(defaults, asked, len(ids), settings)
         if echo and "logprobs" in asked.options:
             wishes["prompt_logprobs"] = asked.options["logprobs"]
-        made += choices(_request(asked, defaults, wishes), asked.n)
+        made += choices(_request(asked, fitting, wishes), asked.n)
     return Job(asked, tuple(made), prompts, echo=echo, scores_only=scores_only)
 
 
-def turn_of(body: Generating, settings: Settings) -> Job:
+def turn_of(body: Generating, served: Served, settings: Settings, *, before: int) -> Job:
     """The turn of a session: its messages continue the conversation.
+
+    Args:
+        body: the body.
+        served: counts the tokens of the messages.
+        settings: of the server.
+        before: tokens of the conversation so far.
 
     Raises:
         KVKeepError: a parameter cannot be honoured.
@@ -88,7 +95,9 @@ def turn_of(body: Generating, settings: Settings) -> Job:
         if getattr(body, name) is not None:
             raise ParameterError(name, "belongs to the session; give it when the session is made")
     wishes = {**own_options(body, ()), "messages": asked.prompts[0]}
-    return Job(asked, (_request(asked, sampling_of(asked, settings), wishes),))
+    tokens = before + (len(served.encode(asked.prompts[0])) if settings.max_model_len else 0)
+    sampling = fitted(sampling_of(asked, settings), asked, tokens, settings)
+    return Job(asked, (_request(asked, sampling, wishes),))
 
 
 def _read(url: str, body: Generating) -> tuple[Asked, bool, bool]:
@@ -107,6 +116,23 @@ def sampling_of(asked: Asked, settings: Settings) -> Sampling:
     """How tokens are chosen where a body does not say it: as in OpenAI's API, with a seed of its own."""
     most = settings.max_new_tokens if asked.url == CHAT else _FEW
     return Sampling(max_new_tokens=most, temperature=1.0, seed=secrets.randbits(62))
+
+
+def fitted(sampling: Sampling, asked: Asked, tokens: int, settings: Settings) -> Sampling:
+    """How tokens are chosen, with no more of them than the model has positions for.
+
+    Raises:
+        InputError: the prompt is too long, or more new tokens are asked for than there are positions.
+    """
+    most = settings.max_model_len
+    if most is None:
+        return sampling
+    wanted, room = asked.options.get("max_new_tokens", 1), most - tokens
+    if wanted > room:
+        name = asked.spelling.get("max_new_tokens", "max_tokens")
+        remedy = f"Give {name}: {room} or less." if room > 0 else "Shorten the prompt."
+        raise InputError(f"This server takes {most} tokens; the prompt has {tokens}, and {wanted} follow. {remedy}")
+    return dataclasses.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
 
 def own_options(body: Generating, ids: Sequence[int]) -> dict[str, Any]:
@@ -166,21 +192,30 @@ def choices(request: Request, n: int) -> list[Request]:
 
 
 def sampling_request(
-    url: str, fields: Mapping[str, Any], settings: Settings, names: Mapping[str, str], own: Mapping[str, Any]
+    served: Served,
+    fields: Mapping[str, Any],
+    settings: Settings,
+    *,
+    names: Mapping[str, str],
+    own: Mapping[str, Any],
+    before: int,
 ) -> Request:
     """One request of a body with other names than a chat's.
 
     Args:
-        url: the route whose names ``fields`` have.
-        fields: the parameters; ``None`` is no value.
+        served: counts the tokens of the messages.
+        fields: the parameters by a chat's names; ``None`` is no value.
         settings: of the server.
         names: the name of a parameter in ``fields`` → its name in the body.
         own: options of kvkeep.
+        before: tokens of the conversation so far.
 
     Raises:
         KVKeepError: a parameter is out of range, in the words of the body.
     """
-    asked = openai.read(url, {name: value for name, value in fields.items() if value is not None})
+    asked = openai.read(CHAT, {name: value for name, value in fields.items() if value is not None})
     spelling = {option: names.get(name, name) for option, name in asked.spelling.items()}
     asked = dataclasses.replace(asked, spelling=spelling)
-    return _request(asked, sampling_of(asked, settings), {**own, "messages": asked.prompts[0]})
+    tokens = before + (len(served.encode(asked.prompts[0])) if settings.max_model_len else 0)
+    sampling = fitted(sampling_of(asked, settings), asked, tokens, settings)
+    return _request(asked, sampling, {**own, "messages": asked.prompts[0]})

@@ -13,6 +13,7 @@ from kvkeep.engine import Engine, Event, Result
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.errors import KVKeepError
 from kvkeep.server.errors import RefusalError, refusal_of
+from kvkeep.server.limits import Limits
 from kvkeep.server.settings import Settings
 
 Found: TypeAlias = "tuple[int, Event] | BaseException"
@@ -39,18 +40,19 @@ class Desk:
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
+        self._limits = Limits(settings.key_requests, settings.key_tokens)
         self.active = 0
         self.draining = False
         self.ended: list[Callable[[Result], object]] = []
         self._seconds = 1.0  # that a request took, as a moving mean
 
-    async def run(self, streams: Sequence[AsyncEvents]) -> Run:
-        """Run requests together, and yield their events. Whoever closes the generator cancels them.
+    async def run(self, streams: Sequence[AsyncEvents], owner: str) -> Run:
+        """Run requests of a key together, and yield their events. Whoever closes the generator cancels them.
 
         Raises:
             RefusalError: the queue is full, a request waits too long for a row or takes too long, cannot run, or fails.
         """
-        with self._place(len(streams)):
+        with self._limits.request(owner), self._place(len(streams)):
             events: asyncio.Queue[Found] = asyncio.Queue()
             tasks = [asyncio.ensure_future(_pump(place, one, events)) for place, one in enumerate(streams)]
             try:
@@ -61,19 +63,21 @@ class Desk:
                 left = len(streams)
                 while left:
                     place, event = early.pop() if early else await self._next(events, deadline)
-                    left -= event.result is not None
+                    if event.result is not None:
+                        left -= 1
+                        self._end(event.result, owner)
                     yield place, event
             finally:
                 await _stop(tasks, streams)
 
-    async def results(self, streams: Sequence[AsyncEvents]) -> list[Result]:
-        """Run requests together, and return their results.
+    async def results(self, streams: Sequence[AsyncEvents], owner: str) -> list[Result]:
+        """Run requests of a key together, and return their results.
 
         Raises:
             RefusalError: see `run`.
         """
         found: dict[int, Result] = {}
-        run = self.run(streams)
+        run = self.run(streams, owner)
         try:
             async for item in run:
                 if item is not None and item[1].result is not None:
@@ -137,11 +141,15 @@ class Desk:
             ) from error
         if isinstance(found, BaseException):
             raise _raised(found)
-        if (result := found[1].result) is not None:
-            self._end(result)
         return found
 
-    def _end(self, result: Result) -> None:
+    def _end(self, result: Result, owner: str) -> None:
+        """Count a request that has ended.
+
+        Raises:
+            RefusalError: it has failed.
+        """
+        self._limits.spend(owner, result)
         for told in self.ended:
             told(result)
         if result.finish_reason == "error":

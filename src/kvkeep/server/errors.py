@@ -15,6 +15,7 @@ _KINDS = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
+_TOO_LONG = ("has learned positions for", "This server takes")
 _LONGEST = 500
 """Characters of a message; values of clients may be part of it."""
 
@@ -61,7 +62,7 @@ def refusal_of(error: KVKeepError) -> RefusalError:
     sentence = text[:1].upper() + text[1:]
     if not sentence.endswith((".", "!", "?")):
         sentence += "."
-    code = "context_length_exceeded" if "has learned positions for" in text else None
+    code = "context_length_exceeded" if any(words in text for words in _TOO_LONG) else None
     param = "policy" if isinstance(error, PolicyError) else _argument(text)
     return RefusalError(400, sentence, param=getattr(error, "param", None) or param, code=code)
 

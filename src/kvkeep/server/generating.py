@@ -17,7 +17,7 @@ from kvkeep.server.bodies import body_of
 from kvkeep.server.chunks import Head, pieces
 from kvkeep.server.desk import Desk, in_thread
 from kvkeep.server.errors import RefusalError, unknown
-from kvkeep.server.replies import reply, unless_gone
+from kvkeep.server.replies import owner_of, reply, unless_gone
 from kvkeep.server.schema import ChatBody, CompletionBody, Generating
 from kvkeep.server.served import Served
 from kvkeep.server.settings import Settings
@@ -32,10 +32,13 @@ class Generator:
         served: the model.
         desk: runs requests.
         settings: of the server.
+
+    Attributes:
+        served: the model.
     """
 
     def __init__(self, served: Served, desk: Desk, settings: Settings) -> None:
-        self._served, self._desk, self._settings = served, desk, settings
+        self.served, self._desk, self._settings = served, desk, settings
 
     async def chat(self, request: Request, body: ChatBody) -> Response:
         """Answer a conversation."""
@@ -74,17 +77,17 @@ class Generator:
             streams: the events of these requests; by default the engine's.
             after: is done when they have ended well.
         """
-        streams = streams or [self._served.engine.astream(one) for one in job.requests]
+        streams = streams or [self.served.engine.astream(one) for one in job.requests]
         if not body.stream:
-            results = await unless_gone(request, self._desk.results(streams))
+            results = await unless_gone(request, self._desk.results(streams, owner_of(request)))
             if after is not None:
                 await after()
             return reply(self._whole(job, results))
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         if job.echo and job.wants_logprobs:
             raise RefusalError(400, "The parameter echo with logprobs is not streamed. Leave stream out.", param="echo")
-        options: dict[str, Any] = {"show": self._served.show, "prompts": self._echoes(job), "with_usage": with_usage}
-        chunks = pieces(job, self._desk.run(streams), model=self._settings.name, **options)
+        options: dict[str, Any] = {"show": self.served.show, "prompts": self._echoes(job), "with_usage": with_usage}
+        chunks = pieces(job, self._desk.run(streams, owner_of(request)), model=self._settings.name, **options)
         ready = await unless_gone(request, begun(chunks))
         return self.stream(request, ready if after is None else followed(ready, after))
 
@@ -94,7 +97,7 @@ class Generator:
         return EventStream(request, chunks, ping_s=ping_s, write_s=write_s, **options)
 
     async def _job(self, url: str, body: Generating) -> Job:
-        found: Job = await in_thread(lambda: job_of(url, body, self._served, self._settings))
+        found: Job = await in_thread(lambda: job_of(url, body, self.served, self._settings))
         return found
 
     def _whole(self, job: Job, results: list[Result]) -> dict[str, Any]:
@@ -103,7 +106,7 @@ class Generator:
             results = [
                 dataclasses.replace(one, token_ids=(), text="", logprobs=(), finish_reason="length") for one in results
             ]
-        head, show = Head(job, self._settings.name), self._served.show
+        head, show = Head(job, self._settings.name), self.served.show
         found = answers.answer(
             job.asked, results, name=head.name, created=head.created, model=self._settings.name, show=show
         )
@@ -120,7 +123,7 @@ class Generator:
         if not job.echo:
             return []
         texts = [
-            prompt if isinstance(prompt, str) else self._served.text_of(ids)
+            prompt if isinstance(prompt, str) else self.served.text_of(ids)
             for prompt, ids in zip(job.asked.prompts, job.prompts, strict=True)
         ]
         return [text for text in texts for _ in range(job.asked.n)]

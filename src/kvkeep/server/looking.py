@@ -32,6 +32,11 @@ class Looker:
     def __init__(self, served: Served, desk: Desk, settings: Settings) -> None:
         self._served, self._desk, self._settings = served, desk, settings
 
+    @property
+    def _longest(self) -> int | None:
+        """The most tokens of a prompt and its answer."""
+        return self._settings.max_model_len or self._served.max_model_len
+
     async def models(self, request: Request) -> Response:
         """List the model."""
         return reply({"object": "list", "data": [self._card()]})
@@ -65,7 +70,13 @@ class Looker:
         """Turn a text or a conversation into tokens."""
         body = await body_of(request, TokenizeBody, self._settings)
         ids = await in_thread(lambda: self._ids(body))
-        return reply({"tokens": ids, "count": len(ids), "max_model_len": self._served.max_model_len})
+        return reply(
+            {
+                "tokens": ids,
+                "count": len(ids),
+                "max_model_len": self._settings.max_model_len or self._served.max_model_len,
+            }
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """Turn tokens into a text."""
@@ -78,13 +89,13 @@ class Looker:
         tokenizer = self._served.checkpoint.tokenizer
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
         found: dict[str, Any] = {name: _plain(getattr(tokenizer, name, None)) for name in names}
-        limit = self._served.max_model_len
+        limit = self._longest
         kind = {"tokenizer_class": type(tokenizer).__name__, "model_max_length": limit, "vocab_size": len(tokenizer)}
         return reply({**kind, **found})
 
     def _card(self) -> dict[str, Any]:
         """The model as the list of models has it."""
-        length = {"max_model_len": self._served.max_model_len}
+        length = {"max_model_len": self._longest}
         engine = self._served.engine
         own = {"policy": str(engine.policy), "budget": engine.budget, "rows": engine.rows}
         return {

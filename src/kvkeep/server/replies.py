@@ -48,6 +48,11 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
+def owner_of(request: Request) -> str:
+    """The owner of the key with which a request came."""
+    return str(request.state.owner)
+
+
 async def gone(request: Request) -> None:
     """Return when the client has closed the connection. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":

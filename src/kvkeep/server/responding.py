@@ -14,16 +14,16 @@ from fastapi import Request, Response
 from kvkeep.engine import Engine, Session
 from kvkeep.engine import Request as Asked
 from kvkeep.errors import InputError
-from kvkeep.openai.requests import CHAT, ParameterError
+from kvkeep.openai.requests import ParameterError
 from kvkeep.server.asking import own_options, sampling_request
 from kvkeep.server.bodies import body_of
-from kvkeep.server.conversing import owner
 from kvkeep.server.desk import Desk, in_thread
 from kvkeep.server.errors import unknown
 from kvkeep.server.generating import Generator
-from kvkeep.server.replies import reply, unless_gone
+from kvkeep.server.replies import owner_of, reply, unless_gone
 from kvkeep.server.response_events import Answer
 from kvkeep.server.schema import Generating, ResponseBody
+from kvkeep.server.served import Served
 from kvkeep.server.settings import Settings
 from kvkeep.server.streaming import begun
 
@@ -100,9 +100,9 @@ class Responder:
         """Answer, and keep the answer so that it can be continued."""
         body = await body_of(request, ResponseBody, self._settings)
         self._generator.check_model(body.model)
-        who = owner(request)
+        who = owner_of(request)
         previous = None if body.previous_response_id is None else self._shelf.find(who, body.previous_response_id)
-        asked = await in_thread(lambda: turn_of(body, self._settings, continues=previous is not None))
+        asked = await in_thread(lambda: self._turn(body, previous))
         session = await in_thread(lambda: self._begin(body, previous))
         answer = Answer(f"resp_{secrets.token_hex(16)}", body, self._settings.name)
         chunks = self._chunks(who, session, asked, answer)
@@ -111,14 +111,19 @@ class Responder:
             return self._generator.stream(request, ready, done=False, named=True)
         return reply(await unless_gone(request, _last(ready)))
 
+    def _turn(self, body: ResponseBody, previous: Kept | None) -> Asked:
+        """The request of a body."""
+        before = None if previous is None else len(previous.session.token_ids)
+        return turn_of(body, self._generator.served, self._settings, before=before)
+
     async def look(self, request: Request) -> Response:
         """Show an answer again."""
-        return reply(self._shelf.find(owner(request), request.path_params["name"]).body)
+        return reply(self._shelf.find(owner_of(request), request.path_params["name"]).body)
 
     async def remove(self, request: Request) -> Response:
         """Forget an answer."""
         name = request.path_params["name"]
-        self._shelf.find(owner(request), name)
+        self._shelf.find(owner_of(request), name)
         session = self._shelf.drop(name)
         await in_thread(session.close)
         return reply({"id": name, "object": "response", "deleted": True})
@@ -135,7 +140,7 @@ class Responder:
     ) -> AsyncGenerator[Mapping[str, Any], None]:
         """The events of an answer, after an empty one."""
         kept = False
-        run = self._desk.run([session.asend(asked)])
+        run = self._desk.run([session.asend(asked)], who)
         try:
             async for found in run:
                 if found is None:
@@ -143,13 +148,12 @@ class Responder:
                     for event in answer.beginning():
                         yield event
                     continue
-                event = found[1]
-                for piece in answer.more(event):
+                for piece in answer.more(found[1]):
                     yield piece
-                if event.result is not None:
+                if (result := found[1].result) is not None:
                     if kept := answer.stored:
-                        await self._keep(answer.name, Kept(who, session, answer.body(event.result)))
-                    for piece in answer.end(event.result):
+                        await self._keep(answer.name, Kept(who, session, answer.body(result)))
+                    for piece in answer.end(result):
                         yield piece
         finally:
             await run.aclose()
@@ -173,8 +177,14 @@ async def _last(chunks: AsyncGenerator[Mapping[str, Any], None]) -> Mapping[str,
     return found
 
 
-def turn_of(body: ResponseBody, settings: Settings, *, continues: bool) -> Asked:
+def turn_of(body: ResponseBody, served: Served, settings: Settings, *, before: int | None) -> Asked:
     """The request of a body.
+
+    Args:
+        body: the body.
+        served: the model.
+        settings: of the server.
+        before: tokens of the answer that is continued; ``None`` without one.
 
     Raises:
         KVKeepError: a parameter cannot be honoured.
@@ -183,14 +193,15 @@ def turn_of(body: ResponseBody, settings: Settings, *, continues: bool) -> Asked
         raise ParameterError("tools", "cannot be used here; leave it out")
     if body.text and body.text.get("format", {"type": "text"}) != {"type": "text"}:
         raise ParameterError("text", "asks for a format that cannot be written here; leave it out")
-    if continues and (body.policy or body.budget or body.guard is not None):
+    if before is not None and (body.policy or body.budget or body.guard is not None):
         raise ParameterError("previous_response_id", "brings its own policy, budget and guard; leave them out")
-    own = own_options(Generating(policy=body.policy, pins=body.pins, guard=body.guard), ())
+    own = own_options(Generating.model_validate(body.model_dump(include={"policy", "pins", "guard"})), ())
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
     wishes = {"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p}
     fields = {"messages": messages, "seed": body.seed, **wishes}
-    return sampling_request(CHAT, fields, settings, {"max_tokens": "max_output_tokens"}, own)
+    names = {"max_tokens": "max_output_tokens"}
+    return sampling_request(served, fields, settings, names=names, own=own, before=before or 0)
 
 
 def _messages(given: list[Any]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ class Settings:
         name: the model's name in answers.
         keys: the keys that clients must show; without any, everybody is served.
         max_new_tokens: of a chat that does not say how many.
+        max_model_len: the most tokens of a prompt and its answer together; ``None``: no limit.
         max_queue: requests that may wait for a row; more are refused.
         queue_timeout_s: seconds that a request may wait for a row.
         request_timeout_s: seconds that a request may take in all.
@@ -31,6 +32,7 @@ class Settings:
     name: str
     keys: Keys = field(default_factory=Keys)
     max_new_tokens: int = 1024
+    max_model_len: int | None = None
     max_queue: int = 256
     queue_timeout_s: float = 60.0
     request_timeout_s: float = 600.0

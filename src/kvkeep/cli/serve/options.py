@@ -162,6 +162,14 @@ MaxNewTokens = Annotated[
         rich_help_panel=LIMITS,
     ),
 ]
+MaxModelLen = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Tokens of a prompt and its answer together. Default: the trained length; with slot positions no limit.",
+        rich_help_panel=LIMITS,
+    ),
+]
 MaxQueue = Annotated[int, typer.Option(metavar="N", help="Requests that may wait for a row.", rich_help_panel=LIMITS)]
 QueueTimeout = Annotated[
     float, typer.Option(metavar="SECONDS", help="For how long they may wait.", rich_help_panel=LIMITS)

@@ -38,6 +38,7 @@ class Request:
     key_requests: int | None
     key_tokens: int | None
     max_new_tokens: int
+    max_model_len: int | None
     max_queue: int
     queue_timeout: float
     request_timeout: float

@@ -30,6 +30,7 @@ from kvkeep.models.text import Writer
 from kvkeep.registry import parse as parse_policy
 from kvkeep.server.app import make_app
 from kvkeep.server.gate import log
+from kvkeep.server.keys import Keys
 from kvkeep.server.running import Place, Server, check_tls, listen
 from kvkeep.server.served import Served
 from kvkeep.server.settings import Settings
@@ -43,9 +44,11 @@ def run(request: Request) -> None:
     Raises:
         KVKeepError: a setting, the model or the address cannot be used.
     """
-    settings, place = _settings(request), _place(request)
+    _check_numbers(request)
+    place, keys = _place(request), read_keys(request.key_file)
     with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
-        checkpoint = _checkpoint(request)
+        checkpoint, limit = _checkpoint(request)
+        settings = _settings(request, keys, limit)
         if request.check:
             typer.echo("The settings can be used.")
             return
@@ -73,27 +76,33 @@ def _serve(served: Served, settings: Settings, place: Place, socket: Any, reques
         raise typer.Exit(console.INTERRUPTED)
 
 
-def _settings(request: Request) -> Settings:
-    """The settings of the web side.
+def _check_numbers(request: Request) -> None:
+    """Refuse numbers that are out of range.
 
     Raises:
-        InputError: a number is out of range, or there is no usable key.
+        InputError: one is.
     """
     seconds = {"queue_timeout": request.queue_timeout, "request_timeout": request.request_timeout}
     for name, value in (seconds | {"read_timeout": request.read_timeout, "grace": request.grace}).items():
         if not 0 < value < 10**9:
             raise InputError(f"{name}={value:g} is no time; give seconds above 0.")
     least = {"max_queue": (request.max_queue, 0), "key_requests": (request.key_requests, 1)}
-    for name, (number, low) in (least | {"key_tokens": (request.key_tokens, 1)}).items():
+    least |= {"key_tokens": (request.key_tokens, 1), "max_model_len": (request.max_model_len, 2)}
+    for name, (number, low) in least.items():
         if number is not None and number < low:
             raise InputError(f"{name}={number} is less than {low}.")
     if not 0 <= request.port <= 65535:
         raise InputError(f"port={request.port} is outside 0 … 65535; 0 takes any free one.")
     Sampling(max_new_tokens=request.max_new_tokens)
+
+
+def _settings(request: Request, keys: Keys, limit: int | None) -> Settings:
+    """The settings of the web side."""
     return Settings(
         name=request.served_name or request.model or "embedded",
-        keys=read_keys(request.key_file),
+        keys=keys,
         max_new_tokens=request.max_new_tokens,
+        max_model_len=limit,
         max_queue=request.max_queue,
         queue_timeout_s=request.queue_timeout,
         request_timeout_s=request.request_timeout,
@@ -119,8 +128,8 @@ def _place(request: Request) -> Place:
     return place
 
 
-def _checkpoint(request: Request) -> Checkpoint:
-    """The model's configuration and tokenizer, after all checks that need no weights.
+def _checkpoint(request: Request) -> tuple[Checkpoint, int | None]:
+    """The model's configuration and tokenizer, after all checks that need no weights, and the longest sequence.
 
     Raises:
         KVKeepError: something cannot be used.
@@ -139,7 +148,8 @@ def _checkpoint(request: Request) -> Checkpoint:
     checkpoint = find(name, allow_pickle=request.allow_pickle)
     layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
     layout.slots(request.budget)
-    return checkpoint
+    trained = checkpoint.trained_length if layout.rotation is None else None
+    return checkpoint, request.max_model_len or trained
 
 
 def _engine(writer: Writer, request: Request) -> Engine:
