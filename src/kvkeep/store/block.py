@@ -208,6 +208,8 @@ class Block:
 
     def per_slot(self) -> frozenset[str]:
         """Names of the tensors of `per_row` whose third axis is the slots. The others belong to the row as a whole."""
+        if isinstance(self.store, PooledStore):
+            return frozenset()
         store, state = self.store.per_slot(), self.of_slots()
         return frozenset((*(f"store.{name}" for name in store), *(f"state.{name}" for name in state)))
 
