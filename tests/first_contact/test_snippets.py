@@ -32,6 +32,7 @@ ANYWHERE = {
     "calibrate": ["--documents", "0", "--context", "200"],
     "demo": ["--help"],
     "remember": ["--overwrite"],
+    "serve": ["--check"],
 }
 """Options that make a command short, or that it needs here."""
 NEEDS_MORE = ("--load-in", "--device cuda")
@@ -81,6 +82,8 @@ def place(tmp_path, monkeypatch):
         (tmp_path / name).write_text("the quick brown fox jumps over the lazy dog and the cat " * times)
     (tmp_path / "full_attention_heads.tsv").write_text("0.5\t1\n0\t0.25\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
+    (tmp_path / "keys").write_text("anna 0123456789abcdef\n")
+    (tmp_path / "server.toml").write_text('budget = 64\nkv-memory = "1MiB"\n')
     (tmp_path / "questions.jsonl").write_text('{"prompt": "what is it about"}\n')
     monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
     memories.save(tmp_path / "report.kvkeep")
