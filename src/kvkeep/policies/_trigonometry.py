@@ -80,7 +80,7 @@ def heads_of(path: str) -> dict[tuple[int, int], Means]:
             found[layer, head] = Means(query, excess)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise PolicyError(
-            f"calibration={path}: the file lacks q_mean_real, q_mean_imag or q_abs_mean of a head, or they are no finite "
-            f"numbers. {_REMEDY}"
+            f"calibration={path}: the file lacks q_mean_real, q_mean_imag or q_abs_mean of a head, or they are no "
+            f"finite numbers. {_REMEDY}"
         ) from error
     return found
