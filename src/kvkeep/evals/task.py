@@ -72,7 +72,7 @@ class Options:
         if self.documents not in STYLES:
             raise InputError(f"documents={self.documents!r} is no look of texts; use one of {', '.join(STYLES)}.")
         if self.ask not in ASK:
-            raise InputError(f"ask={self.ask!r} is no way to ask; use {' or '.join(ASK)}.")
+            raise InputError(f"ask={self.ask!r} is no way to ask; use {', '.join(ASK[:-1])} or {ASK[-1]}.")
         if not 0 <= self.seed < 2**31:
             raise InputError(f"seed={self.seed} is outside 0 … 2^31 - 1.")
 
