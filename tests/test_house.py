@@ -13,11 +13,12 @@ TESTING = "testing"
 # the lower floor first; rooms on one floor never import each other
 FLOORS = [
     {"version", "types", "errors", "noise"},
-    {"runs", "scores", "statistic", "memory", "budget", "pins", "loss", "rotary", "history"},
-    {"results", "backends", "store"},
+    {"runs", "scores", "statistic", "ranges", "memory", "budget", "pins", "loss", "rotary", "history"},
+    {"results", "profile", "backends", "store"},
     {"policies"},
     {"registry", "capacity", "eviction", "prefill", "asked"},
-    {"layer", "layout"},
+    {"held"},
+    {"layer", "layout", "config"},
     {"handing"},
     {"hybrid"},
     {"snapshot"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Int
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from kvkeep.errors import BudgetError
 from kvkeep.types import Budget
+
+Number: TypeAlias = int | tuple[int, ...]
+"""The budget of a row: of each of its KV heads, or one number for all of them."""
 
 MOST = 2**50
 """Upper limit of a number of tokens, rows or bytes: no machine has more bytes, and no text more tokens."""
@@ -40,8 +44,10 @@ def from_ratio(keep_ratio: float, tokens: int) -> int:
     return max(1, math.floor(keep_ratio * tokens + 1e-9))
 
 
-def check(budget: object) -> tuple[int, ...]:
+def check(budget: object) -> tuple[Number, ...]:
     """Check a budget and return it as one number per row, or as a single number for all rows.
+
+    A row may have a tuple of numbers instead, one for each of its KV heads.
 
     Raises:
         BudgetError: a budget is not an integer, is below 1, or is more than any memory holds.
@@ -49,8 +55,8 @@ def check(budget: object) -> tuple[int, ...]:
     numbers = tuple(budget) if isinstance(budget, Sequence) and not isinstance(budget, str) else (budget,)
     if not numbers:
         raise BudgetError("The budget is an empty list; give one number of tokens, or one per row.")
-    found = tuple(map(_whole, numbers))
-    for number in found:
+    found = tuple(tuple(map(_whole, number)) if isinstance(number, tuple) else _whole(number) for number in numbers)
+    for number in (one for row in found for one in (row if isinstance(row, tuple) else (row,))):
         if number < 1:
             raise BudgetError(f"budget={number} keeps no token; the smallest budget is 1.")
         if number > MOST:
@@ -93,14 +99,70 @@ def check_one(number: object, name: str = "budget") -> int:
     return found
 
 
-def per_row(numbers: Sequence[int], rows: int, device: torch.device) -> Budget:
-    """Budgets in the form that the cache computes with: an int, or ``(B, 1)`` if rows differ.
+def by_head(numbers: Sequence[Number], heads: int) -> list[tuple[int, ...]]:
+    """Budgets as one tuple with a number for each KV head.
+
+    Raises:
+        BudgetError: there are budgets for another number of heads.
+    """
+    found = [number if isinstance(number, tuple) else (number,) * heads for number in numbers]
+    if wrong := [one for one in found if len(one) != heads]:
+        raise BudgetError(f"{len(wrong[0])} budgets were given for {heads} KV heads.")
+    return found
+
+
+def largest(numbers: Sequence[Number]) -> int:
+    """The largest budget of a row and head."""
+    return max(max(number) if isinstance(number, tuple) else number for number in numbers)
+
+
+def smallest(number: Number) -> int:
+    """The smallest budget of a row's heads."""
+    return min(number) if isinstance(number, tuple) else number
+
+
+def at_most(number: Number, most: int | None) -> Number:
+    """A row's budget, limited for each head; ``None``: to nothing."""
+    if most is None:
+        return number
+    return tuple(min(one, most) for one in number) if isinstance(number, tuple) else min(number, most)
+
+
+def per_head(numbers: Sequence[Number], rows: int, heads: int, device: torch.device) -> Int[Tensor, "B Hk"]:
+    """Budgets as one number for each row and KV head.
+
+    Raises:
+        BudgetError: there are several budgets, but not one for each row, or for another number of heads.
+    """
+    found = by_head(numbers, heads)
+    if len(found) not in (1, rows):
+        raise BudgetError(
+            f"{len(found)} budgets were given for a batch of {rows} rows; give one number for all, or {rows}."
+        )
+    table = torch.tensor(found if len(found) == rows else found * rows, dtype=torch.int64, device=device)
+    return table.view(rows, heads)
+
+
+def check_rows(budget: object) -> tuple[int, ...]:
+    """Check a budget as `check` does, where heads have none of their own.
+
+    Raises:
+        BudgetError: see `check`; or a row has several numbers.
+    """
+    found = tuple(number for number in check(budget) if isinstance(number, int))
+    if len(found) < len(check(budget)):
+        raise BudgetError("A budget is one number, or one per row; heads get theirs by `head_budget`.")
+    return found
+
+
+def per_row(numbers: Sequence[Number], rows: int, device: torch.device) -> Budget:
+    """Budgets of rows in the form that the cache computes with: an int, or ``(B, 1)`` if rows differ.
 
     Raises:
         BudgetError: there are several budgets, but not one for each row.
     """
-    if len(set(numbers)) == 1 and len(numbers) in (1, rows):
-        return numbers[0]
+    if isinstance(first := numbers[0], int) and len(set(numbers)) == 1 and len(numbers) in (1, rows):
+        return first
     if len(numbers) != rows:
         raise BudgetError(
             f"{len(numbers)} budgets were given for a batch of {rows} rows; give one number for all, or {rows}."
@@ -110,9 +172,18 @@ def per_row(numbers: Sequence[int], rows: int, device: torch.device) -> Budget:
 
 
 def column(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """A budget as one number per row. ``seen`` gives the number of rows and the device."""
+    """A budget as one number per row, the mean where heads differ. ``seen`` gives the number of rows and the device."""
     number = budget if isinstance(budget, Tensor) else seen.new_full((1,), budget)
+    if number.ndim == 2 and number.shape[1] > 1:
+        number = number.sum(dim=1) // number.shape[1]
     return number.view(-1).expand(len(seen))
+
+
+def table(budget: Budget, seen: Int[Tensor, " B"]) -> Int[Tensor, "B #Hk"]:
+    """A budget as one number per row, and per head where heads differ; arguments as for `column`."""
+    if isinstance(budget, Tensor) and budget.ndim == 2:
+        return budget.expand(len(seen), -1)
+    return column(budget, seen)[:, None]
 
 
 def between(low: int, budget: Budget, high: int | None) -> Budget:

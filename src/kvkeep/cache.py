@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import index
 from typing import Any, Literal
 
 import torch
@@ -24,7 +23,7 @@ from kvkeep.pins import spans_of_rows
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
-from kvkeep.snapshot.arguments import Settings
+from kvkeep.snapshot.arguments import Settings, identities
 from kvkeep.snapshot.caches import SnapshotCache
 from kvkeep.types import Phase
 
@@ -42,6 +41,9 @@ class BoundedCache(SnapshotCache):
         sequences: identity of each row for policies with randomness; rows get the same stream if not given.
         layer_budget: how the budget is spread over the layers: ``uniform``, ``ramp:0.2``, ``pyramid:20`` or one weight
             per layer; by default the policy's own rule. See `kvkeep.budget.per_layer`.
+        head_budget: how a layer's budget is divided among its KV heads: ``uniform``, ``ada:0.2`` (by scores, at the end
+            of a prompt) or ``profile:FILE`` (by a file, which divides it among the layers, too); by default by the
+            policy's own rule. See ``docs/heads.md``.
         positions: ``true``, or ``slot``: tokens are attended at their rank in the cache, so that a stream may be longer
             than the model's trained length. By default the policy's own mode, where the model allows it.
         pins: spans of positions that no policy may evict, such as ``[(0, 120)]`` for the first 120 tokens (padding not
@@ -56,7 +58,7 @@ class BoundedCache(SnapshotCache):
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the choices of a user
         self,
         config: PreTrainedConfig,
         policy: str | Policy = DEFAULT,
@@ -66,6 +68,7 @@ class BoundedCache(SnapshotCache):
         sequences: Sequence[int] | None = None,
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
+        head_budget: str | None = None,
         pins: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]] = (),
     ):
         if not isinstance(config, PreTrainedConfig):
@@ -77,9 +80,9 @@ class BoundedCache(SnapshotCache):
         if not isinstance(self.policy, Policy):
             raise PolicyError(f"{policy!r} is neither a policy nor the name of one.")
         self.budget = budget
-        layout = Layout.of(
-            config, self.policy, prefill_chunk=prefill_chunk, layer_budget=layer_budget, positions=positions
-        )
+        spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget}
+        layout = Layout.of(config, self.policy, prefill_chunk=prefill_chunk, positions=positions, **spread)
+        self.policy = layout.policy
         self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
         self._first, self._prompt_columns = min(layout.windows, default=0), 0
         pinned = spans_of_rows(pins)
@@ -101,7 +104,7 @@ class BoundedCache(SnapshotCache):
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)
-        self._settings = Settings.of(config, budget, layout.layer_budget, prefill_chunk, cascade)
+        self._settings = Settings.of(config, budget, layout, prefill_chunk, cascade)
         self._history: History | None = None
 
     def continue_with(
@@ -269,21 +272,6 @@ class BoundedCache(SnapshotCache):
 
     def __repr__(self) -> str:
         return f"BoundedCache(policy='{self.policy}', budget={self.budget}, layers={len(self.layers)})"
-
-
-def identities(sequences: Sequence[int]) -> list[int]:
-    """Return the identity of each row as a list of Python's numbers.
-
-    Raises:
-        InputError: they are no whole numbers of 64 bits.
-    """
-    try:
-        found = list(map(index, sequences))
-    except TypeError:
-        found = [2**63]
-    if not all(-(2**63) <= number < 2**63 for number in found):
-        raise InputError(f"sequences={sequences!r:.60} is no list of whole numbers below 2^63, one per row.")
-    return found
 
 
 def handing_cache(config: PreTrainedConfig, make: Callable[[int], CountingStepper]) -> PhasedCache:

@@ -15,7 +15,7 @@ from kvkeep.errors import PolicyError
 from kvkeep.policies.base import Policy
 from kvkeep.statistic import Statistic
 from kvkeep.store import Block
-from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, State, View
+from kvkeep.types import EMPTY, AttentionOptions, Budget, State, View
 
 _LATER = torch.iinfo(torch.int32).max
 
@@ -35,13 +35,20 @@ def append(
         block.state[name].scatter_(-1, slot, start)
 
 
-def fuses(policy: Policy, backend: Backend, *, window: int | None = None) -> bool:
-    """Whether `fused` may take a decode step of this policy in a layer with this sliding window."""
+def fuses(policy: Policy, backend: Backend, *, window: int | None = None, even: bool = True) -> bool:
+    """Whether `fused` may take a decode step of this policy in a layer.
+
+    Args:
+        policy: the policy.
+        backend: the backend.
+        window: sliding window of the layer.
+        even: whether all heads of a row have the same budget.
+    """
     if not backend.fuses or policy.focuses is not None or policy.cascades is not None or any(policy.slots.values()):
         return False  # the kernel starts every state at 0
     if policy.tally is not None:
         waits = policy.bursts is not None and policy.bursts.waits and window is None  # in a window heads differ in size
-        return backend.tallies and waits and _is_told(type(policy), "tally", "observe", "wants", "bursts")
+        return backend.tallies and waits and even and _is_told(type(policy), "tally", "observe", "wants", "bursts")
     rule = policy.sums
     if rule is None or policy.bursts is not None or len(policy.slots) > 2:
         return False
@@ -81,7 +88,7 @@ def fused(
     ring = added.ring
     out = backend.step(
         new[0],
-        Slots(view.keys, view.values, view.positions),
+        block.store.slots(),
         new[1:3],
         new[3],
         statistic=statistic,
@@ -197,9 +204,10 @@ def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"
     """
     assert policy.spreads is not None
     found = policy.spreads.heads(policy, view, state)
-    if view.pins is None:
+    if (pins := view.pins) is None:
         return found
-    coming = (view.pins[:, 1::2] - view.pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(view.budget)[1]
+    view = replace(view, budget=found.sum(dim=-1, keepdim=True) // found.shape[1])  # what an equal share protects
+    coming = (pins[:, 1::2] - pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(view.budget)[1]
     held = protected_slots(policy, view).sum(dim=-1).maximum(coming)  # generated tokens may be pinned, too
     above = (found - held).clamp(min=0)
     free = (found - held).sum(dim=-1, keepdim=True).clamp(min=0)

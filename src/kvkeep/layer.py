@@ -6,7 +6,6 @@ knows nothing of transformers: `kvkeep.cache` and the engine drive it. ``docs/la
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,21 +16,21 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep import loss, scores
-from kvkeep.asked import Asked, one_each
-from kvkeep.backends import Backend, choose
+from kvkeep.asked import one_each
+from kvkeep.budget import Number
 from kvkeep.capacity import check_pins, check_room
 from kvkeep.errors import BrokenCacheError, ShapeError, UnsupportedOperationError
-from kvkeep.eviction import append, cut, evict, fused, fuses
-from kvkeep.memory import Memory
+from kvkeep.eviction import append, cut, evict, fused
+from kvkeep.held import Held
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.prefill import chunk_size, in_chunks, with_queries
+from kvkeep.prefill import chunk_size, for_prompt, in_chunks, read
 from kvkeep.rotary.ranks import Rotation
-from kvkeep.store import Alone, Block, Cascade, DenseStore, Store, inference
-from kvkeep.types import AttentionOptions, Phase, Report, Slots, State, View
+from kvkeep.store import Cascade, inference, view_of
+from kvkeep.types import AttentionOptions, Phase, Report, Slots, View
 
 
-class Layer:
+class Layer(Held):
     """One layer's slots and their policy.
 
     Args:
@@ -59,15 +58,10 @@ class Layer:
         rotary: the model's rotary embedding, set for a policy that looks at unrotated keys or turns queries.
     """
 
-    block: Block
-    rotary: Rotation | None = None
-    _backend: Backend
-    _kind: type[Store] = DenseStore
-
     def __init__(  # noqa: PLR0913  a layer is told everything at once
         self,
         policy: Policy,
-        budget: int | Sequence[int],
+        budget: int | Sequence[Number],
         *,
         index: int = 0,
         window: int | None = None,
@@ -77,15 +71,14 @@ class Layer:
         cascade: Cascade | None = None,
         pins: Sequence[Spans] = (),
     ):
-        for number in (numbers := budgets.check(budget)):
+        numbers = budgets.check(budget)
+        for number in {one for row in numbers for one in (row if isinstance(row, tuple) else (row,))}:
             policy.check(number)
-        self.policy, self.window, self._asked = policy, window, Asked(policy)
-        self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
-        self.budgets = numbers if window is None else tuple(min(n, window) for n in numbers)
-        self._index, self._sequences, self._rotation = index, sequences, rotation
-        self._prefill_chunk, self._pins = chunk_size(prefill_chunk), pins if policy.evicts else ()
-        check_pins(policy, self.budgets, self._pins, window=window)
-        self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
+        self.window, self._prefill_chunk = window, chunk_size(prefill_chunk)
+        self.budgets = tuple(budgets.at_most(number, window) for number in numbers)
+        pins = pins if policy.evicts else ()
+        check_pins(policy, [budgets.smallest(number) for number in self.budgets], pins, window=window)
+        super().__init__(policy, index=index, rotation=rotation, cascade=cascade, sequences=sequences, pins=pins)
 
     @inference
     def step(
@@ -127,62 +120,31 @@ class Layer:
             raise UnsupportedOperationError(f"{self.policy} prunes through the layers and cannot read a text again.")
         check_room(self.policy, self.block, T, real, phase=phase, window=self.window)
         self.broken = True  # until the step has ended
-        if phase is Phase.DECODE:
-            out = self._decode(query, keys, values, options, real)
-        elif phase is Phase.PROBE:
-            out = self._probe(query, keys, values, options, real)
-        else:
-            feed = partial(self._prefill, options)
-            out = in_chunks(feed, query, keys, values, real=real, size=self._prefill_chunk or T)
+        held, self.block = self.block, self.block.opened()
+        try:
+            out = self._run(query, keys, values, options=options, phase=phase, real=real)
+            held.close(self.block)
+        finally:
+            self.block = held
         self.broken = False
         return out
 
-    def reset(self) -> None:
-        """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
-        self.columns, self.moves, self.broken, moves = 0, 0, False, self.moves
-        self._shared.clear()
-        self.allocated &= self._made and not moves and not self.policy.spreads  # else budgets or pins may be others now
-        if self.allocated:
-            self.block.clear()
-
-    @inference
-    def select_rows(self, index: Int[Tensor, " n"]) -> None:
-        """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
-        if self.allocated:
-            self.moves += 1
-            broken, self.broken = self.broken, True  # until all rows have moved
-            self.block.select_rows(index)
-            self._shared.select_rows(self._index, index)
-            self.broken = broken
-
-    def over(self, block: Block, *, columns: int, cascade: Cascade | None = None) -> Layer:
-        """A copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""
-        other = copy.copy(self)
-        other.hold(block, columns=columns)
-        other._shared, other._asked = cascade or Alone(), Asked(self.policy)
-        return other
-
-    def memory(self) -> Memory:
-        """Bytes of this layer; zeros before the first step."""
-        if not self.allocated:
-            return Memory()
-        shared = self._shared.bytes(self._index)
-        return self.block.memory() + Memory(allocated_bytes=shared, state_bytes=shared)
-
-    @property
-    def store(self) -> Store:
-        """Keys, values and positions."""
-        return self.block.store
-
-    @property
-    def state(self) -> State:
-        """The policy's state, of slots and of heads."""
-        return self.block.state
-
-    @property
-    def seen(self) -> Int[Tensor, " B"]:
-        """Real tokens seen per row."""
-        return self.block.seen
+    def _run(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        *,
+        options: AttentionOptions,
+        phase: Phase,
+        real: Bool[Tensor, "B T"] | None,
+    ) -> Float[Tensor, "B Hq T E"]:
+        if phase is Phase.DECODE:
+            return self._decode(query, keys, values, options, real)
+        if phase is Phase.PROBE:
+            return self._probe(query, keys, values, options, real)
+        feed, size = partial(self._prefill, options), self._prefill_chunk or query.shape[2]
+        return in_chunks(feed, query, keys, values, real=real, size=size)
 
     def _decode(
         self,
@@ -238,14 +200,10 @@ class Layer:
         slots, state = self.block.beside(keys, values, shared, starts=self.policy.slots, used=used)
         left = slots.positions if self.window is None else scores.expire(slots.positions, self.seen, self.window)
         view = self._view(slots._replace(positions=left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
-        if self.policy.asks:
-            view = with_queries(view, query, new)
+        view, turn = for_prompt(self.policy, view, query, new, options.output), self._rotation or self.rotary
         attended, wanted = slots if used else slots._replace(positions=shared), self.policy.wants(view)
-        out, report = self._backend.attend(query, attended, new, statistic=wanted, options=options)
-        if self.policy.rereads:
-            n, turn = self.seen[:, None], self._rotation or self.rotary
-            again = self._backend.reread(query, attended, new, length=n, rotation=turn, options=options)
-            report = Report({**report.sums, "again": again})
+        given, length = (self.policy, self._backend, query, attended, new), self.seen[:, None]
+        out, report = read(*given, statistic=wanted, options=options, length=length, rotation=turn)
         self._shared.add(left[:, 0], report)
         stays = cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
         loss.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=left >= 0)
@@ -273,28 +231,13 @@ class Layer:
 
     def _view(self, slots: Slots, *, new: Int[Tensor, " B"], phase: Phase) -> View:
         tables = self._shared.enter(self._index, slots.positions[:, 0])
-        view = self.block.view(slots, new=new, phase=phase, layer=self._index, tables=tables)
-        return view if self.rotary is None else replace(view, rotation=self.rotary, turned=self._rotation is None)
-
-    def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
-        """Allocate the block on the first step; later, check that the tensors fit it."""
-        if keys.shape[2] == 0:
-            raise ShapeError("There are no tokens: the prompt is empty.")
-        if not self.allocated or not (self.columns or self.store.fits(keys, values)):
-            self.hold(self.new_block(keys, values), columns=self.columns, own=True)
-        self.store.check_fit(keys, values)
-
-    def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
-        """An empty block for such keys and values. It is not yet the layer's own."""
-        starts, heads, ids, pins = self.policy.slots, self.policy.summaries, self._sequences, self._pins
-        return Block(
-            keys, values, numbers=self.budgets, starts=starts, heads=heads, sequences=ids, store=self._kind, pins=pins
+        turned = self._rotation is None
+        return view_of(
+            *(self.block, slots),
+            new=new,
+            phase=phase,
+            layer=self._index,
+            tables=tables,
+            rotation=self.rotary,
+            turned=turned,
         )
-
-    def hold(self, block: Block, *, columns: int, own: bool = False) -> None:
-        """Use a block that has seen ``columns`` columns; ``own``: with the layer's budgets and pins."""
-        self.block, self.columns, self._kind = block, columns, type(block.store)
-        self.allocated, self._made = True, own
-        backend = choose(block.seen.device, block.store.slots().keys.dtype)
-        self._backend = backend if self._rotation is None else backend.at_ranks(self._rotation)
-        self._fuses = fuses(self.policy, self._backend, window=self.window)

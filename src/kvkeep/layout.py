@@ -9,10 +9,13 @@ from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvkeep import budget as budgets
+from kvkeep.budget import Number
 from kvkeep.capacity import check_pins
-from kvkeep.errors import UnsupportedModelError, UnsupportedOperationError
+from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.pins import Spans
+from kvkeep.policies._heads import PROFILE, under
 from kvkeep.policies.base import Policy
+from kvkeep.profile import Profile
 from kvkeep.rotary.embedding import UNROTATED, rotation_for, rotation_of
 from kvkeep.rotary.ranks import Rotation
 
@@ -51,6 +54,8 @@ class Layout:
         policy: the eviction policy.
         windows: sliding window of each layer with slots, see `windows_of`.
         layer_budget: how budgets are spread over the layers, see `kvkeep.budget.per_layer`.
+        head_budget: how a layer's budget is divided among its heads; ``None``: by the policy's own rule.
+        profile: the budgets of all heads, under ``head_budget="profile:FILE"``.
         rotation: the rotary embedding that slot positions need; ``None`` under true positions.
         rotary: the rotary embedding that the policy needs, if any.
     """
@@ -60,6 +65,8 @@ class Layout:
     layer_budget: str | Sequence[float]
     rotation: Rotation | None
     rotary: Rotation | None
+    head_budget: str | None = None
+    profile: Profile | None = None
 
     @classmethod
     def of(
@@ -70,6 +77,7 @@ class Layout:
         prefill_chunk: int | None = None,
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
+        head_budget: str | None = None,
     ) -> Layout:
         """The layout for a model; arguments as for `kvkeep.BoundedCache`.
 
@@ -87,31 +95,41 @@ class Layout:
                 "nor with prefill_chunk (a layer would run ahead of the others; give generate prefill_chunk_size)."
             )
         how = policy.defaults.layer_budget if layer_budget is None else layer_budget
-        rotary = rotation or rotary_of(config, policy) if policy.unrotates or policy.rereads else None
-        return cls(policy, windows, how, rotation, rotary)
+        rotary = rotation or rotary_of(config, policy) if policy.unrotates or policy.needs_rotary else None
+        profile, policy = None, under(policy, head_budget)
+        if head_budget is not None and head_budget.startswith(f"{PROFILE}:"):
+            if layer_budget not in (None, policy.defaults.layer_budget):
+                raise InputError("A profile gives every layer its budget: leave out `layer_budget`.")
+            profile = Profile.load(head_budget.partition(":")[2])
+            profile.check(config, layers=len(windows))
+        return cls(policy, windows, how, rotation, rotary, head_budget, profile)
 
-    def spread(self, budget: int | Sequence[int]) -> list[Sequence[int]]:
-        """The budget of each layer with slots: one number for all rows, or one per row.
+    def spread(self, budget: int | Sequence[int]) -> list[Sequence[Number]]:
+        """The budget of each layer with slots: one number for all rows, or one per row. See `kvkeep.budget.Number`.
 
         Raises:
             BudgetError: the budget is out of range, or too small for a layer.
         """
-        numbers, layers = budgets.check(budget), len(self.windows)
+        numbers, layers = budgets.check_rows(budget), len(self.windows)
+        if self.profile is not None:
+            heads = [self.profile.budgets(number, self.policy.least) for number in numbers]
+            return [[tuple(row[layer]) for row in heads] for layer in range(layers)]
         if self.layer_budget == "uniform":
             return [numbers] * layers
         each = (budgets.per_layer(self.layer_budget, number, layers, least=self.policy.least) for number in numbers)
         return list(zip(*each, strict=True))
 
-    def slots(self, budget: int) -> list[int]:
-        """The most tokens that a head of each layer may hold: the layer's budget, at most its sliding window.
+    def slots(self, budget: int) -> list[Number]:
+        """The most tokens that the heads of each layer may hold: the layer's budget, at most its sliding window.
 
         Raises:
             BudgetError: see `spread`; or the policy protects more than a layer's budget.
         """
         found = []
         for (number,), window in zip(self.spread(budget), self.windows.values(), strict=True):
-            self.policy.check(number)
-            found.append(number if window is None else min(number, window))
+            for one in number if isinstance(number, tuple) else (number,):
+                self.policy.check(one)
+            found.append(budgets.at_most(number, window))
         return found
 
     def check_pins(self, budget: int, pins: Spans) -> None:
@@ -121,7 +139,7 @@ class Layout:
             BudgetError: they do not; or see `slots`.
         """
         for number, window in zip(self.slots(budget), self.windows.values(), strict=True):
-            check_pins(self.policy, [number], [pins], window=window)
+            check_pins(self.policy, [budgets.smallest(number)], [pins], window=window)
 
     def room(self, budget: int) -> int | None:
         """The most tokens that a sequence may have if none is evicted; ``None`` if every budget holds its window.
@@ -129,7 +147,7 @@ class Layout:
         Raises:
             BudgetError: see `slots`.
         """
-        pairs = zip(self.slots(budget), self.windows.values(), strict=True)
+        pairs = zip(map(budgets.smallest, self.slots(budget)), self.windows.values(), strict=True)
         return min((number for number, window in pairs if window is None or number < window), default=None)
 
 
@@ -141,14 +159,14 @@ def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:
     """
     text = config.get_text_config(decoder=True)
     kind, parameters = text.model_type, getattr(text, "rope_parameters", None)
-    if kind in UNROTATED and not policy.rereads:
+    if kind in UNROTATED and not policy.needs_rotary:
         return None
     try:
         return rotation_of(config)
     except UnsupportedModelError:
         form = parameters.get("rope_type") if isinstance(parameters, dict) else None
         model = f"this {kind!r} model" + (f" with {form!r} embeddings" if form else "")
-        if policy.rereads:
+        if policy.needs_rotary:
             raise UnsupportedModelError(
                 f"{policy} needs rotary positions that kvkeep knows how to turn, and {model} has none or others. "
                 "Choose another policy, for example leverage."

@@ -1,4 +1,4 @@
-"""What only a prompt has: chunks of it, and what its queries tell a policy that asks for them."""
+"""What only a prompt has: chunks of it, a second reading, and what it shows to a policy that asks for it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.backends import Backend
 from kvkeep.errors import BudgetError
-from kvkeep.types import Queries, View
+from kvkeep.policies.base import Policy
+from kvkeep.rotary.ranks import Rotation
+from kvkeep.statistic import Statistic
+from kvkeep.types import AttentionOptions, Output, Queries, Report, Slots, View
 
 
 def chunk_size(chunk: object) -> int | None:
@@ -61,13 +65,45 @@ def in_chunks(
     return torch.empty_like(out).scatter_(2, order[:, None, :, None].expand_as(out), out)
 
 
-def with_queries(view: View, query: Float[Tensor, "B Hq T D"], positions: Int[Tensor, "B T"]) -> View:
-    """The view of a prompt for a policy that asks for the queries.
+def for_prompt(
+    policy: Policy, view: View, query: Float[Tensor, "B Hq T D"], positions: Int[Tensor, "B T"], output: Output | None
+) -> View:
+    """The view of a prompt, with what only a prompt shows to a policy that asks for it.
 
     Args:
+        policy: `Abilities.asks` and `Abilities.projects` say what it looks at.
         view: the slots and the chunk.
         query: the chunk's queries, rotated like the keys.
         positions: their true positions, -1 for padding.
+        output: projection of the heads' outputs.
     """
+    if policy.projects:
+        view = replace(view, output=output)
+    if not policy.asks:
+        return view
     plain = query if view.rotation is None or not view.turned else view.rotation.undo(query, positions[:, None])
     return replace(view, queries=Queries(plain, positions))
+
+
+def read(  # noqa: PLR0913  the arguments of attention
+    policy: Policy,
+    backend: Backend,
+    query: Float[Tensor, "B Hq T D"],
+    slots: Slots,
+    now: Int[Tensor, "B T"],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+    length: Int[Tensor, "B 1"],
+    rotation: Rotation | None,
+) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+    """Attention of a prompt's chunk and the report; for a policy that `rereads`, of a second reading as well.
+
+    The arguments are those of `kvkeep.backends.Backend.attend_twice`.
+    """
+    if not policy.rereads:
+        return backend.attend(query, slots, now, statistic=statistic, options=options)
+    out, report, again = backend.attend_twice(
+        query, slots, now, statistic=statistic, options=options, length=length, rotation=rotation
+    )
+    return out, Report({**report.sums, "again": again})

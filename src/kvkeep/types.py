@@ -84,6 +84,17 @@ class Top:
     renormalise: bool
 
 
+@runtime_checkable
+class Output(Protocol):
+    """The projection that turns what a layer's heads put out into the layer's output: `kvkeep.models.output`."""
+
+    def lengths(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
+        """The Euclidean norm of the layer's output where all query heads of a group put out ``x``."""
+
+    def sizes(self, x: Float[Tensor, "B Hk S E"]) -> Float[Tensor, "B Hk S"]:
+        """The sum of absolute values of the layer's output where one query head puts out ``x``, mean over the group."""
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """Arguments of a model's attention beside queries, keys and values.
@@ -95,6 +106,7 @@ class AttentionOptions:
         sinks: one learned extra logit per query head that takes mass but has no value (gpt-oss).
         top: use only the largest probabilities. Policies ask for it, models never do. Statistics see the probabilities
             that are used.
+        output: projection of the heads' outputs, for policies that look at it. Attention does not.
     """
 
     scaling: float
@@ -102,6 +114,7 @@ class AttentionOptions:
     softcap: float | None = None
     sinks: Float[Tensor, " Hq"] | None = None
     top: Top | None = None
+    output: Output | None = None
 
 
 @runtime_checkable
@@ -142,6 +155,8 @@ class View:
         rotation: the model's rotary embedding, for a policy that `unrotates`; ``None`` if the model has none.
         turned: whether ``keys`` are rotated. They are not under slot positions.
         queries: a prompt's new queries and their positions, for a policy that `asks`.
+        output: projection of the heads' outputs while a prompt is read, for a policy that `projects`; ``None`` if the
+            layer belongs to no model.
     """
 
     positions: Int[Tensor, "B Hk S"]
@@ -160,6 +175,7 @@ class View:
     rotation: Turning | None = None
     turned: bool = True
     queries: Queries | None = None
+    output: Output | None = None
 
     @functools.cached_property
     def unrotated(self) -> Float[Tensor, "B Hk S D"]:

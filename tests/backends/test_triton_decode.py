@@ -7,7 +7,7 @@ from phases import phase_of
 
 import kvkeep
 from kvkeep.backends import SWITCH
-from kvkeep.backends.protocol import Added, Limits
+from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, gpu, ops, prefill_ops
 from kvkeep.noise import Gumbel

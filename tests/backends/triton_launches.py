@@ -13,7 +13,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton_sources import usage
 
-from kvkeep.backends.protocol import Added, Limits
+from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.triton import gpu, ops, prefill_ops
 from kvkeep.backends.wanted import Wanted
 from kvkeep.statistic import Low, Mass

@@ -61,7 +61,7 @@ def test_a_page_a_table_and_files(novel, tmp_path):
     assert f"{found['sparsity']:.0%} on average" in result.stdout
     assert "skipped" in result.stdout
     assert "The text has 80 tokens; this needs 512." in result.stdout
-    assert "There is no advice" in result.stdout
+    assert "kvkeep tune finds" in result.stdout
     assert "made for 40 tokens" in result.stderr
     assert str(tmp_path) not in (out / "index.html").read_text()
 
@@ -71,7 +71,7 @@ def test_json_is_one_object_with_everything(novel, tmp_path):
     assert found["run"]["text_name"] == "novel.txt"
     assert found["run"]["n_tokens"] == 80
     assert set(found["measurements"]) == {"sparsity", "budgets"}
-    assert found["recommendation"]["policy"] == ""
+    assert found["recommendation"]["command"].startswith("kvkeep tune ")
     assert found["claims"]
 
 

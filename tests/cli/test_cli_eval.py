@@ -178,8 +178,12 @@ def test_questions_in_the_prompt_and_later_stand_beside_each_other(tmp_path):
     result = evaluate(*quick, "--budgets", "20%", "--ask", "later")
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [row["case"] for row in rows] == ["context=300", "context=300,ask=later"]
-    assert "recall, % right (context=300)" in result.stdout
-    assert "recall, % right (context=300,ask=later)" in result.stdout
+    assert "recall, % right (context=300, inside)" in result.stdout
+    assert "recall, % right (context=300, later)" in result.stdout
+    assert "answers of the full cache that stay" not in result.stdout  # full was not run
+    again = evaluate(*quick, "--budgets", "20%", "--ask", "inside")
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2  # inside is another word for prompt
+    assert "(context=300, inside)" in again.stdout
 
 
 def test_weights_of_layers_from_a_file(tmp_path):
@@ -215,7 +219,8 @@ def test_weights_of_layers_from_a_file(tmp_path):
         (["-o", "OUT", "--seed", "0,1,-1"], "--seed -1 is outside"),
         (["-o", "OUT", "--seed", "one"], "--seed: 'one' is not a whole number"),
         (["-o", "OUT", "--seed", ","], "--seed is an empty list"),
-        (["-o", "OUT", "--ask", "never"], "--ask 'never' is no way to ask; use prompt or later"),
+        (["-o", "OUT", "--ask", "never"], "--ask 'never' is no way to ask; use prompt, inside or later"),
+        (["-o", "OUT", "--documents", "poem"], "--documents 'poem' is no look of texts; use one of prose, facts"),
         (["-o", "OUT", "--positions", "slots"], "--positions 'slots' is not a mode"),
         (["-o", "OUT", "--layer-budget", "slope"], "calibrated:FILE"),
         (["-o", "OUT", "--prefill-chunk", "0"], "--prefill-chunk 0 takes no token"),

@@ -8,7 +8,7 @@ from sweeps import sweep
 
 from kvkeep.backends import reference
 from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Low, Mass
+from kvkeep.statistic import Low, Mass, Nothing
 from kvkeep.types import AttentionOptions, Slots
 
 from .bounds import check
@@ -225,3 +225,20 @@ def test_a_prompt_that_is_read_again(backend, option):
     given = {"length": torch.full((2, 1), 77, device=now.device), "rotation": rotation, "options": options}
     want = reference.reread(query, slots, now, **given)
     torch.testing.assert_close(backend.reread(query, slots, now, **given).double(), want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("option", OF_CHUNK)
+def test_both_readings_at_once(backend, option, dtype):
+    """The output and the report are those of the first reading alone, and the rest is that of the second one."""
+    (query, slots, now), options = on(backend.name, chunk(dtype=dtype, pads=5), OF_CHUNK[option])
+    slots = slots._replace(keys=slots.keys.nan_to_num())
+    rotation, length = Rotation(torch.tensor([1.0, 0.1, 0.01])), torch.full((2, 1), 77, device=now.device)
+    for statistic in (Nothing(), Mass(rows=3), Mass(gain=2.0), Low()):
+        asked = {"statistic": statistic, "options": options}
+        out, report, again = backend.attend_twice(query, slots, now, **asked, length=length, rotation=rotation)
+        want = backend.attend(query, slots, now, **asked)
+        assert torch.equal(out, want[0])
+        assert all(torch.equal(report.sums[name], field) for name, field in want[1].sums.items())
+        second = reference.reread(query, slots, now, length=length, rotation=rotation, options=options)
+        torch.testing.assert_close(again.double(), second, rtol=1e-4, atol=1e-6)

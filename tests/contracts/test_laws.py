@@ -16,6 +16,7 @@ SMALL = {
     "pyramidkv": "window=2",
     "nacl": "sinks=1",
     "restkv": "window=2",
+    "defensivekv": "window=2",
 }
 """Options for policies whose defaults need larger budgets than these."""
 
@@ -40,6 +41,9 @@ VARIANTS = [
     "sparse_strided:h2=0.25,stride=3",
     "spatten:recent=2",
     "topk:h2=0.5",
+    "defensivekv:window=1,kernel=1,first=0,alpha=0.5,decode=score",
+    "rkv:buffer=2,window=3,balance=0.5",
+    "triattention:buffer=2,sinks=1,recent=1",
     "h2o:recent=2",
     "h2o:recent=0",
     "h2o:recent=2,sinks=2",

@@ -245,6 +245,7 @@ def test_a_budget_of_the_sliding_window_evicts_nothing_that_can_be_seen(policy):
         "snapkv": ":window=2",
         "pyramidkv": ":window=2",
         "restkv": ":window=2",
+        "defensivekv": ":window=2",
         "nacl": ":sinks=1",
     }
     layer = Layer(kvkeep.parse(policy + small.get(policy, "")), 100, window=8)

@@ -41,8 +41,8 @@ def test_buckets_double_and_cover_every_position_once(length, buckets):
 def test_kept_tokens_by_tenth():
     positions = torch.tensor([[[0, 1, 19, -1, 20], [5, 5, -1, -1, -1]]], dtype=torch.int32)
     found = metrics.kept_by_tenth(positions, [20])  # position 20 is no longer of the text
-    expected = torch.zeros(10)
-    expected[0], expected[9], expected[2] = (2 / 3) / 2, (1 / 3) / 2, 0.5
+    expected = torch.zeros(1, 10)
+    expected[0, 0], expected[0, 9], expected[0, 2] = (2 / 3) / 2, (1 / 3) / 2, 0.5
     torch.testing.assert_close(found, expected)
 
 

@@ -59,13 +59,18 @@ def size(path):
 
 def test_tables_have_policies_down_and_budgets_across_in_order():
     found = {table.title: table for table in report.tables(rows())}
-    recalls = found["recall, % right (context=1)"]
+    recalls = found["recall, % right (context=1, inside)"]
     assert recalls.columns == ["5%", "20%", "300", "100%"]
     assert recalls.rows["full"] == ["", "", "", "90%"]
     assert recalls.rows["tova"] == ["25%", "25%", "25%", ""]
     assert found["perplexity (context=1)"].rows["h2o"] == ["123", "123", "123", ""]
     assert found["KL(full ‖ bounded), nats (context=1)"].rows["h2o"] == ["0.0120", "0.0120", "0.0120"]
-    assert found["KV memory held, % of a full cache (recall, context=1)"].rows["local"] == ["5%", "20%", "30%", ""]
+    assert found["KV memory held, % of a full cache (recall, context=1, inside)"].rows["local"] == [
+        "5%",
+        "20%",
+        "30%",
+        "",
+    ]
     assert len(found) == 7
 
 
@@ -87,8 +92,8 @@ def test_a_grid_that_is_not_finished_has_empty_cells():
 def test_memory_is_that_of_the_part_with_most_rows():
     found = [recall("h2o", "5%", 0.5), recall("h2o", "20%", 0.5), recall("h2o", "5%", 0.5)]
     found[2]["case"] = "context=1,ask=later"
-    assert report.tables(found)[-1].title == "KV memory held, % of a full cache (recall, context=1)"
-    assert report.tables(found[1:])[-1].title == "KV memory held, % of a full cache (recall, context=1,ask=later)"
+    assert report.tables(found)[-1].title == "KV memory held, % of a full cache (recall, context=1, inside)"
+    assert report.tables(found[1:])[-1].title == "KV memory held, % of a full cache (recall, context=1, later)"
 
 
 def test_another_setup_is_a_line_of_its_own():
@@ -109,11 +114,11 @@ def several_seeds():
 
 def test_tables_over_seeds_say_mean_and_half_of_the_range():
     found = {table.title: table for table in report.tables(several_seeds())}
-    recalls = found["recall, % right (context=1), mean ± half of the range over 3 seeds"]
+    recalls = found["recall, % right (context=1, inside), mean ± half of the range over 3 seeds"]
     assert recalls.rows == {"full": ["", "90±10%"], "h2o": ["30±25%", ""]}
     assert found["perplexity (context=1), mean ± half of the range over 3 seeds"].rows == {"h2o": ["103±2.5"]}
     assert found["agreement with the full cache, % (context=1)"].rows == {"h2o": ["50%"]}
-    assert found["KV memory held, % of a full cache (recall, context=1)"].rows["h2o"] == ["5%", ""]
+    assert found["KV memory held, % of a full cache (recall, context=1, inside)"].rows["h2o"] == ["5%", ""]
 
 
 def test_a_run_that_is_not_finished_says_how_many_seeds_there_are():
@@ -144,7 +149,7 @@ def test_a_mean_over_seeds_has_students_interval():
 
 def test_plots_have_intervals_of_95_percent():
     (panel, perplexity, agreement) = curves.quality(several_seeds())
-    assert panel.title == "recall, % right\ncontext=1\nmean of 3 seeds, with 95 % intervals"
+    assert panel.title == "recall, % right\ncontext=1, inside\nmean of 3 seeds, with 95 % intervals"
     full, h2o = panel.series
     assert (h2o.x, h2o.y) == ([5.0], [pytest.approx(30.0)])
     assert h2o.interval == [of_share(36, 120)]
@@ -156,7 +161,7 @@ def test_plots_have_intervals_of_95_percent():
 
 def test_one_seed_has_intervals_of_its_answers():
     (panel,) = curves.quality([recall("h2o", "5%", 0.25), recall("h2o", "20%", 0.5)])
-    assert panel.title.endswith("context=1\nwith 95 % intervals")
+    assert panel.title.endswith("context=1, inside\nwith 95 % intervals")
     assert panel.series[0].interval == [of_share(10, 40), of_share(20, 40)]
 
 

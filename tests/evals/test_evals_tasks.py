@@ -16,12 +16,13 @@ from transformers import PreTrainedTokenizerFast
 
 from kvkeep import BoundedCache, parse
 from kvkeep.errors import InputError
-from kvkeep.evals import texts
+from kvkeep.evals import asking, texts
 from kvkeep.evals.drive import Drive, left_padded
 from kvkeep.evals.plan import Asked
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import TASKS, find, recall
 from kvkeep.evals.tasks.agreement import Agreement
+from kvkeep.evals.tasks.continuation import Continuation
 from kvkeep.evals.tasks.mass import Mass
 from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces
 from kvkeep.evals.tasks.recall import Recall
@@ -29,6 +30,7 @@ from kvkeep.models import load as loading
 from kvkeep.models import tiny
 from kvkeep.models.load import quiet
 from kvkeep.models.text import Writer
+from kvkeep.models.tiny.documents import STYLES, document
 from kvkeep.models.tiny.recall import question
 from kvkeep.models.tiny.wordings import HELD_OUT
 
@@ -285,6 +287,13 @@ def test_recording_changes_nothing_for_the_model():
 # recall
 
 
+def answers(task, policy, budgets):
+    """The replies, and what was kept for each question."""
+    (case,) = task.cases()
+    done = list(task._ask(writer(), case, parse(policy), budgets))
+    return [reply for batch in done for reply in batch.replies], torch.cat([batch.kept for batch in done])
+
+
 def test_prompts_fit_their_context_and_end_with_the_question():
     task = load(Recall)
     for asked in task.questions["context=300"]:
@@ -298,7 +307,7 @@ def test_replies_are_those_of_generate_row_by_row():
     task = load(Recall)
     asked, model = task.questions["context=300"], writer().model
     budgets = [40, 45, 50]
-    found = task._answer(writer(), Drive(writer(), parse("h2o"), budgets), asked).replies
+    found, _ = answers(task, "h2o", budgets)
     for item, budget, reply in zip(asked, budgets, found, strict=True):
         cache = BoundedCache(model.config, "h2o", budget)
         ids = item.ids[None]
@@ -320,14 +329,15 @@ def test_a_question_that_comes_later_is_cut_off_from_its_text(tmp_path, template
         own = (resources.files(tiny) / "chat_template.jinja").read_text()
         model_folders.edit_json(folder / "tokenizer_config.json", chat_template=own if template == "own" else template)
     checkpoint = loading.find(folder)
-    for asked in recall.ask(checkpoint, LATER, 400, 5):
-        text, ending = recall._parts(asked.question)
+    for asked in asking.ask(checkpoint, LATER, 400, 5):
+        ending = asking.ending_of(asked.question)
+        text = asked.question.prompt.removesuffix(ending).rstrip()
         assert text[-30:-1] in checkpoint.tokenizer.decode(asked.ids[: asked.first])
         assert ending.split()[0] not in checkpoint.tokenizer.decode(asked.ids[: asked.first])[-10:]
         rest = checkpoint.tokenizer.decode(asked.ids[asked.first :])
         assert ending in rest
         assert len(rest) < len(ending) + 40
-    for asked in recall.ask(checkpoint, OPTIONS, 400, 5):
+    for asked in asking.ask(checkpoint, OPTIONS, 400, 5):
         assert asked.first == len(asked.ids) - 1
 
 
@@ -336,8 +346,8 @@ def test_later_questions_are_the_second_turn_of_generate(policy):
     task = load(Recall, LATER)
     asked, model = task.questions["context=300,ask=later"], writer().model
     budgets = [60, 65, 70]
-    found = task._answer(writer(), Drive(writer(), parse(policy), budgets), asked)
-    for item, budget, reply in zip(asked, budgets, found.replies, strict=True):
+    found, _ = answers(task, policy, budgets)
+    for item, budget, reply in zip(asked, budgets, found, strict=True):
         cache = BoundedCache(model.config, policy, budget)
         ids = item.ids[None]
         with torch.inference_mode():
@@ -346,16 +356,17 @@ def test_later_questions_are_the_second_turn_of_generate(policy):
         out = model.generate(
             ids, past_key_values=cache, max_new_tokens=task.new_tokens, do_sample=False, pad_token_id=0
         )
-        reply_ids = out[0, ids.shape[1] :][: recall.NEW_TOKENS[task.wording]].tolist()
+        reply_ids = out[0, ids.shape[1] :][: asking.NEW_TOKENS[task.wording]].tolist()
         assert reply == writer().text_of(reply_ids)
 
 
 def test_what_is_kept_does_not_depend_on_a_question_that_comes_later():
     task = load(Recall, LATER)
     other = [dataclasses.replace(a, ids=torch.cat([a.ids[: a.first], a.ids[a.first :].flip(0)])) for a in _asked(task)]
-    answers = [task._answer(writer(), Drive(writer(), parse("tova"), [40] * 3), part) for part in (_asked(task), other)]
-    assert torch.equal(answers[0].kept, answers[1].kept)
-    assert answers[0].replies != answers[1].replies
+    turned = dataclasses.replace(task, questions=dict.fromkeys(task.questions, other))
+    (replies, kept), (others, same) = (answers(one, "tova", [40] * 3) for one in (task, turned))
+    assert torch.equal(kept, same)
+    assert replies != others
 
 
 def _asked(task):
@@ -376,11 +387,63 @@ def test_cases_and_lengths_of_later_questions():
 
 def test_room_for_everything_makes_no_difference_to_when_the_question_comes():
     later, before = load(Recall, LATER), load(Recall)
-    drives = [Drive(writer(), parse("full"), [400] * 3) for _ in range(2)]
-    assert (
-        later._answer(writer(), drives[0], _asked(later)).replies
-        == before._answer(writer(), drives[1], _asked(before)).replies
-    )
+    assert answers(later, "full", [400] * 3)[0] == answers(before, "full", [400] * 3)[0]
+
+
+SEVERAL = Options(limit=15, contexts=(400,), facts=4, ask="later")
+"""Eight texts, two questions about each but for the last."""
+
+
+@pytest.mark.parametrize(
+    "policy", ["h2o", "random", "snapkv:window=8", "leverage", "spatten", "adakv:window=8", "full"]
+)
+def test_questions_about_one_text_are_asked_in_copies_of_one_memory(policy, monkeypatch):
+    task, reads = load(Recall, SEVERAL), []
+    asked, feed = _asked(task), Drive.feed
+    assert [(item.document, item.number) for item in asked] == [(i // 2, i % 2) for i in range(15)]
+
+    def counted(self, ids, *rest, **options):
+        reads.append(len(ids) if ids.shape[1] > 100 else 0)
+        return feed(self, ids, *rest, **options)
+
+    monkeypatch.setattr(Drive, "feed", counted)
+    budgets = [EVERYTHING if policy == "full" else 40 + item.document for item in asked]
+    found, kept = answers(task, policy, budgets)
+    assert sum(reads) == 8
+    for item, budget, reply, shares in zip(asked, budgets, found, kept, strict=True):
+        drive = Drive(writer(), parse(policy), [budget], first=item.document)
+        assert torch.equal(shares, recall._read(drive, [item])[0])
+        assert [reply] == task._replies(writer(), drive, [item])
+
+
+def test_copies_of_a_memory_do_not_change_each_other_or_the_original():
+    ids = load(Perplexity).ids
+    drive = Drive(writer(), parse("h2o"), [12, 9, 12])
+    drive.feed(ids[:, :30])
+    before = drive.cache.snapshot(1)
+    copies = drive.copies([1, 2, 1])
+    logits = copies.feed(ids[[0, 2, 2], 30:33])
+    assert copies.budgets == (9, 12, 9)
+    assert torch.equal(drive.cache.snapshot(1).positions(), before.positions())
+    alone = drive.copies([1])
+    torch.testing.assert_close(alone.feed(ids[2:, 30:33])[0], logits[2], rtol=0, atol=1e-5)
+
+
+def test_more_questions_are_about_the_same_texts():
+    few, many = (_asked(load(Recall, dataclasses.replace(SEVERAL, limit=n))) for n in (16, 32))
+    assert [item.document for item in many[:8]] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert len({item.document for item in few}) == len({item.document for item in many}) == 8
+    text = writer().checkpoint.tokenizer.decode
+    assert [text(item.ids[: item.first]) for item in few] == [
+        text(many[4 * (i // 2)].ids[: item.first]) for i, item in enumerate(few)
+    ]
+
+
+def test_every_question_is_recorded_with_its_text():
+    task = load(Recall, SEVERAL)
+    score = run(task, "local", 60).score
+    assert [(document, number) for document, number, _ in score["asked"]] == [(i // 2, i % 2) for i in range(15)]
+    assert "".join(str(ok) for *_, ok in score["asked"]) == score["rights"]
 
 
 def test_scores_count_replies(monkeypatch):
@@ -430,8 +493,8 @@ def test_context_too_short_for_the_facts_is_refused():
     ],
 )
 def test_what_counts_as_right(wording, reply, right):
-    asked = recall.Question("", "amber", "colour", 0.5, (), ("amber", "red"))
-    assert recall.right(wording, asked, reply) is right
+    asked = asking.Question("", "amber", "colour", 0.5, (), ("amber", "red"))
+    assert asking.right(wording, asked, reply) is right
 
 
 @pytest.mark.parametrize(("own", "wording"), [(False, "instruction"), (True, "embedded")])
@@ -440,8 +503,8 @@ def test_wording_follows_the_chat_template(tmp_path, own, wording):
     template = (resources.files(tiny) / "chat_template.jinja").read_text() if own else model_folders.TEMPLATE
     model_folders.edit_json(folder / "tokenizer_config.json", chat_template=template)
     checkpoint = loading.find(folder)
-    assert recall.wording_of(checkpoint) == wording
-    (asked,) = recall.ask(checkpoint, OPTIONS, 400, 1)
+    assert asking.wording_of(checkpoint) == wording
+    (asked,) = asking.ask(checkpoint, OPTIONS, 400, 1)
     text = checkpoint.tokenizer.decode(asked.ids)
     assert (asked.question.prompt in text) is own
     assert text.startswith("<s><|user|> " if own else "<s>user: Read the text")
@@ -458,6 +521,64 @@ def test_as_many_facts_as_there_are_names_for_and_no_more():
         Options(facts=most + 1)
     with pytest.raises(ValueError, match="larger than population"):  # so the limit is not too low
         question(0, n_facts=most + 1, tokens=100)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_texts_of_every_look_hold_their_facts_and_their_questions(style):
+    made = document(3, n_facts=6, n_questions=3, tokens=900, style=style, count=lambda text: len(text.split()))
+    depths = [asked.depth for asked in made.questions]
+    assert len(depths) == 3
+    assert depths == sorted(depths)
+    assert 0 <= depths[0] < depths[-1] < 1
+    for asked in made.questions:
+        fact = asked.facts[-1]
+        assert asked.prompt.startswith(made.text)
+        assert asked.answer == fact.value
+        for one in asked.facts:
+            keys = [(other.kind, other.owner, other.thing) for other in asked.facts]
+            assert keys.count((one.kind, one.owner, one.thing)) == 1
+        said = made.text[round(asked.depth * len(made.text)) :][:90]
+        assert fact.owner.lower() in said.lower()
+        assert fact.thing in said
+    again = document(3, n_facts=6, n_questions=3, tokens=900, style=style, count=lambda text: len(text.split()))
+    assert again == made
+    assert made != document(4, n_facts=6, n_questions=3, tokens=900, style=style, count=lambda text: len(text.split()))
+
+
+def test_other_facts_of_a_text_contradict_none_that_is_asked_about():
+    made = document(1, n_facts=8, n_questions=8, tokens=1500, style="facts", count=lambda text: len(text.split()))
+    for asked in made.questions:
+        fact = asked.facts[-1]
+        if fact.kind.name != "owner":
+            told = [
+                s for s in re.split(r"(?<=[.])\s", made.text) if fact.owner in s and re.search(rf"\b{fact.thing}\b", s)
+            ]
+            assert len(told) == sum((f.owner, f.thing) == (fact.owner, fact.thing) for f in asked.facts)
+
+
+# continuation
+
+
+def test_a_continuation_is_fed_token_by_token_after_the_cut():
+    task = load(Continuation, Options(limit=3))
+    ids, n = task.ids, task.ids.shape[1] - task.new - 1
+    cache = BoundedCache(writer().model.config, "h2o", 9)
+    losses = []
+    with torch.no_grad():
+        writer().model(ids[:, :n], past_key_values=cache)
+        for t in range(n, n + task.new):
+            logits = writer().model(ids[:, t : t + 1], past_key_values=cache).logits[:, -1].float()
+            losses.append(-logits.log_softmax(-1).gather(-1, ids[:, t + 1 : t + 2]))
+    score = run(task, "h2o", 9).score
+    assert score["nll_by_text"] == pytest.approx(torch.cat(losses, dim=1).mean(dim=1).tolist(), abs=1e-4)
+    assert score["nll"] == pytest.approx(sum(score["nll_by_text"]) / 3, abs=1e-5)
+    assert score["n"] == 3 * task.new
+
+
+def test_the_full_caches_continuation_is_the_models_own():
+    task = load(Continuation, Options(limit=3))
+    expected = dense_losses(task.ids)[:, -task.new :].mean().item()
+    assert run(task, "full", EVERYTHING).score["nll"] == pytest.approx(expected, abs=1e-4)
 
 
 # all
@@ -508,6 +629,7 @@ def test_tasks_by_name():
         {"window": 1},
         {"seed": -1},
         {"ask": "never"},
+        {"documents": "poem"},
     ],
 )
 def test_options_out_of_range(wrong):

@@ -10,9 +10,10 @@ from .rules_expected import ExpectedAttention
 from .rules_keys import KeyDiff, KNorm
 from .rules_leverage import Blend, Leverage
 from .rules_mass import H2O, TOVA, H2OAvg, TopK
-from .rules_prompt import NACL, AdaKV, ReSTKV, SnapKV
+from .rules_prompt import NACL, AdaKV, DefensiveKV, ReSTKV, SnapKV
 from .rules_random import Random
 from .rules_reread import Reread
+from .rules_rounds import RKV, TriAttention
 from .rules_scissorhands import Scissorhands, ScissorhandsRelease
 from .rules_softmax import AhaKV, Keyformer
 from .rules_sparse import SparseFixed, SparseStrided
@@ -22,6 +23,7 @@ RULES: dict[str, type[Rule]] = {
     "adakv": AdaKV,
     "ahakv": AhaKV,
     "blend": Blend,
+    "defensivekv": DefensiveKV,
     "expected_attention": ExpectedAttention,
     "full": Full,
     "h2o": H2O,
@@ -36,6 +38,7 @@ RULES: dict[str, type[Rule]] = {
     "random": Random,
     "reread": Reread,
     "restkv": ReSTKV,
+    "rkv": RKV,
     "scissorhands": Scissorhands,
     "scissorhands_release": ScissorhandsRelease,
     "snapkv": SnapKV,
@@ -44,6 +47,7 @@ RULES: dict[str, type[Rule]] = {
     "streaming_llm": StreamingLLM,
     "topk": TopK,
     "tova": TOVA,
+    "triattention": TriAttention,
 }
 
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import abc
 import math
 from fractions import Fraction
+from typing import ClassVar, TypeAlias
 
-from .loops import OverBudgetError, Rule, Step, evict, require_margin, total
+from kvkeep.research.theory.loops import dot
+
+from .loops import OverBudgetError, Rule, Step, Vector, evict, require_clear, require_margin, total
 from .rules_random import gumbel
+
+Projection: TypeAlias = list[list[Vector]] | None
+"""A layer's output projection: for each query head the numbers of each output, by dim of the head."""
+
+
+def projected(x: Vector, rows: list[Vector]) -> Vector:
+    return [dot(row, x) for row in rows]
 
 
 class PromptRule(Rule):
@@ -113,17 +123,34 @@ class ReSTKV(SnapKV):
     """retention.md §2: a/(1 - a)·‖o - v‖, the exact change of o = Σ a v when a token goes and the rest is rescaled.
 
     a is the mean of the window's rows with the weights 1, ``decay``, ``decay²``, ... from the last row backwards.
+    ``output`` is the projection of each query head, rows of numbers by dim, if there is any: then the change is that of
+    what the group's heads add to the layer's output, all with this o and this a.
     """
+
+    output: ClassVar[Projection] = None
 
     def __init__(self, *row: int, decay: float = 0.7, **options: int):
         super().__init__(*row, decay=decay, **options)
+        self.head = 0
+
+    def look(self, head: int, step: Step) -> None:
+        self.head = head
+        super().look(head, step)
 
     def worth(self, step: Step) -> dict[int, float]:
         mass = super().worth(step)
         share = {j: m / sum(mass.values()) for j, m in mass.items()}
         columns = range(len(step.values[0]))
         output = [sum(a * step.values[j][e] for j, a in share.items()) for e in columns]
-        return {j: a / (1 - a) * math.dist(output, step.values[j]) if a < 1 else 0.0 for j, a in share.items()}
+        change = {j: self.length([o - v for o, v in zip(output, step.values[j], strict=True)]) for j in share}
+        return {j: a / (1 - a) * change[j] if a < 1 else 0.0 for j, a in share.items()}
+
+    def length(self, x: Vector) -> float:
+        if self.output is None:
+            return math.hypot(*x)
+        group = len(self.output) // self.heads
+        mine = [projected(x, one) for one in self.output[self.head * group : (self.head + 1) * group]]
+        return math.hypot(*map(sum, zip(*mine, strict=True)))
 
 
 class AdaKV(SnapKV):
@@ -172,6 +199,77 @@ class AdaKV(SnapKV):
         for head in sorted(range(self.heads), key=lambda h: (math.floor(exact[h]) - exact[h], h))[:lack]:
             whole[head] += 1
         return [n + self.fixed for n in whole]
+
+
+class DefensiveKV(AdaKV):
+    """Feng et al. (ICLR 2026), AdaKV's sharing with alpha 0 of these scores.
+
+    Each of the last ``window`` rows of each query head: its probabilities of the tokens older than the window are
+    averaged with an odd ``kernel``, as if zeros stood beyond the ends, and scaled to the sum that they had. The largest
+    of all rows and of the group's heads is raised to at least the mean over the tokens, and multiplied with the token's
+    share of all heads' sizes, the L1 norms of its value (after the ``output`` projection; mean over the group) in the
+    step in which it came. A generated token has an equal share. Tokens with the largest mean probability go before all
+    others, as long as they and the window have less than ``first`` of it.
+    """
+
+    output: ClassVar[Projection] = None
+
+    def __init__(
+        self, *row: int, window: int = 32, kernel: int = 5, first: float = 0.9, alpha: float = 0.0, **options: int
+    ):
+        super().__init__(*row, window=window, kernel=kernel, alpha=alpha, **options)
+        self.first = first
+        self.steps: list[Step | None] = [None] * self.heads
+        self.shares: list[dict[int, float]] = [{} for _ in range(self.heads)]
+
+    def look(self, head: int, step: Step) -> None:
+        if step.decode:
+            super().look(head, step)
+        self.steps[head] = step
+
+    def share(self, seen: int) -> list[int]:
+        self.weigh()
+        self.scores = [self.rated(head, seen) for head in range(self.heads)]
+        return super().share(seen)
+
+    def weigh(self) -> None:
+        for j in self.steps[0].queries:
+            sizes = [self.size(head, step.values[j]) for head, step in enumerate(self.steps)]
+            for head, size in enumerate(sizes):
+                self.shares[head][j] = size / sum(sizes)
+
+    def size(self, head: int, value: Vector) -> float:
+        if self.output is None:
+            return sum(map(abs, value))
+        group = len(self.output) // self.heads
+        mine = self.output[head * group : (head + 1) * group]
+        return sum(sum(map(abs, projected(value, one))) for one in mine) / group
+
+    def rated(self, head: int, seen: int) -> dict[int, float]:
+        step = self.steps[head]
+        rows = [row for one in step.heads for row in one[-self.window :]]
+        older = [j for j in step.rows[-1] if j < seen - self.window]
+        smooth = [self.smoothed([row[j] for j in older]) for row in rows]
+        worst = [max(column) for column in zip(*smooth, strict=True)]
+        least = sum(worst) / max(1, len(worst))
+        found = {j: max(p, least) * self.shares[head].get(j, 1 / self.heads) for j, p in zip(older, worst, strict=True)}
+        attention = {j: sum(row[j] for row in rows) / len(rows) for j in older}
+        return dict.fromkeys(step.rows[-1], 0.0) | found | self.early(attention)
+
+    def smoothed(self, row: list[float]) -> list[float]:
+        half = self.kernel // 2
+        found = [sum(row[max(0, n - half) : n + half + 1]) / self.kernel for n in range(len(row))]
+        return [p * sum(row) / sum(found) for p in found] if sum(found) else found
+
+    def early(self, attention: dict[int, float]) -> dict[int, float]:
+        so_far, found = 1 - sum(attention.values()), {}
+        for j in sorted(attention, key=lambda j: (attention[j], j), reverse=True):
+            so_far += attention[j]
+            require_clear(so_far, self.first)
+            if so_far >= self.first or len(found) >= self.budget - self.fixed:
+                break
+            found[j] = 1 + attention[j]
+        return found
 
 
 class NACL(PromptRule):

@@ -45,6 +45,7 @@ SMALL = {
     "pyramidkv": "window=2",
     "nacl": "sinks=1",
     "restkv": "window=2",
+    "defensivekv": "window=2",
 }
 EVICTING = [name for name, policy in kvkeep.available_policies().items() if policy.evicts]
 EVERYWHERE = ["local", "streaming_llm", "h2o", "tova", "scissorhands"]

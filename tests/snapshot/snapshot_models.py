@@ -39,6 +39,7 @@ SMALL = {
     "pyramidkv": "window=2",
     "nacl": "sinks=1",
     "restkv": "window=2",
+    "defensivekv": "window=2",
 }
 POLICIES = [f"{name}:{SMALL[name]}" if name in SMALL else name for name in kvkeep.available_policies()]
 

@@ -11,16 +11,18 @@ import os
 
 import torch
 
+from kvkeep.backends.added import Added, Limits, Ring
 from kvkeep.backends.native import NativeBackend, native
 from kvkeep.backends.native import small_ops as small
 from kvkeep.backends.native.checks import TYPES
-from kvkeep.backends.protocol import Added, Backend, Limits, Ring
+from kvkeep.backends.pool import in_pool
+from kvkeep.backends.protocol import Backend
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, gpu
 from kvkeep.errors import InputError
 
-__all__ = ["KINDS", "SWITCH", "Added", "Backend", "Limits", "Ring", "choose", "small", "why"]
+__all__ = ["KINDS", "SWITCH", "Added", "Backend", "Limits", "Ring", "choose", "in_pool", "small", "why"]
 
 SWITCH = "KVKEEP_BACKEND"
 """Environment variable: the name of the backend to use; by default the fastest one that can run."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvkeep import scores
-from kvkeep.backends.protocol import Backend, Limits
+from kvkeep.backends.added import Limits
+from kvkeep.backends.protocol import Backend
 from kvkeep.statistic import Rows, Statistic
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
@@ -81,7 +82,7 @@ class TorchBackend(Backend):
             if sums:
                 part = Rows(p, selected[:, block], query_positions[:, block], key_positions[:, :, :n])
                 for name, reduced in statistic.reduce(part).items():
-                    statistic.join(sums[name][:, :, :n], reduced)
+                    statistic.join(sums[name][:, :, :n], reduced, name)
         return out.flatten(1, 2), Report(sums)
 
     def append(

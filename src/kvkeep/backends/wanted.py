@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
+from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing, RowMasses, Statistic
 
 
 class Wanted(NamedTuple):
@@ -77,6 +77,8 @@ def sums_wanted(statistic: Statistic, queries: Int[Tensor, "B T"]) -> Sums | Non
     if isinstance(statistic, LowRows):
         masses = [*statistic.weights(selected, queries).values()]
         return Sums(masses[:2], masses[2:], theta=statistic.theta, live=statistic.live)
+    if isinstance(statistic, RowMasses):
+        return Sums(statistic.weights_of(selected, queries), [])
     if isinstance(statistic, Low):
         return Sums([selected.float()], [selected.float()], theta=statistic.theta, live=statistic.live)
     if kind not in (Mass, MassAndLast) or cast(Mass, statistic).noise is not None:

@@ -49,10 +49,11 @@ PROMPT_TOKENS = 1990
 KINDS = {
     "keep everything": ("full", "topk_dynamic"),
     "see the question": (
-        *(DEFAULT, "snapkv", "adakv", "pyramidkv", "nacl", "restkv", "blend", "tova", "topk", "ahakv:sinks=4"),
+        *(DEFAULT, "snapkv", "adakv", "pyramidkv", "nacl", "restkv", "defensivekv", "blend"),
+        *("tova", "topk", "ahakv:sinks=4", "rkv"),
     ),
     "sum up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
-    "look at keys": ("reread", "expected_attention", "leverage", "keydiff", "knorm"),
+    "look at keys": ("reread", "expected_attention", "triattention", "leverage", "keydiff", "knorm"),
     "look at places": ("sparse_fixed", "sparse_strided", "streaming_llm", "local"),
     "choose blindly": ("random",),
 }

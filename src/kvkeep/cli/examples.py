@@ -21,6 +21,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "kvkeep generate MODEL -f report.txt -b 1024 --compare": "Beside the full cache",
         "cat report.txt | kvkeep generate MODEL -": "A prompt from standard input",
         "kvkeep generate MODEL --memory report.kvkeep -p Why": "A question about a text that was read before",
+        "kvkeep generate --config kvkeep.toml -f report.txt": "With the settings that kvkeep tune has found",
         "kvkeep generate MODEL -i prompts.jsonl -o answers.jsonl": "A batch job that resumes after a stop",
     },
     "remember": {
@@ -43,8 +44,14 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "kvkeep eval --tasks recall --limit 5 -o results": "A first look at the embedded model",
         "kvkeep eval --report results": "Show the table and draw the plots again",
     },
+    "tune": {
+        "kvkeep tune MODEL --text report.txt": "For questions that come after the text was cut",
+        "kvkeep tune MODEL --text report.txt --case stream": "For text that goes on",
+        "kvkeep tune MODEL --questions mine.jsonl --target 0.95": "For your own questions",
+        "kvkeep generate --config tuned/kvkeep.toml -f report.txt": "Use what was found",
+    },
     "analyze": {
-        "kvkeep analyze MODEL --text report.txt -o page": "Write a page with figures and a recommendation",
+        "kvkeep analyze MODEL --text report.txt -o page": "Write a page with figures and risks",
     },
     "plan": {
         "kvkeep plan MODEL --memory 24GiB --budget 1024": "How many rows fit",

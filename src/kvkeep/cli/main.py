@@ -12,7 +12,22 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.cli import analyze, chat, console, demo, env, generate, memory, plan, policies, remember, serve, theory
+from kvkeep.cli import (
+    analyze,
+    calibrate,
+    chat,
+    console,
+    demo,
+    env,
+    generate,
+    memory,
+    plan,
+    policies,
+    remember,
+    serve,
+    theory,
+    tune,
+)
 from kvkeep.cli import eval as evaluation
 from kvkeep.cli.commands import Command, Group
 from kvkeep.version import __version__
@@ -38,7 +53,9 @@ app.command("remember", cls=Command, rich_help_panel=_RUN)(remember.remember)
 app.command("chat", cls=Command, rich_help_panel=_RUN)(chat.chat)
 app.command("serve", cls=Command, rich_help_panel=_RUN, context_settings={"auto_envvar_prefix": "KVKEEP"})(serve.serve)
 app.command("eval", cls=Command, rich_help_panel=_MEASURE)(evaluation.evaluate)
+app.command("tune", cls=Command, rich_help_panel=_MEASURE)(tune.tune)
 app.command("analyze", cls=Command, rich_help_panel=_MEASURE)(analyze.analyze)
+app.command("calibrate", cls=Command, rich_help_panel=_MEASURE)(calibrate.calibrate)
 app.command("theory", cls=Command, rich_help_panel=_MEASURE)(theory.theory)
 app.command("plan", cls=Command, rich_help_panel=_LOOK)(plan.plan)
 app.add_typer(policies.app, name="policies", rich_help_panel=_LOOK)

@@ -87,6 +87,7 @@ def settled(request: Request, memory: Memory | None) -> Request:
         budget=made.budget,
         prefill_chunk=made.chunk,
         layer_budget=made.layer_budget if isinstance(made.layer_budget, str) else list(made.layer_budget),
+        head_budget=made.head_budget,
         positions="slot" if made.positions == "slot" else "true",
         dtype=made.dtype or request.dtype,
     )
@@ -100,6 +101,7 @@ def _settings(request: Request, made: Fingerprint) -> list[tuple[str, object, ob
         ("--budget", request.budget, made.budget),
         ("--prefill-chunk", request.prefill_chunk, made.chunk),
         ("--layer-budget", layer_budget, made.layer_budget),
+        ("--head-budget", request.head_budget, made.head_budget),
         ("--positions", request.positions, made.positions),
         ("--dtype", None if request.dtype == "auto" else request.dtype, made.dtype or request.dtype),
     ]

@@ -67,7 +67,7 @@ def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
         "model": f"{made.model} in {made.dtype}, {console.count(len(layers), 'layer')} with slots{states}",
         "weights": made.weights or "not known",
         "policy": made.policy,
-        "budget": f"{console.count(made.budget, 'token')}, {_rule(made.layer_budget)}",
+        "budget": f"{console.count(made.budget, 'token')}, {_rule(made.layer_budget)}{_of_heads(made.head_budget)}",
         "positions": f"{made.positions}{chunk}",
         "tokens": f"{snapshot.seen} seen, {held:.4g} held per layer and head on average",
         "token ids": "stored" if snapshot.tokens is not None else "not stored",
@@ -95,6 +95,11 @@ def turns_of(note: Mapping[str, Any]) -> int | None:
 def _rule(layer_budget: str | tuple[float, ...]) -> str:
     """How a budget is spread over the layers."""
     return f"{layer_budget} over layers" if isinstance(layer_budget, str) else "spread over layers by weights"
+
+
+def _of_heads(head_budget: str | None) -> str:
+    """How a layer's budget is divided among its heads, unless the policy decides."""
+    return "" if head_budget is None else f", {head_budget} over heads"
 
 
 def full_bytes(snapshot: Snapshot) -> int:

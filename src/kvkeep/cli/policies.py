@@ -31,10 +31,10 @@ STARTS = {
 """Purpose → the policy to start from."""
 
 KINDS = {
-    "choose at the end of a prompt": ("snapkv", "adakv", "pyramidkv", "nacl", "restkv", "blend"),
-    "follow the attention of the newest tokens": ("tova", "topk", "ahakv"),
+    "choose at the end of a prompt": ("snapkv", "adakv", "pyramidkv", "nacl", "restkv", "defensivekv", "blend"),
+    "follow the attention of the newest tokens": ("tova", "topk", "ahakv", "rkv"),
     "add up attention": ("h2o", "h2o_avg", "keyformer", "scissorhands", "scissorhands_release", "spatten"),
-    "guess what later tokens will attend to": ("reread", "expected_attention"),
+    "guess what later tokens will attend to": ("reread", "expected_attention", "triattention"),
     "look at keys alone": ("leverage", "keydiff", "knorm"),
     "look at positions alone": ("streaming_llm", "local", "sparse_fixed", "sparse_strided"),
     "to compare with": ("full", "topk_dynamic", "random"),

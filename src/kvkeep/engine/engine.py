@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from torch import nn
 from kvkeep.engine import scheduler
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.asked import Asked, check_numbers, listed, request_of, usable
+from kvkeep.engine.configured import Source, configured
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.interrupts import Uninterrupted
 from kvkeep.engine.own import keeps_states
@@ -50,6 +52,7 @@ class Engine(Work):
         prefill_chunk: prompt tokens per step; ``None``: all, so that the policy reads a prompt to its end, then evicts.
             A model with layers that keep a state reads prompts whole; its layers with slots take these chunks.
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
+        head_budget: how a layer's budget is divided among its KV heads, for all requests, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         decode_every: prompt tokens for which each running row gets a token; by default 128 on a CPU, 1024 elsewhere.
         prefix_memory: bytes of main memory for common beginnings of prompts. Prompts that begin with the same chunks
@@ -76,6 +79,7 @@ class Engine(Work):
         kv_memory: int | None = None,
         prefill_chunk: int | None = None,
         layer_budget: str | Sequence[float] | None = None,
+        head_budget: str | None = None,
         positions: str | None = None,
         decode_every: int | None = None,
         prefix_memory: int = 0,
@@ -89,7 +93,8 @@ class Engine(Work):
         prefix_memory = check_prefix_memory(prefix_memory, prefill_chunk)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
         self.policy, self.budget = usable(policy), budget
-        options: dict[str, Any] = {"layer_budget": layer_budget, "positions": positions}
+        spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget}
+        options = {**spread, "positions": positions}
         if has_states := keeps_states(self.model):
             options["prefill_chunk"], prefill_chunk = prefill_chunk, None
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
@@ -102,6 +107,11 @@ class Engine(Work):
         paced: dict[str, Any] = {"decode_every": decode_every or scheduler.pace(self.model.device)}
         paced["mixed_tokens"] = 0 if graphs else scheduler.MIXED_TOKENS.get(self.model.device.type, 0)
         super().__init__(admission, runner, first, chunk=prefill_chunk, **paced, **rooms)
+
+    @classmethod
+    def from_config(cls, source: Source, model: nn.Module | str | None = None, **options: Any) -> Engine:
+        """Make an engine with the settings of a ``kvkeep.toml``, see `configured`. Other options go before them."""
+        return cls(**configured(source, model, options))
 
     @property
     def row_bytes(self) -> int:
@@ -173,6 +183,7 @@ class Engine(Work):
             SnapshotError: a session cannot be saved. The engine stays open, and the session loses nothing.
         """
         with Uninterrupted(), self._service.turn:
+            self._settle(wait=math.inf)
             for number in list(self._all):
                 self.cancel(number)
             if not self._closed:

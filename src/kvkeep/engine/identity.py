@@ -65,6 +65,7 @@ class Identity:
             policy=policy,
             budget=budget,
             layer_budget=rule(layout.layer_budget),
+            head_budget=layout.head_budget,
             dtype=self.dtype,
             positions="true" if layout.rotation is None else "slot",
             chunk=self.chunk,

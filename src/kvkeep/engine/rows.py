@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
+from kvkeep.budget import Number
 from kvkeep.cache import BoundedCache
 from kvkeep.engine.blocks import Blocks
-from kvkeep.engine.own import Own, beside_slots, probed, states_of
+from kvkeep.engine.own import Own, probed, states_of
 from kvkeep.engine.segments import Owner, Segment, joined, segments
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.hybrid import beside_state
@@ -19,8 +21,9 @@ from kvkeep.memory import Memory
 from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents, put, take
-from kvkeep.store import Block, inference
+from kvkeep.snapshot import Contents
+from kvkeep.snapshot.contents import check_beside
+from kvkeep.store import Block, has_room, inference
 from kvkeep.types import Phase
 
 Watch: TypeAlias = Callable[[int, Segment], Policy]
@@ -37,7 +40,7 @@ class Rows:
         model: the model, attached.
         policy: the policy that the rows are made for.
         budget: the largest budget of a row; every row has memory for it.
-        layer_budget, positions: see `BoundedCache`.
+        layer_budget, head_budget, positions: see `BoundedCache`.
         prefill_chunk: see `BoundedCache`; for a model that reads prompts whole.
 
     Attributes:
@@ -57,18 +60,17 @@ class Rows:
         budget: int,
         *,
         layer_budget: str | Sequence[float] | None = None,
+        head_budget: str | None = None,
         positions: str | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
-        self.policy = policy
-        self.count = 0
         self._renewals = 0
         self._config = model.config
         self._budget = budget
-        self._most_bytes: int | None = None
-        cached = {"layer_budget": layer_budget, "positions": positions, "prefill_chunk": prefill_chunk}
-        self._options: dict[str, Any] = cached
+        spread = {"layer_budget": layer_budget, "head_budget": head_budget}
+        self._options: dict[str, Any] = {**spread, "positions": positions, "prefill_chunk": prefill_chunk}
         self._layouts: dict[Policy, Layout] = {}
+        self.policy = policy = self._layout(policy).policy
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Owner | None] = []
         self._own: list[Own | None] = []
@@ -105,15 +107,14 @@ class Rows:
         """Whether a sequence under this policy can have a row while other rows run under other policies."""
         if policy == self.policy:
             return True
-        if any(one.cascades or one.spreads for one in (policy, self.policy)):
-            return False  # layers share tables of the whole batch, or heads have their own budgets
+        if policy.cascades or self.policy.cascades:
+            return False  # layers share tables of the whole batch
+        apart = self._layout(policy).policy.spreads is not None
         numbers = self.numbers(policy, self._budget)
-        if any(number >= block.store.capacity for number, block in zip(numbers, self._blocks, strict=True)):
+        if not all(has_room(block, number, apart) for number, block in zip(numbers, self._blocks, strict=True)):
             return False
-        if self._most_bytes is None:
-            return True
         more = self._blocks.lacks(policy)
-        if not more:
+        if self._most_bytes is None or not more:
             return True
         held = sum(block.memory().allocated_bytes for block in self._blocks) + self.count * self._state_bytes
         return held + more <= self._most_bytes
@@ -140,7 +141,7 @@ class Rows:
             contents: its memory.
 
         Raises:
-            BudgetError: the policy protects more than the budget.
+            BudgetError: the policy protects more than the budget, or does not give heads the budgets of the contents.
             ShapeError: the contents belong to another model or policy.
         """
         policy = self.policy if policy is None else policy
@@ -148,23 +149,25 @@ class Rows:
         pins = spans((*held, *pins))
         self._owners[row] = Owner(policy, bool(pins) and policy.evicts)
         self._own[row] = self._new_own(policy)
-        numbers = self.numbers(policy, budget)
         self._blocks.begin(row, policy, sequence)
-        self._blocks.limit(row, numbers)
-        self._blocks.pin(row, pins)
+        self._blocks.limit(row, self.numbers(policy, budget))
         if contents is not None:
-            self._blocks.limit(row, [layer.budget for layer in contents.layers])
-            put(contents, self._blocks.under(policy), row, **beside_slots(self._own[row]))
-            self._blocks.pin(row, pins)
+            own = self._own[row] or Own(None, {})
+            check_beside(contents, len(self._windows), own.states)
+            self._blocks.check(contents.layers, policy)
+            self._blocks.put(row, contents.layers, policy)
+            own.put(contents, self._blocks[0] if self._windows else None)
+        self._blocks.pin(row, pins)
 
     def limit_row(self, row: int, policy: Policy, budget: int) -> None:
         """Give a row a budget, which holds from the next step on."""
         self._blocks.limit(row, self.numbers(policy, budget))
 
+    @inference
     def take(self, row: int) -> Contents:
         """Copy the memory of a row into main memory."""
-        owner = self._owners[row] or Owner(self.policy)
-        return take(self._blocks.under(owner.policy), row, **beside_slots(self._own[row]), device=torch.device("cpu"))
+        owner, own, main = self._owners[row] or Owner(self.policy), self._own[row] or Own(None, {}), torch.device("cpu")
+        return Contents(self._blocks.take(row, owner.policy, main), *own.take(main))
 
     @inference
     def end(self, row: int) -> None:
@@ -223,16 +226,19 @@ class Rows:
         """Incremented whenever row tensors, or the caches made from them, are replaced."""
         return self._renewals + self._blocks.version
 
-    def numbers(self, policy: Policy, budget: int) -> list[int]:
+    def numbers(self, policy: Policy, budget: int) -> list[Number]:
         """A budget, spread over the layers.
 
         Raises:
             BudgetError: the policy protects more than the budget.
         """
+        return self._layout(policy).slots(budget)
+
+    def _layout(self, policy: Policy) -> Layout:
         if policy not in self._layouts:
             _make_room(self._layouts)
             self._layouts[policy] = Layout.of(self._config, policy, **self._options)
-        return self._layouts[policy].slots(budget)
+        return self._layouts[policy]
 
     def memory(self) -> Memory:
         """Bytes over all rows and layers, summed over real tensors. A free row has nothing but its slots."""
@@ -245,9 +251,11 @@ class Rows:
 
     def memory_of(self, row: int) -> Memory:
         """Bytes of one row over all layers."""
-        own = self._own[row]
-        parts = (block.memory() for block in self.blocks_of(row))
-        return sum(parts, Memory() if own is None else own.memory())
+        return self._blocks.memory_of(row) + (self._own[row] or Own(None, {})).memory()
+
+    def lost_of(self, row: int) -> list[Tensor]:
+        """Copies of one row's sums of attention mass in each layer, see `kvkeep.loss`."""
+        return self._blocks.lost_of(row)
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
         """Some rows of all layers, as a cache for the model."""

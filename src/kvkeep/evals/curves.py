@@ -26,6 +26,7 @@ from kvkeep.evals.report import (
     over,
     percent,
     seeds,
+    shown,
 )
 from kvkeep.plots import Panel, Series, draw
 
@@ -62,7 +63,7 @@ def quality(rows: Sequence[Row]) -> list[Panel]:
         _titled(
             cases,
             Panel(
-                title=f"{measure.title}\n{case}",
+                title=f"{measure.title}\n{shown(measure.task, case)}",
                 x_label="budget, % of the text",
                 series=[_curve(name, group, measure) for name, group in by_name(cases).items()],
                 log_x=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Setup:
     Attributes:
         positions: ``true`` or ``slot``; ``None`` for the policy's own mode.
         layer_budget: how the budget is spread over the layers; ``None`` for the policy's own rule.
+        head_budget: how a layer's budget is divided among its heads; ``None`` for the policy's own rule.
         prefill_chunk: tokens of a prompt that a layer takes at once; ``None`` for all.
 
     Raises:
@@ -37,6 +39,7 @@ class Setup:
 
     positions: str | None = None
     layer_budget: str | tuple[float, ...] | None = None
+    head_budget: str | None = None
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +64,7 @@ class Setup:
             prefill_chunk=self.prefill_chunk,
             sequences=list(range(first, first + len(numbers))),
             layer_budget=self.layer_budget,
+            head_budget=self.head_budget,
             positions=self.positions,
         )
 
@@ -70,10 +74,11 @@ class Setup:
         Raises:
             UnsupportedModelError: slot positions were asked for, and the model cannot have them.
         """
-        rule = policy.defaults.layer_budget
+        rule, own = policy.defaults.layer_budget, "its own" if policy.spreads else "uniform"
         found = {
             "positions": (_mode(checkpoint, self.positions, policy), _mode(checkpoint, None, policy)),
             "layer-budget": (_rule(self.layer_budget or rule), _rule(rule)),
+            "head-budget": (self.head_budget or own, own),
             "prefill-chunk": (str(self.prefill_chunk), str(None)),
         }
         return ",".join(f"{name}={asked}" for name, (asked, own) in found.items() if asked != own)
@@ -92,10 +97,17 @@ class Drive:
         budgets: tokens kept per layer and head, one per row.
         first: identity of the first row for policies with randomness; the others count up from it.
         setup: the cache's other options.
+
+    Attributes:
+        cache: the cache.
+        budgets: tokens kept per layer and head, one per row.
     """
+
+    cache: BoundedCache
 
     def __init__(self, writer: Writer, policy: Policy, budgets: Sequence[int], *, first: int = 0, setup: Setup = PLAIN):
         self.model = writer.model
+        self.budgets = tuple(budgets)
         self.cache = setup.cache(writer.checkpoint, policy, budgets, first=first)
         self._real: Tensor | None = None
 
@@ -123,6 +135,21 @@ class Drive:
         )
         logits: Tensor = out.logits
         return logits
+
+    def copies(self, rows: Sequence[int]) -> Drive:
+        """The same model with copies of the memory of some rows; a row may be given several times.
+
+        Both go on independently: nothing that is fed to one of them changes the other.
+        """
+        memories = {row: self.cache.snapshot(row) for row in set(rows)}
+        copied = [memories[row] for row in rows]
+        other = copy.copy(self)
+        other.budgets = tuple(self.budgets[row] for row in rows)
+        other.cache = BoundedCache.from_snapshots(self.model.config, copied, policy=self.cache.policy)
+        seen = torch.tensor([memory.seen for memory in copied], device=self.model.device)
+        width = int(seen.max())
+        other._real = torch.arange(width, device=seen.device) >= width - seen[:, None]
+        return other
 
     def _padding(self, real: Bool[Tensor, "B n"]) -> dict[str, Tensor]:
         self._real = real if self._real is None else torch.cat([self._real, real], dim=1)

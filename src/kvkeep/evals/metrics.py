@@ -38,8 +38,8 @@ def tenth_of(share: float) -> int:
     return min(TENTHS - 1, int(share * TENTHS))
 
 
-def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> Float[Tensor, " 10"]:
-    """Share of the kept tokens in each tenth of the text, averaged over rows and heads.
+def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> Float[Tensor, "B 10"]:
+    """Share of the kept tokens in each tenth of each row's text, averaged over heads.
 
     Args:
         positions: true positions in the slots, -1 for empty slots; positions beyond a row's length do not count.
@@ -51,7 +51,7 @@ def kept_by_tenth(positions: Int[Tensor, "B Hk S"], lengths: Sequence[int]) -> F
     counts = torch.zeros(*positions.shape[:2], TENTHS + 1, device=positions.device)
     counts.scatter_add_(-1, tenth, torch.ones_like(tenth, dtype=counts.dtype))
     shares = counts[..., :TENTHS] / counts[..., :TENTHS].sum(dim=-1, keepdim=True).clamp(min=1)
-    return shares.mean(dim=(0, 1))
+    return shares.mean(dim=1)
 
 
 def past(probabilities: Float[Tensor, "B Hk R T"]) -> Float[Tensor, "B Hk R T"]:

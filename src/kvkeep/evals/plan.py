@@ -122,6 +122,7 @@ class Planned:
     def evicts(self) -> bool:
         """Whether any row is longer than its budget, or a layer may get less than the budget."""
         uneven = (self.setup.layer_budget or self.policy.defaults.layer_budget) != "uniform"
+        uneven |= self.setup.head_budget is not None
         return self.policy.evicts and (uneven or any(b < n for b, n in zip(self.budgets, self.lengths, strict=True)))
 
 

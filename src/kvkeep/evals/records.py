@@ -150,7 +150,7 @@ def key_of(row: Row) -> Cell:
 def fault(row: Row) -> str | None:
     """The defect of a row, as part of a sentence; ``None`` if tables, plots and resuming can use the row."""
     place: Row = {"setup": "", **row}  # older rows have no setup
-    return _first(place, _ROW) or _first(place["score"], _SCORES.get(place["task"], {}), "score.")
+    return _first(place, _ROW) or _first({"asked": [], **place["score"]}, _SCORES.get(place["task"], {}), "score.")
 
 
 def _first(found: dict[str, Any], wanted: dict[str, _Kind], of: str = "") -> str | None:
@@ -213,6 +213,12 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_is_whole, value))
 
 
+def _are_asked(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, list) and len(one) == 3 and all(map(_is_whole, one)) for one in value
+    )
+
+
 _Kind = tuple[Callable[[object], bool], str]
 
 _ROW: dict[str, _Kind] = {
@@ -231,4 +237,5 @@ _SCORES: dict[str, dict[str, _Kind]] = {
 _SCORES["recall"] |= {
     "by_depth": (_are_counts, f"{TENTHS} pairs of whole numbers"),
     "kept": (_are_shares, f"{TENTHS} numbers"),
+    "asked": (_are_asked, "a list of document, number and 1 or 0 for each question"),
 }

@@ -6,12 +6,13 @@ Rows that differ by the seed alone are one number with a spread.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 Row = dict[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)
+_Item = TypeVar("_Item")
 
 FULL = "100%"
 """The budget of policies that never evict, as rows have it."""
@@ -92,6 +93,7 @@ def _digits(value: float) -> str:
 MEASURES = (
     Measure("recall", "accuracy", "recall, % right", 0),
     Measure("perplexity", "perplexity", "perplexity"),
+    Measure("continuation", "perplexity", "perplexity of the next tokens"),
     Measure("agreement", "agreement", "agreement with the full cache, %", 0),
     Measure("agreement", "kl", "KL(full ‖ bounded), nats"),
     Measure("mass", "mass", "retained attention mass, %", 1),
@@ -104,9 +106,9 @@ def of_task(rows: Sequence[Row], task: str) -> list[Row]:
     return [row for row in rows if row["task"] == task]
 
 
-def grouped(rows: Sequence[Row], key: Callable[[Row], _Key]) -> dict[_Key, list[Row]]:
-    """Rows in groups, in the order in which the groups first appear."""
-    groups: dict[_Key, list[Row]] = {}
+def grouped(rows: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Rows, or others, in groups, in the order in which the groups first appear."""
+    groups: dict[_Key, list[_Item]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
@@ -115,6 +117,17 @@ def grouped(rows: Sequence[Row], key: Callable[[Row], _Key]) -> dict[_Key, list[
 def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by their part of a task."""
     return grouped(rows, lambda row: str(row["case"]))
+
+
+def shown(task: str, case: str) -> str:
+    """A case in a title. A case of recall names its protocol.
+
+    ``inside``: the question stands in the text when the text is cut. ``later``: the text is cut first.
+    """
+    if task != "recall":
+        return case
+    context, later, rest = case.partition(",ask=later")
+    return f"{context}{rest}, {'later' if later else 'inside'}"
 
 
 def by_name(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -179,7 +192,7 @@ class Table:
 def tables(rows: Sequence[Row]) -> list[Table]:
     """A table for every measure of every case, and one of the bytes that caches held."""
     found = [
-        _table(f"{measure.title} ({case})", group, measure.show)
+        _table(f"{measure.title} ({shown(measure.task, case)})", group, measure.show)
         for measure in MEASURES
         for case, group in by_case(of_task(rows, measure.task)).items()
     ]
@@ -190,9 +203,9 @@ def _memory(rows: Sequence[Row]) -> Table:
     """Bytes held in the case with most rows of the first task; of equals, in the last case."""
     first = next(iter(grouped(rows, lambda row: row["task"]).values()))
     case, group = max(reversed(by_case(first).items()), key=lambda item: len(item[1]))
-    columns = list(by_budget(group))
+    columns, task = list(by_budget(group)), str(group[0]["task"])
     cells = _cells(group, columns, lambda part: f"{over([*map(held, part)]).mean:.0%}")
-    return Table(f"KV memory held, % of a full cache ({group[0]['task']}, {case})", columns, cells)
+    return Table(f"KV memory held, % of a full cache ({task}, {shown(task, case)})", columns, cells)
 
 
 def _table(title: str, group: Sequence[Row], show: Callable[[Sequence[Row]], str]) -> Table:

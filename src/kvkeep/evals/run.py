@@ -21,7 +21,7 @@ from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.version import __version__
 
-TEXT_TASKS = {"perplexity", "agreement", "mass"}
+TEXT_TASKS = {"perplexity", "continuation", "agreement", "mass"}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from kvkeep.evals.drive import PLAIN, Setup
 from kvkeep.memory import Memory
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
+from kvkeep.models.tiny.documents import STYLES
 from kvkeep.models.tiny.recall import most_facts
 from kvkeep.models.tiny.wordings import HELD_OUT
 from kvkeep.policies.base import Policy
@@ -19,8 +20,8 @@ from kvkeep.policies.base import Policy
 SHORTEST_WINDOW = 16
 """Fewest tokens of a perplexity window."""
 
-ASK = ("prompt", "later")
-"""When the question of a recall prompt is asked: with the text, or after the text was cut to the budget."""
+ASK = ("prompt", "inside", "later")
+"""When a recall question is asked: with the text (two words for it), or after the text was cut to the budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,9 @@ class Options:
         text: content of a text file; ``None`` for the package's own text.
         contexts: lengths of recall prompts in tokens.
         facts: number of facts in a recall prompt.
+        documents: the look of recall texts, one of `kvkeep.models.tiny.documents.STYLES`.
         depths: where asked facts stand, in [0, 1]; empty for an even spread.
-        ask: ``prompt``: the policy has seen the question when the text is cut; ``later``: it has not.
+        ask: ``prompt`` or ``inside``: the policy has read the question when the text is cut; ``later``: it has not.
         window: tokens of a perplexity window; by default 1024, or the trained length if that is less.
         stride: tokens that perplexity feeds at once.
     """
@@ -44,6 +46,7 @@ class Options:
     text: str | None = None
     contexts: tuple[int, ...] = (512, 1024)
     facts: int = 16
+    documents: str = "prose"
     depths: tuple[float, ...] = ()
     ask: str = "prompt"
     window: int | None = None
@@ -66,8 +69,10 @@ class Options:
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise InputError(f"depths={depth:g} is outside the text; give shares from 0 (start) to 1 (end).")
+        if self.documents not in STYLES:
+            raise InputError(f"documents={self.documents!r} is no look of texts; use one of {', '.join(STYLES)}.")
         if self.ask not in ASK:
-            raise InputError(f"ask={self.ask!r} is no way to ask; use {' or '.join(ASK)}.")
+            raise InputError(f"ask={self.ask!r} is no way to ask; use {', '.join(ASK[:-1])} or {ASK[-1]}.")
         if not 0 <= self.seed < 2**31:
             raise InputError(f"seed={self.seed} is outside 0 … 2^31 - 1.")
 

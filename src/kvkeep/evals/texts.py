@@ -1,4 +1,4 @@
-"""Running text for perplexity, agreement and mass: windows of a file, or of the package's own sentences."""
+"""Running text for all tasks but recall: windows of a file, or of the package's own sentences."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.handing import HandingLayer, unwrap
 from kvkeep.models.device import without_autocast
 from kvkeep.models.masks import PaddingMask, padding_mask
+from kvkeep.models.output import OutputOf
 from kvkeep.models.suitable import (
     check_attention,
     check_cache,
@@ -143,6 +144,7 @@ def attention_forward(
         window=mask.window,
         softcap=softcap,
         sinks=s_aux,
+        output=None if layer is None else OutputOf(module, query.shape[1]),
     )
     with without_autocast(query.device.type):
         if layer is None:

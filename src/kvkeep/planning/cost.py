@@ -9,6 +9,8 @@ import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvkeep.budget import Number
+
 _FLOAT32 = 4
 _POSITION = 4
 _COUNTERS = 24
@@ -152,21 +154,24 @@ def full_bytes(layers: Iterable[LayerShape], tokens: int, itemsize: int) -> int:
 
 
 def block_bytes(
-    layer: LayerShape, budget: int, itemsize: int, *, states: int = 0, per_head: int = 0, own_budgets: int = 0
+    layer: LayerShape, budget: Number, itemsize: int, *, states: int = 0, per_head: int = 0, own_budgets: int = 0
 ) -> int:
     """Bytes that kvkeep allocates for one row in one layer: the formula of ``docs/layouts.md``.
 
     Args:
         layer: its shape.
-        budget: tokens that stay, at most the window.
+        budget: tokens that stay, at most the window; of each head where heads have budgets of their own.
         itemsize: bytes of a number in keys and values.
         states: float32 numbers of policy state per slot.
         per_head: float32 numbers of policy state per KV head.
         own_budgets: budgets that are stored for the row: one if rows differ, one per KV head if heads differ.
     """
-    beside = layer.kv_heads * (_POSITION + _FLOAT32 * states)
-    heads = layer.kv_heads * (_LOST + _FLOAT32 * per_head)
-    return (budget + 1) * (layer.token_bytes(itemsize) + beside) + heads + _COUNTERS + 8 * own_budgets
+    heads, beside = layer.kv_heads, _POSITION + _FLOAT32 * states
+    own = heads * (_LOST + _FLOAT32 * per_head) + _COUNTERS + 8 * own_budgets
+    if isinstance(budget, int):
+        return (budget + 1) * (layer.token_bytes(itemsize) + heads * beside) + own
+    pool = heads * (-(-sum(budget) // heads) + 1) + 1  # one entry belongs to no head
+    return pool * (layer.token_bytes(itemsize) // heads + beside) + own + 16 * heads
 
 
 def shared_bytes(first_budget: int, last_budget: int) -> int:

@@ -60,6 +60,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
     context: int | None = None,
     prefill_chunk: int | None = None,
     layer_budget: str | list[float] | None = None,
+    head_budget: str | None = None,
     positions: Literal["true", "slot"] | None = None,
     dtype: str = "auto",
     weights_dtype: str | None = None,
@@ -78,6 +79,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
         context: tokens of a row, prompt and new ones; by default the model's trained length.
         prefill_chunk: prompt tokens that are fed in one step, of all rows together; ``None`` for a whole prompt.
         layer_budget: how the budget is spread over layers, see `BoundedCache`.
+        head_budget: how a layer's budget is divided among its heads, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         weights_dtype: dtype of the weights if it differs from the cache's; quantised ones are counted in it, too.
@@ -108,6 +110,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
         policy=chosen,
         budget=_budget(budget, keep_ratio, chosen, length),
         layer_budget=layer_budget,
+        head_budget=head_budget,
         positions=positions,
         context=length,
         chunk=min(prefill_chunk or length, length),

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import torch
 
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
+from kvkeep.budget import Number, by_head
 from kvkeep.cache import BoundedCache
 from kvkeep.planning import cost
-from kvkeep.planning.cost import Cost, Packed
+from kvkeep.planning.cost import Cost, LayerShape, Packed
 from kvkeep.planning.quantised import Scheme
 from kvkeep.planning.shapes import Outline
 from kvkeep.policies.base import Policy
@@ -30,6 +31,7 @@ class Setting:
         policy: the eviction policy.
         budget: tokens per layer and head on average.
         layer_budget: how the budget is spread over the layers; ``None``: the policy's own rule.
+        head_budget: how a layer's budget is divided among its heads; ``None``: by the policy's own rule.
         positions: ``true`` or ``slot``; ``None``: the policy's own mode.
         context: tokens of a row, prompt and new ones.
         chunk: prompt tokens that are fed in one step, of all rows together.
@@ -50,6 +52,7 @@ class Setting:
     weights_dtype: torch.dtype
     scheme: Scheme | None = None
     weights_memory: int | None = None
+    head_budget: str | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -64,17 +67,30 @@ class Setting:
     def cache(self) -> BoundedCache:
         """The cache, which allocates nothing before it is used; a `KVKeepError` if it cannot be made."""
         return BoundedCache(
-            self.outline.config, self.policy, self.budget, layer_budget=self.layer_budget, positions=self.positions
+            self.outline.config,
+            self.policy,
+            self.budget,
+            layer_budget=self.layer_budget,
+            head_budget=self.head_budget,
+            positions=self.positions,
         )
 
     def layer_budgets(self) -> list[int]:
-        """Each layer's budget."""
-        layers = self.cache().bounded_layers()
-        return [max(layers[index].budgets) for index in self.outline.indices]
+        """Each layer's budget; the mean of its heads, rounded up, where these differ."""
+        shapes = self.outline.shape.layers
+        return [-(-sum(each) // len(each)) for each in map(_by_head, self.numbers(), shapes)]
+
+    def numbers(self) -> list[Number]:
+        """Each layer's budget; of each head where heads share it."""
+        cache = self.cache()
+        layers = cache.bounded_layers()
+        found = [layers[index].budgets[0] for index in self.outline.indices]
+        return list(map(_by_head, found, self.outline.shape.layers)) if cache.policy.spreads else found
 
     def bounded(self) -> Cost:
         """Cost with kvkeep's cache."""
         model, size, per_layer = self.outline.shape, self.dtype.itemsize, self.layer_budgets()
+        divided = self.numbers()
         blocks = [
             cost.block_bytes(
                 layer,
@@ -82,9 +98,9 @@ class Setting:
                 size,
                 states=len(self.policy.slots),
                 per_head=numbers(self.policy.summaries, key_dim=layer.key_dim, value_dim=layer.value_dim),
-                own_budgets=layer.kv_heads if self.policy.spreads else 0,
+                own_budgets=layer.kv_heads if isinstance(budget, tuple) else 0,
             )
-            for layer, budget in zip(model.layers, per_layer, strict=True)
+            for layer, budget in zip(model.layers, divided, strict=True)
         ]
         shared = cost.shared_bytes(per_layer[0], per_layer[-1]) if self.policy.cascades else 0
         workspace = cost.Workspace(
@@ -128,6 +144,10 @@ class Setting:
             return "as given"
         rest = name_of(self.weights_dtype)
         return f"in {rest}" if self.scheme is None else f"in {self.scheme}; the rest in {rest}"
+
+
+def _by_head(number: Number, layer: LayerShape) -> tuple[int, ...]:
+    return by_head([number], layer.kv_heads)[0]
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -19,12 +19,12 @@ def moments(queries: Queries, heads: int, sinks: int) -> tuple[Float[Tensor, "B 
     return mean, apart.mT @ apart / number[..., None]
 
 
-def met(view: View, future: int) -> Float[Tensor, "B Hk S D"]:
-    """The keys as unrotated queries meet them, on average over the next ``future`` positions."""
+def met(view: View, ahead: Int[Tensor, " n"]) -> Float[Tensor, "B Hk S D"]:
+    """The keys as unrotated queries meet them, on average over positions so far ahead of the next one."""
     if view.rotation is None:
         return view.keys.float()
     far = view.seen[:, None, None] - (0 if view.turned else view.positions)
-    cos, sin = _average(view.rotation, far, future)
+    cos, sin = _average(view.rotation, far, ahead)
     half = cos.shape[-1]
     keys = view.keys.float() * view.rotation.scaling ** (1 if view.turned else 2)
     one, two, rest = keys[..., :half], keys[..., half : 2 * half], view.keys.float()[..., 2 * half :]
@@ -32,11 +32,11 @@ def met(view: View, future: int) -> Float[Tensor, "B Hk S D"]:
 
 
 def _average(
-    rotation: Turning, far: Int[Tensor, "B #Hk #S"], future: int
+    rotation: Turning, far: Int[Tensor, "B #Hk #S"], ahead: Int[Tensor, " n"]
 ) -> tuple[Float[Tensor, "B #Hk #S F"], Float[Tensor, "B #Hk #S F"]]:
-    """Cosines and sines of the angles at these distances, averaged over the next ``future`` ones."""
+    """Cosines and sines of the angles at these distances, averaged over those that are so much larger."""
     frequencies = rotation.frequencies.to(far.device)
     start = torch.polar(torch.ones_like(frequencies), far[..., None].float() * frequencies)
-    steps = torch.arange(future, device=far.device)[:, None] * frequencies
+    steps = ahead.to(far.device)[:, None] * frequencies
     turn = start * torch.polar(torch.ones_like(steps), steps).mean(dim=0)
     return turn.real, turn.imag

@@ -44,20 +44,33 @@ class Leverages(Policy):
         """Add the keys of a prompt's new tokens (Chan et al., 1979)."""
         if view.phase is not Phase.PREFILL:
             return state
-        keys, counts = self._keys(view), self._counts(view)
-        number = counts.sum(dim=-1).float()
+        number, mean, scatter = self._added(view)
         total = (state["count"] + number).clamp(min=1.0)
-        weights = counts.float()[:, :, None]
-        keys = keys.nan_to_num(0.0, 0.0, 0.0)
-        mean = (weights @ keys).squeeze(2) / number.clamp(min=1.0)[..., None]
-        centred = (keys - mean[:, :, None]).mul_(weights.mT)
         apart = mean - state["mean"]
         of_means = apart[..., :, None] * apart[..., None, :] * (state["count"] * number / total)[..., None, None]
         return state | {
-            "scatter": state["scatter"] + centred.mT @ centred + of_means,
+            "scatter": state["scatter"] + scatter + of_means,
             "mean": state["mean"] + apart * (number / total)[..., None],
             "count": state["count"] + number,
         }
+
+    def _added(self, view: View) -> tuple[Float[Tensor, "B Hk"], Float[Tensor, "B Hk D"], Float[Tensor, "B Hk D D"]]:
+        """The number of new keys that count, their mean and their scatter. Most prompts need no weights for them."""
+        keys, counts = self._keys(view), self._counts(view)
+        if keys.is_cpu:
+            start = counts.shape[-1] - int(counts.sum(dim=-1).amax())
+            if start < counts.shape[-1] and bool(counts[..., start:].all()):
+                new = keys[:, :, start:]
+                mean = new.mean(dim=2)
+                centred = new - mean[:, :, None]
+                if bool(mean.isfinite().all()):
+                    return mean.new_full(mean.shape[:2], new.shape[2]), mean, centred.mT @ centred
+        counts = counts & keys.isfinite().all(dim=-1)
+        number, weights = counts.sum(dim=-1).float(), counts.float()[:, :, None]
+        keys = keys.nan_to_num(0.0, 0.0, 0.0)
+        mean = (weights @ keys).squeeze(2) / number.clamp(min=1.0)[..., None]
+        centred = (keys - mean[:, :, None]).mul_(weights.mT)
+        return number, mean, centred.mT @ centred
 
     def later(self, view: View) -> Float[Tensor, "B Hk S"]:
         """The score while tokens are generated."""
@@ -66,15 +79,15 @@ class Leverages(Policy):
     def leverage(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """How far each key stands out: 0 for the mean key, about 1 for a key with a direction of its own."""
         apart = self._keys(view) - state["mean"][:, :, None]
-        return (apart @ _whitening(state["scatter"], self.ridge)).square().sum(dim=-1)
+        lengths: Tensor = torch.linalg.vector_norm(apart @ _whitening(state["scatter"], self.ridge), dim=-1)
+        return lengths.square_()
 
     def _keys(self, view: View) -> Float[Tensor, "B Hk S D"]:
         return (view.keys if self.rotated else view.unrotated).float()
 
     def _counts(self, view: View) -> Bool[Tensor, "B Hk S"]:
-        """Whether a slot's key is added: it is new, no sink, and a number."""
-        first = (view.seen - view.new).clamp(min=self.sinks)[:, None, None]
-        return (view.positions >= first) & view.keys.isfinite().all(dim=-1)
+        """Whether a slot's key is new and no sink."""
+        return view.positions >= (view.seen - view.new).clamp(min=self.sinks)[:, None, None]
 
 
 def _whitening(scatter: Float[Tensor, "B Hk D D"], ridge: float) -> Float[Tensor, "B Hk D D"]:
@@ -83,7 +96,8 @@ def _whitening(scatter: Float[Tensor, "B Hk D D"], ridge: float) -> Float[Tensor
     one = torch.eye(wide.shape[-1], dtype=wide.dtype, device=wide.device)
     sums = wide.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None]
     factor, fails = torch.linalg.cholesky_ex(wide + ridge * one)
-    safe, _ = torch.linalg.cholesky_ex(wide + (ridge + _ROUNDING * sums + torch.finfo(torch.float32).tiny) * one)
-    factor = torch.where((fails == 0)[..., None, None], factor, safe)
+    if not fails.is_cpu or bool(fails.any()):
+        safe, _ = torch.linalg.cholesky_ex(wide + (ridge + _ROUNDING * sums + torch.finfo(torch.float32).tiny) * one)
+        factor = torch.where((fails == 0)[..., None, None], factor, safe)
     inverse: Tensor = torch.linalg.solve_triangular(factor, one, upper=False)
     return inverse.mT.float()

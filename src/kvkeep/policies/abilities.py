@@ -134,6 +134,7 @@ class Abilities:
         tally: set if the part of the rule that does not drop tokens can run within an attention kernel.
         unrotates: whether it looks at keys before their rotation, `View.unrotated`.
         asks: whether it looks at a prompt's queries, `View.queries`.
+        projects: whether it looks at the projection of the heads' outputs while a prompt is read, `View.output`.
         rereads: whether the report of a prompt has the field ``again``, see `kvkeep.backends.Backend.reread`.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         defaults: arguments of a cache that depend on the policy.
@@ -148,6 +149,7 @@ class Abilities:
     sums: ClassVar[Sums | None] = None
     tally: ClassVar[Tally | None] = None
     asks: ClassVar[bool] = False
+    projects: ClassVar[bool] = False
     rereads: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
     defaults: ClassVar[Defaults] = Defaults()
@@ -156,6 +158,11 @@ class Abilities:
     def unrotates(self) -> bool:
         """Whether the policy looks at keys before their rotation. Not every model's rotation can be undone."""
         return False
+
+    @property
+    def needs_rotary(self) -> bool:
+        """Whether the policy is of no use to a model whose keys are not rotated to their positions."""
+        return self.rereads
 
     @property
     def shares_heads(self) -> bool:

@@ -27,7 +27,7 @@ from kvkeep.policies._prefill import slide
 from kvkeep.policies.base import Policy, option
 from kvkeep.research.hindsight import Attached
 from kvkeep.statistic import Nothing, Peak, Statistic
-from kvkeep.store import Block, inference
+from kvkeep.store import Block, inference, view_of
 from kvkeep.types import Budget, Phase, Report, State, View
 
 
@@ -105,7 +105,7 @@ def _shrink(layer: Layer, budget: int) -> None:
     for name in ("seen", "prompt", "sequences"):
         getattr(new, name).copy_(getattr(old, name))
     nothing = slots.keys.new_zeros((len(old.seen), 0), dtype=torch.float32)
-    view = new.view(slots, new=old.seen, phase=Phase.PREFILL, layer=0, tables=(nothing, nothing.bool()))
+    view = view_of(new, slots, new=old.seen, phase=Phase.PREFILL, layer=0, tables=(nothing, nothing.bool()))
     cut(layer.policy, new, view, old.state, window=None)
     layer.budgets = (budget,)
     layer.hold(new, columns=layer.columns)

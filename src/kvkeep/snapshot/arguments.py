@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvkeep.budget import check as check_budget
+from kvkeep.budget import by_head, check_rows
 from kvkeep.errors import InputError, UnsupportedOperationError
 from kvkeep.history import rows_of
 from kvkeep.layer import Layer
+from kvkeep.layout import Layout
 from kvkeep.snapshot.fingerprint import hash_of_config, rule
 from kvkeep.snapshot.snapshot import Snapshot
 from kvkeep.store import Cascade
@@ -28,6 +29,7 @@ class Settings:
         config: the model's configuration.
         budgets: one number, or one per row.
         layer_budget: rule by which the budget is spread over the layers, or one weight per layer.
+        head_budget: rule by which heads share a layer's budget; ``None``: the policy's own.
         chunk: tokens of the prompt that are taken at once.
         cascade: the tables that the layers share.
     """
@@ -35,6 +37,7 @@ class Settings:
     config: Any
     budgets: tuple[int, ...]
     layer_budget: str | tuple[float, ...]
+    head_budget: str | None
     chunk: int | None
     cascade: Cascade | None
 
@@ -48,12 +51,13 @@ class Settings:
         cls,
         config: Any,
         budget: int | Sequence[int],
-        layer_budget: str | Sequence[float],
+        layout: Layout,
         chunk: int | None,
         cascade: Cascade | None,
     ) -> Settings:
         """The settings, with numbers of other libraries as Python's own."""
-        return cls(config, check_budget(budget), rule(layer_budget), None if chunk is None else int(chunk), cascade)
+        rules, size = (rule(layout.layer_budget), layout.head_budget), None if chunk is None else int(chunk)
+        return cls(config, check_rows(budget), *rules, size, cascade)
 
     def budget_of(self, layer: Layer, row: int) -> int:
         """The budget of a row, also after rows were selected.
@@ -70,8 +74,10 @@ class Settings:
         if not layer.moves:
             return self.budgets[row]
         held = layer.block.budget
-        mine = held if isinstance(held, int) else int(held[row].sum()) // held.shape[1]
-        found = {one for one, number in zip(self.budgets, layer.budgets, strict=True) if number == mine}
+        heads = layer.store.positions.shape[1]
+        mine = held * heads if isinstance(held, int) else int(held[row].sum()) * heads // held.shape[1]
+        each = map(sum, by_head(layer.budgets, heads))
+        found = {one for one, number in zip(self.budgets, each, strict=True) if number == mine}
         if len(found) != 1:
             raise UnsupportedOperationError(
                 "Rows with budgets of their own were selected, and it is not known any more which budget this row has."
@@ -103,6 +109,21 @@ def check_kind(snapshots: Sequence[object]) -> None:
     for one in snapshots:
         if not isinstance(one, Snapshot):
             raise InputError(f"{type(one).__name__} is no Snapshot; cache.snapshot and Snapshot.load return one.")
+
+
+def identities(sequences: Sequence[int]) -> list[int]:
+    """Return the identity of each row as a list of Python's numbers.
+
+    Raises:
+        InputError: they are no whole numbers of 64 bits.
+    """
+    try:
+        found = list(map(operator.index, sequences))
+    except TypeError:
+        found = [2**63]
+    if not all(-(2**63) <= number < 2**63 for number in found):
+        raise InputError(f"sequences={sequences!r:.60} is no list of whole numbers below 2^63, one per row.")
+    return found
 
 
 def checked_row(row: object, rows: int) -> int:

@@ -133,6 +133,7 @@ class SnapshotCache(PhasedCache):
             [snapshot.fingerprint.budget for snapshot in snapshots],
             prefill_chunk=made.chunk,
             layer_budget=made.layer_budget,
+            head_budget=made.head_budget,
             positions=made.positions,
         )
         for row, snapshot in enumerate(snapshots):
@@ -204,7 +205,8 @@ class SnapshotCache(PhasedCache):
             policy=name_of_policy(self.policy),
             budget=made.budget_of(layer, row),
             layer_budget=made.layer_budget,
-            dtype=str(layer.store.slots().keys.dtype).removeprefix("torch.") if layer.allocated else None,
+            head_budget=made.head_budget,
+            dtype=str(layer.store.dtype).removeprefix("torch.") if layer.allocated else None,
             positions=self.position_mode,
             chunk=made.chunk,
             weights=weights,

@@ -32,6 +32,7 @@ _NAMES = {
     "policy": "policy",
     "budget": "budget",
     "layer_budget": "layer_budget",
+    "head_budget": "head_budget",
     "positions": "positions mode",
     "chunk": "prefill_chunk",
 }
@@ -48,6 +49,7 @@ class Fingerprint:
         policy: the policy's string.
         budget: the row's budget.
         layer_budget: rule by which the budget is spread over the layers, or one weight per layer.
+        head_budget: rule by which heads share a layer's budget; ``None``: the policy's own.
         dtype: dtype of the keys; ``None`` if nothing is cached yet.
         positions: ``true`` or ``slot``.
         chunk: tokens of the prompt that are taken at once.
@@ -61,6 +63,7 @@ class Fingerprint:
     policy: str
     budget: int
     layer_budget: str | tuple[float, ...] = "uniform"
+    head_budget: str | None = None
     dtype: str | None = None
     positions: str = "true"
     chunk: int | None = None
@@ -71,11 +74,11 @@ class Fingerprint:
     def differences(self, other: Fingerprint) -> dict[str, tuple[object, object]]:
         """The parts that differ, by name, with both values. Parts that one side does not know are not compared."""
         pairs = {name: (getattr(self, key), getattr(other, key)) for key, name in _NAMES.items()}
-        strict = _NAMES["chunk"]
+        strict = {_NAMES["chunk"], _NAMES["head_budget"]}  # None is a choice, too
         return {
             name: (mine, theirs)
             for name, (mine, theirs) in pairs.items()
-            if mine != theirs and (name == strict or None not in (mine, theirs))
+            if mine != theirs and (name in strict or None not in (mine, theirs))
         }
 
     def check(self, here: Fingerprint) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from kvkeep.budget import largest
 from kvkeep.errors import ShapeError
 from kvkeep.layer import Layer
 from kvkeep.snapshot.contents import Contents
-from kvkeep.store import Block, RowCopy, inference
+from kvkeep.store import Block, PooledStore, RowCopy, inference
 
 
 @inference
@@ -30,20 +31,22 @@ def new_block(layer: Layer, copies: Sequence[RowCopy], rows: int, device: torch.
         raise ShapeError("Rows of another store than the default one need a cache that holds such a store already.")
     keys, values = (tensors[f"store.{name}"][None, :, :0].to(device) for name in ("keys", "values"))
     keys, values = (tensor.expand(rows, -1, -1, -1) for tensor in (keys, values))
-    budget = max(layer.budgets)
+    budget = largest(layer.budgets)
     try:
         block = layer.new_block(keys, values)
-        block.widen(_capacity(layer, copies))
+        _widen(block, layer, copies)
     except (MemoryError, RuntimeError) as error:
         raise ShapeError(f"There is no memory for {rows} rows with a budget of {budget} tokens.") from error
     return block
 
 
-def _capacity(layer: Layer, copies: Sequence[RowCopy]) -> int:
-    """The slots per head of the blocks that copies were taken from, at most what the layer's budget allows."""
-    budget, spreads = max(layer.budgets), layer.policy.spreads
-    most = spreads.most(layer.policy, budget, len(copies[0].positions)) if spreads else budget
-    return min(most + 1, max(copy.capacity for copy in copies))
+def _widen(block: Block, layer: Layer, copies: Sequence[RowCopy]) -> None:
+    """Give a block the slots per head of the blocks that copies were taken from, at most what its budget allows.
+
+    A pool has room for every division of the budget already.
+    """
+    if not isinstance(block.store, PooledStore):
+        block.widen(min(largest(layer.budgets) + 1, max(copy.capacity for copy in copies)))
 
 
 @inference
@@ -69,6 +72,6 @@ def blocks_for(layers: Sequence[Layer], contents: Sequence[Contents], rows: int)
             blocks.append(new_block(layer, copies, rows))
             continue
         if any(max(copy.used, copy.most + 1) > layer.block.store.capacity for copy in copies):
-            layer.block.widen(_capacity(layer, copies))
+            _widen(layer.block, layer, copies)
         blocks.append(layer.block)
     return blocks

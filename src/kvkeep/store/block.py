@@ -16,8 +16,9 @@ from kvkeep.errors import ShapeError
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.heads import empty, places
+from kvkeep.store.pooled import PooledStore
 from kvkeep.store.protocol import Store
-from kvkeep.types import EMPTY, Budget, Phase, Slots, State, View
+from kvkeep.types import EMPTY, Budget, Phase, Slots, State
 
 
 class Block:
@@ -26,7 +27,7 @@ class Block:
     Args:
         keys: keys that give the block its rows, heads, head dim, dtype and device.
         values: values that give the block its head dim of values.
-        numbers: the budget, one number or one per row.
+        numbers: the budget, one number or one per row; or as many numbers as heads, for all rows or for each.
         starts: the policy's per-slot state: name → value of an empty slot.
         heads: the policy's state of each head: name → axes.
         sequences: identity of each row for randomness; all 0 if not given.
@@ -64,24 +65,26 @@ class Block:
         keys: Float[Tensor, "B Hk _ D"],
         values: Float[Tensor, "B Hk _ E"],
         *,
-        numbers: Sequence[int],
+        numbers: Sequence[budgets.Number],
         starts: Mapping[str, float],
         heads: Mapping[str, str] = MappingProxyType({}),
         sequences: Sequence[int] | None = None,
         store: type[Store] = DenseStore,
         pins: Sequence[spans.Spans] = (),
     ):
-        B, Hk, _, _ = keys.shape
+        B, Hk = keys.shape[:2]
         if sequences is not None and len(sequences) != B:
             raise ShapeError(f"{len(sequences)} sequence ids were given for a batch of {B} rows; give one per row.")
         device = keys.device
         self.pins = spans.table(spans.for_rows(pins, B), device) if any(pins) else None
-        self.budget = budgets.per_row(numbers, B, device)
-        self.store = store(keys, values, capacity=max(numbers) + 1)
-        shape = (B, Hk, self.store.capacity)
-        self.state = {
-            name: torch.full(shape, start, dtype=torch.float32, device=device) for name, start in starts.items()
-        }
+        if issubclass(store, PooledStore):
+            self.budget = budgets.per_head(numbers, B, Hk, device)
+            self.store = store.for_heads(keys, values, budgets.by_head(numbers, Hk))
+            self.store.divide(self.budget + 1)
+        else:
+            self.budget = budgets.per_row(numbers, B, device)
+            self.store = store(keys, values, capacity=budgets.largest(numbers) + 1)
+        self.state = {name: self.store.numbers(start) for name, start in starts.items()}
         self.state |= empty(heads, keys, values)
         self.heads = frozenset(heads)
         self.seen = torch.zeros(B, dtype=torch.int64, device=device)
@@ -93,15 +96,15 @@ class Block:
         """Empty every slot, reset counters and heads. State of slots needs no clearing: a new token overwrites it."""
         for name in self.heads:
             self.state[name].zero_()
-        self.store.positions.fill_(EMPTY)
+        self.store.clear(slice(None))
         for counter in (self.seen, self.prompt, self.lost):
             counter.zero_()
 
-    def clear_row(self, row: int) -> None:
-        """Empty one row."""
+    def clear_row(self, row: int | slice) -> None:
+        """Empty one row, or several."""
         for name in self.heads:
             self.state[name][row] = 0.0
-        self.store.positions[row] = EMPTY
+        self.store.clear(row)
         self.seen[row] = self.prompt[row] = self.lost[row] = 0
         if self.pins is not None:
             self.pins[row] = spans.LAST
@@ -147,37 +150,23 @@ class Block:
         held = Slots(*self.store.beside(keys, values, used=used), _joined(self.store.positions, new.positions, used))
         return held, {name: _joined(self.state[name], chunk, used) for name, chunk in state.items()} | heads
 
-    def view(
-        self,
-        slots: Slots,
-        *,
-        new: Int[Tensor, " B"],
-        phase: Phase,
-        layer: int,
-        tables: tuple[Float[Tensor, "B A"], Bool[Tensor, "B A"]],
-    ) -> View:
-        """Slots of this block, or copies of them beside a chunk, as a policy sees them. Counters are live.
+    def opened(self) -> Block:
+        """The block as a step works on it, with slots and state side by side. What it writes is kept by `close`."""
+        store = self.store.opened()
+        if store is self.store:
+            return self
+        other = copy.copy(self)
+        other.store = store
+        other.state = self.state | {name: store.side_by_side(held) for name, held in self.of_slots().items()}
+        return other
 
-        Args:
-            slots: keys, values and positions.
-            new: real tokens that each row received.
-            phase: the kind of these tokens.
-            layer: index of the layer in the model.
-            tables: ``past`` and ``alive``, see `View`.
-        """
-        return View(
-            *(slots.positions, slots.keys, slots.values),
-            seen=self.seen,
-            budget=self.budget,
-            new=new,
-            prompt=self.prompt,
-            phase=phase,
-            layer=layer,
-            sequences=self.sequences,
-            past=tables[0],
-            alive=tables[1],
-            pins=self.pins,
-        )
+    def close(self, opened: Block) -> None:
+        """Write slots and state of an opened block to where they lie in memory."""
+        if opened is self:
+            return
+        opened.store.close()
+        for name, held in self.of_slots().items():
+            opened.store.put_back(held, opened.state[name])
 
     def remember(self, state: State) -> None:
         """Write the policy's state in place."""
@@ -194,10 +183,9 @@ class Block:
             self.budget.copy_(budget)  # in place, for blocks that share this memory
         else:
             self.budget = budget
-        missing = int(budget.max()) + 1 - self.store.capacity
-        if missing > 0:
-            self.store = self.store.wider(self.store.capacity + missing)
-            self._pad(missing)
+        before, self.store = self.store.capacity, self.store.divided(budget + 1)
+        if self.store.capacity != before:
+            self._pad(self.store.capacity - before)
 
     def held(self) -> Int[Tensor, "B Hk"]:
         """The number of occupied slots of each head."""
@@ -220,6 +208,8 @@ class Block:
 
     def per_slot(self) -> frozenset[str]:
         """Names of the tensors of `per_row` whose third axis is the slots. The others belong to the row as a whole."""
+        if isinstance(self.store, PooledStore):
+            return frozenset()
         store, state = self.store.per_slot(), self.of_slots()
         return frozenset((*(f"store.{name}" for name in store), *(f"state.{name}" for name in state)))
 
@@ -246,8 +236,8 @@ class Block:
         """A range of rows as a block that shares this one's memory, and its budgets if these differ by row."""
         return self.over({name: tensor[start:stop] for name, tensor in self.per_row().items()})
 
-    def move_row(self, source: int, target: int) -> None:
-        """Copy one row over another."""
+    def move_row(self, source: int | slice, target: int | slice) -> None:
+        """Copy one row over another, or several over as many others."""
         for tensor in self.per_row().values():
             tensor[target] = tensor[source]
 
@@ -274,14 +264,13 @@ class Block:
 
     def memory(self) -> Memory:
         """Bytes, summed over the tensors. The formula is in ``docs/layouts.md``."""
-        positions = self.store.positions
-        if not positions.numel():
+        if not self.store.room:
             return Memory()  # no rows
         everything, slots = bytes_of(self.per_row().values()), bytes_of(self.store.per_row().values())
-        per_slot = (slots + bytes_of(self.of_slots().values())) // positions.numel()
+        per_slot = (slots + bytes_of(self.of_slots().values())) // self.store.room
         return Memory(
             allocated_bytes=everything,
-            occupied_bytes=per_slot * int((positions >= 0).sum()),
+            occupied_bytes=per_slot * int(self.held().sum()),
             state_bytes=everything - slots,
             full_bytes=int(self.seen.sum()) * self.store.token_bytes,
         )

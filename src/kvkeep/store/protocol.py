@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.types import Slots
+from kvkeep.types import EMPTY, Slots
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -46,9 +46,51 @@ class Store(abc.ABC):
         return int(occupied[-1]) + 1 if len(occupied) else 0
 
     @property
+    def room(self) -> int:
+        """Slots of all rows and heads."""
+        return self.positions.numel()
+
+    def numbers(self, start: float) -> Tensor:
+        """One number for each slot, in the order of the slots in memory. A policy's state consists of these."""
+        return torch.full(self.positions.shape, start, dtype=torch.float32, device=self.positions.device)
+
+    def clear(self, rows: int | slice) -> None:
+        """Empty the slots of some rows."""
+        self.positions[rows] = EMPTY
+
+    def opened(self) -> Store:
+        """The store as a step works on it: its positions lie side by side and may be written until `close`.
+
+        This is the store itself, unless its slots lie otherwise in memory.
+        """
+        return self
+
+    def close(self) -> None:  # noqa: B027  nothing to do
+        """Write the content of an opened store to where it lies in memory."""
+
+    def side_by_side(self, numbers: Tensor) -> Float[Tensor, "B Hk capacity"]:
+        """The numbers of `numbers`, for an opened store, in the order of `positions`."""
+        return numbers
+
+    def put_back(  # noqa: B027  nothing to do
+        self, numbers: Tensor, held: Float[Tensor, "B Hk capacity"]
+    ) -> None:
+        """Write what `side_by_side` has returned back into the numbers."""
+
+    def divided(self, sizes: Int[Tensor, "B Hk"]) -> Store:
+        """A store in which each head has at least that many slots. The slots may lose their content."""
+        missing = int(sizes.max()) - self.capacity
+        return self.wider(self.capacity + missing) if missing > 0 else self
+
+    @property
     @abc.abstractmethod
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values over all heads, in the model's dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the keys."""
+        return self.slots().keys.dtype
 
     @abc.abstractmethod
     def slots(self) -> Slots:

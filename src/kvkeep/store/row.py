@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvkeep import pins as spans
+from kvkeep.budget import Number, by_head
 from kvkeep.errors import ShapeError
 from kvkeep.memory import bytes_of
 from kvkeep.store.block import Block
+from kvkeep.store.pooled import PooledStore
 from kvkeep.types import EMPTY
 
-_NUMBERS = ("budget", "pins")
+NUMBERS = ("budget", "pins")
 """Tensors of `Block.per_row` that not every block has. A copy holds them as numbers."""
 
 
@@ -34,6 +36,7 @@ class RowCopy:
         capacity: slots per head of the block.
         budget: slots that may stay occupied, of all heads or of each head.
         pins: spans of positions that may not be evicted.
+        pack: the tensors of all copies that were taken together with this one.
     """
 
     tensors: Mapping[str, Tensor]
@@ -42,6 +45,7 @@ class RowCopy:
     capacity: int
     budget: int | tuple[int, ...]
     pins: spans.Spans = ()
+    pack: Pack | None = None
 
     @property
     def used(self) -> int:
@@ -66,7 +70,20 @@ class RowCopy:
     def to(self, device: torch.device | str) -> RowCopy:
         """The same row on a device; tensors that are there already are not copied."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return replace(self, tensors=tensors, positions=self.positions.to(device))
+        return replace(self, tensors=tensors, positions=self.positions.to(device), pack=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Tensors that several copies share, so that one operation per tensor puts all of them back.
+
+    Attributes:
+        tensors: by name; the first axis is the copies.
+        parts: `RowCopy.tensors` of each copy, which are views.
+    """
+
+    tensors: Mapping[str, Tensor]
+    parts: tuple[Mapping[str, Tensor], ...]
 
 
 def take_row(block: Block, row: int, device: torch.device | None = None) -> RowCopy:
@@ -77,17 +94,20 @@ def take_row(block: Block, row: int, device: torch.device | None = None) -> RowC
         row: which row.
         device: where the copy shall be; by default the block's device.
     """
-    positions = block.store.positions[row]
+    block = block.part(row, row + 1).opened()
+    positions = block.store.positions[0]
     occupied = (positions >= 0).any(dim=0).nonzero()
     used = int(occupied[-1]) + 1 if len(occupied) else 0
     cut = block.per_slot()
     tensors = {
-        name: _copied(tensor[row, :, :used] if name in cut else tensor[row], device)
+        name: copied(tensor[0, :, :used] if name in cut else tensor[0], device)
         for name, tensor in block.per_row().items()
-        if name not in _NUMBERS
+        if name not in NUMBERS
     }
-    held = _copied(positions[:, :used], device)
-    return RowCopy(tensors, cut, held, block.store.capacity, _budget(block, row), _pins(block, row))
+    held = copied(positions[:, :used], device)
+    return RowCopy(
+        tensors, cut, held, block.store.capacity, budgets_of(block, slice(0, 1))[0], pins_of(block, slice(0, 1))[0]
+    )
 
 
 def put_row(block: Block, row: int, copy: RowCopy) -> None:
@@ -105,6 +125,9 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
     _set_budget(block, row, copy.budget)
     if copy.pins or block.pins is not None:
         pin_row(block, row, copy.pins)
+    if isinstance(block.store, PooledStore):
+        _put_in_pool(block.part(row, row + 1), copy)
+        return
     mine = block.per_row()
     for name, tensor in copy.tensors.items():
         target = mine[name][row]
@@ -112,8 +135,21 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
     block.store.positions[row, :, copy.used :] = EMPTY
 
 
-def pin_row(block: Block, row: int, pins: spans.Spans) -> bool:
-    """Pin spans in an empty row. Return whether the block's table had to be replaced by a wider one."""
+def _put_in_pool(block: Block, copy: RowCopy) -> None:
+    """Overwrite a block of one row, whose heads share a pool."""
+    assert isinstance(block.store, PooledStore)
+    assert isinstance(block.budget, Tensor)
+    block.store.divide(block.budget + 1)
+    opened, tensors = block.opened(), copy.tensors
+    opened.store.fill(tensors["store.keys"][None], tensors["store.values"][None], copy.positions[None])
+    for name, held in opened.per_row().items():
+        if name in tensors and not name.startswith("store."):
+            (held[:, :, : copy.used] if name in copy.cut else held).copy_(tensors[name][None])
+    block.close(opened)
+
+
+def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
+    """Pin spans in an empty row, or in several. Return whether the block's table had to be replaced by a wider one."""
     held = block.pins
     if grows := held is None or held.shape[1] < 2 * len(pins):
         rows, device = len(block.seen), block.seen.device
@@ -131,35 +167,75 @@ def check_row(block: Block, copy: RowCopy) -> None:
     Raises:
         ShapeError: names, shapes, dtypes or the number of slots differ.
     """
-    mine = {name: tensor for name, tensor in block.per_row().items() if name not in _NUMBERS}
+    pooled = block.store if isinstance(block.store, PooledStore) else None
+    block = block.part(0, 1).opened()
+    mine = {name: tensor for name, tensor in block.per_row().items() if name not in NUMBERS}
     if mine.keys() != copy.tensors.keys() or block.per_slot() != copy.cut:
         other = sorted(mine.keys() ^ copy.tensors.keys())
         raise ShapeError(f"The row of another policy or store was given: {', '.join(other)} are not in both.")
-    if copy.used > block.store.capacity:
-        raise ShapeError(f"A row of {copy.used} slots was given to a block of {block.store.capacity} slots per head.")
-    if copy.most >= block.store.capacity:  # one slot is for the next token
-        raise ShapeError(f"A row with a budget of {copy.most} was given to a block of {block.store.capacity} slots.")
     heads = block.store.positions.shape[1]
     if isinstance(copy.budget, tuple) and len(copy.budget) != heads:
         raise ShapeError(f"{len(copy.budget)} budgets were given for {heads} KV heads.")
+    if pooled is None:
+        check_slots(copy, block.store.capacity)
+    else:
+        _check_pool(copy, pooled)
     for name, tensor in copy.tensors.items():
-        target = mine[name][:, :, : copy.used] if name in copy.cut else mine[name]
-        if (target.shape[1:], target.dtype) != (tensor.shape, tensor.dtype):
+        target = mine[name].shape[1:]
+        shape = (target[0], copy.used, *target[2:]) if name in copy.cut else tuple(target)
+        if (shape, mine[name].dtype) != (tuple(tensor.shape), tensor.dtype):
             raise ShapeError(
                 f"{name} of a row has the shape {tuple(tensor.shape)} in {tensor.dtype}, and the block holds "
-                f"{tuple(target.shape[1:])} in {target.dtype}: they belong to different models or dtypes."
+                f"{shape} in {mine[name].dtype}: they belong to different models or dtypes."
             )
 
 
-def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
+def check_slots(copy: RowCopy, capacity: int) -> None:
+    """Refuse a copy for which every head has too few slots."""
+    if copy.used > capacity:
+        raise ShapeError(f"A row of {copy.used} slots was given to a block of {capacity} slots per head.")
+    if copy.most >= capacity:  # one slot is for the next token
+        raise ShapeError(f"A row with a budget of {copy.most} was given to a block of {capacity} slots.")
+
+
+def _check_pool(copy: RowCopy, store: PooledStore) -> None:
+    """Refuse a copy for which a row's pool is too small, or that uses more slots of a head than its budget."""
+    heads, room = store.sizes.shape[1], store.entries.shape[1] - 1
+    (budgets,) = by_head([copy.budget], heads)
+    if (needed := sum(budgets) + heads) > room:  # of each head, one slot is for the next token
+        raise ShapeError(f"A row of {needed} slots was given to a block with {room} slots for all heads of a row.")
+    at = torch.arange(1, copy.used + 1, device=copy.positions.device)
+    last = nn.functional.pad(at * (copy.positions >= 0), (1, 0)).amax(dim=-1)
+    for head, (used, budget) in enumerate(zip(last.tolist(), budgets, strict=True)):
+        if used > budget + 1:
+            raise ShapeError(f"A row uses {used} slots of head {head}, and its budget has {budget + 1}.")
+
+
+def has_room(block: Block, budget: Number, apart: bool) -> bool:
+    """Whether an empty row has slots for a budget, and heads can have budgets of their own where these are asked for.
+
+    Args:
+        block: the block.
+        budget: the budget.
+        apart: whether heads will share the budget.
+    """
+    if isinstance(block.store, PooledStore):
+        heads = block.store.sizes.shape[1]
+        return sum(by_head([budget], heads)[0]) + heads < block.store.entries.shape[1]
+    return isinstance(budget, int) and not apart and budget < block.store.capacity
+
+
+def copied(tensor: Tensor, device: torch.device | None) -> Tensor:
     """A contiguous copy that shares no memory with the tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device).copy_(tensor)
 
 
-def _pins(block: Block, row: int) -> spans.Spans:
-    """The pins of one row."""
-    bounds = [] if block.pins is None else [bound for bound in block.pins[row].tolist() if bound != spans.LAST]
-    return tuple(zip(bounds[::2], bounds[1::2], strict=True))
+def pins_of(block: Block, rows: slice) -> list[spans.Spans]:
+    """The pins of each row."""
+    if block.pins is None:
+        return [()] * len(block.seen[rows])
+    found = ([bound for bound in bounds if bound != spans.LAST] for bounds in block.pins[rows].tolist())
+    return [tuple(zip(bounds[::2], bounds[1::2], strict=True)) for bounds in found]
 
 
 def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
@@ -176,9 +252,8 @@ def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
     block.budget = held
 
 
-def _budget(block: Block, row: int) -> int | tuple[int, ...]:
-    """The budget of one row."""
+def budgets_of(block: Block, rows: slice) -> list[int | tuple[int, ...]]:
+    """The budget of each row."""
     if isinstance(block.budget, int):
-        return block.budget
-    numbers = tuple(block.budget[row].tolist())
-    return numbers[0] if len(numbers) == 1 else numbers
+        return [block.budget] * len(block.seen[rows])
+    return [numbers[0] if len(numbers) == 1 else tuple(numbers) for numbers in block.budget[rows].tolist()]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from kvkeep.memory import bytes_of
 from kvkeep.store.block import Block
 from kvkeep.store.heads import empty, shared
@@ -20,7 +18,7 @@ def lacks(block: Block, starts: Mapping[str, float], heads: Mapping[str, str]) -
         starts: the policy's state of slots.
         heads: the policy's state of heads.
     """
-    missing = max(0, len(starts) - len(block.of_slots())) * 4 * block.store.positions.numel()
+    missing = max(0, len(starts) - len(block.of_slots())) * 4 * block.store.room
     return missing + bytes_of(_missing(block, heads, "meta").values())
 
 
@@ -29,9 +27,8 @@ def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str
 
     Existing tensors stay the same objects.
     """
-    positions = block.store.positions
     for i in range(len(block.of_slots()), len(starts)):
-        block.state[str(i)] = positions.new_zeros(positions.shape, dtype=torch.float32)
+        block.state[str(i)] = block.store.numbers(0.0)
     block.state |= _missing(block, heads)
     block.heads = block.heads.union(shared(heads))
 

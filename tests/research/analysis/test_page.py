@@ -38,7 +38,7 @@ RUN = {
 }
 SPARSE = {"sparsity_by_layer": [0.97, 0.99], "sparsity": 0.98, "square_by_layer": [0.98, 0.99]}
 DOCS = Path(__file__).parents[3] / "docs"
-ADVICE = Advice("Use <it>.", "h2o", "20% of the text", "kvkeep generate", ("R1: a & b",), ("R4: c",))
+ADVICE = Advice("Use <it>.", "kvkeep tune", ("R3: a & b", "R4: c"))
 CLAIM = Claim("a <claim>", "H2O, Figure 1", "they & we", "here", "differ")
 
 
@@ -90,7 +90,7 @@ def test_it_asks_nobody_for_anything(whole):
 
 def test_what_it_shows_is_escaped(whole):
     text = read(whole).text
-    for shown in ("evil <b>model</b>", "no&vel.txt", "A <note>.", "a <claim>", "they & we", "Use <it>.", "R1: a & b"):
+    for shown in ("evil <b>model</b>", "no&vel.txt", "A <note>.", "a <claim>", "they & we", "Use <it>.", "R3: a & b"):
         assert shown in text
     assert "Skipped: The text is <short>." in text
 
@@ -137,7 +137,7 @@ def test_the_embedded_models_page_is_small_and_asks_nobody():
             assert attributes.get(name, "#").startswith(("#", "data:image/png;base64,"))
     assert "/work" not in found.text
     assert "/tmp" not in found.text
-    assert "There is no advice" not in found.text
+    assert "kvkeep tune" in found.text
     for kind in MEASUREMENTS:
         assert f'id="{kind.name}"' in text
 
@@ -167,7 +167,7 @@ def test_report_writes_page_pictures_and_numbers(tmp_path, monkeypatch):
     assert set(everything["measurements"]) == {"sparsity", "budgets"}
     assert everything["measurements"]["sparsity"]["reading"]["verdict"] == "agree"
     assert everything["claims"][0]["source"] == "H2O, Figure 2a"
-    assert everything["recommendation"]["policy"] == ""
+    assert everything["recommendation"]["command"].startswith("kvkeep tune ")
     monkeypatch.setattr(plots, "available", lambda: False)
     written, _ = report.write(folder)
     assert "<img" not in written.read_text()

@@ -7,15 +7,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.backends.added import Added, Limits
+from kvkeep.backends.again import turned
 from kvkeep.backends.native import ops, prefill_ops, slot_ops
 from kvkeep.backends.native.build import Native, native
 from kvkeep.backends.native.turn import Turn, turn_of
-from kvkeep.backends.protocol import Added, AtRanks, Backend, Limits
+from kvkeep.backends.pool import InPool
+from kvkeep.backends.protocol import AtRanks, Backend
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.wanted import is_known, wanted
+from kvkeep.ranges import PoolSlots, lying
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
@@ -36,6 +43,7 @@ class NativeBackend(Backend):
     """
 
     name = "native"
+    pools = True
     fuses = True
     tallies = True
     small = True
@@ -61,20 +69,56 @@ class NativeBackend(Backend):
             return read or self._others.attend(query, slots, now, statistic=statistic, options=options)
         found = None
         if options.top is None and is_known(statistic):
-            keys, values, positions = slots
-            given = query, keys, values, now, positions
-            found = ops.attend(*given, options=options, wanted=wanted(statistic), turn=self._turn(keys))
+            (keys, values, positions), ranges = lying(slots)
+            given, turn = (query, keys, values, now, positions), self._turn(positions, keys.dtype)
+            found = ops.attend(*given, options=options, wanted=wanted(statistic), turn=turn, ranges=ranges)
         if found is None:
             return self._others.attend(query, slots, now, statistic=statistic, options=options)
         out, *sums = found
         return out, Report(dict(zip(statistic.fields, sums, strict=False)))
 
+    def reread(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hk S"]:
+        """See `Backend.reread`; under slot positions keys are rotated first."""
+        return self._others.reread(query, slots, now, length=length, rotation=rotation, options=options)
+
+    def attend_twice(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
+        """See `Backend.attend_twice`; one call of the kernel."""
+        asked: dict[str, Any] = {"statistic": statistic, "options": options}
+        found = None
+        if self._rotation is None:
+            found = prefill_ops.attend_twice(query, slots, now, **asked, again=turned(query, length, rotation))
+        return found or self._others.attend_twice(query, slots, now, **asked, length=length, rotation=rotation)
+
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
         """See `Backend.append`."""
-        slot = slot_ops.write(*slots, new=(keys, values), now=now)
-        return self._others.append(slots, keys, values, now) if slot is None else slot
+        there, ranges = lying(slots)
+        slot = slot_ops.write(*there, new=(keys, values), now=now, starts=ranges and ranges[0])
+        if slot is None:
+            return InPool(self._others).append(slots, keys, values, now)
+        if isinstance(slots, PoolSlots):
+            slots.forget()
+        return slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
         """See `Backend.expire`."""
@@ -107,14 +151,28 @@ class NativeBackend(Backend):
         """See `Backend.step`."""
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
-        report, turn = wanted(statistic) if added.states else None, self._turn(slots.keys, rotated_at=now)
-        token = query, *new
-        return ops.step(token, slots, now, options=options, wanted=report, added=added, limits=limits, turn=turn)
+        there, ranges = lying(slots)
+        turn = self._turn(there.positions, there.keys.dtype, rotated_at=now)
+        report, token = wanted(statistic) if added.states else None, (query, *new)
+        out = ops.step(
+            *(token, there, now),
+            options=options,
+            wanted=report,
+            added=added,
+            limits=limits,
+            turn=turn,
+            ranges=ranges,
+        )
+        if isinstance(slots, PoolSlots):
+            slots.forget()
+        return out
 
     def at_ranks(self, rotation: Rotation) -> Backend:
         """See `Backend.at_ranks`."""
         return NativeBackend(rotation)
 
-    def _turn(self, keys: Float[Tensor, "B Hk S D"], rotated_at: Int[Tensor, "B 1"] | None = None) -> Turn | None:
-        """The angles by which the kernel turns keys; ``None`` under true positions."""
-        return None if self._rotation is None else turn_of(self._rotation, keys.shape[2], keys.dtype, rotated_at)
+    def _turn(
+        self, positions: Int[Tensor, "B Hk S"], dtype: torch.dtype, rotated_at: Int[Tensor, "B 1"] | None = None
+    ) -> Turn | None:
+        """The angles by which the kernel turns keys of this dtype; ``None`` under true positions."""
+        return None if self._rotation is None else turn_of(self._rotation, positions.shape[2], dtype, rotated_at)

@@ -40,6 +40,8 @@ extern "C" struct Attend {
     const char *angles;  // of ranks 0 to `slots`, dense; null where keys are attended as they are
     const char *back;    // of the queries' positions, dense; null if queries are unrotated
     int64_t half;        // F of ranks.h
+    const int64_t *starts, *sizes;  // where each head's slots begin in a pool of keys and values, and how many it has,
+                                    // dense; null where all heads have `slots`, which begin where the head does
 };
 
 namespace {
@@ -167,7 +169,7 @@ class Head {
     typedef typename X::T T;
     const Attend &a;
     const Layout at;
-    const int64_t row, head, now;
+    const int64_t row, head, now, start, slots;
     const int32_t *positions;
     float *query, *logits, *tempered, *out, *scale, *turned, *const mass, *const extra;
     int32_t *shown;
@@ -180,6 +182,7 @@ class Head {
     // `mass` and `extra`: where the report of this head goes; null if there is none.
     Head(const Attend &a, int64_t index, float *scratch, float *mass, float *extra)
         : a(a), at(a), row(index / a.kv_heads), head(index % a.kv_heads), now(a.now[row * a.now_row]),
+          start(a.starts ? a.starts[index] : 0), slots(a.sizes ? a.sizes[index] : a.slots),
           positions(a.positions + row * a.position_row + head * a.position_head), query(scratch + at.query),
           logits(scratch + at.logits), tempered(scratch + at.tempered), out(scratch + at.out),
           scale(scratch + at.scale), turned(scratch + at.turned), mass(mass), extra(extra),
@@ -190,7 +193,7 @@ class Head {
         std::memset(out, 0, a.group * at.value_dim.floats() * sizeof *out);
         if (now >= 0) {
             if (a.angles) {
-                ranks.read(positions, a.slots);
+                ranks.read(positions, slots);
                 read_unrotated_query();
             } else {
                 read_query();
@@ -227,7 +230,7 @@ class Head {
 
     // Turn the keys of a block that starts with slot s.
     void turn_keys(int64_t s, Rows<T> block, Rows<T> later) {
-        const int64_t n = a.slots - s < W ? a.slots - s : W;
+        const int64_t n = slots - s < W ? slots - s : W;
         for (int64_t i = 0; i < n; i++) {
             fetch(later.at(i), a.dim);
             const T *own = angles(ranks.of(positions[s + i]));
@@ -239,21 +242,21 @@ class Head {
     }
 
     Rows<T> keys() const {
-        return {(const T *)a.keys + row * a.key_row + head * a.key_head, a.key_slot};
+        return {(const T *)a.keys + row * a.key_row + head * a.key_head + start * a.key_slot, a.key_slot};
     }
 
     Rows<T> values() const {
-        return {(const T *)a.values + row * a.value_row + head * a.value_head, a.value_slot};
+        return {(const T *)a.values + row * a.value_row + head * a.value_head + start * a.value_slot, a.value_slot};
     }
 
-    Ints positions_at(int64_t s) const { return load<Ints>(positions + s, a.slots - s, -1); }
+    Ints positions_at(int64_t s) const { return load<Ints>(positions + s, slots - s, -1); }
 
     // Logits of every block in which the query sees a slot.
     void score() {
         const Rows<T> keys = this->keys(), values = this->values();
         const int64_t before = a.window && now >= a.window ? now - a.window : -1;
         Ints count = {};
-        for (int64_t s = 0; s < a.slots; s += W) {
+        for (int64_t s = 0; s < slots; s += W) {
             const Ints position = positions_at(s), past = (position >= 0) & (position <= (int32_t)now);
             const Ints show = past & (position > (int32_t)before);
             count -= past;
@@ -261,17 +264,17 @@ class Head {
             if (!any(show)) continue;
             const int64_t ahead = s + rows_ahead<X>(a.dim);
             const Rows<T> block = keys.from(s);
-            const Rows<T> later = ahead < a.slots ? keys.from(ahead) : values.from(ahead - a.slots);
+            const Rows<T> later = ahead < slots ? keys.from(ahead) : values.from(ahead - slots);
             if (a.angles) turn_keys(s, block, later);
             by_group(a.group, [&](int64_t g, auto n) {
                 Floats found[n.value];
                 const float *q = query + g * at.width;
                 if (a.angles)
-                    dots<Float32, n.value, true>(q, Pairs(at.width), {turned, at.width}, a.slots - s, {}, found);
+                    dots<Float32, n.value, true>(q, Pairs(at.width), {turned, at.width}, slots - s, {}, found);
                 else if (at.dim.in_place())
-                    dots<X, n.value, true>(q, at.dim, block, a.slots - s, later, found);
+                    dots<X, n.value, true>(q, at.dim, block, slots - s, later, found);
                 else
-                    dots<X, n.value, false>(q, at.dim, block, a.slots - s, later, found);
+                    dots<X, n.value, false>(q, at.dim, block, slots - s, later, found);
                 for (int i = 0; i < n.value; i++) store(logits + (g + i) * at.slots + s, found[i]);
             });
         }
@@ -282,7 +285,7 @@ class Head {
     void soften(int64_t g) {
         float *x = logits + g * at.slots, *t = tempered + g * at.slots;
         Floats most = all(-INFINITY), total = {}, total_tempered = {};
-        for (int64_t s = 0; s < a.slots; s += W) {
+        for (int64_t s = 0; s < slots; s += W) {
             Floats logit = load<Floats>(x + s);
             if (a.softcap != 0.0) {
                 logit = tanh(logit / (float)a.softcap) * (float)a.softcap;
@@ -292,7 +295,7 @@ class Head {
         }
         const float peak = largest(most), sink = a.sinks ? a.sinks[head * a.group + g] : -INFINITY;
         const float top = sink > peak ? sink : peak;
-        for (int64_t s = 0; s < a.slots; s += W) {
+        for (int64_t s = 0; s < slots; s += W) {
             const Floats logit = load<Floats>(x + s);
             const Ints show = load<Ints>(shown + s);
             const Floats e = select(show, exp(logit - top), Floats{});
@@ -316,9 +319,9 @@ class Head {
     }
 
     void weigh_values() {
-        for (int64_t s = 0; s < a.slots; s += SPAN) {
+        for (int64_t s = 0; s < slots; s += SPAN) {
             const Rows<T> block = values().from(s);
-            const int64_t n = a.slots - s < SPAN ? a.slots - s : SPAN;
+            const int64_t n = slots - s < SPAN ? slots - s : SPAN;
             by_group(a.group, [&](int64_t g, auto heads) {
                 const auto add = [&](int64_t first, auto pairs, auto in_place) {
                     mix<X, heads.value, pairs.value, in_place.value>(logits + g * at.slots + s, at.slots, shown + s,
@@ -362,26 +365,28 @@ class Head {
             return;
         }
         average(mass);
+        std::memset(mass + slots, 0, (a.slots - slots) * sizeof *mass);
+        if (a.kind != MASS) std::memset(extra + slots, 0, (a.slots - slots) * sizeof *extra);
         if (a.kind == MASS_AND_LAST)
-            for (int64_t s = 0; s < a.slots; s++) extra[s] = newest() == now ? mass[s] : 0.0f;
+            for (int64_t s = 0; s < slots; s++) extra[s] = newest() == now ? mass[s] : 0.0f;
         if (a.kind == MASS_AND_LOW) {
             const Floats n = all((float)(a.live ? visible : now + 1)), theta = all((float)a.theta);
-            for (int64_t s = 0; s < a.slots; s += W) {
-                const Floats p = load<Floats>(mass + s, a.slots - s, 0.0f);
-                store(extra + s, select(past_at(s) & (p * n * theta < 1.0f), all(1.0f), Floats{}), a.slots - s);
+            for (int64_t s = 0; s < slots; s += W) {
+                const Floats p = load<Floats>(mass + s, slots - s, 0.0f);
+                store(extra + s, select(past_at(s) & (p * n * theta < 1.0f), all(1.0f), Floats{}), slots - s);
             }
         }
         if (weight != 1.0f)
-            for (int64_t s = 0; s < a.slots; s++) mass[s] *= weight;
+            for (int64_t s = 0; s < slots; s++) mass[s] *= weight;
     }
 
     // The mean of the query heads' probabilities, under the gain if there is one.
     void average(float *mass) const {
         const float *p = tempers ? tempered : logits, *factor = scale + (tempers ? a.group : 0);
-        for (int64_t s = 0; s < a.slots; s += W) {
+        for (int64_t s = 0; s < slots; s += W) {
             Floats total = {};
             for (int64_t g = 0; g < a.group; g++) total += load<Floats>(p + g * at.slots + s) * factor[g];
-            store(mass + s, total / (float)a.group, a.slots - s);
+            store(mass + s, total / (float)a.group, slots - s);
         }
     }
 };

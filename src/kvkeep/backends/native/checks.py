@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvkeep.backends.added import Added, Ring
 from kvkeep.backends.native.turn import Turn
-from kvkeep.backends.protocol import Added, Ring
 from kvkeep.backends.wanted import Wanted
 from kvkeep.types import AttentionOptions, Budget
 
@@ -16,7 +16,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
-def attendable(
+def attendable(  # noqa: PLR0913  all that the kernel relies on
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -26,12 +26,15 @@ def attendable(
     options: AttentionOptions,
     wanted: Wanted | None,
     turn: Turn | None = None,
+    pooled: bool = False,
 ) -> bool:
     """Whether dtypes and shapes are those that `attend` promises to the kernel."""
     B, _, T, _ = query.shape
-    if T != 1 or now.shape != (B, 1) or not _is_cache(query, keys, values, positions) or not _is_asked(query, options):
+    if T != 1 or now.shape != (B, 1) or not _is_cache(query, keys, values, positions, pooled=pooled):
         return False
-    if now.dtype not in _WHOLE or (turn is not None and not turn.fits(query, keys.shape[2])):
+    if not _is_asked(query, options):
+        return False
+    if now.dtype not in _WHOLE or (turn is not None and not turn.fits(query, positions.shape[2])):
         return False
     if wanted is None:
         return True
@@ -48,13 +51,15 @@ def readable(
     return _is_cache(query, keys, values, positions) and _is_asked(query, options)
 
 
-def _is_cache(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> bool:
-    """Whether these keys and values can be attended to by the queries."""
+def _is_cache(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, pooled: bool = False) -> bool:
+    """Whether these keys and values can be attended to by the queries. In a pool they are more than the slots."""
     (B, Hq, _, D), (_, Hk, S, E) = query.shape, values.shape
     if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype or positions.dtype not in _WHOLE:
         return False
     if S == 0 or Hq % Hk or keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
         return False
+    if pooled:
+        return positions.ndim == 3 and positions.shape[:2] == (B, Hk) and 0 < positions.shape[2] <= S
     return positions.shape in ((B, Hk, S), (B, 1, S))
 
 
@@ -68,12 +73,21 @@ def _is_asked(query: Tensor, options: AttentionOptions) -> bool:
     return sinks.is_cpu and sinks.shape == (query.shape[1],) and not (sinks.requires_grad and torch.is_grad_enabled())
 
 
-def writable(keys: Tensor, values: Tensor, positions: Tensor, new: tuple[Tensor, Tensor], now: Tensor) -> bool:
+def writable(
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    new: tuple[Tensor, Tensor],
+    now: Tensor,
+    *,
+    pooled: bool = False,
+) -> bool:
     """Whether dtypes and shapes are those that `write` promises to the kernel."""
     B, Hk, S = positions.shape
     D, E = keys.shape[-1], values.shape[-1]
     if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
         return False
+    S = keys.shape[2] if pooled else S
     if keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
         return False
     if keys.dtype != new[0].dtype or values.dtype != new[1].dtype:
@@ -112,7 +126,7 @@ def countable(positions: Tensor, seen: Tensor | None = None, recent: Budget = 0,
         return False
     if seen is not None and (seen.dtype not in _WHOLE or seen.shape != (B,)):
         return False
-    return _is_share(recent, B, 1) and _is_share(limit, B, Hk)
+    return _is_share(recent, B, Hk) and _is_share(limit, B, Hk)
 
 
 def _is_share(value: Budget, rows: int, heads: int) -> bool:

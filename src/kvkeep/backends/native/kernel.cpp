@@ -2,7 +2,7 @@
 // in the same order, and returns -1 if there was no memory; then nothing has been done.
 
 #include "attend.h"
-#include "prefill.h"
+#include "prompt.h"
 #include "ring.h"
 #include "small.h"
 #include "slots.h"
@@ -20,7 +20,7 @@ extern "C" struct Step {
     const int64_t *seen;  // tokens that each row has seen, this one included
     int64_t seen_row, sinks;
     const int64_t *recents;  // as in Slots
-    int64_t recents_row, recent;
+    int64_t recents_row, recents_head, recent;
     const int64_t *limits;
     int64_t limits_row, limits_head, limit;
     double keep;  // factor on a sum before the mass is added
@@ -66,7 +66,7 @@ Write write_of(const Step &s) {
             const_cast<char *>(a.values), a.value_row, a.value_head, a.value_slot,
             const_cast<int32_t *>(a.positions), a.position_row, a.position_head,
             s.new_keys, s.new_key_row, s.new_key_head, s.new_values, s.new_value_row, s.new_value_head,
-            a.now, a.now_row, nullptr};
+            a.now, a.now_row, nullptr, a.starts};
 }
 
 Slots slots_of(const Step &s) {
@@ -74,7 +74,7 @@ Slots slots_of(const Step &s) {
     return {a.rows, a.kv_heads, a.slots, a.threads,
             const_cast<int32_t *>(a.positions), a.position_row, a.position_head,
             s.seen, s.seen_row, a.window, s.by_sum ? s.sums[0] : nullptr, s.sum_row, s.sum_head, s.sinks,
-            s.recents, s.recents_row, s.recent, s.limits, s.limits_row, s.limits_head, s.limit};
+            s.recents, s.recents_row, s.recents_head, s.recent, s.limits, s.limits_row, s.limits_head, s.limit};
 }
 
 // Remove the rotation from the key that has been written into slot `own`.
@@ -83,7 +83,8 @@ void unrotate(const Step &s, int64_t row, int64_t head, int64_t own) {
     typedef typename X::T T;
     const Attend &a = s.attend;
     const T *key = (const T *)s.new_keys + row * s.new_key_row + head * s.new_key_head;
-    T *to = (T *)const_cast<char *>(a.keys) + row * a.key_row + head * a.key_head + own * a.key_slot;
+    const int64_t entry = own + (a.starts ? a.starts[row * a.kv_heads + head] : 0);
+    T *to = (T *)const_cast<char *>(a.keys) + row * a.key_row + head * a.key_head + entry * a.key_slot;
     unturn_key<X>(key, (const T *)a.back + row * 2 * a.half, a.half, to);
 }
 

@@ -13,33 +13,37 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.backends.added import Added, Limits, Ring
 from kvkeep.backends.native import checks
 from kvkeep.backends.native.packing import LAST, bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.backends.native.turn import Turn
-from kvkeep.backends.protocol import Added, Limits, Ring
 from kvkeep.backends.wanted import Wanted
+from kvkeep.ranges import Ranges
 from kvkeep.statistic import BITS
 from kvkeep.types import AttentionOptions, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}
 _NOTHING = Wanted()
-_ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q")
-_STEP = struct.Struct("3q 3q 2q 3q 3q 3q 4q d 3q")
+_ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q 2q")
+_STEP = struct.Struct("3q 3q 2q 3q 3q 4q 4q d 3q")
 _RING = struct.Struct("6q 2q")
 
 
-def attend(
+def attend(  # noqa: PLR0913  all that the kernel is told
     query: Float[Tensor, "B Hq 1 D"],
-    keys: Float[Tensor, "B Hk S D"],
-    values: Float[Tensor, "B Hk S E"],
+    keys: Float[Tensor, "B Hk P D"],
+    values: Float[Tensor, "B Hk P E"],
     now: Int[Tensor, "B 1"],
     positions: Int[Tensor, "B #Hk S"],
     *,
     options: AttentionOptions,
     wanted: Wanted | None,
     turn: Turn | None = None,
+    ranges: Ranges | None = None,
 ) -> list[Tensor] | None:
     """Attention of one token per row, in one pass over keys and values; with a ``turn`` keys are unrotated.
+
+    With ``ranges``, keys and values are pools as `kvkeep.ranges.PoolSlots.lying` shows them.
 
     A padded query (position -1), and a query that sees nothing, give zeros. `AttentionOptions.top` is ignored.
 
@@ -49,15 +53,16 @@ def attend(
     """
     library = library_for(query, keys, values, now, positions)
     if library is None or not checks.attendable(
-        query, keys, values, now, positions, options=options, wanted=wanted, turn=turn
+        query, keys, values, now, positions, options=options, wanted=wanted, turn=turn, pooled=ranges is not None
     ):
         return None
     positions, now = cast_to(positions, torch.int32), cast_to(now, torch.int64)
-    call = _attention(query, (keys, values, positions), now, options=options, wanted=wanted, turn=turn)
+    slots = keys, values, positions
+    call = _attention(query, slots, now, options=options, wanted=wanted, turn=turn, ranges=ranges)
     return None if library.kvkeep_attend(call.packed) else call.results
 
 
-def step(
+def step(  # noqa: PLR0913  all that the kernel is told
     token: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
     slots: Slots,
     now: Int[Tensor, "B 1"],
@@ -67,19 +72,21 @@ def step(
     added: Added,
     limits: Limits,
     turn: Turn | None = None,
+    ranges: Ranges | None = None,
 ) -> Float[Tensor, "B Hq 1 E"] | None:
-    """`Backend.step` in one pass over keys and values, where both windows are the same.
+    """`Backend.step` in one pass over keys and values, where both windows are the same; ``ranges`` as in `attend`.
 
     ``wanted`` asks for the mass alone, with a ring for low as well; it is ``None`` if the policy has no sums. With a
     ``turn`` the slots' keys are unrotated, and the token is rotated to its position.
     """
     (query, *new), (keys, values, positions) = token, slots
     library = library_for(query, *slots, *new, now, limits.seen, *added.tensors)
+    pooled = ranges is not None
     if library is None or not checks.attendable(
-        query, keys, values, now, positions, options=options, wanted=wanted, turn=turn
+        query, keys, values, now, positions, options=options, wanted=wanted, turn=turn, pooled=pooled
     ):
         return None
-    if not checks.writable(*slots, token[1:], now) or not checks.addable(added, positions, wanted):
+    if not checks.writable(*slots, token[1:], now, pooled=pooled) or not checks.addable(added, positions, wanted):
         return None
     if not checks.countable(positions, limits.seen, limits.recent, limits.stay):
         return None
@@ -88,7 +95,7 @@ def step(
     most, limit = either(bounded(limits.stay), torch.int64)
     total, other = (*added.states, None, None)[:2]
     lost = None if wanted is None else added.lost
-    call = _attention(query, slots, now, options=options, wanted=wanted, turn=turn, reports=False)
+    call = _attention(query, slots, now, options=options, wanted=wanted, turn=turn, reports=False, ranges=ranges)
     marks, sizes = _marks(added.ring, len(query))
     packed = call.packed + _STEP.pack(
         *(new[0].data_ptr(), *new[0].stride()[:2]),
@@ -96,7 +103,7 @@ def step(
         *(pointer(total), pointer(other)),
         *((0, 0) if total is None else total.stride()[:2]),
         *(added.is_score, seen.data_ptr(), seen.stride(0), bounded(limits.sinks)),
-        *(pointer(recents), 0 if recents is None else recents.stride(0), recent),
+        *(pointer(recents), *((0, 0) if recents is None else strides(recents)), recent),
         *(pointer(most), *((0, 0) if most is None else strides(most)), limit),
         1.0 if wanted is None else wanted.decay,
         *((0, 0, 0) if lost is None else (lost.data_ptr(), *lost.stride()[:2])),
@@ -135,17 +142,18 @@ class _Attention(NamedTuple):
 
 def _attention(
     query: Float[Tensor, "B Hq 1 D"],
-    slots: tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"], Int[Tensor, "B #Hk S"]],
+    slots: tuple[Float[Tensor, "B Hk P D"], Float[Tensor, "B Hk P E"], Int[Tensor, "B #Hk S"]],
     now: Int[Tensor, "B 1"],
     *,
     options: AttentionOptions,
     wanted: Wanted | None,
     turn: Turn | None,
     reports: bool = True,
+    ranges: Ranges | None = None,
 ) -> _Attention:
     """Pack the arguments of attention; without ``reports`` the kernel keeps the mass to itself."""
     (keys, values, positions), (B, Hq, _, D) = slots, query.shape
-    Hk, S = keys.shape[1:3]
+    Hk, S = keys.shape[1], positions.shape[2]
     kind = _KINDS[wanted.second] if wanted else 0
     results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
     results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2) if reports else 0)]
@@ -168,5 +176,6 @@ def _attention(
         *(pointer(newest), last, wanted.live),
         *(options.scaling, options.softcap or 0.0, gain, wanted.decay, wanted.theta),
         *((0, 0, 0) if turn is None else turn.packed()),
+        *((0, 0) if ranges is None else (ranges[0].data_ptr(), ranges[1].data_ptr())),
     )
-    return _Attention(packed, results, (sinks, counted, gains, newest, *(turn or ())))
+    return _Attention(packed, results, (sinks, counted, gains, newest, *(turn or ()), *(ranges or ())))

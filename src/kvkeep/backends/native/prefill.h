@@ -1,8 +1,8 @@
-// Attention of a prompt's tokens, block by block, and the sums over their rows.
+// A block of a prompt's query rows: attention, sums over the rows, and a second reading of all keys.
 
 #pragma once
 
-#include "tiles.h"
+#include "narrow.h"
 
 namespace {
 
@@ -13,7 +13,8 @@ class Block {
     const Prefill &a;
     const Packed held;
     const int64_t row, head, first, tokens, rows, width;
-    float *const p, *const tempered, *const query, *const out, *const scale, *const temper, *const weights;
+    float *const p, *const tempered, *const query, *const out, *const scale, *const temper, *const known;
+    float *const weights;
     float *const shares;
     int32_t *const at, *const ids;
     int64_t active = 0;
@@ -25,18 +26,15 @@ class Block {
           rows(up(tokens * a.group, ROWS)), width(plan.width), p(scratch),
           tempered(p + plan.rows_each * width), query(tempered + (a.gains ? plan.rows_each * width : 0)),
           out(query + plan.rows_each * plan.dim.floats()), scale(out + plan.rows_each * plan.value_dim.floats()),
-          temper(scale + plan.rows_each), weights(temper + plan.rows_each),
+          temper(scale + plan.rows_each), known(temper + plan.rows_each), weights(known + plan.rows_each),
           shares(weights + plan.tokens_each * (a.masses + a.lows)), at((int32_t *)(shares + plan.tokens_each)),
           ids(at + plan.tokens_each) {}
 
     // Write the outputs, and add to the sums, which are `stride` floats apart.
     void run(float *sums, int64_t stride) {
         find_panels();
-        load_queries();
-        for (int64_t c = 0; c < active; c++)
-            for (int64_t r = 0; r < rows; r += ROWS)
-                dots(query + r * plan.dim.floats(), plan.dim.floats(), held.keys + ids[c] * PANEL * plan.dim.floats(),
-                     p + r * width + c * PANEL, width);
+        load_queries(a.query, a.query_row, a.query_head, a.query_token);
+        multiply();
         for (int64_t r = 0; r < tokens * a.group; r++) normalise(r);
         write_outputs();
         if (!load_weights()) return;
@@ -44,6 +42,30 @@ class Block {
             for (int64_t i = 0; i < TILE; i++) {
                 if (a.lows) count(c, i, sums + ids[c] * PANEL + i * W, stride);
                 else add(c, i, sums + ids[c] * PANEL + i * W, stride);
+            }
+    }
+
+    // After `run`: let the queries read all keys again, and take the logs of the largest shares.
+    void read_again(float *shares_of_keys) {
+        active = 0;
+        for (int64_t panel = 0; panel < plan.panels; panel++)
+            if (held.most[panel] >= 0) ids[active++] = (int32_t)panel;
+        if (plan.pairs) multiply_pairs();
+        else {
+            const int64_t each = a.tokens * a.dim;
+            load_queries(a.again, a.kv_heads * a.group * each, each, a.dim);
+            multiply();
+        }
+        for (int64_t c = 0; c < active; c++) mask_again(c);
+        for (int64_t r = 0; r < tokens * a.group; r++) known[r] = total_again(r);
+        for (int64_t c = 0; c < active; c++)
+            for (int64_t i = 0; i < PANEL; i += W) {
+                Floats most = load<Floats>(shares_of_keys + ids[c] * PANEL + i);
+                for (int64_t r = 0; r < tokens * a.group; r++) {
+                    const Floats share = load<Floats>(p + r * width + c * PANEL + i) - known[r];
+                    most = select(share > most, share, most);
+                }
+                store(shares_of_keys + ids[c] * PANEL + i, most);
             }
     }
 
@@ -65,20 +87,44 @@ class Block {
                 ids[active++] = (int32_t)panel;
     }
 
-    void load_queries() {
+    void load_queries(const char *queries, int64_t row_step, int64_t head_step, int64_t token_step) {
         typedef typename X::T T;
         const int64_t dim = plan.dim.floats();
         const float scaling = (float)a.scaling;
         for (int64_t r = 0; r < rows; r++) {
             const bool real = r < tokens * a.group;
-            const T *from = (const T *)a.query + row * a.query_row + (head * a.group + r % a.group) * a.query_head +
-                            (first + r / a.group) * a.query_token;
+            const T *from = (const T *)queries + row * row_step + (head * a.group + r % a.group) * head_step +
+                            (first + r / a.group) * token_step;
             for (int64_t i = 0; i < plan.dim.n; i++) {
                 const Pair q = pair_of<X>(real ? from : nullptr, plan.dim, i);
                 store(query + r * dim + i * 2 * W, q.a * scaling);
                 store(query + r * dim + i * 2 * W + W, q.b * scaling);
             }
         }
+    }
+
+    // The logits of all rows, without soft cap and mask.
+    void multiply() {
+        const int64_t dim = plan.dim.floats();
+        for (int64_t c = 0; c < active; c++)
+            for (int64_t r = 0; r < rows; r += ROWS)
+                dots(query + r * dim, dim, held.keys + ids[c] * PANEL * dim, p + r * width + c * PANEL, width);
+    }
+
+    // The same for the second reading, of narrow numbers.
+    void multiply_pairs() {
+        const int64_t pairs = plan.pairs;
+        int32_t *const narrow = (int32_t *)query;
+        std::memset(narrow, 0, rows * pairs * sizeof *narrow);
+        for (int64_t r = 0; r < tokens * a.group; r++) {
+            const int64_t query_head = (row * a.kv_heads + head) * a.group + r % a.group;
+            const char *from = a.again + (query_head * a.tokens + first + r / a.group) * a.dim * 2;
+            std::memcpy(narrow + r * pairs, from, a.dim * 2);
+        }
+        for (int64_t c = 0; c < active; c++)
+            for (int64_t r = 0; r < rows; r += ROWS)
+                dots_of_pairs(narrow + r * pairs, pairs, held.pairs + ids[c] * PANEL * pairs,
+                              p + r * width + c * PANEL, width, (float)a.scaling);
     }
 
     // Turn the logits of a row into probabilities times 1 / scale.
@@ -110,6 +156,7 @@ class Block {
         const float most = largest(top);
         if (most == -INFINITY && !any(shown)) {  // otherwise the logits are NaN or -inf, and so is the result
             scale[r] = temper[r] = 0.0f;
+            known[r] = -INFINITY;
             std::memset(x, 0, active * PANEL * sizeof *x);
             if (a.gains) std::memset(other, 0, active * PANEL * sizeof *x);
             return;
@@ -126,8 +173,43 @@ class Block {
                 tempered_total += t;
             }
         }
-        scale[r] = 1.0f / (sum(total) + (a.sinks ? std::exp(sink - most) : 0.0f));
+        const float all_of_it = sum(total) + (a.sinks ? std::exp(sink - most) : 0.0f);
+        scale[r] = 1.0f / all_of_it;
+        known[r] = most + std::log(all_of_it);
         temper[r] = a.gains ? 1.0f / std::max(sum(tempered_total), 1e-37f) : scale[r];
+    }
+
+    // Soft cap, and minus infinity for empty slots, in the logits of the second reading.
+    void mask_again(int64_t c) {
+        const float softcap = (float)a.softcap;
+        if (softcap == 0.0f && !held.gaps[ids[c]]) return;
+        for (int64_t i = 0; i < PANEL; i += W) {
+            const Ints there = load<Ints>(held.positions + ids[c] * PANEL + i) >= 0;
+            for (int64_t r = 0; r < tokens * a.group; r++) {
+                float *const x = p + r * width + c * PANEL + i;
+                Floats logits = load<Floats>(x);
+                if (softcap != 0.0f) logits = tanh(logits / softcap) * softcap;
+                store(x, select(there, logits, all(-INFINITY)));
+            }
+        }
+    }
+
+    // The log of the sum of a row's exponentials over all keys and over those of the first reading. A row that does not
+    // count gets infinity.
+    float total_again(int64_t r) const {
+        if (at[r / a.group] < 1) return INFINITY;
+        const float *x = p + r * width;
+        Floats top = all(known[r]), total = {}, again = {};
+        for (int64_t i = 0; i < active * PANEL; i += W) total += exp(load<Floats>(x + i) - known[r]);
+        const float all_of_it = 1.0f + sum(total);
+        if (all_of_it < INFINITY) return known[r] + std::log(all_of_it);
+        for (int64_t i = 0; i < active * PANEL; i += W) {  // a logit is far above the first reading, or is no number
+            const Floats logits = load<Floats>(x + i);
+            top = select(logits > top, logits, top);
+        }
+        const float most = largest(top);
+        for (int64_t i = 0; i < active * PANEL; i += W) again += exp(load<Floats>(x + i) - most);
+        return most + std::log(sum(again) + std::exp(known[r] - most));
     }
 
     void write_outputs() {
@@ -201,40 +283,5 @@ class Block {
         }
     }
 };
-
-template <class X>
-int64_t prefill_as(const Prefill &a) {
-    const Plan plan(a);
-    const int64_t heads = a.rows * a.kv_heads, fields = a.masses + a.lows, padded = plan.panels * PANEL;
-    const Scratch memory(plan.heads_each * plan.packed), partial(plan.heads_each * plan.parts * plan.partial);
-    if (!memory.get() || !partial.get()) return -1;
-    for (int64_t start = 0; start < heads; start += plan.heads_each) {
-        const int64_t n = std::min(plan.heads_each, heads - start), bytes = n * padded * a.tokens * 4;
-        const auto held = [&](int64_t i) { return plan.head(memory.get() + i * plan.packed); };
-        bool done = for_each(n * plan.panels, bytes, a.threads, 0, [&](int64_t i, float *) {
-            const int64_t which = start + i / plan.panels;
-            pack<X>(plan, which / a.kv_heads, which % a.kv_heads, i % plan.panels, held(i / plan.panels));
-        });
-        done = done && for_each(n * plan.parts, bytes, a.threads, plan.scratch, [&](int64_t i, float *scratch) {
-            const int64_t part = plan.parts - 1 - i / n, which = i % n;  // the last ones see most keys
-            float *sums = partial.get() + (which * plan.parts + part) * plan.partial;
-            std::memset(sums, 0, plan.partial * sizeof *sums);
-            for (int64_t b = part * plan.blocks / plan.parts; b < (part + 1) * plan.blocks / plan.parts; b++)
-                Block<X>(plan, held(which), start + which, b, scratch).run(sums, padded);
-        });
-        done = done && for_each(n * fields, bytes, a.threads, 0, [&](int64_t i, float *) {
-            const int64_t which = i / fields, field = i % fields;
-            float *to = a.sums + (field * heads + start + which) * plan.slots;
-            const float *from = partial.get() + which * plan.parts * plan.partial + field * padded;
-            for (int64_t j = 0; j < plan.slots; j++) {
-                float total = 0.0f;
-                for (int64_t part = 0; part < plan.parts; part++) total += from[part * plan.partial + j];
-                to[j] = total;
-            }
-        });
-        if (!done) return -1;
-    }
-    return 0;
-}
 
 }  // namespace

@@ -19,7 +19,7 @@ from kvkeep.types import AttentionOptions, Report, Slots
 
 _SHAPE = struct.Struct("8q 4q")
 _PIECE = struct.Struct("q 4q 4q 3q")
-_REST = struct.Struct("4q 4q 2q 3d")
+_REST = struct.Struct("4q 4q 2q 2q 3d")
 _NO_PIECE = bytes(_PIECE.size)
 
 
@@ -35,6 +35,29 @@ def attend(
 
     A padded query (position -1), and a query that sees nothing, give zeros.
     """
+    found = attend_twice(query, slots, now, statistic=statistic, options=options, again=None)
+    return None if found is None else found[:2]
+
+
+def attend_twice(
+    query: Float[Tensor, "B Hq T D"],
+    slots: Slots,
+    now: Int[Tensor, "B T"],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+    again: Float[Tensor, "B Hq T D"] | None,
+) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]] | None:
+    """`Backend.attend_twice` of several tokens; ``None`` if the kernel cannot do it. See `attend`.
+
+    Args:
+        query: queries of the first reading.
+        slots: keys, values and positions.
+        now: positions of the queries.
+        statistic: what to report about the first reading.
+        options: arguments of the model's attention.
+        again: queries of the second reading; ``None``: there is none, and the last tensor is empty.
+    """
     keys, values, positions = slots
     library = library_for(query, keys, values, positions)
     if library is None or not checks.readable(query, keys, values, now, positions, options=options):
@@ -48,6 +71,8 @@ def attend(
     weights = torch.stack(every).float().contiguous() if every else None
     gain = None if wanted.gain is None else wanted.gain.float().contiguous()
     out, sums = query.new_empty((B, Hq, T, E)), torch.empty((len(every), B, Hk, S), dtype=torch.float32)
+    second = None if again is None else again.to(query.dtype).contiguous()
+    shares = torch.empty((B, Hk, 0 if second is None else S), dtype=torch.float32)
     packed = _SHAPE.pack(
         *(B, Hk, Hq // Hk, T, D, E, torch.get_num_threads(), checks.TYPES[query.dtype]),
         *(query.data_ptr(), *query.stride()[:3]),
@@ -56,12 +81,12 @@ def attend(
     packed += _REST.pack(
         *(now.data_ptr(), out.data_ptr(), pointer(sinks), min(options.window or 0, LAST)),
         *(len(wanted.masses), len(wanted.lows), pointer(weights), sums.data_ptr()),
-        *(pointer(gain), wanted.live),
+        *(pointer(gain), wanted.live, pointer(second), shares.data_ptr()),
         *(options.scaling, options.softcap or 0.0, wanted.theta),
     )
     if library.kvkeep_prefill(packed):
         return None
-    return out, Report(dict(zip(statistic.fields, sums, strict=True)))
+    return out, Report(dict(zip(statistic.fields, sums, strict=True))), shares
 
 
 def _piece(

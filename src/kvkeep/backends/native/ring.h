@@ -1,4 +1,4 @@
-// The state of a policy that marks rows in a ring of bits: see `Ring` in protocol.py and `ring` in statistic.py.
+// The state of a policy that marks rows in a ring of bits: see `Ring` in added.py and `ring` in statistic/bits.py.
 
 #pragma once
 

@@ -17,22 +17,26 @@ from kvkeep.backends.native import checks
 from kvkeep.backends.native.packing import bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.types import Budget
 
-_WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q")
-_SLOTS = struct.Struct("4q 3q 3q 3q q 3q 4q")
+_WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q q")
+_SLOTS = struct.Struct("4q 3q 3q 3q q 4q 4q")
 
 
 def write(
     keys: Float[Tensor, "B Hk capacity D"],
     values: Float[Tensor, "B Hk capacity E"],
-    positions: Int[Tensor, "B Hk capacity"],
+    positions: Int[Tensor, "B Hk S"],
     *,
     new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
     now: Int[Tensor, "B 1"],
+    starts: Int[Tensor, "B Hk"] | None = None,
 ) -> Int[Tensor, "B Hk 1"] | None:
-    """`Backend.append`, where the new token has the dtype of the slots."""
+    """`Backend.append`, where the new token has the dtype of the slots.
+
+    With ``starts``, keys and values are pools as `kvkeep.ranges.PoolSlots.lying` shows them.
+    """
     library = library_for(keys, values, positions, *new, now)
     new_keys, new_values = new
-    if library is None or not checks.writable(keys, values, positions, new, now):
+    if library is None or not checks.writable(keys, values, positions, new, now, pooled=starts is not None):
         return None
     B, Hk, S = positions.shape
     now = cast_to(now, torch.int64)
@@ -45,7 +49,7 @@ def write(
         *(positions.data_ptr(), *positions.stride()[:2]),
         *(new_keys.data_ptr(), *new_keys.stride()[:2]),
         *(new_values.data_ptr(), *new_values.stride()[:2]),
-        *(now.data_ptr(), now.stride(0), slot.data_ptr()),
+        *(now.data_ptr(), now.stride(0), slot.data_ptr(), pointer(starts)),
     )
     return None if library.kvkeep_write(call) else slot
 
@@ -119,7 +123,7 @@ def _slots(
         *(positions.data_ptr(), *positions.stride()[:2]),
         *(pointer(seen), 0 if seen is None else seen.stride(0), bounded(window)),
         *(pointer(scores), *((0, 0) if scores is None else scores.stride()[:2]), bounded(sinks)),
-        *(pointer(recents), 0 if recents is None else recents.stride(0), newest),
+        *(pointer(recents), *((0, 0) if recents is None else strides(recents)), newest),
         *(pointer(limits), *((0, 0) if limits is None else strides(limits)), most),
     )
     return _Call(packed, (seen, recents, limits))

@@ -25,6 +25,7 @@ extern "C" struct Write {
     const int64_t *now;
     int64_t now_row;
     int64_t *slot;  // dense
+    const int64_t *starts;  // as in Attend
 };
 
 extern "C" struct Slots {
@@ -35,8 +36,8 @@ extern "C" struct Slots {
     int64_t seen_row, window;
     const float *scores;
     int64_t score_row, score_head, sinks;
-    const int64_t *recents;  // per row; null: `recent` for all
-    int64_t recents_row, recent;
+    const int64_t *recents;  // per row and head; null: `recent` for all
+    int64_t recents_row, recents_head, recent;
     const int64_t *limits;  // per row and head; null: `limit` for all
     int64_t limits_row, limits_head, limit;
 };
@@ -51,10 +52,11 @@ inline int64_t write_head(const Write &w, int64_t row, int64_t head) {
     int64_t slot = 0;
     while (positions[slot] != least) slot++;
     positions[slot] = (int32_t)w.now[row * w.now_row];
-    const int64_t key = row * w.key_row + head * w.key_head + slot * w.key_slot;
+    const int64_t entry = slot + (w.starts ? w.starts[row * w.kv_heads + head] : 0);
+    const int64_t key = row * w.key_row + head * w.key_head + entry * w.key_slot;
     const int64_t new_key = row * w.new_key_row + head * w.new_key_head;
     std::memcpy(w.keys + key * w.key_bytes, w.new_keys + new_key * w.key_bytes, w.dim * w.key_bytes);
-    const int64_t value = row * w.value_row + head * w.value_head + slot * w.value_slot;
+    const int64_t value = row * w.value_row + head * w.value_head + entry * w.value_slot;
     const int64_t new_value = row * w.new_value_row + head * w.new_value_head;
     std::memcpy(w.values + value * w.value_bytes, w.new_values + new_value * w.value_bytes, w.value_dim * w.value_bytes);
     return slot;
@@ -89,7 +91,7 @@ inline int64_t evict_head(const Slots &s, int64_t row, int64_t head, float *scra
     if (!is_over(s, row, head)) return -1;
     int32_t *positions = positions_of(s, row, head);
     const float *scores = s.scores ? s.scores + row * s.score_row + head * s.score_head : nullptr;
-    const int64_t newest = s.recents ? s.recents[row * s.recents_row] : s.recent;
+    const int64_t newest = s.recents ? s.recents[row * s.recents_row + head * s.recents_head] : s.recent;
     const int32_t recent = (int32_t)(s.seen[row * s.seen_row] - newest), sinks = (int32_t)s.sinks;
     Floats low = all(INFINITY);
     for (int64_t i = 0; i < s.slots; i += W) {

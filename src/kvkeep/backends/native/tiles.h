@@ -39,6 +39,8 @@ extern "C" struct Prefill {
     float *sums;           // (masses + lows, rows, kv_heads, slots of both pieces), dense
     const float *gains;    // per row, on the logits of `masses`; null for none
     int64_t live;
+    const char *again;  // queries that read all keys once more, (rows, query heads, tokens, dim), dense; null for none
+    float *shares;      // largest share of each key in that reading, (rows, kv_heads, slots of both pieces), dense
     double scaling, softcap, theta;
 };
 
@@ -52,6 +54,7 @@ constexpr int64_t MOST_ROWS = 48, ROOM = 48 * 4096;
 // One head's keys and values, packed: panels of transposed keys, values in pairs, positions.
 struct Packed {
     float *keys, *values;
+    int32_t *pairs;  // keys once more, in pairs of narrow numbers; see narrow.h
     int32_t *positions, *least, *most;  // per panel: the smallest of its positions, empty slots aside, and the largest
     int32_t *gaps;                      // per panel: whether it has empty slots
 };
@@ -60,9 +63,9 @@ struct Packed {
 struct Plan {
     const Prefill &a;
     Pairs dim, value_dim;
-    int64_t slots, panels, tokens_each, rows_each, blocks, parts, heads_each, packed, partial, width, scratch;
+    int64_t slots, panels, tokens_each, rows_each, blocks, parts, heads_each, pairs, packed, partial, width, scratch;
 
-    explicit Plan(const Prefill &a) : a(a), dim(a.dim), value_dim(a.value_dim) {
+    Plan(const Prefill &a, bool narrow) : a(a), dim(a.dim), value_dim(a.value_dim) {
         slots = a.pieces[0].slots + a.pieces[1].slots;
         panels = (slots + PANEL - 1) / PANEL;
         const int64_t rows = std::max<int64_t>(ROWS, std::min(MOST_ROWS, ROOM / (panels * PANEL)));
@@ -71,18 +74,20 @@ struct Plan {
         blocks = (a.tokens + tokens_each - 1) / tokens_each;
         parts = std::min(blocks, PARTS);
         heads_each = std::min((HEADS_AT_ONCE + parts - 1) / parts, a.rows * a.kv_heads);
-        packed = up(panels * (PANEL * (dim.floats() + value_dim.floats() + 1) + 3), W);
-        partial = (a.masses + a.lows) * panels * PANEL;
+        pairs = narrow && a.again ? dim.floats() / 2 : 0;
+        packed = up(panels * (PANEL * (dim.floats() + value_dim.floats() + pairs + 1) + 3), W);
+        partial = (a.masses + a.lows + (a.again ? 1 : 0)) * panels * PANEL;
         width = panels * PANEL + W;  // no power of two, which would crowd a few sets of the cache
-        scratch = rows_each * ((a.gains ? 2 : 1) * width + dim.floats() + value_dim.floats() + 2) +
+        scratch = rows_each * ((a.gains ? 2 : 1) * width + dim.floats() + value_dim.floats() + 3) +
                   tokens_each * (a.masses + a.lows + 2) + panels;
     }
 
     Packed head(float *memory) const {
         float *values = memory + panels * PANEL * dim.floats();
-        int32_t *positions = (int32_t *)(values + panels * PANEL * value_dim.floats());
+        int32_t *narrow = (int32_t *)(values + panels * PANEL * value_dim.floats());
+        int32_t *positions = narrow + panels * PANEL * pairs;
         int32_t *least = positions + panels * PANEL;
-        return {memory, values, positions, least, least + panels, least + 2 * panels};
+        return {memory, values, narrow, positions, least, least + panels, least + 2 * panels};
     }
 };
 
@@ -92,47 +97,6 @@ inline Pair pair_of(const typename X::T *from, Pairs pairs, int64_t p) {
     const int64_t rest = pairs.dim - p * 2 * W;
     if (!from) return {Floats{}, Floats{}};
     return rest >= 2 * W ? X::widen(from + p * 2 * W) : widen<X>(from + p * 2 * W, rest);
-}
-
-// Pack one panel of a head. Empty slots become zeros.
-template <class X>
-void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to) {
-    typedef typename X::T T;
-    const Pairs dim = plan.dim, value_dim = plan.value_dim;
-    float *keys = to.keys + panel * PANEL * dim.floats(), *values = to.values + panel * PANEL * value_dim.floats();
-    int32_t *positions = to.positions + panel * PANEL, least = INT32_MAX, most = -1;
-    const T *found[PANEL];
-    for (int64_t j = 0; j < PANEL; j++) {
-        const int64_t held = plan.a.pieces[0].slots, all = panel * PANEL + j;
-        const Piece &piece = plan.a.pieces[all >= held];
-        const int64_t i = all >= held ? all - held : all;
-        const int32_t *known = piece.positions + row * piece.position_row + head * piece.position_head;
-        const T *key = (const T *)piece.keys + row * piece.key_row + head * piece.key_head;
-        const T *value = (const T *)piece.values + row * piece.value_row + head * piece.value_head;
-        positions[j] = i < piece.slots ? known[i] : -1;
-        const bool real = positions[j] >= 0;
-        least = real ? std::min(least, positions[j]) : least;
-        most = std::max(most, positions[j]);
-        found[j] = real ? key + i * piece.key_slot : nullptr;
-        for (int64_t p = 0; p < value_dim.n; p++) {
-            const Pair v = pair_of<X>(real ? value + i * piece.value_slot : nullptr, value_dim, p);
-            store(values + j * value_dim.floats() + p * 2 * W, v.a);
-            store(values + j * value_dim.floats() + p * 2 * W + W, v.b);
-        }
-    }
-    to.least[panel] = least;
-    to.most[panel] = most;
-    to.gaps[panel] = std::find(positions, positions + PANEL, -1) != positions + PANEL;
-    float part[PANEL][2 * W];
-    for (int64_t p = 0; p < dim.n; p++) {
-        for (int64_t j = 0; j < PANEL; j++) {
-            const Pair k = pair_of<X>(found[j], dim, p);
-            store(part[j], k.a);
-            store(part[j] + W, k.b);
-        }
-        for (int64_t d = 0; d < 2 * W; d++)
-            for (int64_t j = 0; j < PANEL; j++) keys[(p * 2 * W + d) * PANEL + j] = part[j][d];
-    }
 }
 
 // Dot products of ROWS queries with a panel of keys.

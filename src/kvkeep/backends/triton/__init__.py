@@ -14,7 +14,8 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.protocol import Added, Backend, Limits
+from kvkeep.backends.added import Added, Limits
+from kvkeep.backends.protocol import Backend
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import gpu, ops, prefill_ops
 from kvkeep.backends.wanted import is_known, wanted

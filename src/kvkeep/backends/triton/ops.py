@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.backends.protocol import Added, Limits
+from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.triton import gpu
 from kvkeep.backends.wanted import Wanted
 from kvkeep.types import AttentionOptions, Slots

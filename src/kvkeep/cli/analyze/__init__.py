@@ -70,7 +70,7 @@ def analyze(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure on your model and text what the papers measured on theirs, and recommend a policy and a budget.
+    """Measure on your model and text what the papers measured on theirs, and name the risks of a smaller cache.
 
     The result is one page with figures and claims. The text runs through a full cache once, in blocks, so memory stays
     bounded. Every finished measurement is written to DIR at once.

@@ -126,7 +126,7 @@ def _progress() -> Iterator[OnStage]:
 
 
 def _show(request: Request, written: Path, everything: dict[str, Any]) -> None:
-    """Print the verdicts, the recommendation and the path of the page."""
+    """Print the verdicts, the next step and the path of the page."""
     if not plots.available():
         console.note(f"no pictures: {plots.MISSING}, then run the same command again.")
     if request.json:

@@ -12,6 +12,7 @@ from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
 from kvkeep.cli.generate.parse import parse_budget, parse_memory
 from kvkeep.cli.generate.request import Request
+from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
     MEMORY,
     OUTPUT,
@@ -97,6 +98,7 @@ def chat(
     ] = None,
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
+    head_budget: HeadBudget = None,
     positions: Positions = None,
     max_new_tokens: MaxNewTokens = "1024",
     temperature: Temperature = 0.0,
@@ -144,6 +146,7 @@ def chat(
         keep_ratio=None,
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
+        head_budget=parse_head_budget(head_budget),
         positions=parse_positions(positions),
         compare=False,
         max_new_tokens=parse_tokens(max_new_tokens, "--max-new-tokens"),

@@ -10,6 +10,7 @@ import typer
 from kvkeep.cli import complete
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import place
+from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
     OUTPUT,
     AllowPickle,
@@ -81,7 +82,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="UTF-8 text for perplexity, agreement and mass. Default: the package's own plain sentences.",
+            help="UTF-8 text for all tasks but recall. Default: the package's own plain sentences.",
             rich_help_panel=_TASKS,
         ),
     ] = None,
@@ -91,6 +92,16 @@ def evaluate(
     facts: Annotated[
         int, typer.Option(metavar="N", help="Facts in a recall prompt; one is asked for.", rich_help_panel=_TASKS)
     ] = 16,
+    documents: Annotated[
+        str,
+        typer.Option(
+            metavar="LOOK",
+            help="The recall texts: prose, or harder ones in which facts stand out less: facts, list, dialogue, "
+            "script, table.",
+            autocompletion=complete.words("prose", "facts", "list", "dialogue", "script", "table"),
+            rich_help_panel=_TASKS,
+        ),
+    ] = "prose",
     depths: Annotated[
         str | None,
         typer.Option(
@@ -103,9 +114,9 @@ def evaluate(
         str,
         typer.Option(
             metavar="WHEN",
-            help="prompt: the recall question is read before the text is cut to the budget. "
-            "later: the text is cut first, and the question follows.",
-            autocompletion=complete.words("prompt", "later"),
+            help="prompt (or inside): the recall question is read before the text is cut to the budget. "
+            "later: the text is cut first, and its questions follow.",
+            autocompletion=complete.words("prompt", "inside", "later"),
             rich_help_panel=_TASKS,
         ),
     ] = "prompt",
@@ -127,6 +138,7 @@ def evaluate(
     ] = "16",
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
+    head_budget: HeadBudget = None,
     positions: Positions = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -174,12 +186,14 @@ def evaluate(
         "text": text,
         "contexts": tuple(parse_tokens(item, "--context") for item in _items(context, "--context")),
         "facts": facts,
+        "documents": documents,
         "depths": () if depths is None else tuple(parse_number(one, "--depths") for one in _items(depths, "--depths")),
         "ask": ask,
         "window": None if window is None else parse_tokens(window, "--window"),
         "stride": parse_tokens(stride, "--stride"),
         "positions": parse_positions(positions),
         "layer_budget": tuple(spread) if isinstance(spread, list) else spread,
+        "head_budget": parse_head_budget(head_budget),
         "prefill_chunk": parse_prefill_chunk(prefill_chunk),
         "plots": plots,
         "dtype": dtype,

@@ -19,7 +19,7 @@ from kvkeep.cli import console
 from kvkeep.cli.eval.tables import parts
 from kvkeep.cli.files import read_text
 from kvkeep.errors import InputError
-from kvkeep.evals import curves, tasks
+from kvkeep.evals import curves, paired, tasks
 from kvkeep.evals import report as reports
 from kvkeep.evals.drive import Setup
 from kvkeep.evals.plan import Asked, Cell, Planned, Wanted, split_policies
@@ -61,12 +61,14 @@ class Request:
     text: str | None
     contexts: tuple[int, ...]
     facts: int
+    documents: str
     depths: tuple[float, ...]
     ask: str
     window: int | None
     stride: int
     positions: Literal["true", "slot"] | None
     layer_budget: str | tuple[float, ...] | None
+    head_budget: str | None
     prefill_chunk: int | None
     plots: bool
     dtype: str
@@ -125,7 +127,12 @@ def prepare(request: Request) -> Grid:
     policies = split_policies(request.policies)
     kinds = tasks.find(request.tasks)
     budgets = [Asked(ratio=b) if isinstance(b, float) else Asked(tokens=b) for b in request.budgets]
-    setup = Setup(positions=request.positions, layer_budget=request.layer_budget, prefill_chunk=request.prefill_chunk)
+    setup = Setup(
+        positions=request.positions,
+        layer_budget=request.layer_budget,
+        head_budget=request.head_budget,
+        prefill_chunk=request.prefill_chunk,
+    )
     options = _options(request)
     parse_dtype(request.dtype)
     check_format(request.load_in)
@@ -145,6 +152,7 @@ def _options(request: Request) -> list[Options]:
         text=None if request.text is None else read_text(request.text, kind="text file", purpose=_PURPOSE),
         contexts=request.contexts,
         facts=request.facts,
+        documents=request.documents,
         depths=request.depths,
         ask=request.ask,
         window=request.window,
@@ -192,7 +200,7 @@ def _show(request: Request, records: Records) -> None:
         console.write_json({"output": str(request.output), "plots": paths, "rows": records.rows})
         return
     screen = console.out()
-    for found in reports.tables(records.rows):
+    for found in [*reports.tables(records.rows), *paired.tables(records.rows)]:
         screen.print(console.visible(found.title), style="bold")
         for part in parts(found, screen.width):
             screen.print(part)

@@ -15,6 +15,7 @@ from kvkeep.cli.files import not_empty
 from kvkeep.cli.generate.parse import parse_batch, parse_budget, parse_memory
 from kvkeep.cli.generate.prompt import read_prompt, standard_input, word_of_prompt
 from kvkeep.cli.generate.request import Request
+from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
     MEMORY,
     AllowPickle,
@@ -130,6 +131,14 @@ def generate(
             rich_help_panel=_PROMPT,
         ),
     ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A kvkeep.toml, as [b]kvkeep tune[/b] writes it. Its settings hold where no option is given.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
     policy: PolicyOrNone = None,
     budget: Annotated[
         str | None,
@@ -152,6 +161,7 @@ def generate(
     ] = None,
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
+    head_budget: HeadBudget = None,
     positions: Positions = None,
     pin_system: Annotated[
         bool,
@@ -220,6 +230,7 @@ def generate(
         keep_ratio=keep_ratio,
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
+        head_budget=parse_head_budget(head_budget),
         positions=parse_positions(positions),
         pin_system=pin_system,
         guard=guard,
@@ -238,6 +249,10 @@ def generate(
         allow_pickle=allow_pickle,
         json=json,
     )
+    if config is not None:
+        from kvkeep.cli.generate.settings import settled  # imports torch
+
+        request = settled(request, config)
     if budget is not None and keep_ratio is not None:
         raise InputError("--budget and --keep-ratio were both given; one of them says how much to keep.")
     if batch:

@@ -52,7 +52,7 @@ def _run_bounded(job: Job, on_text: Callable[[str], object]) -> Result:
 def _run_full(job: Job) -> Result:
     """Run the same prompt with a full cache, without the request's options about the bounded one."""
     total = len(job.prompt) + job.sampling.max_new_tokens
-    options = {"policy": "full", "layer_budget": None, "positions": None, "guard": None}
+    options = {"policy": "full", "layer_budget": None, "head_budget": None, "positions": None, "guard": None}
     asked = replace(job.asked, pins=())
     return _run(asked, engine_for(job.writer, job.request, budget=total, rows=1, **options), _ignore)
 
@@ -127,6 +127,7 @@ def _describe(job: Job) -> dict[str, object]:
         "budget": job.budget,
         "prefill_chunk": job.request.prefill_chunk,
         "layer_budget": job.request.layer_budget or job.policy.defaults.layer_budget,
+        "head_budget": job.request.head_budget,
         "positions": job.position_mode,
         "pins": job.pins,
         "guard": job.request.guard,

@@ -170,6 +170,7 @@ def _settings(
         "dtype": None if request.dtype == "auto" else request.dtype,
         "load_in": request.load_in,
         "layer_budget": request.layer_budget,
+        "head_budget": request.head_budget,
         "positions": request.positions,
         "prefill_chunk": request.prefill_chunk,
         "pin_system": request.pin_system,

@@ -108,7 +108,8 @@ def prepare(request: Request) -> Job:
     tokens = len(prompt) if memory is None else memory.snapshot.seen + 1  # and those of the question
     text.check_length(checkpoint, tokens, sampling.max_new_tokens)
     budget = _choose_budget(request, policy, tokens)
-    layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
+    spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
+    layout = Layout.of(checkpoint.config, policy, positions=request.positions, **spread)
     check_room(layout, budget, tokens, sampling.max_new_tokens)  # checks the numbers, too
     layout.check_pins(budget, pins)
     if request.guard is not None:
@@ -146,6 +147,7 @@ def engine_for(writer: text.Writer, request: Request, **options: Any) -> Engine:
         "policy": request.policy,
         "prefill_chunk": request.prefill_chunk,
         "layer_budget": request.layer_budget,
+        "head_budget": request.head_budget,
         "positions": request.positions,
         "guard": request.guard,
     }

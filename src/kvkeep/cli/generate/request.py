@@ -24,6 +24,7 @@ class Request:
     keep_ratio: float | None
     prefill_chunk: int | None
     layer_budget: str | list[float] | None
+    head_budget: str | None
     positions: Literal["true", "slot"] | None
     pin_system: bool = False
     guard: float | None = None

@@ -64,7 +64,7 @@ def nothing_evicted(job: Job, result: Result) -> str | None:
     fed = result.prompt_tokens + len(result.token_ids) - 1  # the last token is never fed
     if not job.policy.evicts:
         return f"{job.name} keeps every token"
-    if job.policy.spreads:
+    if job.layout.policy.spreads or job.layout.profile:
         return None  # a head may have less than the budget
     room = job.layout.room(result.budget)
     if room is None:

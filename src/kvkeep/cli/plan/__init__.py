@@ -8,6 +8,7 @@ import typer
 
 from kvkeep.cli import complete
 from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
     MEMORY,
     MODEL,
@@ -56,6 +57,7 @@ def plan(
         ),
     ] = None,
     layer_budget: LayerBudget = None,
+    head_budget: HeadBudget = None,
     positions: Positions = None,
     context: Annotated[
         str | None,
@@ -130,6 +132,7 @@ def plan(
         "budget": kept if isinstance(kept, int) else None,
         "keep_ratio": kept if isinstance(kept, float) else None,
         "layer_budget": parse_layer_budget(layer_budget),
+        "head_budget": parse_head_budget(head_budget),
         "positions": parse_positions(positions),
         "context": None if context is None else parse_tokens(context, "--context"),
         "prefill_chunk": parse_prefill_chunk(prefill_chunk),

@@ -135,12 +135,6 @@ def notes(made: Plan) -> list[str]:
         said.append(
             f"{setting.context} tokens are more than the {found.trained_length} that the model was trained for."
         )
-    if setting.policy.spreads:
-        heads = max(layer.kv_heads for layer in found.shape.layers)
-        said.append(
-            f"{spec(setting.policy)} gives heads budgets of their own, and a layer takes what its largest head needs: "
-            f"up to {heads} times the bytes that are counted here."
-        )
     if found.other_layers:
         said.append(f"{console.count(found.other_layers, 'layer')} without keys and values are not counted.")
     return said

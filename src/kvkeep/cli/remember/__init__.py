@@ -8,6 +8,7 @@ import typer
 
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
+from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
     MEMORY,
     OUTPUT,
@@ -91,6 +92,7 @@ def remember(
     ] = None,
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
+    head_budget: HeadBudget = None,
     positions: Positions = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -118,6 +120,7 @@ def remember(
         budget=None if budget is None else parse_tokens(budget, "--budget"),
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
+        head_budget=parse_head_budget(head_budget),
         positions=parse_positions(positions),
         dtype=dtype,
         device=device,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from shlex import quote as quoted
+from typing import Any
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -88,6 +89,7 @@ def _serve(request: Request) -> None:
         rows=1,
         prefill_chunk=request.prefill_chunk,
         layer_budget=request.layer_budget,
+        head_budget=request.head_budget,
         positions=request.positions,
     )
     start = time.perf_counter()
@@ -109,7 +111,8 @@ def _prepare(checkpoint: Checkpoint, request: Request, policy: Policy, content: 
     ids, opening = opened(checkpoint, content, system=request.system, raw=request.raw)
     check_length(checkpoint, len(ids), 1)
     budget = request.budget or (DEFAULT_BUDGET if policy.evicts else len(ids) + ROOM)
-    layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
+    spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
+    layout = Layout.of(checkpoint.config, policy, positions=request.positions, **spread)
     check_room(layout, budget, len(ids), 1)
     mode = "true" if layout.rotation is None else "slot"
     trained = checkpoint.trained_length
@@ -154,6 +157,7 @@ def _report(request: Request, writer: Writer, text: _Text, result: Result, secon
                 "budget": text.budget,
                 "prefill_chunk": request.prefill_chunk,
                 "layer_budget": request.layer_budget or text.policy.defaults.layer_budget,
+                "head_budget": request.head_budget,
                 "positions": text.position_mode,
                 "tokens": len(text.ids),
                 "seconds": seconds,

@@ -25,6 +25,7 @@ class Request:
     budget: int | None
     prefill_chunk: int | None
     layer_budget: str | list[float] | None
+    head_budget: str | None
     positions: Literal["true", "slot"] | None
     dtype: str
     device: str

@@ -7,11 +7,12 @@ import difflib
 from kvkeep.errors import InputError
 from kvkeep.evals.task import Task
 from kvkeep.evals.tasks.agreement import Agreement
+from kvkeep.evals.tasks.continuation import Continuation
 from kvkeep.evals.tasks.mass import Mass
 from kvkeep.evals.tasks.perplexity import Perplexity
 from kvkeep.evals.tasks.recall import Recall
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Recall, Perplexity, Agreement, Mass)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Recall, Perplexity, Continuation, Agreement, Mass)}
 
 
 def find(names: str) -> list[type[Task]]:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.budget import by_head
 from kvkeep.evals import metrics, texts
 from kvkeep.evals.drive import PLAIN, Drive, Setup
 from kvkeep.evals.recording import Tape, tapes
@@ -102,7 +103,8 @@ class Mass(Task):
             for index, tape in self.tapes.items():
                 held[index].append(metrics.held(self.full[index][:, :, row], layers[index].store.positions))
                 tape.feed(layers[index], self._prompt + row, self._prompt + row + 1)
-        room = [max(layers[index].budgets) for index in held]  # budgets may differ between layers
+        each = {i: by_head(layers[i].budgets, full.shape[1]) for i, full in self.full.items()}
+        room = [max(sum(row) // len(row) for row in each[i]) for i in held]  # layers and heads may differ
         return Outcome(self._score({i: torch.stack(rows, dim=-1) for i, rows in held.items()}, room), cache.memory())
 
     def _score(self, held: dict[int, Float[Tensor, "B Hk R"]], room: Sequence[int]) -> dict[str, Any]:

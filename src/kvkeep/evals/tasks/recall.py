@@ -1,156 +1,51 @@
 """Recall: questions over planted facts, by the depth of the asked fact.
 
 The prompt without its last token is one chunk (the papers' semantics) and is then cut to the budget. With ``ask=later``
-this chunk is the text alone, and the question follows as a chunk of its own. The last token and the reply are decoded
-greedily under the budget. The last token is fed apart because its attention chooses the first token of the reply: with
-the whole prompt in one chunk, a reply of one word would not depend on the policy.
+this chunk is the text alone: it is read and cut once, and each of its questions follows as a chunk of its own in a copy
+of that memory. The last token and the reply are decoded greedily under the budget. The last token is fed apart because
+its attention chooses the first token of the reply: with the whole prompt in one chunk, a reply of one word would not
+depend on the policy.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.errors import InputError
 from kvkeep.evals import metrics
+from kvkeep.evals.asking import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
 from kvkeep.evals.drive import PLAIN, Drive, Setup, batches, left_padded
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
 from kvkeep.memory import Memory
-from kvkeep.models import tiny
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Checkpoint
-from kvkeep.models.text import Writer, encode
-from kvkeep.models.tiny.recall import Question, question
-from kvkeep.models.tiny.wordings import HELD_OUT
+from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
-
-Wording = Literal["embedded", "instruction", "plain"]
-
-NEW_TOKENS = {"embedded": 8, "instruction": 24, "plain": 16}
-"""Tokens of the longest reply, by wording."""
-
-_INSTRUCTION = "Read the text and answer the question at its end with the one word or number asked for, nothing else."
-_KINDS = tuple(kind.name for kind in HELD_OUT.kinds)
-_GOLDEN = 0.6180339887
-
-
-@dataclass(frozen=True)
-class Prompted:
-    """A question and its prompt as tokens.
-
-    Attributes:
-        question: the question.
-        ids: the prompt.
-        first: number of tokens that are fed at once and then cut to the budget; the others follow after that.
-    """
-
-    question: Question
-    ids: Int[torch.Tensor, " n"]
-    first: int
-
-
-def wording_of(checkpoint: Checkpoint) -> Wording:
-    """How to ask a model: in the embedded model's chat if it has that template, else as its tokenizer allows."""
-    template = checkpoint.tokenizer.chat_template
-    if template is None:
-        return "plain"
-    own = (resources.files(tiny) / "chat_template.jinja").read_text(encoding="utf-8")
-    return "embedded" if str(template).strip() == own.strip() else "instruction"
-
-
-def ask(checkpoint: Checkpoint, options: Options, context: int, n: int) -> list[Prompted]:
-    """``n`` questions, of all kinds in turn, with prompts of about ``context`` tokens and never more.
-
-    Raises:
-        InputError: the facts alone are longer than the context.
-    """
-    wording = wording_of(checkpoint)
-    room = context - len(_encode(checkpoint, wording, "a", "b")) + _count(checkpoint, "a b")
-    asked = []
-    for index in range(n):
-        item = question(
-            options.seed * 1_000_003 + index,
-            kind=_KINDS[index % len(_KINDS)],
-            depth=_depth(options.depths, index),
-            n_facts=options.facts,
-            tokens=room,
-            count=lambda text: _count(checkpoint, text),
-        )
-        ids = _encode(checkpoint, wording, *_parts(item))
-        first = _text_tokens(checkpoint, wording, item, ids) if options.ask == "later" else len(ids) - 1
-        asked.append(Prompted(item, ids, first))
-    longest = max(len(item.ids) for item in asked)
-    if longest > context * 1.02 + 8:
-        raise InputError(
-            f"A recall prompt with {options.facts} facts has {longest} tokens, more than the context of {context}. "
-            "Give fewer `facts` or longer `contexts`."
-        )
-    return asked
-
-
-def right(wording: Wording, asked: Question, reply: str) -> bool:
-    """Whether a reply answers the question.
-
-    The embedded model has to give exactly the answer. For other models the first line counts: it has to contain the
-    answer, and no other value that the text gives for such a thing.
-    """
-    if wording == "embedded":
-        return asked.right(reply)
-    line = next(filter(None, (line.strip() for line in reply.splitlines())), "").lower()
-    words = set(re.findall(r"[^\W_]+", line))
-    others = {choice.lower() for choice in asked.choices} - {asked.answer.lower()}
-    return asked.answer.lower() in words and not words & others
-
-
-def _depth(depths: tuple[float, ...], index: int) -> float:
-    return depths[index % len(depths)] if depths else (index * _GOLDEN % 1.0) * 0.998 + 0.001
-
-
-def _count(checkpoint: Checkpoint, text: str) -> int:
-    return len(checkpoint.tokenizer.encode(text, add_special_tokens=False))
-
-
-def _parts(asked: Question) -> tuple[str, str]:
-    """The text, and the question at its end."""
-    fact = asked.facts[-1]
-    ending = next(said for t in fact.kind.questions if asked.prompt.endswith(said := fact.say(t)))
-    return asked.prompt.removesuffix(ending).rstrip(), ending
-
-
-def _text_tokens(checkpoint: Checkpoint, wording: Wording, asked: Question, ids: Int[torch.Tensor, " n"]) -> int:
-    """Number of tokens before the question: the common prefix with a prompt in which other words follow the text."""
-    text, ending = _parts(asked)
-    other = _encode(checkpoint, wording, f"{text} ;", ending)[: len(ids)]
-    return int((ids[: len(other)] != other).nonzero()[0])
-
-
-def _encode(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Int[torch.Tensor, " n"]:
-    if wording == "embedded":
-        return encode(checkpoint, f"{text} {ending}")[0]
-    if wording == "instruction":
-        return encode(checkpoint, f"{_INSTRUCTION}\n\n{text}\n\n{ending}")[0]
-    return encode(checkpoint, f"{text}\n\nQuestion: {ending}\nAnswer:", raw=True)[0]
-
-
-# -- the task ----------------------------------------------------------------------------------------------------------
 
 QUESTIONS = 30
 """Default number of questions per context."""
 
+_Make = Callable[[Sequence[int], int], Drive]
+"""Makes a cache for some questions, given by their numbers; the second number is the identity of its first row."""
+
 
 @dataclass(frozen=True)
 class _Batch:
-    """The results of one batch of questions: replies, positions of kept tokens after the prompt, and bytes."""
+    """The results of one batch of questions.
+
+    Attributes:
+        replies: the reply to each question.
+        kept: share of the tokens kept in each tenth of the text, for each question.
+        memory: bytes that the caches held at the end.
+    """
 
     replies: list[str]
-    kept: Float[Tensor, " 10"]
+    kept: Float[Tensor, "B 10"]
     memory: Memory
 
 
@@ -160,7 +55,7 @@ class Recall(Task):
     """Share of questions answered right, by depth and kind; one case per context."""
 
     name: ClassVar[str] = "recall"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     headline: ClassVar[str] = "accuracy"
 
     options: Options
@@ -180,7 +75,7 @@ class Recall(Task):
         for context in options.contexts:
             check_positions(checkpoint, context + NEW_TOKENS[wording], cls.name, "contexts")
             notes += past_training(checkpoint, context + NEW_TOKENS[wording], f"recall context={context}")
-        way = "" if options.ask == "prompt" else f",ask={options.ask}"
+        way = ",ask=later" if options.ask == "later" else ""
         questions = {
             f"context={context}{way}": ask(checkpoint, options, context, options.limit or QUESTIONS)
             for context in dict.fromkeys(options.contexts)
@@ -188,10 +83,11 @@ class Recall(Task):
         return cls(options, wording, questions, tuple(notes))
 
     def settings(self) -> dict[str, Any]:
-        """Number of questions, facts, depths and wording."""
+        """Number of questions and facts, the look of texts, depths and wording."""
         return {
             "questions": self.options.limit or QUESTIONS,
             "facts": self.options.facts,
+            "documents": self.options.documents,
             "depths": list(self.options.depths) or "spread",
             "wording": self.wording,
         }
@@ -215,16 +111,10 @@ class Recall(Task):
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
     ) -> Outcome:
         """Ask all questions of a context."""
-        questions = self.questions[case]
-        parts = batches([len(asked.ids) for asked in questions])
-        done = [
-            self._answer(writer, Drive(writer, policy, budgets[at], first=at.start, setup=setup), questions[at])
-            for at in parts
-        ]
+        questions, done = self.questions[case], list(self._ask(writer, case, policy, budgets, setup))
         replies = [reply for batch in done for reply in batch.replies]
         rights = [right(self.wording, q.question, reply) for q, reply in zip(questions, replies, strict=True)]
-        sizes = torch.tensor([len(batch.replies) for batch in done])
-        kept = torch.stack([batch.kept for batch in done]).mul(sizes[:, None]).sum(dim=0) / sizes.sum()
+        kept = torch.cat([batch.kept for batch in done]).mean(dim=0)
         score = {**_score(questions, rights), "kept": [round(share, 6) for share in kept.tolist()]}
         return Outcome(score, sum((batch.memory for batch in done), Memory()))
 
@@ -232,19 +122,54 @@ class Recall(Task):
         """The number of tokens that a budget in percent refers to."""
         return asked.first if self.options.ask == "later" else len(asked.ids)
 
-    def _answer(self, writer: Writer, drive: Drive, questions: Sequence[Prompted]) -> _Batch:
-        """Run one batch: the texts, which are then cut, the rest of the prompts, and the replies."""
-        lengths = [asked.first for asked in questions]
-        drive.feed(*left_padded([asked.ids[: asked.first] for asked in questions]), last_only=True)
-        layers = drive.cache.bounded_layers()
-        kept = torch.stack([metrics.kept_by_tenth(drive.cache.positions(layer), lengths) for layer in layers])
+    def _ask(
+        self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], setup: Setup = PLAIN
+    ) -> Iterator[_Batch]:
+        def drive(at: Sequence[int], first: int) -> Drive:
+            return Drive(writer, policy, [budgets[i] for i in at], first=first, setup=setup)
+
+        ask = self._later if self.options.ask == "later" else self._inside
+        return ask(writer, self.questions[case], drive)
+
+    def _inside(self, writer: Writer, questions: Sequence[Prompted], drive: _Make) -> Iterator[_Batch]:
+        """Read each prompt, cut it and decode the reply."""
+        for at in batches([len(asked.ids) for asked in questions]):
+            part = questions[at]
+            bounded = drive(range(len(questions))[at], at.start)
+            kept = _read(bounded, part)
+            yield _Batch(self._replies(writer, bounded, part), kept, bounded.cache.memory())
+
+    def _later(self, writer: Writer, questions: Sequence[Prompted], drive: _Make) -> Iterator[_Batch]:
+        """Read each text once, cut it, and ask all its questions in copies of that memory."""
+        heads = [i for i, asked in enumerate(questions) if not asked.number]
+        for at in batches([questions[i].first for i in heads]):
+            read = drive(heads[at], at.start)
+            kept = _read(read, [questions[i] for i in heads[at]])
+            row = {questions[i].document: place for place, i in enumerate(heads[at])}
+            part = [asked for asked in questions if asked.document in row]
+            for few in batches([max(read.budgets) + len(asked.ids) - asked.first for asked in part]):
+                copies = read.copies([row[asked.document] for asked in part[few]])
+                replies = self._replies(writer, copies, part[few])
+                rows = [row[asked.document] for asked in part[few]]
+                yield _Batch(replies, kept[rows], copies.cache.memory())
+
+    def _replies(self, writer: Writer, drive: Drive, questions: Sequence[Prompted]) -> list[str]:
+        """Feed the rest of the prompts and decode the replies."""
         between = [asked.ids[asked.first : -1] for asked in questions]
         if any(map(len, between)):
             drive.feed(*left_padded(between), last_only=True)
         logits = drive.feed(*left_padded([asked.ids[-1:] for asked in questions]), last_only=True)
         tokens = decode_greedily(drive, logits, NEW_TOKENS[self.wording], ends_of(writer.model))
-        replies = [writer.text_of(row) for row in tokens]
-        return _Batch(replies, kept.mean(dim=0).cpu(), drive.cache.memory())
+        return [writer.text_of(row) for row in tokens]
+
+
+def _read(drive: Drive, questions: Sequence[Prompted]) -> Float[Tensor, "B 10"]:
+    """Feed the first part of each prompt, which is then cut; returns where in it the kept tokens stand."""
+    drive.feed(*left_padded([asked.ids[: asked.first] for asked in questions]), last_only=True)
+    lengths, cache = [asked.first for asked in questions], drive.cache
+    return (
+        torch.stack([metrics.kept_by_tenth(cache.positions(i), lengths) for i in cache.bounded_layers()]).mean(0).cpu()
+    )
 
 
 def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, ends: set[int]) -> list[list[int]]:
@@ -286,5 +211,6 @@ def _score(questions: Sequence[Prompted], rights: Sequence[bool]) -> dict[str, A
         "guess": sum(1 / len(asked.question.choices) for asked in questions) / len(questions),
         "by_depth": by_depth,
         "by_kind": by_kind,
+        "asked": [[q.document, q.number, int(ok)] for q, ok in zip(questions, rights, strict=True)],
         "rights": "".join(str(int(ok)) for ok in rights),
     }

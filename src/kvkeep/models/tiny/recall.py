@@ -72,10 +72,10 @@ def draw_facts(lexicon: Lexicon, rng: random.Random, n: int, kinds: Sequence[str
     Owners and things come from a small grid (about 1.5 times the square root of ``n`` each), so distractors
     with the same owner and distractors with the same thing are there by construction.
     """
-    side = _side(n)
-    owners = rng.sample(lexicon.names, side)
-    materials = rng.sample(lexicon.materials, min(side, len(lexicon.materials)))
-    things = rng.sample(lexicon.things, side)
+    width = side(n)
+    owners = rng.sample(lexicon.names, width)
+    materials = rng.sample(lexicon.materials, min(width, len(lexicon.materials)))
+    things = rng.sample(lexicon.things, width)
     taken: set[tuple[str, str, str]] = set()
     facts: list[Fact] = []
     while len(facts) < n:
@@ -90,10 +90,10 @@ def draw_facts(lexicon: Lexicon, rng: random.Random, n: int, kinds: Sequence[str
 def most_facts(lexicon: Lexicon) -> int:
     """How many facts one text of `question` can hold: names and things give keys for no more."""
     longest = min(len(lexicon.names), len(lexicon.things))
-    return 1 + max(n for n in range(longest**2) if _side(n) <= longest)
+    return 1 + max(n for n in range(longest**2) if side(n) <= longest)
 
 
-def _side(n: int) -> int:
+def side(n: int) -> int:
     """How many owners, and how many things, ``n`` facts share."""
     return min(n, 2 + int(1.5 * n**0.5))
 
@@ -131,7 +131,7 @@ def question(
         said.append(replace(asked, value=_other_value(asked, rng)).say(rng.choice(asked.kind.statements)))
     count = count or _estimate
     room = tokens - sum(count(" " + s) for s in [*said, last, ask])
-    sentences = _take(filler if filler is not None else own_filler(rng), room, count)
+    sentences = take(filler if filler is not None else own_filler(rng), room, count)
     text, at = _weave(sentences, said, last, depth, rng, earlier=said[-1] if corrected else None)
     same = tuple(f.value for f in (*facts, asked) if f.kind.name == kind)
     return Question(f"{text} {ask}", asked.value, kind, at, (*facts, asked), same)
@@ -166,7 +166,7 @@ def _estimate(text: str) -> int:
     return round(1.45 * len(text.split()))
 
 
-def _take(filler: Iterable[str], room: int, count: Callable[[str], int]) -> list[str]:
+def take(filler: Iterable[str], room: int, count: Callable[[str], int]) -> list[str]:
     """Sentences from the filler until the room is used up; a sentence that does not fit is left out."""
     taken: list[str] = []
     misses = 0

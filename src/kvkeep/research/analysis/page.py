@@ -73,7 +73,7 @@ def html(run: Mapping[str, Any], sections: Sequence[Section], claims: Sequence[C
         run: the content of ``run.json``.
         sections: the measurements, in their order.
         claims: the table of claims.
-        advice: the recommendation.
+        advice: the next step, and the risks.
     """
     name = "The embedded model" if run["model"] == EMBEDDED else run["model"]
     title = f"{name}: what its attention looks at"
@@ -110,8 +110,8 @@ def _in_short(advice: Advice, claims: Sequence[Claim]) -> str:
     return (
         f'<div class="box"><p><strong>In short.</strong> {said} Of {len(claims)} claims of the papers, '
         f"this model agrees with {counts['agree']} and differs on {counts['differ']}; {counts['cannot tell']} cannot "
-        'be told here. <a href="#claims">The table</a>, <a href="#recommendation">the recommendation and its '
-        "reasons</a>.</p></div>"
+        'be told here. <a href="#claims">The table</a>, <a href="#recommendation">what follows, and what '
+        "is at risk</a>.</p></div>"
     )
 
 
@@ -164,14 +164,13 @@ def _table(claims: Sequence[Claim]) -> str:
 
 
 def _advice(advice: Advice) -> str:
-    facts = {"Policy": advice.policy, "Budget": advice.budget, "Command": advice.command}
-    lines = "".join(f"<dt>{name}</dt><dd><code>{escape(text)}</code></dd>" for name, text in facts.items() if text)
+    line = f"<dt>Command</dt><dd><code>{escape(advice.command)}</code></dd>"
     return (
         '<h2 id="recommendation">What follows for this model and text</h2>\n'
-        f'<div class="box"><p>{escape(advice.short)}</p><dl>{lines}</dl></div>\n'
-        f"<h3>Why</h3>\n{_list(advice.reasons)}\n<h3>What is at risk</h3>\n{_list(advice.risks)}\n"
-        '<p class="soft">Each line names its rule (R1, R2, …); docs/choose-a-policy.md states them. They are rules, '
-        "not taste: the same measurements give the same advice.</p>"
+        f'<div class="box"><p>{escape(advice.short)}</p><dl>{line}</dl></div>\n'
+        f"<h3>What is at risk</h3>\n{_list(advice.risks)}\n"
+        '<p class="soft">Each line names its rule (R3, R4, …); docs/choose-a-policy.md states them. They are rules, '
+        "not taste: the same measurements give the same warnings.</p>"
     )
 
 

@@ -1,12 +1,11 @@
-"""Advice from measurements, by the rules in docs/choose-a-policy.md.
+"""The next step after an analysis, and its risks, by the rules in docs/choose-a-policy.md.
 
-`R1` and `R2` choose budget and policy by the cost of smaller caches on this very text. The other rules warn. A rule
-without its measurement says nothing; without that of `R1` there is no advice.
+``kvkeep tune`` chooses policy and budget: it has the only rules for that. The rules here warn. A rule without its
+measurement says nothing.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,8 +17,8 @@ from kvkeep.results import command
 Results: TypeAlias = Mapping[str, Result]
 """Measurement → its result; without skipped ones."""
 
-NEAR = 0.05
-"""Policies count as equal if they keep at most this much less of a second reading than the best one."""
+STANDARD_INPUT = "standard input"
+"""The name of a text that came without a file."""
 
 HALF = 0.5
 """Share of the advantage of a second reading below which the far past counts as lost."""
@@ -39,9 +38,6 @@ ANSWERS = 0.3
 HARM = 1.1
 """Least ratio of the perplexities with heavy hitters hidden and with random keys hidden."""
 
-WINDOWS = ("local", "streaming_llm")
-"""Policies that keep recent tokens and ignore attention."""
-
 REPEATS = 0.1
 """Least excess of repeated three-token groups over the full cache's."""
 
@@ -51,158 +47,56 @@ FIRST_TOKEN_SMALL = 0.5
 
 @dataclass(frozen=True)
 class Advice:
-    """A recommendation with its reasons.
+    """The next step and the risks.
 
     Attributes:
-        short: one or two sentences.
-        policy: the policy's string; ``full`` if no bounded cache is safe; empty if nothing is known.
-        budget: the budget in words.
-        command: a command that follows the advice; empty if there is none.
-        reasons: the rules that chose, with their numbers.
+        short: the next step in a sentence.
+        command: the command for it.
         risks: the rules that warn, with their numbers.
     """
 
     short: str
-    policy: str
-    budget: str
     command: str
-    reasons: tuple[str, ...]
     risks: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """A policy at a budget, with its cost and the share of a second reading that it keeps."""
-
-    policy: str
-    share: float
-    cost: float
-    error: float
-    kept: float
-
-
-def advise(results: Results, model: str) -> Advice:
+def advise(results: Results, model: str, text: str) -> Advice:
     """Apply every rule.
 
     Args:
         results: the results of the measurements.
         model: the model as a command line names it; empty for the embedded one.
+        text: the text's file, or `STANDARD_INPUT`.
     """
-    risks = tuple(found for rule in WARNINGS if (found := rule(results)) is not None)
-    budgets = results.get("budgets")
-    if budgets is None:
-        return Advice(
-            "There is no advice: it rests on what smaller caches cost on this text, which was not measured.",
-            "",
-            "",
-            "",
-            ("R1: the measurement 'budgets' is missing or was skipped.",),
-            risks,
-        )
-    choices = _choices(budgets)
-    able = [choice for choice in choices if choice.cost + choice.error <= TOLERANCE]
-    if not able:
-        return _keep_all(choices, risks)
-    able, out = _without_windows(able, results)
-    share = min(choice.share for choice in able)
-    best, why = _best([choice for choice in able if choice.share == share], budgets["gain"] >= GAIN)
-    return _advice(best, why + out, choices, budgets=budgets, risks=risks, model=model)
-
-
-def _choices(budgets: Result) -> list[_Choice]:
-    found = []
-    for policy, cells in budgets["policies"].items():
-        for number, share in enumerate(budgets["budgets"]):
-            if cells["excess"][number] is not None:
-                kept = cells["kept"][number]
-                found.append(
-                    _Choice(
-                        policy,
-                        share,
-                        cells["excess"][number],
-                        cells["error"][number],
-                        math.nan if kept is None else kept,
-                    )
-                )
-    return found
-
-
-def _without_windows(able: list[_Choice], results: Results) -> tuple[list[_Choice], str]:
-    """Part of rule R1: leave out windows of recent tokens where these are not safe and there is an alternative."""
-    others = [choice for choice in able if choice.policy not in WINDOWS]
-    if not others or len(others) == len(able) or _heavy_hitters_matter(results) is None:
-        return able, ""
-    return others, " Windows of recent tokens were left out, see R5."
-
-
-def _best(able: list[_Choice], tells: bool) -> tuple[_Choice, str]:
-    """Rule R2: the policy that keeps most of the far past; of equals the cheapest, then the first by name."""
-    cheapest = min(able, key=lambda choice: (choice.cost, choice.policy))
-    if not tells or any(math.isnan(choice.kept) for choice in able):
-        return cheapest, f"R2: passages that come again tell nothing here, so the cheapest one: {cheapest.policy}."
-    most = max(choice.kept for choice in able)
-    equal = [choice for choice in able if choice.kept >= most - NEAR]
-    best = min(equal, key=lambda choice: (choice.cost, choice.policy))
-    others = ", ".join(f"{choice.policy} {choice.kept:.0%}" for choice in able if choice is not best) or "nobody else"
-    return best, (
-        f"R2: of those it keeps most of the advantage of a second reading, {best.kept:.0%}, or within "
-        f"{NEAR:.0%} of the most and costs least ({others})."
-    )
-
-
-def _keep_all(choices: list[_Choice], risks: tuple[str, ...]) -> Advice:
-    """The advice if rule R1 finds no policy."""
-    best = min(choices, key=lambda choice: choice.cost, default=None)
-    near = (
-        "" if best is None else f" The nearest is {best.policy} at {best.share:.0%} with {math.expm1(best.cost):+.1%}."
-    )
     return Advice(
-        "Keep the full cache: no policy here stays within 2 % of its perplexity at any of the budgets." + near,
-        "full",
-        "as long as the text",
-        "",
-        (f"R1: no policy is within 2 % of the full cache's perplexity.{near}",),
-        risks,
+        "kvkeep tune finds the policy and the budget for this model and text: the smallest memory that keeps a share "
+        "of the full cache's quality, for questions that come later (or --case inside, or stream).",
+        command("kvkeep tune", *filter(None, [model]), "--text", "FILE" if text == STANDARD_INPUT else text),
+        tuple(found for rule in WARNINGS if (found := rule(results)) is not None),
     )
 
 
-def _advice(
-    best: _Choice, why: str, choices: list[_Choice], *, budgets: Result, risks: tuple[str, ...], model: str
-) -> Advice:
-    tokens = round(best.share * budgets["n_tokens"])
-    first = (
-        f"R1: {best.share:.0%} is the smallest budget at which a policy stays within 2 % of the full cache's "
-        f"perplexity ({budgets['perplexity']:.3g}); {best.policy} {math.expm1(best.cost):+.1%} there."
-    )
-    careful = _careful(best, choices, budgets["gain"] >= GAIN)
-    return Advice(
-        f"For text that goes on, {best.policy} with {best.share:.0%} of the text ({tokens} of {budgets['n_tokens']} "
-        f"tokens).{careful[0]}",
-        best.policy,
-        f"{best.share:.0%} of the text",
-        command("kvkeep generate", *filter(None, [model]), "--policy", best.policy, "--budget", tokens),
-        (first, why),
-        (*careful[1], *risks),
-    )
-
-
-def _careful(best: _Choice, choices: list[_Choice], tells: bool) -> tuple[str, tuple[str, ...]]:
-    """Rule R3: details from far back."""
-    if not tells or math.isnan(best.kept) or best.kept >= HALF:
-        return "", ()
-    safe = [choice for choice in choices if choice.kept >= HALF and choice.share >= best.share]
-    lost = f"R3: {best.policy} at {best.share:.0%} keeps {best.kept:.0%} of the advantage of a second reading"
-    if not safe:
-        return (
-            " Details from far back are lost: keep the full cache where they matter.",
-            (f"{lost}, and nothing here keeps half of it: details from far back are lost at every budget.",),
-        )
-    share = min(choice.share for choice in safe)
-    chosen = max((choice for choice in safe if choice.share == share), key=lambda choice: choice.kept)
+def _far_past_is_lost(results: Results) -> str | None:
+    """Budgets that cost no perplexity, and the past all the same."""
+    found = results.get("budgets")
+    if found is None or found["gain"] < GAIN:
+        return None
+    lost = [
+        f"{policy} at {found['budgets'][number]:.0%} keeps {cells['kept'][number]:.0%}"
+        for policy, cells in found["policies"].items()
+        for number, cost in enumerate(cells["excess"])
+        if cost is not None and cost + cells["error"][number] <= TOLERANCE and _below_half(cells["kept"][number])
+    ]
+    if not lost:
+        return None
     return (
-        f" Where details from far back matter, {chosen.policy} with {share:.0%}.",
-        (f"{lost}; {chosen.policy} at {share:.0%} is the smallest that keeps half ({chosen.kept:.0%}).",),
+        f"R3: within 2 % of the full cache's perplexity, and yet of the advantage of a second reading {', '.join(lost)}"
+        ": details from far back are lost there, and a loss per token hardly shows it."
     )
+
+
+def _below_half(kept: float | None) -> bool:
+    return kept is not None and kept < HALF
 
 
 def _dense_layers(results: Results) -> str | None:
@@ -289,6 +183,7 @@ def _get(results: Results, *path: str) -> Any:
 
 
 WARNINGS: tuple[Callable[[Results], str | None], ...] = (
+    _far_past_is_lost,
     _dense_layers,
     _heavy_hitters_matter,
     _importance_fades,
@@ -297,4 +192,4 @@ WARNINGS: tuple[Callable[[Results], str | None], ...] = (
     _first_token_is_small,
     _writing_repeats,
 )
-"""Rules R4 to R10."""
+"""Rules R3 to R10."""

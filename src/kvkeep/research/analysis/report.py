@@ -207,7 +207,7 @@ def _read(folder: Folder, kind: type[Measurement], record: dict[str, Any]) -> Fo
         return Found(kind, record)
     with _undamaged(folder, kind):
         result = record["result"]
-        advise({kind.name: result}, "")  # the advice of all measurements must not fail
+        advise({kind.name: result}, "", "")  # the advice of all measurements must not fail
         return Found(kind, record, kind.reading(result), tuple(kind.claims(result)))
 
 
@@ -249,7 +249,7 @@ def write(folder: Folder) -> tuple[Path, dict[str, Any]]:
     run = folder.manifest()
     found = read(folder)
     results = {one.kind.name: one.record["result"] for one in found if one.reading is not None}
-    advice = advise(results, "" if run["model"] == page.EMBEDDED else run["model"])
+    advice = advise(results, "" if run["model"] == page.EMBEDDED else run["model"], run["text_name"])
     claims = [*(claim for one in found for claim in one.claims), *ELSEWHERE]
     sections = [_section(folder, one) for one in found]
     for part in sections:

@@ -231,7 +231,7 @@ class Prompt:
         grouped = p.unflatten(0, (self._view.positions.shape[1], -1))[None]
         block = Block(grouped, torch.ones_like(queries, dtype=torch.bool), queries, torch.arange(S)[None, None])
         for name, part in self.statistic.reduce(block).items():
-            self.statistic.join(self._sums[name][:, :, :S], part)
+            self.statistic.join(self._sums[name][:, :, :S], part, name)
 
     def score(self) -> Float[Tensor, "Hk n"]:
         """The policy's score of every token after the last row; higher = keep."""

@@ -1,0 +1,63 @@
+// Products of bfloat16 vectors whose dims lie in pairs, for processors that multiply and add two at a time.
+
+#pragma once
+
+#include <type_traits>
+
+#include "tiles.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#ifdef __AVX512BF16__
+constexpr bool PAIRED = W == 16;
+#else
+constexpr bool PAIRED = false;
+#endif
+
+// Whether the processor has such products for this type.
+template <class X>
+constexpr bool in_pairs() {
+    return PAIRED && std::is_same_v<X, BFloat16>;
+}
+
+// Add the products of two pairs in each lane.
+inline Floats add_products(Floats sum, Ints a, Ints b) {
+#ifdef __AVX512BF16__
+    if constexpr (PAIRED) return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#endif
+    (void)a, (void)b;
+    return sum;
+}
+
+// Pack one panel of a head's keys; empty slots become zeros. `dim` is even.
+template <class T>
+void pack_pairs(const T *const *keys, int64_t elements, int64_t dim, int32_t *to) {
+    for (int64_t j = 0; j < PANEL; j++)
+        for (int64_t p = 0; p < dim / 2; p++) {
+            const int64_t bytes = std::clamp<int64_t>(elements - 2 * p, 0, 2) * 2;
+            int32_t pair = 0;
+            if (keys[j]) std::memcpy(&pair, (const char *)keys[j] + 4 * p, bytes);
+            to[p * PANEL + j] = pair;
+        }
+}
+
+// Dot products of ROWS queries with a panel of keys, times a factor.
+inline void dots_of_pairs(const int32_t *query, int64_t pairs, const int32_t *keys, float *to, int64_t width, float by) {
+    Floats acc[ROWS][TILE] = {};
+    for (int64_t p = 0; p < pairs; p++) {
+        Ints k[TILE];
+        for (int i = 0; i < TILE; i++) k[i] = load<Ints>(keys + p * PANEL + i * W);
+        for (int r = 0; r < ROWS; r++) {
+            const Ints q = Ints{} + query[r * pairs + p];
+            for (int i = 0; i < TILE; i++) acc[r][i] = add_products(acc[r][i], q, k[i]);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < TILE; i++) store(to + r * width + i * W, acc[r][i] * by);
+}
+
+}  // namespace

@@ -1,0 +1,141 @@
+"""``kvkeep calibrate``: its options. The work is in `kvkeep.cli.calibrate.calibration`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvkeep.cli.calibrate.request import Request, target
+from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.options import (
+    OUTPUT,
+    AllowPickle,
+    Debug,
+    Device,
+    Dtype,
+    Json,
+    LoadIn,
+    Model,
+    Threads,
+    parse_threads,
+    parse_tokens,
+)
+
+_MEASURE, _IMPORT = "Measurement", "Import"
+
+
+@one_line_errors
+def calibrate(
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File for the profile, for example heads.json. The same command again resumes a run that was stopped.",
+            rich_help_panel=OUTPUT,
+        ),
+    ],
+    model: Model = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 text on which heads are compared with the full cache; - is standard input. Default: the "
+            "package's own sentences.",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Length of each text. Default: 1024, or the trained length if that is less.",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = None,
+    sinks: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="First tokens that a limited head still sees.", rich_help_panel=_MEASURE),
+    ] = 4,
+    recent: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Newest tokens that it still sees.", rich_help_panel=_MEASURE),
+    ] = 24,
+    documents: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Texts with planted facts.", rich_help_panel=_MEASURE)
+    ] = 6,
+    questions: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Questions about each of them, at most 16.", rich_help_panel=_MEASURE),
+    ] = 16,
+    windows: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Windows of the text.", rich_help_panel=_MEASURE)
+    ] = 3,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0, max=2**31 - 1, metavar="N", help="Seed of facts, questions and windows.", rich_help_panel=_MEASURE
+        ),
+    ] = 0,
+    from_duo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Measure nothing: turn a pattern of DuoAttention, a full_attention_heads.tsv or its folder, into a "
+            "profile. No weights are read.",
+            rich_help_panel=_IMPORT,
+        ),
+    ] = None,
+    sparsity: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="SHARE",
+            help="With --from-duo: this share of the heads needs nothing, the others all. Default: the pattern's "
+            "own numbers.",
+            rich_help_panel=_IMPORT,
+        ),
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    load_in: LoadIn = None,
+    threads: Threads = None,
+    allow_pickle: AllowPickle = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a profile of that name.", rich_help_panel=OUTPUT)
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure which heads of a model need the far past, and write a profile for budgets per head.
+
+    Each head is limited to its first and newest tokens, alone and together with others. Measured are the answers to
+    planted facts that are lost, and the distance from the full cache on your text. Every finished layer is kept.
+    """
+    request = Request(
+        model=model,
+        text=text,
+        output=target(output, overwrite=overwrite),
+        overwrite=overwrite,
+        context=None if context is None else parse_tokens(context, "--context"),
+        sinks=sinks,
+        recent=recent,
+        documents=documents,
+        questions=questions,
+        windows=windows,
+        seed=seed,
+        from_duo=from_duo,
+        sparsity=sparsity,
+        dtype=dtype,
+        device=device,
+        load_in=load_in,
+        threads=parse_threads(threads),
+        allow_pickle=allow_pickle,
+        json=json,
+    )
+    from kvkeep.cli.calibrate import calibration  # imports torch and transformers
+
+    calibration.serve(request)

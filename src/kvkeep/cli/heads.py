@@ -1,0 +1,38 @@
+"""The option that divides a layer's budget among its KV heads."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvkeep.cli import complete
+from kvkeep.cli.options import MEMORY
+
+HeadBudget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RULE",
+        help="How a layer's budget is divided among its KV heads: uniform, ada:0.2, or profile:FILE with the file of "
+        "[b]kvkeep calibrate[/b]. Default: the policy's own rule.",
+        autocompletion=complete.words("uniform", "ada:0.2", "profile:"),
+        rich_help_panel=MEMORY,
+    ),
+]
+
+
+def parse_head_budget(text: str | None) -> str | None:
+    """Read ``--head-budget``.
+
+    Raises:
+        BudgetError: there is no such rule, or its number is out of range.
+        InputError: the profile cannot be read.
+    """
+    if text is None:
+        return None
+    from kvkeep.policies._heads import PROFILE, parsed  # imports torch
+    from kvkeep.profile import Profile
+
+    if parsed(text)[0] == PROFILE:
+        Profile.load(text.partition(":")[2])
+    return text

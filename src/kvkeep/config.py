@@ -1,0 +1,219 @@
+"""``kvkeep.toml``: the settings of a bounded memory in a file, which `kvkeep tune` writes.
+
+``kvkeep generate --config kvkeep.toml`` and ``Engine.from_config("kvkeep.toml")`` read it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvkeep import budget as budgets
+from kvkeep.errors import InputError, KVKeepError, PolicyError
+from kvkeep.policies._heads import parsed as head_rule
+from kvkeep.policies.base import Policy
+from kvkeep.registry import available, parse, split
+from kvkeep.runs import in_full
+
+NAME = "kvkeep.toml"
+"""The usual name of the file."""
+
+NOTES = "tuned"
+"""A table about how the settings were found; nothing reads it."""
+
+_LARGEST = 2**20
+_POSITIONS = ("true", "slot")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The settings of a file; ``None`` where it leaves one out.
+
+    Attributes:
+        model: a hub name or a folder.
+        policy: the eviction policy, as a string.
+        budget: tokens kept per layer and head.
+        layer_budget: how the budget is spread over layers: a rule, or a weight for each layer.
+        head_budget: how a layer's budget is divided among its KV heads, e.g. ``profile:FILE``.
+        positions: ``true`` or ``slot``.
+        prefill_chunk: prompt tokens per step.
+        guard: the share of attention that a smaller budget may lose, see `Request`.
+        dtype: of the model, e.g. ``bfloat16``.
+        load_in: format of quantised weights.
+    """
+
+    model: str | None = None
+    policy: str | None = None
+    budget: int | None = None
+    layer_budget: str | tuple[float, ...] | None = None
+    head_budget: str | None = None
+    positions: str | None = None
+    prefill_chunk: int | None = None
+    guard: float | None = None
+    dtype: str | None = None
+    load_in: str | None = None
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], source: str = "The configuration") -> Config:
+        """Check settings.
+
+        Args:
+            settings: name → value.
+            source: where they come from, for messages.
+
+        Raises:
+            InputError: a name is unknown, or a value is of the wrong kind.
+        """
+        known = [field.name for field in fields(cls)]
+        found: dict[str, Any] = {}
+        for name, value in settings.items():
+            if name == NOTES:
+                continue
+            if name not in known:
+                raise InputError(f"{source} has {name!r:.80}, which is no setting.{_meant(str(name), known)}")
+            found[name] = _checked(name, tuple(value) if isinstance(value, list) else value, source)
+        return cls(**found)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Config:
+        """Read a file.
+
+        Raises:
+            InputError: it cannot be read, is not TOML, or has a setting that cannot be used.
+        """
+        return cls.of(_toml(path), str(path))
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that are given: name → value."""
+        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
+
+    def text(self, heading: str = "", notes: Mapping[str, str | int | float] | None = None) -> str:
+        """The content of a file.
+
+        Args:
+            heading: a comment at its beginning.
+            notes: the table `NOTES`.
+        """
+        lines = [f"# {''.join(filter(str.isprintable, line))}" for line in heading.splitlines()]
+        lines += [f"{name} = {_value(value)}" for name, value in self.settings().items()]
+        if notes:
+            lines += ["", f"[{NOTES}]", *(f"{name} = {_value(value)}" for name, value in notes.items())]
+        return "\n".join(lines) + "\n"
+
+
+def _toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    file = in_full(path)
+    try:
+        if file.exists() and not file.is_file():
+            raise InputError(f"{path} is no file. Give the {NAME} that kvkeep tune has written.")
+        with file.open("rb") as opened:
+            data = opened.read(_LARGEST + 1)
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or "its name is no path"
+        raise InputError(f"{path} cannot be read: {why}. Give the {NAME} that kvkeep tune has written.") from error
+    if len(data) > _LARGEST:
+        raise InputError(f"{path} is larger than {_LARGEST} bytes, so it is no {NAME}.")
+    try:
+        return tomllib.loads(data.decode("utf-8-sig"))
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply. A {NAME} has lines such as: budget = 512.") from None
+    except ValueError as error:  # no UTF-8, or no TOML
+        raise InputError(f'{path} is no TOML: {error}. Write lines such as: policy = "h2o".') from error
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else f" There are: {', '.join(known)}."
+
+
+def _checked(name: str, value: Any, source: str) -> Any:
+    """The value of a setting.
+
+    Raises:
+        InputError: it is of the wrong kind, or out of range.
+    """
+    try:
+        wanted = _CHECKS[name](value)
+    except KVKeepError as error:
+        raise InputError(f"{source}: {error}") from error
+    if wanted is not None:
+        raise InputError(f"{source}: {name} = {value!r:.80} is not {wanted}.")
+    return value
+
+
+def _text(value: object) -> str | None:
+    return None if isinstance(value, str) and value.strip() else "a text in quotes"
+
+
+def _policy(value: object) -> str | None:
+    if isinstance(value, str):
+        policy_of(value)
+    return _text(value)
+
+
+def policy_of(name: str) -> Policy:
+    """The policy that a file names. A file may name any module, so only registered names are looked up.
+
+    Raises:
+        PolicyError: no policy of that name is registered, or its options are wrong.
+    """
+    if ":" in split(name)[0] and split(name)[0] not in available():
+        raise PolicyError(f"policy {name!r:.80} names a module, which a file may not. Give it as `policy` instead.")
+    return parse(name)
+
+
+def _whole(value: object) -> str | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return None if 1 <= value <= budgets.MOST else "a number of tokens from 1 on"
+    return "a whole number of tokens"
+
+
+def _rule(value: object) -> str | None:
+    if isinstance(value, str):
+        budgets.per_layer(value, budget=1, layers=1)
+        return None
+    numbers = isinstance(value, tuple) and bool(value) and all(_share(one, most=float("inf")) is None for one in value)
+    return None if numbers else "a rule such as 'ramp:0.2', or a list with a weight for each layer"
+
+
+def _heads(value: object) -> str | None:
+    if isinstance(value, str):
+        head_rule(value)
+    return _text(value)
+
+
+def _mode(value: object) -> str | None:
+    return None if value in _POSITIONS else " or ".join(map(repr, _POSITIONS))
+
+
+def _share(value: object, most: float = 1.0) -> str | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return None if number and 0 <= value <= most and value != float("inf") else "a share from 0 to 1"  # type: ignore[operator]
+
+
+_CHECKS = {
+    "model": _text,
+    "policy": _policy,
+    "budget": _whole,
+    "layer_budget": _rule,
+    "head_budget": _heads,
+    "positions": _mode,
+    "prefill_chunk": _whole,
+    "guard": _share,
+    "dtype": _text,
+    "load_in": _text,
+}
+
+
+def _value(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_value, value))}]"
+    return repr(value)

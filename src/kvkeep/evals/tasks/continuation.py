@@ -1,0 +1,103 @@
+"""Perplexity of what follows a text that was cut: the text's own next tokens, fed one by one.
+
+The text is one chunk and is then cut to the budget. The first token after it follows from the whole text and is the
+same for every policy, so it does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.evals import metrics, texts
+from kvkeep.evals.drive import PLAIN, Drive, Setup, batches
+from kvkeep.evals.task import Options, Outcome, Task
+from kvkeep.memory import Memory
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.text import Writer
+from kvkeep.policies.base import Policy
+
+TEXT = 1024
+"""Tokens of a text before the cut; text and new tokens together are at most the trained length."""
+
+TEXTS = 8
+"""Default number of texts."""
+
+NEW = 64
+"""Tokens after the cut that count."""
+
+
+@final
+@dataclass(frozen=True)
+class Continuation(Task):
+    """Perplexity per token of the tokens after the cut, without the first of them."""
+
+    name: ClassVar[str] = "continuation"
+    VERSION: ClassVar[int] = 1
+    headline: ClassVar[str] = "perplexity"
+
+    ids: Int[Tensor, "B n"]
+    new: int
+    text: str
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, options: Options) -> Continuation:
+        """Cut the source into texts with what follows each.
+
+        Raises:
+            InputError: the source is too short.
+        """
+        room = checkpoint.trained_length or TEXT + NEW + 1
+        new = min(NEW, max(1, room // 8))
+        length = min(TEXT, room - new - 1) + new + 1
+        ids = texts.windows(checkpoint, options, rows=options.limit or TEXTS, length=length)
+        return cls(ids, min(new, max(1, ids.shape[1] // 8)), texts.describe(options))
+
+    def settings(self) -> dict[str, Any]:
+        """The source, and the number of texts."""
+        return {"text": self.text, "texts": self.ids.shape[0]}
+
+    def cases(self) -> dict[str, list[int]]:
+        """One case, named by the lengths of the texts and of what follows."""
+        return {f"text={self._before},new={self.new}": [self._before] * len(self.ids)}
+
+    @property
+    def new_tokens(self) -> int:
+        """The tokens after the cut."""
+        return self.new + 1
+
+    @property
+    def _before(self) -> int:
+        return self.ids.shape[1] - self.new - 1
+
+    def run(
+        self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], *, setup: Setup = PLAIN
+    ) -> Outcome:
+        """Read the texts, and feed what follows token by token."""
+        losses, memory = [], Memory()
+        for at in batches([self.ids.shape[1]] * len(self.ids)):
+            drive = Drive(writer, policy, budgets[at], first=at.start, setup=setup)
+            losses.append(self._losses(drive, self.ids[at]))
+            memory += drive.cache.memory()
+        return Outcome(_score(torch.cat(losses)), memory)
+
+    def _losses(self, drive: Drive, ids: Int[Tensor, "B n"]) -> Float[Tensor, "B new"]:
+        drive.feed(ids[:, : self._before], last_only=True)
+        found = []
+        for column in range(self._before, ids.shape[1] - 1):
+            logits = drive.feed(ids[:, column : column + 1])
+            found.append(metrics.nll(logits, ids[:, column + 1 : column + 2].to(logits.device)).cpu())
+        return torch.cat(found, dim=1)
+
+
+def _score(losses: Float[Tensor, "B new"]) -> dict[str, Any]:
+    """Perplexity over all tokens, and the mean loss of each text, by which policies are compared text by text."""
+    mean = losses.double().mean().item()
+    by_text = [round(loss, 6) for loss in losses.double().mean(dim=1).tolist()]
+    return {"perplexity": math.exp(min(mean, 700.0)), "nll": mean, "n": losses.numel(), "nll_by_text": by_text}

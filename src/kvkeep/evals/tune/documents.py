@@ -1,0 +1,186 @@
+"""Documents with their questions as tokens: facts planted in a text, or the user's own questions."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import cycle, groupby, islice
+
+import torch
+from jaxtyping import Int
+
+from kvkeep.errors import InputError
+from kvkeep.evals.asking import NEW_TOKENS, Wording, count_tokens, encoded, ending_of, right, wording_of
+from kvkeep.evals.tune.questions import UserQuestion
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.tiny.documents import document
+
+Ids = Int[torch.Tensor, " n"]
+
+LONGEST_SENTENCE = 240
+"""Characters of a sentence; a longer one is cut between words."""
+
+_PART = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])\s*|\n+")
+_FEW_TEXTS = 10
+"""Texts that are too few to be the units of an interval."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question about a text.
+
+    Attributes:
+        text: the text.
+        ids: the prompt: the text and the question.
+        first: number of tokens of the text; they are the same in all prompts about it.
+        right: whether a reply answers the question.
+    """
+
+    text: str
+    ids: Ids
+    first: int
+    right: Callable[[str], bool]
+
+
+Unit = tuple[Asked, ...]
+"""Questions that are drawn together, all about one text."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Units of questions.
+
+    Attributes:
+        make: makes the unit of a number, always the same one.
+        count: number of units; ``None`` if there is no end.
+        per_unit: questions of a unit, on average.
+        length: tokens of the longest text.
+        question_tokens: most tokens of a question.
+        reply_tokens: most tokens of a reply.
+    """
+
+    make: Callable[[int], Unit]
+    count: int | None
+    per_unit: float
+    length: int
+    question_tokens: int
+    reply_tokens: int
+
+
+def planted(checkpoint: Checkpoint, text: str | None, *, context: int, facts: int, seed: int) -> Documents:
+    """Documents of sentences of a text with facts between them; every fact is asked for.
+
+    Args:
+        checkpoint: the model.
+        text: the text; ``None`` for the package's own sentences.
+        context: tokens of a document with a question.
+        facts: facts of a document.
+        seed: chooses facts, and where in the text a document begins.
+
+    Raises:
+        InputError: the facts do not fit.
+    """
+    wording = wording_of(checkpoint)
+    parts = None if text is None else sentences(text)
+
+    @cache
+    def make(number: int) -> Unit:
+        return _planted(checkpoint, wording, parts, number=seed * 1_000_003 + number, context=context, facts=facts)
+
+    first = make(0)
+    longest = max(len(asked.ids) for asked in first)
+    if longest > context * 1.02 + 16:
+        raise InputError(
+            f"A document with {facts} facts has {longest} tokens, more than the context of {context}. Give fewer "
+            "`facts` or a longer `context`."
+        )
+    question = max(len(asked.ids) - asked.first for asked in first) + 8
+    return Documents(make, None, float(facts), context, question, NEW_TOKENS[wording])
+
+
+def own(checkpoint: Checkpoint, questions: Sequence[UserQuestion], seed: int) -> Documents:
+    """The user's questions: a unit for each text, or for each question if there are few texts.
+
+    Raises:
+        InputError: a prompt cannot be encoded.
+    """
+    wording = wording_of(checkpoint)
+    by_text = sorted(questions, key=lambda one: one.text)
+    groups = [list(group) for _, group in groupby(by_text, key=lambda one: one.text)]
+    if len(groups) < _FEW_TEXTS:
+        groups = [[one] for group in groups for one in group]
+    random.Random(seed).shuffle(groups)
+    units = [
+        _asked(checkpoint, wording, group[0].text, [(one.question, one.right) for one in group]) for group in groups
+    ]
+    asked = [one for unit in units for one in unit]
+    longest = max(len(checkpoint.tokenizer.encode(answer)) for one in questions for answer in one.answers)
+    return Documents(
+        units.__getitem__,
+        len(units),
+        len(asked) / len(units),
+        length=max(one.first for one in asked),
+        question_tokens=max(len(one.ids) - one.first for one in asked),
+        reply_tokens=max(NEW_TOKENS[wording], longest + 8),
+    )
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a text; lines, and pieces of lines, where it has none."""
+    found = [part.strip() for part in _PART.split(text)]
+    return [piece for part in found if part for piece in _pieces(part)]
+
+
+def _pieces(sentence: str) -> Iterator[str]:
+    """A sentence, or parts of it that are not too long."""
+    start = 0
+    while start < len(sentence):
+        stop = start + LONGEST_SENTENCE
+        if stop < len(sentence) and (space := sentence.rfind(" ", start + 1, stop)) > 0:
+            stop = space
+        if piece := sentence[start:stop].strip():
+            yield piece
+        start = stop
+
+
+def _planted(
+    checkpoint: Checkpoint, wording: Wording, parts: Sequence[str] | None, *, number: int, context: int, facts: int
+) -> Unit:
+    made = document(
+        number,
+        n_facts=facts,
+        n_questions=facts,
+        tokens=context - len(encoded(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
+        first_kind=number * facts,
+        filler=None if parts is None else _from(parts, random.Random(f"tune/{number}").randrange(len(parts))),
+        count=lambda text: count_tokens(checkpoint, text),
+    )
+    pairs = [(ending_of(item), partial(right, wording, item)) for item in made.questions]
+    return _asked(checkpoint, wording, made.text, pairs)
+
+
+def _from(parts: Sequence[str], start: int) -> Iterator[str]:
+    """The parts from one of them on; after the last comes the first."""
+    return islice(cycle(parts), start, None)
+
+
+def _asked(
+    checkpoint: Checkpoint, wording: Wording, text: str, pairs: Sequence[tuple[str, Callable[[str], bool]]]
+) -> Unit:
+    """A unit: the questions about one text, with the number of tokens that all prompts have in common."""
+    prompts = [encoded(checkpoint, wording, text, ending) for ending, _ in pairs]
+    other = encoded(checkpoint, wording, f"{text} ;", pairs[0][0])
+    first = min(_common(prompt, other) for prompt in prompts)
+    return tuple(
+        Asked(text, ids, min(first, len(ids) - 1), grade) for ids, (_, grade) in zip(prompts, pairs, strict=True)
+    )
+
+
+def _common(one: Int[torch.Tensor, " n"], other: Int[torch.Tensor, " m"]) -> int:
+    """Number of equal tokens at the beginning of two prompts."""
+    n = min(len(one), len(other))
+    different = (one[:n] != other[:n]).nonzero()
+    return int(different[0]) if len(different) else n

@@ -1,0 +1,239 @@
+"""A search as the user asks for it, checked before weights are read."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from kvkeep.errors import InputError, KVKeepError, PolicyError
+from kvkeep.evals import texts
+from kvkeep.evals.drive import PLAIN, Setup
+from kvkeep.evals.plan import Asked, split_policies
+from kvkeep.evals.task import Options, check_positions, past_training
+from kvkeep.evals.tune.candidates import CASES, POLICIES, SHARES, Arm, Case, Ladder, budgets_of, ladder
+from kvkeep.evals.tune.documents import own, planted
+from kvkeep.evals.tune.measure import PIECE, Answers, Losses, Measure
+from kvkeep.evals.tune.questions import UserQuestion
+from kvkeep.evals.tune.records import VERSION
+from kvkeep.evals.tune.run import WINDOWS
+from kvkeep.models.load import Checkpoint
+from kvkeep.planning.setting import Setting
+from kvkeep.planning.shapes import outline
+from kvkeep.policies.base import Policy
+from kvkeep.registry import parse, spec
+from kvkeep.runs import in_full
+
+CONTEXT = 1024
+"""Default tokens of a text; fewer if the model was trained for fewer."""
+
+SHORTEST, LONGEST = 32, 2**20
+"""Fewest and most tokens of a text."""
+
+_EVERY = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the user asks for.
+
+    Attributes:
+        case: one of `CASES`.
+        text: content of a text file; ``None`` for the package's own sentences.
+        questions: the user's questions; empty for planted facts.
+        context: tokens of a text; ``None`` for the default.
+        facts: facts planted in a text.
+        seed: chooses facts and texts.
+        policies: a list of policies; ``None`` for those of the case.
+        budgets: shares of a text or numbers of tokens; empty for the default.
+        setup: how all caches are made.
+        head_budgets: rules that divide budgets among heads, each of which is searched; ``None``: the policy's own.
+    """
+
+    case: str
+    text: str | None = None
+    questions: Sequence[UserQuestion] = ()
+    context: int | None = None
+    facts: int = 16
+    seed: int = 0
+    policies: str | None = None
+    budgets: Sequence[float | int] = ()
+    setup: Setup = PLAIN
+    head_budgets: Sequence[str | None] = (None,)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A search that has passed all checks that need no weights.
+
+    Attributes:
+        case: the case.
+        measure: runs candidates.
+        ladders: what is searched.
+        full_bytes: memory of a row in a full cache of the longest text.
+        settings: everything that results depend on, except the weights.
+        notes: notes for the user.
+    """
+
+    case: Case
+    measure: Measure
+    ladders: Sequence[Ladder]
+    full_bytes: int
+    settings: dict[str, Any]
+    notes: Sequence[str]
+
+
+def lay_out(checkpoint: Checkpoint, name: str, wanted: Wanted, dtype: torch.dtype | None = None) -> Plan:
+    """Plan a search; needs no weights.
+
+    Args:
+        checkpoint: configuration and tokenizer.
+        name: the model's name in results.
+        wanted: what is asked for.
+        dtype: of the cache; by default the checkpoint's.
+
+    Raises:
+        InputError: something cannot be used with this model.
+        PolicyError: a policy does not exist, or evicts nothing.
+    """
+    case = _case(wanted.case)
+    for budget in wanted.budgets:
+        Asked(ratio=budget) if isinstance(budget, float) else Asked(tokens=budget)  # checks it
+    arms = _arms(checkpoint, case, wanted)
+    options = Options(seed=wanted.seed, text=wanted.text, facts=wanted.facts)  # checks them
+    measure = _measure(checkpoint, case, wanted, options)
+    check_positions(checkpoint, measure.room, "the search", "context")
+    ladders, full_bytes = _ladders(checkpoint, arms, wanted, measure, dtype)
+    notes = past_training(checkpoint, measure.room, "the search")
+    if wanted.text is None and not wanted.questions:
+        notes.append("the texts are the package's own plain sentences, which say little about yours; give a `text`.")
+    notes += [
+        f"{arm.name} is left out: it protects more tokens than any of the budgets has."
+        for arm, steps in zip(arms, ladders, strict=True)
+        if not steps
+    ]
+    return Plan(case, measure, ladders, full_bytes, _settings(name, wanted, measure), notes)
+
+
+def _case(name: str) -> Case:
+    if name not in CASES:
+        raise InputError(f"case={name!r} is no case; use {', '.join(CASES[:-1])} or {CASES[-1]}.")
+    return next(case for case in CASES if case == name)
+
+
+def _arms(checkpoint: Checkpoint, case: Case, wanted: Wanted) -> list[Arm]:
+    """The policies with the setup; of the default ones, those that run with it on this model."""
+    if wanted.policies is None:
+        chosen = [parse(policy) for policy in POLICIES[case]]
+    else:
+        chosen = split_policies(wanted.policies)
+    arms = []
+    for policy in chosen:
+        if not policy.evicts:
+            raise PolicyError(f"{spec(policy)} evicts nothing: it is what the others are compared with. Leave it out.")
+        for rule in dict.fromkeys(wanted.head_budgets):
+            setup = replace(wanted.setup, head_budget=rule)
+            try:
+                setup.cache(checkpoint, policy, [_EVERY])
+                arms.append(Arm(spec(policy), setup, _differences(checkpoint, policy, setup)))
+            except KVKeepError:
+                if wanted.policies is not None:
+                    raise
+    if not arms:
+        raise InputError("None of the policies of this case runs on this model with these options. Name `policies`.")
+    return arms
+
+
+def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
+    """The options that differ from the policy's own; a file of head budgets with a hash of its content."""
+    found = setup.differences(checkpoint, policy)
+    file = (setup.head_budget or "").partition("profile:")[2]
+    return f"{found}, {_hash(in_full(file).read_text('utf-8', 'replace'))[7:15]}" if file else found
+
+
+def _measure(checkpoint: Checkpoint, case: Case, wanted: Wanted, options: Options) -> Measure:
+    if wanted.questions:
+        if case == "stream":
+            raise InputError("`questions` are for the cases later and inside; a stream is measured by its loss.")
+        return Answers(own(checkpoint, wanted.questions, wanted.seed), later=case == "later")
+    context = min(CONTEXT, checkpoint.trained_length or CONTEXT) if wanted.context is None else wanted.context
+    if context < SHORTEST:
+        raise InputError(f"context={context} is too short to search in; give {SHORTEST} or more.")
+    if context > LONGEST:
+        raise InputError(f"context={context} is more than a search can read; give {LONGEST} or less.")
+    if case == "stream":
+        check_positions(checkpoint, context, "the search", "context")
+        rows = texts.windows(checkpoint, options, rows=_EVERY if wanted.text else 2 * WINDOWS, length=context)
+        return Losses(rows[random.Random(wanted.seed).sample(range(len(rows)), len(rows))])
+    documents = planted(checkpoint, wanted.text, context=context, facts=wanted.facts, seed=wanted.seed)
+    return Answers(documents, later=case == "later")
+
+
+def _ladders(
+    checkpoint: Checkpoint, arms: Sequence[Arm], wanted: Wanted, measure: Measure, dtype: torch.dtype | None
+) -> tuple[list[Ladder], int]:
+    """The candidates of every arm, and the bytes of a full cache."""
+    shape = outline(checkpoint.name)
+
+    def setting(arm: Arm, budget: int) -> Setting:
+        arm.setup.cache(checkpoint, parse(arm.policy), [budget])  # refuses a budget that is too small
+        own_dtype = dtype or shape.dtype or torch.float32
+        return Setting(
+            outline=shape,
+            policy=parse(arm.policy),
+            budget=budget,
+            layer_budget=_listed(arm.setup.layer_budget),
+            head_budget=arm.setup.head_budget,
+            positions=cast(Any, arm.setup.positions),
+            context=measure.length,
+            chunk=measure.length,
+            dtype=own_dtype,
+            weights_dtype=own_dtype,
+        )
+
+    numbers = _budgets(wanted, measure)
+    made = [ladder(arm, numbers, lambda arm, budget: setting(arm, budget).bounded().row_bytes) for arm in arms]
+    if not any(made):
+        raise InputError(
+            f"No policy here runs with a budget of {', '.join(map(str, numbers))}: it protects more. Give larger "
+            "`budgets`."
+        )
+    return made, setting(arms[0], measure.room).full().row_bytes
+
+
+def _budgets(wanted: Wanted, measure: Measure) -> list[int]:
+    """The budgets in tokens. A stream has to go on beyond them."""
+    given = wanted.budgets or SHARES
+    numbers = {budget if isinstance(budget, int) else budgets_of(measure.length, [budget])[0] for budget in given}
+    most = measure.length - 2 * PIECE if measure.kind == "loss" else measure.room
+    found = sorted(number for number in numbers if number <= most)
+    if not found:
+        raise InputError(f"All `budgets` are larger than {most}, so nothing would be evicted. Give smaller ones.")
+    return found
+
+
+def _listed(rule: str | tuple[float, ...] | None) -> str | list[float] | None:
+    return list(rule) if isinstance(rule, tuple) else rule
+
+
+def _settings(name: str, wanted: Wanted, measure: Measure) -> dict[str, Any]:
+    """The part of ``run.json`` that is known without weights."""
+    asked = [(one.text, one.question, one.answers) for one in wanted.questions]
+    return {
+        "model": name,
+        "case": wanted.case,
+        "text": "own" if wanted.text is None else _hash(wanted.text),
+        "questions": _hash(repr(asked)) if asked else "planted",
+        "context": measure.length,
+        "facts": wanted.facts,
+        "seed": wanted.seed,
+        "version": VERSION,
+    }
+
+
+def _hash(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"

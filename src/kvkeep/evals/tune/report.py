@@ -1,0 +1,183 @@
+"""The result of a search in words, as a table, as a picture, and as a ``kvkeep.toml``."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from kvkeep.config import Config
+from kvkeep.errors import show_bytes
+from kvkeep.evals.tune.candidates import Candidate, Case
+from kvkeep.evals.tune.quality import Kept, Kind
+from kvkeep.evals.tune.run import Result
+from kvkeep.evals.tune.search import Found
+from kvkeep.plots import Panel, Series
+from kvkeep.runs import in_full
+
+COLUMNS = ("policy", "budget", "memory", "of full", "kept", "at least", "")
+
+_MEANING: dict[Case, str] = {
+    "later": "right answers to questions after the text was cut",
+    "inside": "right answers to questions at the end of the text",
+    "stream": "the full cache's perplexity, relative to the candidate's",
+}
+_NOUN: dict[Kind, str] = {"answers": "questions", "loss": "tokens"}
+
+
+def lines(result: Result, full_bytes: int) -> list[tuple[str, ...]]:
+    """The table: the confirmation, and the smallest budget at which each other arm reached the target in the search."""
+    confirmed = dict(sorted(result.found.confirmed.items(), key=lambda item: item[0].row_bytes))
+    rows = [_line(one, found, full_bytes, _verdict(result, one, found)) for one, found in confirmed.items()]
+    named = {one.arm for one in confirmed}
+    for ladder in result.ladders:
+        if ladder and ladder[0].arm not in named:
+            one = _place(result, ladder)
+            rows.append(_line(one, replace(result.searched[one], low=math.nan), full_bytes, "searched"))
+    return rows
+
+
+def _place(result: Result, ladder: tuple[Candidate, ...]) -> Candidate:
+    """The smallest measured candidate that reached the target, or else the largest one."""
+    measured = [one for one in ladder if one in result.searched]
+    return next((one for one in measured if result.searched[one].share >= result.target), measured[-1])
+
+
+def _verdict(result: Result, one: Candidate, found: Kept) -> str:
+    if one == result.found.chosen:
+        return "chosen"
+    return "passes" if found.passes(result.target) else "fails"
+
+
+def _line(one: Candidate, found: Kept, full_bytes: int, verdict: str) -> tuple[str, ...]:
+    share = one.row_bytes / full_bytes
+    return (
+        one.arm.name,
+        str(one.budget),
+        show_bytes(one.row_bytes),
+        f"{share:.0%}",
+        _percent(found.share),
+        _percent(found.low),
+        verdict,
+    )
+
+
+def _percent(share: float) -> str:
+    return "–" if math.isnan(share) else f"{math.floor(1000 * share + 1e-9) / 10:.1f}%"
+
+
+def title(result: Result, case: Case, kind: Kind) -> str:
+    """The heading of the table."""
+    first, last = result.sizes.confirm
+    left = result.asked - result.answered
+    out = f"; {left} that the full cache cannot answer are left out" if kind == "answers" and left else ""
+    units = "" if kind == "answers" else f" in {last - first} texts"
+    return f"{_MEANING[case]}, % of the full cache's, {result.answered} {_NOUN[kind]}{units}{out}"
+
+
+def answer(result: Result, full_bytes: int) -> str:
+    """The answer in a sentence."""
+    one, found = result.found.chosen, result.found.kept
+    assert one is not None
+    assert found is not None
+    return (
+        f"{one.arm.name} with a budget of {one.budget} keeps {_percent(found.share)} of the full cache's quality, at "
+        f"least {_percent(found.low)} with 95 % confidence, in {show_bytes(one.row_bytes)} per row: "
+        f"{one.row_bytes / full_bytes:.0%} of the full cache."
+    )
+
+
+def failure(result: Result) -> str:
+    """The error about a target that nothing reaches."""
+    best = result.found.best
+    found = result.found.confirmed[best]
+    return (
+        f"No budget keeps {result.target:.4g} of the full cache's quality with 95 % confidence. The best was {best}: "
+        f"{_percent(found.share)}, at least {_percent(found.low)}. Give a lower target, more questions (`limit`) or "
+        "larger `budgets`, or keep the full cache."
+    )
+
+
+def curve(result: Result, full_bytes: int, case: Case) -> Panel:
+    """The picture: the kept quality over the memory."""
+    series = [
+        _series(name, [one for one in ladder if one in result.searched], result, full_bytes)
+        for ladder in result.ladders
+        if ladder and any(one in result.searched for one in ladder)
+        for name in [ladder[0].arm.name]
+    ]
+    goal = Series("target", x=[100.0], y=[100 * result.target], reference=True)
+    return Panel(
+        title=f"{_MEANING[case]}\n% of the full cache's; bars are 95 % intervals of the confirmation",
+        x_label="memory of a row, % of the full cache's",
+        series=[goal, *series],
+        y_range=(None, 103.0),
+    )
+
+
+def _series(name: str, measured: list[Candidate], result: Result, full_bytes: int) -> Series:
+    confirmed = result.found.confirmed
+    found = [confirmed.get(one, replace(result.searched[one], low=math.nan, high=math.nan)) for one in measured]
+    return Series(
+        name,
+        x=[100 * one.row_bytes / full_bytes for one in measured],
+        y=[100 * one.share for one in found],
+        interval=[(100 * one.low, 100 * one.high) for one in found],
+    )
+
+
+def config(found: Found, model: str | None) -> Config:
+    """The settings of the chosen candidate."""
+    one = found.chosen
+    assert one is not None
+    setup = {field.name: getattr(one.arm.setup, field.name) for field in fields(one.arm.setup)}
+    rule, colon, file = (setup["head_budget"] or "").partition(":")
+    if rule == "profile":
+        setup["head_budget"] = rule + colon + os.path.abspath(in_full(file))
+    return Config(model=model, policy=one.arm.policy, budget=one.budget, **setup)
+
+
+def notes(result: Result, case: Case, full_bytes: int) -> dict[str, str | int | float]:
+    """How the settings were found, for the table in the file."""
+    one, found = result.found.chosen, result.found.kept
+    assert one is not None
+    assert found is not None
+    return {
+        "case": case,
+        "target": result.target,
+        "kept": round(found.share, 4),
+        "at_least": round(found.low, 4),
+        "measured_on": result.answered,
+        "row_bytes": one.row_bytes,
+        "full_bytes": full_bytes,
+    }
+
+
+def everything(result: Result, full_bytes: int) -> dict[str, Any]:
+    """All numbers, for programs."""
+    chosen = result.found.chosen
+    return {
+        "target": result.target,
+        "chosen": None if chosen is None else _plain(chosen, result.found.confirmed[chosen], full_bytes),
+        "confirmed": [_plain(one, found, full_bytes) for one, found in result.found.confirmed.items()],
+        "searched": [_plain(one, found, full_bytes) for one, found in result.searched.items()],
+        "asked": result.asked,
+        "answered": result.answered,
+        "fresh": result.sizes.fresh,
+        "full_bytes": full_bytes,
+    }
+
+
+def _plain(one: Candidate, found: Kept, full_bytes: int) -> dict[str, Any]:
+    return {
+        "policy": one.arm.policy,
+        **{name: value for name, value in asdict(one.arm.setup).items() if value is not None},
+        "budget": one.budget,
+        "row_bytes": one.row_bytes,
+        "of_full": one.row_bytes / full_bytes,
+        "kept": found.share,
+        "at_least": found.low,
+        "at_most": found.high,
+        "measured_on": found.weight,
+    }

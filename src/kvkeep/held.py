@@ -1,0 +1,156 @@
+"""The block that a layer holds between its steps: allocated, handed over, selected from, forgotten and counted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TypeVar
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.asked import Asked
+from kvkeep.backends import Backend, choose, in_pool
+from kvkeep.budget import Number
+from kvkeep.errors import ShapeError
+from kvkeep.eviction import fuses
+from kvkeep.memory import Memory
+from kvkeep.pins import Spans
+from kvkeep.policies.base import Policy
+from kvkeep.rotary.ranks import Rotation
+from kvkeep.store import Alone, Block, Cascade, DenseStore, PooledStore, Store, inference
+from kvkeep.types import State
+
+_Layer = TypeVar("_Layer", bound="Held")
+
+
+class Held:
+    """A policy and the block of one layer.
+
+    Args:
+        policy: the eviction policy.
+        index: the layer's number in the model.
+        rotation: the model's rotary embedding, for slot positions.
+        cascade: the tables that this layer shares with others under a policy that prunes through the layers.
+        sequences: identity of each row for randomness.
+        pins: spans that the policy may not evict.
+
+    Attributes: see `kvkeep.Layer`.
+    """
+
+    block: Block
+    budgets: tuple[Number, ...]
+    window: int | None
+    rotary: Rotation | None = None
+    _backend: Backend
+    _kind: type[Store]
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        index: int,
+        rotation: Rotation | None,
+        cascade: Cascade | None,
+        sequences: Sequence[int] | None,
+        pins: Sequence[Spans],
+    ):
+        self.policy, self._asked = policy, Asked(policy)
+        self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
+        self._index, self._rotation, self._sequences, self._pins = index, rotation, sequences, pins
+        self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
+        self._kind = store_for(policy, self.budgets)
+
+    def reset(self) -> None:
+        """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
+        self.columns, self.moves, self.broken, moves = 0, 0, False, self.moves
+        self._shared.clear()
+        self.allocated &= self._made and not moves and not self.policy.spreads  # else budgets or pins may be others now
+        if self.allocated:
+            self.block.clear()
+
+    @inference
+    def select_rows(self, index: Int[Tensor, " n"]) -> None:
+        """Row ``i`` becomes what row ``index[i]`` was; the number of rows may change."""
+        if self.allocated:
+            self.moves += 1
+            broken, self.broken = self.broken, True  # until all rows have moved
+            self.block.select_rows(index)
+            self._shared.select_rows(self._index, index)
+            self.broken = broken
+
+    def over(self: _Layer, block: Block, *, columns: int, cascade: Cascade | None = None) -> _Layer:
+        """A copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""
+        other = copy.copy(self)
+        other.hold(block, columns=columns)
+        other._shared, other._asked = cascade or Alone(), Asked(self.policy)
+        return other
+
+    def memory(self) -> Memory:
+        """Bytes of this layer; zeros before the first step."""
+        if not self.allocated:
+            return Memory()
+        shared = self._shared.bytes(self._index)
+        return self.block.memory() + Memory(allocated_bytes=shared, state_bytes=shared)
+
+    @property
+    def store(self) -> Store:
+        """Keys, values and positions."""
+        return self.block.store
+
+    @property
+    def state(self) -> State:
+        """The policy's state, of slots and of heads. A copy where heads share a pool."""
+        return self.block.opened().state
+
+    @property
+    def seen(self) -> Int[Tensor, " B"]:
+        """Real tokens seen per row."""
+        return self.block.seen
+
+    def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
+        """An empty block for such keys and values. It is not yet the layer's own."""
+        block = Block(
+            *(keys, values),
+            numbers=self.budgets,
+            starts=self.policy.slots,
+            heads=self.policy.summaries,
+            sequences=self._sequences,
+            store=self._kind,
+            pins=self._pins,
+        )
+        reach(block, self.policy, self.budgets)
+        return block
+
+    def hold(self, block: Block, *, columns: int, own: bool = False) -> None:
+        """Use a block that has seen ``columns`` columns; ``own``: with the layer's budgets and pins."""
+        self.block, self.columns, self._kind = block, columns, type(block.store)
+        self.allocated, self._made = True, own
+        pooled = isinstance(block.store, PooledStore)
+        backend = choose(block.seen.device, block.store.dtype)
+        backend = backend if self._rotation is None else backend.at_ranks(self._rotation)
+        self._backend = in_pool(backend) if pooled else backend
+        self._fuses = fuses(self.policy, self._backend, window=self.window, even=not pooled)
+
+    def _open(self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]) -> None:
+        """Allocate the block on the first step; later, check that the tensors fit it."""
+        if keys.shape[2] == 0:
+            raise ShapeError("There are no tokens: the prompt is empty.")
+        if not self.allocated or not (self.columns or self.store.fits(keys, values)):
+            self.hold(self.new_block(keys, values), columns=self.columns, own=True)
+        self.store.check_fit(keys, values)
+
+
+def store_for(policy: Policy, numbers: Sequence[Number]) -> type[Store]:
+    """The kind of store for a policy under these budgets of rows: a pool where heads have budgets of their own."""
+    return PooledStore if policy.spreads or any(isinstance(number, tuple) for number in numbers) else DenseStore
+
+
+def reach(block: Block, policy: Policy, numbers: Sequence[Number]) -> None:
+    """Tell a block's pool, if it has one, how many slots a head may get when the policy shares budgets among heads."""
+    store = block.store
+    if not isinstance(store, PooledStore) or policy.spreads is None:
+        return
+    heads = store.sizes.shape[1]
+    most = max(policy.spreads.most(policy, number, heads) for number in numbers if isinstance(number, int))
+    store.widest = max(store.widest, min(most + 1, store.entries.shape[1] - 1))

@@ -1,0 +1,177 @@
+"""Texts with planted facts, each with a question about several of its facts.
+
+`kvkeep.models.tiny.recall.question` makes a text for one question. Here one text is asked many times, so that policies
+can be compared on many questions for the price of one reading. Names, things and wordings are the same, held-out ones.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from kvkeep.models.tiny.recall import Fact, Question, draw_value, own_filler, side, take
+from kvkeep.models.tiny.wordings import HELD_OUT
+
+KINDS = tuple(kind.name for kind in HELD_OUT.kinds)
+
+_CYRILLIC = str.maketrans("abcdefghijklmnopqrstuvwxyz", "абцдефгхийклмнопярстувшхыз")
+
+
+@dataclass(frozen=True)
+class Style:
+    """The look of a text: what stands between the facts that are asked about, and how a fact is stated.
+
+    Attributes:
+        summary: the look in a few words.
+        filler: sentences between the facts, without end; is told which owners and things the facts have.
+        statement: how a fact is stated instead of its kind's own wordings.
+        joint: stands between two sentences.
+    """
+
+    summary: str
+    filler: Callable[[random.Random, Sequence[Fact]], Iterable[str]]
+    statement: str | None = None
+    joint: str = " "
+
+
+def _plain(rng: random.Random, facts: Sequence[Fact]) -> Iterable[str]:
+    return own_filler(rng)
+
+
+def _other_facts(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
+    """Facts about other owners and things: nothing tells those apart that will be asked about."""
+    kinds = [kind for kind in HELD_OUT.kinds if kind.name != "owner"]
+    names = sorted(set(HELD_OUT.names) - {fact.owner for fact in facts})
+    things = sorted(set(HELD_OUT.things) - {fact.thing for fact in facts})
+    while True:
+        for kind, name, thing in rng.sample(free := list(product(kinds, names, things)), len(free)):
+            yield Fact(kind, name, thing, draw_value(kind, HELD_OUT, rng)).say(rng.choice(kind.statements))
+
+
+def _spoken(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
+    """Sentences that somebody says; the speakers have the names that facts are about."""
+    for sentence in own_filler(rng):
+        yield f'"{sentence[:-1]}," said {rng.choice(HELD_OUT.names)}.'
+
+
+def _foreign(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
+    """Sentences in Cyrillic letters."""
+    for sentence in own_filler(rng):
+        yield sentence.lower().translate(_CYRILLIC)
+
+
+def _rows(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
+    kinds = [kind for kind in HELD_OUT.kinds if kind.name != "owner"]
+    names = sorted(set(HELD_OUT.names) - {fact.owner for fact in facts})
+    while True:
+        kind = rng.choice(kinds)
+        fact = Fact(kind, rng.choice(names), rng.choice(HELD_OUT.things), draw_value(kind, HELD_OUT, rng))
+        yield _ROW.format(kind=kind.name, owner=fact.owner, thing=fact.thing, value=fact.value)
+
+
+_ROW = "{owner} | {thing} | {kind} | {value}"
+
+STYLES = {
+    "prose": Style("plain sentences between the facts", _plain),
+    "facts": Style("facts about other things between them", _other_facts),
+    "list": Style("the same as a list, a line each", _other_facts, joint="\n- "),
+    "dialogue": Style("sentences of speakers with the names that facts are about", _spoken),
+    "script": Style("sentences in Cyrillic letters between the facts", _foreign),
+    "table": Style("rows of a table", _rows, statement=_ROW, joint="\n"),
+}
+"""The looks of texts by name."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and questions about it.
+
+    Attributes:
+        text: the text, without a question.
+        questions: questions about different facts, in the order of the facts in the text.
+    """
+
+    text: str
+    questions: tuple[Question, ...]
+
+
+def document(  # noqa: PLR0913  each decides about the text
+    seed: int,
+    *,
+    n_facts: int = 16,
+    n_questions: int = 16,
+    tokens: int = 2048,
+    depths: Sequence[float] = (),
+    first_kind: int = 0,
+    style: str = "prose",
+    filler: Iterable[str] | None = None,
+    count: Callable[[str], int],
+) -> Document:
+    """A text in which the facts are spread evenly, and questions about some of them or all.
+
+    Args:
+        seed: chooses everything that is not given; the same seed gives the same document.
+        n_facts: facts in the text.
+        n_questions: how many facts are asked about; evenly spread over the text.
+        tokens: length of the text with its longest question, reached to within one sentence.
+        depths: where the asked facts stand, from 0 (start) to 1 (end), one for each question; the other facts stand
+            anywhere. Empty: the facts are spread evenly.
+        first_kind: the number of the first fact's kind; the facts take all kinds in turn.
+        style: one of `STYLES`.
+        filler: sentences between the facts, in place of the style's.
+        count: tokens of a string.
+    """
+    rng, look = random.Random(f"{seed}/document/{n_facts}/{tokens}/{first_kind}"), STYLES[style]
+    facts = _facts(rng, n_facts, first_kind)
+    said = [fact.say(rng.choice(fact.kind.statements)) for fact in facts]
+    if look.statement is not None:
+        said = [fact.say(look.statement.replace("{kind}", fact.kind.name)) for fact in facts]
+    asks = [fact.say(rng.choice(fact.kind.questions)) for fact in facts]
+    places = [(i + rng.random()) / n_facts for i in range(n_facts)]
+    asked = [int((i + 0.5) * n_facts / n_questions) for i in range(n_questions)]
+    if depths:
+        asked = list(range(n_questions))
+        places = [*depths, *(rng.random() for _ in range(n_facts - n_questions))]
+    room = tokens - sum(count(look.joint + sentence) for sentence in said) - max(count(f" {ask}") for ask in asks)
+    source = look.filler(rng, facts) if filler is None else filler
+    taken = take(source, room, lambda sentence: count(look.joint + sentence.strip()))
+    text, starts = _woven(taken, said, places, look.joint)
+    return Document(text, tuple(_question(text, facts, i, asks[i], starts[i] / len(text)) for i in asked))
+
+
+def _facts(rng: random.Random, n: int, first_kind: int) -> list[Fact]:
+    """Facts with distinct keys, of all kinds in turn and then shuffled, over a small grid of owners and things."""
+    width = side(n)
+    owners, things = rng.sample(HELD_OUT.names, width), rng.sample(HELD_OUT.things, width)
+    materials = rng.sample(HELD_OUT.materials, min(width, len(HELD_OUT.materials)))
+    free = {kind: list(product(materials if kind == "owner" else owners, things)) for kind in KINDS}
+    facts = []
+    for number in range(n):
+        kind = HELD_OUT.kind(KINDS[(first_kind + number) % len(KINDS)])
+        owner, thing = free[kind.name].pop(rng.randrange(len(free[kind.name])))
+        facts.append(Fact(kind, owner, thing, draw_value(kind, HELD_OUT, rng)))
+    rng.shuffle(facts)
+    return facts
+
+
+def _question(text: str, facts: Sequence[Fact], at: int, ask: str, depth: float) -> Question:
+    """The question about one fact, which stands last among the facts."""
+    asked = facts[at]
+    same = tuple(fact.value for fact in facts if fact.kind.name == asked.kind.name)
+    ordered = (*facts[:at], *facts[at + 1 :], asked)
+    return Question(f"{text} {ask}", asked.value, asked.kind.name, depth, ordered, same)
+
+
+def _woven(filler: Sequence[str], said: Sequence[str], places: Iterable[float], joint: str) -> tuple[str, list[int]]:
+    """Facts between sentences that are spread evenly; returns the text and where in it each fact begins."""
+    parts = [((i + 0.5) / len(filler), -1, sentence) for i, sentence in enumerate(filler)]
+    parts += [(place, number, said[number]) for number, place in enumerate(places)]
+    starts, at = [0] * len(said), 0
+    parts.sort(key=lambda part: part[:2])
+    for _, number, sentence in parts:
+        if number >= 0:
+            starts[number] = at
+        at += len(sentence) + len(joint)
+    return joint.join(sentence for *_, sentence in parts), starts

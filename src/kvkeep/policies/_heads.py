@@ -1,0 +1,125 @@
+"""Rules by which the KV heads of a layer share its budget, on top of any policy that rates each head's tokens."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from kvkeep import scores
+from kvkeep.budget import table
+from kvkeep.errors import BudgetError, UnsupportedOperationError
+from kvkeep.policies.abilities import HeadBudgets
+from kvkeep.policies.base import Policy
+from kvkeep.types import State, View
+
+RULES = {"uniform": "", "ada": "0.2"}
+"""Rules that divide a layer's budget among its heads: name → default parameter."""
+
+PROFILE = "profile"
+"""The rule that takes budgets from a file, which is written ``profile:FILE``."""
+
+
+def under(policy: Policy, rule: str | None) -> Policy:
+    """The policy whose heads share their budget by a rule.
+
+    Args:
+        policy: the policy.
+        rule: ``ada:0.2``, ``uniform`` or ``profile:FILE``; ``None`` for the policy's own rule.
+
+    Raises:
+        BudgetError: there is no such rule.
+        UnsupportedOperationError: the policy cannot have budgets per head.
+    """
+    if rule is None:
+        return policy
+    name, share = parsed(rule)
+    if name != "uniform":
+        _check(policy)
+    found = copy.copy(policy)
+    object.__setattr__(found, "spreads", ada(share) if name == "ada" else None)
+    return found
+
+
+def parsed(rule: str) -> tuple[str, float]:
+    """The name of a rule and its number, 0 if it has none.
+
+    Raises:
+        BudgetError: there is no such rule, or its number is out of range.
+    """
+    name, _, text = str(rule).partition(":")
+    if name == PROFILE and text:
+        return name, 0.0
+    if name not in RULES or (text and not RULES[name]):
+        raise BudgetError(f"Unknown head budget {rule!r:.80}; use uniform, ada:0.2 or profile:FILE.")
+    try:
+        share = float(text or RULES[name] or 0)
+    except ValueError:
+        raise BudgetError(f"{rule!r:.80}: {text!r:.40} is not a number; write for example ada:0.2.") from None
+    if not 0.0 <= share <= 1.0:
+        raise BudgetError(f"{rule!r:.80} is out of range: the share that is divided equally lies between 0 and 1.")
+    return name, share
+
+
+def _check(policy: Policy) -> None:
+    """Refuse a policy to which budgets per head mean nothing.
+
+    Raises:
+        UnsupportedOperationError: the policy is one.
+    """
+    if policy.shares_heads:
+        why = "its heads decide together and hold the same tokens"
+    elif policy.bursts is not None:
+        why = "it drops tokens of all heads of a layer at once, and counts on equally many in each"
+    elif not policy.evicts:
+        why = "it never evicts"
+    else:
+        return
+    raise UnsupportedOperationError(f"{policy} cannot have budgets per head: {why}. Choose another policy, or uniform.")
+
+
+def average(view: View) -> Int[Tensor, "B 1"]:
+    """The budget of each row, the mean over its heads."""
+    B, Hk, _ = view.positions.shape
+    return table(view.budget, view.seen).expand(B, Hk).sum(dim=1, keepdim=True) // Hk
+
+
+def ada(alpha: float) -> HeadBudgets:
+    """Ada-KV's rule: heads share a layer's budget by the number of their tokens among the best of all heads.
+
+    Source: Feng et al., arXiv:2407.11550.
+
+    Args:
+        alpha: share of the budget that is divided equally.
+    """
+    return HeadBudgets(functools.partial(_heads, alpha), functools.partial(_most, alpha))
+
+
+def _heads(alpha: float, policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
+    """The budget of each head. Protected tokens are not shared out. Equal if there is nothing to choose."""
+    B, Hk, S = view.positions.shape
+    now, mean = table(view.budget, view.seen).expand(B, Hk), average(view)
+    sinks, recent = policy.protected(mean)
+    fixed = sinks + recent + (policy.grows.room if policy.grows else 0)
+    base = (mean - fixed).clamp(min=0)
+    first_recent = view.seen[:, None] - recent
+    older = (view.positions >= sinks) & (view.positions < first_recent[:, :, None])
+    score = policy.score(replace(view, budget=mean), state).nan_to_num(nan=-torch.inf)
+    flat = view.positions.masked_fill(~older, -1).view(B, 1, Hk * S)
+    best = scores.keep(score.view(B, 1, Hk * S), flat, base * Hk).view(B, Hk, S).sum(dim=-1)
+    own = (alpha * base.double() + 1e-9).long()
+    share = scores.rounded(best.double() * (1.0 - alpha) + own, base * Hk)
+    crowded = older.sum(dim=-1).amax(dim=1, keepdim=True) > base
+    budgets = torch.where(crowded, share, base) + mean - base
+    return torch.where(view.reads[:, None], budgets, now)
+
+
+def _most(alpha: float, policy: Policy, budget: int, heads: int) -> int:
+    """The largest budget of a head: its own part, all that is shared out, and two more for rounding."""
+    base = max(0, budget - sum(map(int, policy.protected(budget))) - (policy.grows.room if policy.grows else 0))
+    return budget + math.ceil(base * (heads - 1) * (1.0 - alpha)) + 2

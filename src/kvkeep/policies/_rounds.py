@@ -1,0 +1,73 @@
+"""Base of policies for long generations, which drop many tokens at once and leave the cache alone in between."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.budget import between
+from kvkeep.policies.abilities import Bursts
+from kvkeep.policies.base import Policy, option
+from kvkeep.statistic import Mass, RowMasses, Statistic
+from kvkeep.types import Budget, Phase, Report, State, View
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds(Policy):
+    """Whenever a head is over budget, as many tokens go as `buffer` says."""
+
+    buffer: int = option(128, "tokens that go at once; at most half of the budget", within=(1, math.inf))
+
+    def stays(self, view: View, state: State) -> Int[Tensor, "B Hk"]:
+        """The budget where it holds all tokens; otherwise less by the buffer, and at least the protected tokens."""
+        sinks, recent = self.protected(view.budget)
+        held = (view.positions >= 0).sum(dim=-1)
+        budget, gone, shielded = (
+            torch.as_tensor(number, device=held.device)
+            for number in (view.budget, between(1, view.budget // 2, self.buffer), sinks + recent)
+        )
+        return torch.where(held > budget, (budget - gone).maximum(shielded).clamp(min=1), budget)
+
+    bursts: ClassVar[Bursts | None] = Bursts(stays, waits=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewestRows(Rounds):
+    """Remembers the mass of each of the newest rows, whose tokens stay."""
+
+    window: int = option(8, "newest rows whose attention counts; their tokens stay", within=(1, 64))
+
+    @property
+    def slots(self) -> Mapping[str, float]:  # type: ignore[override]  # a longer window needs more
+        """The mass of each of the newest rows; row ``i`` has the place ``i % window``."""
+        return {f"row{place}": 0.0 for place in range(self.window)}
+
+    def protected(self, budget: Budget) -> tuple[int, Budget]:
+        """The window, at most a quarter of the budget."""
+        return 0, between(0, budget // 4, self.window)
+
+    def wants(self, view: View) -> Statistic:
+        """The mass of each of a prompt's last rows, or of a generated token's row."""
+        return Mass() if view.is_decode else RowMasses(rows=self.window, places=self.window)
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """Replace the masses of the oldest rows; elsewhere than on a CPU it costs less to ask for all of them."""
+        if view.phase is Phase.PROBE:
+            return state
+        places = torch.arange(self.window, device=view.seen.device)
+        fresh = (view.seen[:, None] - 1 - places) % self.window < view.new[:, None]
+        changes: list[bool] = fresh.any(dim=0).tolist() if fresh.is_cpu else [True] * self.window
+        found = {
+            name: torch.where(fresh[:, place, None, None], report.mass if view.is_decode else report.sums[name], old)
+            for place, (name, old) in enumerate((name, state[name]) for name in self.slots)
+            if changes[place]
+        }
+        return state | found
+
+    def mass(self, state: State) -> Float[Tensor, "B Hk S"]:
+        """The mass of the newest rows together."""
+        return torch.stack([state[name] for name in self.slots]).sum(dim=0)

@@ -1,0 +1,264 @@
+"""A store for heads with budgets of their own: each head owns a range of one pool per row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvkeep.errors import ShapeError
+from kvkeep.ranges import PoolSlots, indices, put_back, side_by_side
+from kvkeep.store.dense import DenseStore
+from kvkeep.store.protocol import Store
+from kvkeep.types import EMPTY, Slots
+
+
+class PooledStore(Store):
+    """Keys, values and positions of one layer in one pool per row, of which each KV head owns a range.
+
+    A row's pool has ``capacity`` slots per head on average and one entry that belongs to no head. Its size never
+    changes, however the slots are divided among the heads. The layout is drawn in ``docs/layouts.md``.
+
+    Attributes:
+        keys: ``(B, P, D)``.
+        values: ``(B, P, E)``.
+        entries: true positions, ``-1`` = empty.
+        starts: first entry of each head's range.
+        sizes: number of slots of each head.
+        widest: the most slots that a head can have. On a GPU, slots are always laid side by side in this width.
+    """
+
+    keys: Float[Tensor, "B P D"]
+    values: Float[Tensor, "B P E"]
+    entries: Int[Tensor, "B P"]
+    starts: Int[Tensor, "B Hk"]
+    sizes: Int[Tensor, "B Hk"]
+    widest: int
+
+    def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int):
+        B, Hk, _, D = like_keys.shape
+        P = Hk * capacity + 1
+        self.keys = like_keys.new_zeros((B, P, D))
+        self.values = like_values.new_zeros((B, P, like_values.shape[-1]))
+        self.entries = torch.full((B, P), EMPTY, dtype=torch.int32, device=like_keys.device)
+        self.sizes = torch.full((B, Hk), capacity, dtype=torch.int64, device=like_keys.device)
+        self.starts = self.sizes.cumsum(dim=1) - self.sizes
+        self.widest = capacity
+
+    @classmethod
+    def for_heads(
+        cls,
+        like_keys: Float[Tensor, "B Hk _ D"],
+        like_values: Float[Tensor, "B Hk _ E"],
+        budgets: Sequence[Sequence[int]],
+    ) -> PooledStore:
+        """A store in which every row has one slot more than its heads' budgets, and one more for each head.
+
+        Args:
+            like_keys: see `Store`.
+            like_values: see `Store`.
+            budgets: budgets of the heads, one list for all rows or one per row.
+        """
+        heads = like_keys.shape[1]
+        made = cls(like_keys, like_values, -(-max(map(sum, budgets)) // heads) + 1)
+        made.widest = max(map(max, budgets)) + 1
+        return made
+
+    @property
+    def positions(self) -> Int[Tensor, "B Hk capacity"]:  # type: ignore[override]
+        """A copy of the true positions, side by side, ``-1`` = empty."""
+        return side_by_side(self.entries, self.index())
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the longest range."""
+        waits = self.sizes.device.type == "cpu" and self.sizes.numel()
+        return int(self.sizes.max()) if waits else self.widest
+
+    @property
+    def room(self) -> int:
+        """Slots of all rows and heads."""
+        return self.entries.numel()
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        return sum(x.shape[-1] * x.element_size() for x in (self.keys, self.values)) * self.sizes.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the keys."""
+        return self.keys.dtype
+
+    def index(self) -> Int[Tensor, "B Hk S"]:
+        """The entry of each slot."""
+        return indices(self.starts, self.sizes, width=self.capacity, pool=self.entries.shape[1])
+
+    def numbers(self, start: float) -> Float[Tensor, "B P"]:
+        """One number for each entry."""
+        return torch.full(self.entries.shape, start, dtype=torch.float32, device=self.entries.device)
+
+    def clear(self, rows: int | slice) -> None:
+        """Empty the slots of some rows."""
+        self.entries[rows] = EMPTY
+
+    def opened(self) -> OpenedPool:
+        """The slots side by side."""
+        return OpenedPool(self)
+
+    def slots(self) -> Slots:
+        """Copies of the slots, side by side."""
+        return self.opened().slots().copied()
+
+    def fill(
+        self,
+        keys: Float[Tensor, "B Hk n D"],
+        values: Float[Tensor, "B Hk n E"],
+        positions: Int[Tensor, "B Hk n"],
+    ) -> None:
+        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
+        opened = self.opened()
+        opened.fill(keys, values, positions)
+        opened.close()
+
+    def beside(
+        self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
+    ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
+        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        return self.opened().beside(keys, values, used=used)
+
+    def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
+        """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        return all(
+            (new.shape[:2], new.shape[3], new.dtype, new.device)
+            == (self.sizes.shape, held.shape[2], held.dtype, held.device)
+            for new, held in ((keys, self.keys), (values, self.values))
+        )
+
+    def divide(self, sizes: Int[Tensor, "b Hk"], rows: slice = slice(None)) -> None:
+        """Divide the pools of some rows among the heads anew. The slots lose their content.
+
+        Raises:
+            ShapeError: a row has fewer slots than that.
+        """
+        room = self.entries.shape[1] - 1
+        if sizes.device.type == "cpu" and (sizes.sum(dim=1) > room).any():
+            raise ShapeError(f"The heads of a row need {int(sizes.sum(dim=1).max())} slots, and its pool has {room}.")
+        self.sizes[rows] = sizes
+        self.starts[rows] = sizes.cumsum(dim=1) - sizes
+        self.entries[rows] = EMPTY
+
+    def wider(self, capacity: int) -> PooledStore:
+        """An empty store with more slots, for the same rows, divided equally."""
+        shape = *self.sizes.shape, 1
+        keys, values = (x.new_empty((1, 1, 1, x.shape[-1])).expand(*shape, -1) for x in (self.keys, self.values))
+        return PooledStore(keys, values, capacity)
+
+    def per_row(self) -> dict[str, Tensor]:
+        """Every tensor of the store by name. The first axis of each tensor is the rows."""
+        return {name: getattr(self, name) for name in ("keys", "values", "entries", "starts", "sizes")}
+
+    def over(self, tensors: Mapping[str, Tensor]) -> PooledStore:
+        """A pooled store over other tensors, named as in `per_row`."""
+        other = copy.copy(self)
+        for name in self.per_row():
+            setattr(other, name, tensors[name])
+        return other
+
+
+class OpenedPool(Store):
+    """A pooled store during a step: positions lie side by side and are written in place, until `close`.
+
+    Args:
+        pool: the store, whose keys and values are written directly.
+
+    Attributes:
+        pool: the store.
+        positions: true positions, ``-1`` = empty.
+        index: the entry of each slot in the pool.
+    """
+
+    pool: PooledStore
+    positions: Int[Tensor, "B Hk capacity"]
+    index: Int[Tensor, "B Hk capacity"]
+
+    def __init__(self, pool: PooledStore):
+        self.pool = pool
+        self.index = pool.index()
+        self.positions = side_by_side(pool.entries, self.index)
+        ranges = pool.starts, pool.sizes
+        self._slots = PoolSlots.of((pool.keys, pool.values), self.positions, ranges, self.index)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all heads, in the model's dtype."""
+        return self.pool.token_bytes
+
+    def slots(self) -> PoolSlots:
+        """The slots, whose keys and values lie in the pool. Always the same object."""
+        return self._slots
+
+    def fill(
+        self,
+        keys: Float[Tensor, "B Hk n D"],
+        values: Float[Tensor, "B Hk n E"],
+        positions: Int[Tensor, "B Hk n"],
+    ) -> None:
+        """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
+        n = positions.shape[-1]
+        self._slots.forget()
+        put_back(self.pool.keys, self.index[:, :, :n], keys)
+        put_back(self.pool.values, self.index[:, :, :n], values)
+        self.positions[:, :, :n] = positions
+        self.positions[:, :, n:] = EMPTY
+
+    def beside(
+        self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
+    ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
+        """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
+        held, index = self.pool, self.index[:, :, :used]
+        empty = (self.positions[:, :, :used] < 0)[..., None]
+        old = (side_by_side(pool, index).masked_fill_(empty, 0.0) for pool in (held.keys, held.values))
+        joined = [torch.cat([one, new], dim=2) for one, new in zip(old, (keys, values), strict=True)]
+        return joined[0], joined[1]
+
+    def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
+        """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
+        return self.pool.fits(keys, values)
+
+    def side_by_side(self, numbers: Float[Tensor, "B P"]) -> Float[Tensor, "B Hk capacity"]:
+        """Copies of numbers of the pool's entries, side by side."""
+        return side_by_side(numbers, self.index)
+
+    def put_back(self, numbers: Float[Tensor, "B P"], held: Float[Tensor, "B Hk capacity"]) -> None:
+        """Write numbers of slots into those of the pool's entries."""
+        put_back(numbers, self.index, held)
+
+    def close(self) -> None:
+        """Write the positions into the pool."""
+        put_back(self.pool.entries, self.index, self.positions)
+
+    def divided(self, sizes: Int[Tensor, "B Hk"]) -> OpenedPool:
+        """The same pool, divided anew. The slots lose their content."""
+        self.pool.divide(sizes)
+        return self.pool.opened()
+
+    def wider(self, capacity: int) -> PooledStore:
+        """An empty store with more slots, for the same rows."""
+        return self.pool.wider(capacity)
+
+    def per_row(self) -> dict[str, Tensor]:
+        """Copies of keys and values, and the positions. The first axis of each tensor is the rows."""
+        keys, values, positions = self.slots()
+        return {"keys": keys, "values": values, "positions": positions}
+
+    def per_slot(self) -> tuple[str, ...]:
+        """All tensors: they have one entry per slot."""
+        return ("keys", "values", "positions")
+
+    def over(self, tensors: Mapping[str, Tensor]) -> DenseStore:
+        """A dense store over other tensors, named as in `per_row`."""
+        return DenseStore(tensors["keys"], tensors["values"], 0).over(tensors)

@@ -1,0 +1,109 @@
+"""Tables of the quality benchmarks, from rows that are made up."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+if not BENCH.is_dir():
+    pytest.skip("the benchmarks are not part of this copy", allow_module_level=True)
+sys.path.insert(0, str(BENCH))
+
+import hard  # noqa: E402
+import quality  # noqa: E402
+
+
+def row(policy, budget, right, case="context=1024,ask=later"):
+    asked = [[text, i, int(right(text, i))] for text in range(10) for i in range(8)]
+    return {"task": "recall", "case": case, "policy": policy, "budget": budget, "seed": 0, "score": {"asked": asked}}
+
+
+ROWS = [
+    row("full", "100%", lambda text, i: i > 0),
+    row("blend", "10%", lambda text, i: i > 1),
+    row("leverage", "10%", lambda text, i: i > 1 and text),
+    row("local", "10%", lambda text, i: i > 6),
+    row("local", "4%", lambda text, i: False),
+    {**row("h2o", "10%", lambda text, i: True), "setup": "positions=slot"},
+]
+
+
+def saved(folder, rows):
+    folder.mkdir(parents=True)
+    (folder / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+
+
+def test_tables_have_what_stays_and_mark_what_is_not_clearly_worse(tmp_path):
+    saved(tmp_path / "main-later", ROWS)
+    ((title, body),) = quality.tables(tmp_path).items()
+    assert title == "later, 1024 tokens: 70 of 80 questions about 10 texts are answered by the full cache"
+    assert [line[0] for line in body] == ["`blend`", "`leverage`", "`local`"]
+    ten = 1 + quality.BUDGETS.index("10%")
+    assert body[0][ten].startswith("**86 (")
+    assert body[1][ten].startswith("**77 (")  # one text less: no clear difference
+    assert body[2][ten].startswith("14 (")
+    assert body[2][1].startswith("0 (")  # the best of its column, but nothing
+    written = quality.markdown(title, body).splitlines()
+    assert written[2] == "| policy | 4% | 10% |"  # columns without a cell are left out
+    assert len(written) == 7
+
+
+def test_a_page_gets_the_tables_between_its_marks(tmp_path):
+    saved(tmp_path / "main-later", ROWS)
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{quality.MARKS[0]}\nold\n{quality.MARKS[1]}\nafter\n")
+    quality.replaced(page, quality.MARKS, "new")
+    assert page.read_text() == f"before\n{quality.MARKS[0]}\n\nnew\n\n{quality.MARKS[1]}\nafter\n"
+    (other := tmp_path / "other.md").write_text("no marks\n")
+    with pytest.raises(SystemExit, match="has no marks"):
+        quality.replaced(other, quality.MARKS, "new")
+    assert other.read_text() == "no marks\n"
+
+
+def test_the_loss_after_a_cut_is_compared_text_by_text(tmp_path):
+    def losses(policy, budget, by_text):
+        return {"policy": policy, "budget": budget, "score": {"nll_by_text": by_text}}
+
+    saved(tmp_path / "continuation", [losses("full", "100%", [1.0, 2.0, 3.0]), losses("local", "10%", [1.1, 2.2, 3.3])])
+    title, body = quality.losses(tmp_path)
+    assert title.endswith("3 texts")
+    assert body[0][1 + quality.BUDGETS.index("10%")] == "0.200 (-0.048–0.448)"  # ± 4.303 · 0.1 / √3
+    assert quality.losses(tmp_path / "nothing")[1] == []
+
+
+def test_the_commands_are_run_in_folders_of_their_protocols(tmp_path, monkeypatch, capsys):
+    commands = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command))
+    monkeypatch.setattr(sys, "argv", ["quality.py", "--output", str(tmp_path)])
+    quality.main()
+    places = [(c[c.index("--output") + 1].rpartition("/")[2], c[c.index("--context") + 1]) for c in commands]
+    assert len(set(map(tuple, commands))) == len(commands) == 10
+    assert places[:2] == [("main-later", "1024"), ("main-later", "2040")]
+    assert {folder for folder, _ in places} == {"main-later", "rest-later", "main-inside", "rest-inside"}
+    for command in commands:  # a folder takes one number of questions
+        assert command[command.index("--limit") + 1] == ("400" if "main" in command[-1] else "128")
+
+
+def test_policies_are_all_there_and_known():
+    from kvkeep.evals.plan import split_policies
+    from kvkeep.registry import available, spec
+
+    names = {spec(policy).partition(":")[0] for policy in split_policies(",".join([*quality.MAIN, *quality.REST]))}
+    assert set(available()) - names <= {"topk_dynamic", "scissorhands_release"}
+
+
+def test_where_the_full_cache_fails_all_questions_count(tmp_path):
+    easy, hopeless = hard.KINDS[:2]
+    rows = [row(policy, "10%", lambda text, i: i > 3) for policy in hard.POLICIES[1:]]
+    saved(tmp_path / easy.name, [row("full", "100%", lambda text, i: i > 0), *rows])
+    saved(tmp_path / hopeless.name, [row("full", "100%", lambda text, i: i > 6), *rows])
+    saved(tmp_path / hard.KINDS[2].name, rows[:2])  # not finished
+    first, second = hard.lines(tmp_path)
+    assert first[1] == "70 of 80"
+    assert first[2].startswith("57 (")
+    assert second[1] == "10 of 80"
+    assert second[2].startswith("50 (")
+    assert second[2].endswith(")*")

@@ -1,0 +1,329 @@
+"""``kvkeep tune``: what it prints and writes, how it goes on, and every bad input as one line and exit code 2."""
+
+import functools
+import json
+import time
+import tomllib
+
+import model_folders
+import processes
+import pytest
+from typer.testing import CliRunner
+
+from kvkeep import Engine
+from kvkeep.cli.main import app
+from kvkeep.config import Config
+from kvkeep.evals.tune import measure
+from kvkeep.evals.tune.records import Records
+from kvkeep.models import load as loading
+from kvkeep.models.load import quiet
+
+TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 60
+STREAM = ("--case", "stream", "--context", 64, "--policies", "local,tova", "--budgets", "20%,40")
+QUESTIONS = [{"question": f"what does the fox of {n} do", "answer": str(n)} for n in range(40)]
+
+
+@pytest.fixture(autouse=True)
+def _fast():
+    with model_folders.one_thread():
+        yield
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+@pytest.fixture
+def mine(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"text": f"a fox is {n}.", **one}) + "\n" for n, one in enumerate(QUESTIONS)))
+    return file
+
+
+def invoke(*arguments, model=None, columns=160):
+    where = [str(model or model_folders.folder())]
+    return CliRunner().invoke(app, ["tune", *where, *map(str, arguments)], env={"COLUMNS": str(columns)})
+
+
+def tune(*arguments, **options):
+    result = invoke(*arguments, **options)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(*arguments, **options):
+    """The one line that a bad input gets."""
+    result = invoke(*arguments, **options)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
+    assert lines[-1].startswith("error: ")
+    return lines[-1]
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Replies are right where the budget suffices: leverage needs 12 tokens, tova 30. Some questions have no answer."""
+    needs, asked = {"leverage": 12, "tova": 30, "full": 0}, []
+
+    def run(self, writer, arm, budget, units):
+        asked.append((arm.name, budget, units))
+        marks = ["1" if budget >= needs[arm.name] else "0"]
+        return ["0" if unit % 10 == 9 else marks[0] * round(self.per_unit) for unit in units]
+
+    monkeypatch.setattr(measure.Answers, "run", run)
+    return asked
+
+
+SEARCH = ("--policies", "leverage,tova", "--budgets", "8,12,20,30,40", "--target", "0.8", "--no-plots")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_table_a_file_and_a_curve(text, tmp_path, columns):
+    result = tune(*STREAM, "--text", text, "--target", "0.5", "-o", tmp_path / "out", columns=columns)
+    assert all(len(line) <= columns for line in result.stdout.splitlines())
+    assert "local" in result.stdout
+    assert "chosen" in result.stdout
+    assert "95 % confidence" in " ".join(result.stdout.split())
+    found = Config.read(tmp_path / "out" / "kvkeep.toml")
+    assert found.model == str(model_folders.folder())
+    assert found.policy in ("local", "tova")
+    assert (tmp_path / "out" / "curve.png").read_bytes().startswith(b"\x89PNG")
+    notes = tomllib.loads((tmp_path / "out" / "kvkeep.toml").read_text())["tuned"]
+    assert notes["case"] == "stream"
+    assert notes["at_least"] >= 0.5
+
+
+def test_rules_for_heads_are_searched_side_by_side(text, tmp_path):
+    rules = ("--policies", "h2o", "--head-budget", "uniform,ada:0.2", "--target", "0.5", "--no-plots")
+    found = json.loads(tune(*STREAM, *rules, "--text", text, "-o", tmp_path / "out", "--json").stdout)
+    assert {one["head_budget"] for one in found["searched"]} == {"uniform", "ada:0.2"}
+    assert Config.read(found["config"]).head_budget == found["chosen"]["head_budget"]
+
+
+def test_the_smallest_memory_is_chosen_and_questions_without_an_answer_are_counted(mine, tmp_path, answers):
+    found = json.loads(tune("--questions", mine, *SEARCH, "-o", tmp_path / "out", "--json").stdout)
+    assert (found["chosen"]["policy"], found["chosen"]["budget"]) == ("leverage", 12)
+    assert found["asked"] - found["answered"] >= 2
+    assert found["chosen"]["kept"] == 1.0
+    assert found["chosen"]["at_least"] >= 0.8
+    assert Config.read(found["config"]).budget == 12
+    shown = tune("--questions", mine, *SEARCH, "-o", tmp_path / "out").stdout
+    assert "that the full cache cannot answer are left out" in shown
+
+
+def test_the_same_command_again_measures_nothing_and_another_target_only_the_rest(mine, tmp_path, answers):
+    command = ("--questions", mine, *SEARCH, "-o", tmp_path / "out", "--json")
+    first = json.loads(tune(*command).stdout)
+    (tmp_path / "out" / "kvkeep.toml").unlink()
+    before = len(answers)
+    assert json.loads(tune(*command).stdout) == first
+    assert len(answers) == before
+    assert (tmp_path / "out" / "kvkeep.toml").exists()
+    tune(*command, "--target", "0.5")
+    assert len({(name, unit) for name, _, units in answers if name == "full" for unit in units}) <= 40
+
+
+def test_a_search_that_was_stopped_goes_on(mine, tmp_path, answers, monkeypatch):
+    whole = json.loads(tune("--questions", mine, *SEARCH, "-o", tmp_path / "whole", "--json").stdout)
+    run, count = measure.Answers.run, []
+
+    def stop(self, *arguments):
+        count.append(1)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        return run(self, *arguments)
+
+    monkeypatch.setattr(measure.Answers, "run", stop)
+    command = ("--questions", mine, *SEARCH, "-o", tmp_path / "out", "--json")
+    stopped = invoke(*command)
+    assert stopped.exit_code == 130 or isinstance(stopped.exception, KeyboardInterrupt)
+    assert "run the same command again" in stopped.stderr
+    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    with (tmp_path / "out" / "results.jsonl").open("a") as file:
+        file.write('{"tune": "lever')  # a power cut
+    again = json.loads(tune(*command).stdout)
+    assert again["chosen"] == whole["chosen"]
+
+
+def test_a_target_that_nothing_reaches_names_the_best(mine, tmp_path, answers):
+    small = ("--policies", "tova", "--budgets", "8,12", "--target", "0.8", "--no-plots")
+    said = refused("--questions", mine, *small, "-o", tmp_path / "out")
+    assert "The best was tova at 1" in said
+    assert "keep the full cache" in said
+    assert not (tmp_path / "out" / "kvkeep.toml").exists()
+
+
+def test_a_full_cache_that_answers_too_little(mine, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure.Answers, "run", lambda self, writer, arm, budget, units: ["0"] * len(units))
+    said = refused("--questions", mine, *SEARCH, "-o", tmp_path / "out")
+    assert "The full cache answers 0 of " in said
+    assert "beyond the model" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--target", "1"), "--target 1 is not a share between 0 and 1"),
+        (("--target", "98"), "--target 98 is not a share"),
+        (("--target", "much"), "is not a number"),
+        (("--target", "nan"), "is not a share"),
+        (("--case", "late"), "--case late is no case"),
+        (("--policies", "full"), "full evicts nothing"),
+        (("--policies", "h20"), "Did you mean 'h2o'"),
+        (("--policies", ""), "list of policies is empty"),
+        (("--budgets", " "), "--budgets is an empty list"),
+        (("--budgets", "0"), "keeps no token"),
+        (("--budgets", "120%"), "outside 0 … 100%"),
+        (("--head-budget", "adda"), "Unknown head budget"),
+        (("--head-budget", "profile:none.json"), "none.json"),
+        (("--head-budget", ","), "--head-budget is an empty list"),
+        (("--context", "3"), "--context 3 is too short"),
+        (("--context", "10M"), "more than a search can read"),
+        (("--limit", "0"), "--limit 0 leaves nothing"),
+        (("--facts", "0"), "--facts 0 leaves nothing"),
+        (("--questions", "none.jsonl"), "cannot be read"),
+        (("--text", "none.txt"), "cannot be read"),
+        (("--output", ""), "--output is empty"),
+        (("--dtype", "float8"), "Unknown dtype"),
+    ],
+)
+def test_bad_input_is_one_line(words, said, tmp_path):
+    where = () if "--output" in words else ("-o", tmp_path / "out")
+    assert said in refused(*words, *where)
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_questions_say_how_many_it_takes(mine, tmp_path):
+    assert "There are 40 questions" in (said := refused("--questions", mine, "-o", tmp_path / "out"))
+    assert "It takes 189" in said
+
+
+def test_questions_and_a_stream_do_not_go_together(mine, tmp_path):
+    assert "--questions are for the cases later and inside" in refused(
+        "--questions", mine, "--case", "stream", "-o", tmp_path / "out"
+    )
+
+
+def test_a_text_that_is_too_short_to_go_on(text, tmp_path):
+    said = refused("--text", text, "--case", "stream", "--context", 1000, "-o", tmp_path / "out")
+    assert "longer --text" in said
+
+
+def test_results_of_another_run_are_refused(text, mine, tmp_path, answers):
+    tune("--questions", mine, *SEARCH, "-o", tmp_path / "out")
+    assert "the case was later and is inside now" in refused(
+        "--questions", mine, *SEARCH, "-o", tmp_path / "out", "--case", "inside"
+    )
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "kvkeep.toml").write_text("policy = 'h2o'\n")
+    said = refused("--questions", mine, *SEARCH, "-o", tmp_path / "other")
+    assert "kvkeep.toml but no run.json" in said
+    assert (tmp_path / "other" / "kvkeep.toml").read_text() == "policy = 'h2o'\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"tune": 3, "budget": 1, "first": 0, "found": []}',
+        '{"tune": "a", "budget": -1, "first": 0, "found": []}',
+        '{"tune": "a", "budget": 1, "first": 0, "found": ["12"]}',
+        '{"tune": "a", "budget": 1, "first": 0, "found": [["x"]]}',
+        '{"tune": "a", "budget": 1, "first": 0}',
+        "no JSON",
+    ],
+)
+def test_a_damaged_line_is_named(line, mine, tmp_path, answers):
+    tune("--questions", mine, *SEARCH, "-o", tmp_path / "out")
+    with (tmp_path / "out" / "results.jsonl").open("a") as file:
+        file.write(line + "\n")
+    assert "is no row of results" in refused("--questions", mine, *SEARCH, "-o", tmp_path / "out")
+
+
+def test_a_second_run_waits_for_the_first(mine, tmp_path, answers):
+    records = Records(tmp_path / "out")
+    with records.locked():
+        said = refused("--questions", mine, *SEARCH, "-o", tmp_path / "out")
+    assert "Another run is writing" in said
+
+
+def test_a_search_that_was_killed_goes_on(mine, text, tmp_path):
+    out = tmp_path / "out"
+    command = ("tune", model_folders.folder(), "--text", text, *STREAM, "--target", "0.5", "--no-plots", "-o", out)
+    process = processes.kvkeep(*command)
+    while process.is_alive() and not ((out / "results.jsonl").exists() and (out / "results.jsonl").read_bytes()):
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    before = (out / "results.jsonl").read_bytes()
+    tune("--text", text, *STREAM, "--target", "0.5", "--no-plots", "-o", out)
+    after = (out / "results.jsonl").read_bytes()
+    assert after.startswith(before[: before.rfind(b"\n") + 1])
+    assert Config.read(out / "kvkeep.toml").policy in ("local", "tova")
+
+
+# what was found is used
+
+
+@functools.cache
+def model():
+    with quiet():
+        return loading.load(str(model_folders.folder()))
+
+
+def generate(*words):
+    return CliRunner().invoke(app, ["generate", *map(str, words), "-p", "the fox", "-n", "2", "--json"])
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "kvkeep.toml"
+    settings = Config(model=str(model_folders.folder()), policy="tova", budget=9, positions="true")
+    path.write_text(settings.text())
+    return path
+
+
+def test_generate_takes_the_settings_and_flags_go_first(file):
+    found = json.loads(generate("--config", file).stdout)
+    assert (found["policy"], found["budget"]) == ("tova", 9)
+    found = json.loads(generate("--config", file, "--policy", "local", "--budget", "7").stdout)
+    assert (found["policy"], found["budget"]) == ("local", 7)
+    assert json.loads(generate("--config", file, "--keep-ratio", "1").stdout)["budget"] != 9
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("polcy = 'h2o'", "Did you mean 'policy'?"), ("policy = 'os:path'", "names a module"), ("x", "is no TOML")],
+)
+def test_generate_refuses_a_wrong_file(file, content, said):
+    file.write_text(content)
+    result = generate("--config", file)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_generate_takes_no_settings_beside_a_memory(file):
+    result = generate("--config", file, "--memory", "x.kvkeep")
+    assert result.exit_code == 2
+    assert "--config and --memory" in result.stderr
+
+
+def test_an_engine_from_settings(file):
+    ready, tokenizer = model()
+    engine = Engine.from_config(file, model=ready, tokenizer=tokenizer, rows=1, budget=8)
+    assert (engine.budget, type(engine.policy).__name__, engine.rows) == (8, "TOVA", 1)
+    assert engine.generate("the fox")[0].text is not None
+    assert Engine.from_config({"policy": "tova", "budget": 5}, model=str(model_folders.folder()), rows=1).budget == 5
+
+
+@pytest.mark.parametrize("source", [{"polcy": 1}, {"budget": 0}, "none.toml"])
+def test_settings_that_cannot_be_used(source):
+    from kvkeep.errors import InputError
+
+    with pytest.raises(InputError):
+        Engine.from_config(source)
