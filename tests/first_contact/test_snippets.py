@@ -24,8 +24,8 @@ from kvkeep.profile import Profile
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-ELSEWHERE = ("README.md", "engine.md", "index.md", "sessions.md")
-"""Pages whose Python runs in ``tests/docs``."""
+ELSEWHERE = ("README.md", "engine.md", "index.md", "server.md", "sessions.md")
+"""Pages whose Python runs in ``tests/docs`` and ``tests/server``."""
 ANYWHERE = {
     "generate": ["-n", "3"],
     "eval": ["--tasks", "agreement", "--limit", "1", "--no-plots"],
@@ -101,6 +101,8 @@ def test_the_command_runs(line, place):
         heads = {"model": {"layers": 2, "kv_heads": 2}, "heads": ((0.0, 1.0), (0.0, 1.0)), "least": 8}
         Profile(**heads).save(place / "heads.json")
     words = words_of(line)
+    if words[0] == "serve":
+        pytest.importorskip("fastapi")
     if "--system" in words:
         words[1] = str(model_folders.copy(place / "chat"))
         model_folders.edit_json(place / "chat" / "tokenizer_config.json", chat_template=model_folders.TEMPLATE)

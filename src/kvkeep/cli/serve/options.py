@@ -20,7 +20,7 @@ ENVIRONMENT = "KVKEEP"
 """What the names of environment variables begin with."""
 
 
-def _config(ctx: typer.Context, file: str | None) -> str | None:
+def _config(ctx: Any, file: str | None) -> str | None:
     """Take the options of a TOML file as defaults; words of the command line and variables go first."""
     if file is None or ctx.resilient_parsing:
         return file
