@@ -1,6 +1,7 @@
 """What does each policy add to a decode step at the same number of slots, against `local`, which keeps no statistic?
 
     python bench/overhead.py [--policies all] [--rows 8] [--budget 1024] [--repeats 15]
+    python bench/overhead.py --policies h2o h2o+ada snapkv snapkv+ada     # heads that share a pool
 
 Steps of all policies are interleaved in one run. Two figures, both with the policy's own positions: the whole step of a
 12-layer model, fused or packed, and the cache alone (append, attend, observe, evict) in one of its layers. The title
@@ -15,6 +16,7 @@ from transformers import LlamaConfig
 
 import kvkeep
 from kvkeep.models.fused import prepare
+from kvkeep.policies._heads import under
 from kvkeep.rotary.embedding import rotation_for
 from kvkeep.types import Phase
 
@@ -35,7 +37,8 @@ def model_steps(policies: list[str], rows: int, budget: int, layers: int, dtype:
     token = torch.randint(0, model.config.vocab_size, (rows, 1))
 
     def stepper(policy: str):
-        cache = kvkeep.BoundedCache(model.config, policy=policy, budget=budget)
+        name, _, rule = policy.partition("+")
+        cache = kvkeep.BoundedCache(model.config, policy=name, budget=budget, head_budget=rule or None)
         for layer in cache.bounded_layers().values():  # the slots are what matters, not how they were filled
             layer.step(*random_tokens(model.config, rows, budget + 8, dtype), options=OPTIONS, phase=Phase.PREFILL)
 
@@ -52,7 +55,8 @@ def layer_steps(policies: list[str], rows: int, budget: int, dtype: torch.dtype)
     config = speed_config(1)
 
     def stepper(name: str):
-        policy = kvkeep.parse(name)
+        policy, _, rule = name.partition("+")
+        policy = under(kvkeep.parse(policy), rule or None)
         rotation = rotation_for(config, None, own=policy.defaults.positions)
         layer = kvkeep.Layer(policy, budget, rotation=rotation)
         layer.step(*random_tokens(config, rows, budget + 8, dtype), options=OPTIONS, phase=Phase.PREFILL)

@@ -3,6 +3,7 @@
     python bench/reading.py                                     # a short look: 2048 tokens
     python bench/reading.py --full [--dtype bfloat16]           # 2048 and 8192 tokens, 5 repeats
     python bench/reading.py --contexts 32768 --policies h2o --repeats 3
+    python bench/reading.py --full --policies snapkv leverage reread --cpu-time --threads 1   # beside other work
 
 One prompt in one row of one process, up to the logits of its last token. Systems take turns, so a drift of the machine
 affects all of them. `bench/prefill_memory.py` measures the memory of a prompt, in a process for each system.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -68,7 +70,8 @@ def tasks(prompt: torch.Tensor, options: argparse.Namespace) -> dict[str, Callab
 def cell(context: int, options: argparse.Namespace) -> dict[str, object]:
     """One table, and its numbers."""
     prompt = torch.randint(speed_config(1).vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
-    times = interleaved(tasks(prompt, options), options.repeats, warmup=1)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    times = interleaved(tasks(prompt, options), options.repeats, warmup=1, clock=clock)
     base = median_ms(times[BASE])
     lines = [
         [name, spread(seconds), f"{median_ms(seconds) / base:.2f}", f"{context / statistics.median(seconds):.0f}"]
@@ -87,6 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=positive, default=1024)
     parser.add_argument("--chunk", type=positive, default=512)
     parser.add_argument("--repeats", type=positive)
+    parser.add_argument("--cpu-time", action="store_true", help="seconds of all threads, for a machine with other work")
     options = parser.parse_args()
     options.contexts = options.contexts or ([2048, 8192] if options.full else [2048])
     options.repeats = options.repeats or (5 if options.full else 3)

@@ -2,9 +2,10 @@
 
     python bench/sessions.py [--full] [--budget 256] [--repeats 3] [--policy h2o]
 
-Five questions, each a ratio within one run: the speed of a restore against that of a plain copy; a question to a text
+Six questions, each a ratio within one run: the speed of a restore against that of a plain copy; a question to a text
 that was read before, against reading it again; the size of a file against its occupied bytes; sessions that take turns
-on few rows, against the same turns as requests without a past; eight answers to one prompt, against eight prompts.
+on few rows, against the same turns as requests without a past; a late turn of a conversation of 200, against an early
+one; eight answers to one prompt, against eight prompts.
 Short by default; --full takes the sizes of the targets.
 """
 
@@ -30,6 +31,9 @@ from kvkeep.engine.coroutines import AsyncEvents
 
 QUESTION = 16
 """Tokens of a question."""
+
+LONG = 200
+"""Turns of a long conversation."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,21 @@ class Bench:
             Finding("memory of the rows afterwards", grown, "1", "of the memory before"),
         ]
 
+    def conversation(self) -> list[Finding]:
+        """The last turns of a long conversation, against those after its memory was full."""
+        new, session, times, sizes = kvkeep.Sampling(max_new_tokens=QUESTION), self.engine.session(), [], []
+        for _ in range(LONG):
+            text = self.tokens(QUESTION)
+            times.append(seconds(partial(session.ask, text, new)))
+            sizes.append(session.snapshot().contents.nbytes)
+        quarter = LONG // 4
+        early, late = times[quarter : 2 * quarter], times[-quarter:]
+        detail = f"{LONG} turns: {median_ms(early):.1f} ms and {median_ms(late):.1f} ms"
+        return [
+            Finding("a late turn of a conversation, of an early one", median_ms(late) / median_ms(early), "1", detail),
+            Finding("its memory, of the memory then", sizes[-1] / sizes[quarter], "1", f"{sizes[-1] / 1e6:.2f} MB"),
+        ]
+
     def answers(self) -> Finding:
         """Several answers to one prompt, against as many prompts."""
         prompt, shortest = self.tokens(self.sizes.prompt), twins.SHORTEST
@@ -173,7 +192,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     bench = Bench(options)
-    found = [bench.restore(), bench.question(), bench.size(), *bench.turns(), bench.answers()]
+    found = [bench.restore(), bench.question(), bench.size(), *bench.turns(), *bench.conversation(), bench.answers()]
     show(
         f"Sessions, {options.policy}, {options.dtype}, {options.budget} slots, prompts by {options.chunk}",
         ["", "ratio", "aim", ""],

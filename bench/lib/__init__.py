@@ -129,15 +129,20 @@ def twin(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return copy.deepcopy(model, {id(one): one for one in shared})
 
 
-def interleaved(tasks: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3) -> dict[str, list[float]]:
+def interleaved(
+    tasks: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warmup: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
     """Seconds of every task, in turn, so that a drift of the machine meets all of them alike."""
     times: dict[str, list[float]] = {name: [] for name in tasks}
     for repeat in range(-warmup, repeats):
         for name, task in tasks.items():
-            start = time.perf_counter()
+            start = clock()
             task()
             if repeat >= 0:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return times
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvkeep import budget as budgets
 from kvkeep.errors import InputError, KVKeepError, PolicyError
+from kvkeep.policies._heads import parsed as head_rule
 from kvkeep.policies.base import Policy
 from kvkeep.registry import available, parse, split
 from kvkeep.runs import in_full
@@ -38,6 +39,7 @@ class Config:
         policy: the eviction policy, as a string.
         budget: tokens kept per layer and head.
         layer_budget: how the budget is spread over layers: a rule, or a weight for each layer.
+        head_budget: how a layer's budget is divided among its KV heads, e.g. ``profile:FILE``.
         positions: ``true`` or ``slot``.
         prefill_chunk: prompt tokens per step.
         guard: the share of attention that a smaller budget may lose, see `Request`.
@@ -49,6 +51,7 @@ class Config:
     policy: str | None = None
     budget: int | None = None
     layer_budget: str | tuple[float, ...] | None = None
+    head_budget: str | None = None
     positions: str | None = None
     prefill_chunk: int | None = None
     guard: float | None = None
@@ -178,6 +181,12 @@ def _rule(value: object) -> str | None:
     return None if numbers else "a rule such as 'ramp:0.2', or a list with a weight for each layer"
 
 
+def _heads(value: object) -> str | None:
+    if isinstance(value, str):
+        head_rule(value)
+    return _text(value)
+
+
 def _mode(value: object) -> str | None:
     return None if value in _POSITIONS else " or ".join(map(repr, _POSITIONS))
 
@@ -192,6 +201,7 @@ _CHECKS = {
     "policy": _policy,
     "budget": _whole,
     "layer_budget": _rule,
+    "head_budget": _heads,
     "positions": _mode,
     "prefill_chunk": _whole,
     "guard": _share,

@@ -204,9 +204,10 @@ def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"
     """
     assert policy.spreads is not None
     found = policy.spreads.heads(policy, view, state)
-    if view.pins is None:
+    if (pins := view.pins) is None:
         return found
-    coming = (view.pins[:, 1::2] - view.pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(view.budget)[1]
+    view = replace(view, budget=found.sum(dim=-1, keepdim=True) // found.shape[1])  # what an equal share protects
+    coming = (pins[:, 1::2] - pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(view.budget)[1]
     held = protected_slots(policy, view).sum(dim=-1).maximum(coming)  # generated tokens may be pinned, too
     above = (found - held).clamp(min=0)
     free = (found - held).sum(dim=-1, keepdim=True).clamp(min=0)

@@ -96,13 +96,13 @@ class Layout:
             )
         how = policy.defaults.layer_budget if layer_budget is None else layer_budget
         rotary = rotation or rotary_of(config, policy) if policy.unrotates or policy.needs_rotary else None
-        profile = None
+        profile, policy = None, under(policy, head_budget)
         if head_budget is not None and head_budget.startswith(f"{PROFILE}:"):
             if layer_budget not in (None, policy.defaults.layer_budget):
                 raise InputError("A profile gives every layer its budget: leave out `layer_budget`.")
             profile = Profile.load(head_budget.partition(":")[2])
             profile.check(config, layers=len(windows))
-        return cls(under(policy, head_budget), windows, how, rotation, rotary, head_budget, profile)
+        return cls(policy, windows, how, rotation, rotary, head_budget, profile)
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[Number]]:
         """The budget of each layer with slots: one number for all rows, or one per row. See `kvkeep.budget.Number`.

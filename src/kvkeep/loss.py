@@ -34,15 +34,15 @@ class LostMass:
 
 @dataclass(frozen=True, eq=False)
 class LostShares:
-    """`LostMass` of one layer, for each row and KV head; NaN where the policy's statistic shows no mass.
+    """`LostMass` of each row and KV head, of one layer or of several; NaN where the policy's statistic shows no mass.
 
     Attributes:
         prompt: at the cuts of the prompt.
         decode: at the steps of generated tokens.
     """
 
-    prompt: Float[Tensor, "B Hk"]
-    decode: Float[Tensor, "B Hk"]
+    prompt: Float[Tensor, "*heads"]
+    decode: Float[Tensor, "*heads"]
 
 
 def count(
@@ -76,8 +76,8 @@ def of_evicted(mass: Float[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -> 
     return mass.masked_fill(stays, 0.0).sum(dim=-1)
 
 
-def shares(lost: Float[Tensor, "B Hk 4"]) -> LostShares:
-    """Return the shares of one layer from its block's sums."""
+def shares(lost: Float[Tensor, "*heads 4"]) -> LostShares:
+    """Return the shares of heads from the sums of their blocks."""
     return LostShares(lost[..., 0] / lost[..., 1], lost[..., 2] / lost[..., 3])
 
 
@@ -85,10 +85,10 @@ def mean(layers: Sequence[Float[Tensor, "Hk 4"]]) -> LostMass:
     """Return the mean over the layers and heads of one row that report a mass."""
     if not layers:
         return LostMass()
-    found = [shares(lost[None].double()) for lost in layers]
-    return LostMass(_mean([one.prompt for one in found]), _mean([one.decode for one in found]))
+    found = shares(torch.cat([lost.cpu() for lost in layers]).double())
+    return LostMass(_mean(found.prompt), _mean(found.decode))
 
 
-def _mean(parts: list[Tensor]) -> float | None:
-    value = float(torch.cat([part.flatten().cpu() for part in parts]).nanmean())
+def _mean(found: Tensor) -> float | None:
+    value = float(found.nanmean())
     return value if math.isfinite(value) else None

@@ -37,7 +37,6 @@ _SAME = {
 }
 """Facts about a model that have to agree with its configuration, as far as both sides know them, and their names."""
 _SCALE = 2**60
-_QUARTER = 4
 _AGAIN = "kvkeep calibrate makes one."
 
 
@@ -140,12 +139,13 @@ class Profile:
     def budgets(self, budget: int, least: int = 1, *, most: int | None = None) -> list[list[int]]:
         """The budget of each head, by layer. They add up to ``layers * heads * budget`` exactly.
 
-        Every head gets its least number of slots first. The rest is divided in proportion to the needs.
+        Every head gets its first and newest tokens: ``least`` slots of the profile, or all of a smaller budget. It gets
+        up to twice as many where they are no more than half of the budget, since most policies give their newest tokens
+        half of a head's slots. The rest is divided in proportion to the needs.
 
         Args:
             budget: slots per head on average.
-            least: slots that every head gets, or ``budget`` if that is smaller. It gets more if the profile was
-                measured with more: up to a quarter of ``budget``.
+            least: slots that every head gets at least, or ``budget`` if that is smaller.
             most: slots that a head can use, for example the length of the longest text. What is left of its share goes
                 to the others.
 
@@ -156,7 +156,7 @@ class Profile:
             if not 1 <= number <= MOST:
                 raise BudgetError(f"{name}={number} is outside 1 … 2^50 slots of a head.")
         needs = [int(need * _SCALE) for layer in self.heads for need in layer]
-        first = min(budget, max(least, min(self.least, budget // _QUARTER)))
+        first = min(budget, max(least, self.least, min(2 * self.least, budget // 2)))
         room = None if most is None else max(budget, most) - first
         more = _shares(needs, (budget - first) * len(needs), room)
         each, heads = [first + part for part in more], len(self.heads[0])

@@ -31,7 +31,7 @@ class PoolSlots(Slots):
         pool_values: values of all heads.
         starts: first entry of each head's range.
         sizes: number of entries of each head's range.
-        entries: entry of each slot. Slots beyond a range share the pool's last entry, which belongs to no head.
+        entries: entry of each slot, see `indices`. The last entry of a row's pool belongs to no head.
     """
 
     pool_keys: Float[Tensor, "B P D"]
@@ -142,29 +142,27 @@ def lying(slots: Slots) -> tuple[Slots, Ranges | None]:
     return Slots(keys, values, slots.positions), (slots.starts, slots.sizes)
 
 
-def indices(starts: Int[Tensor, "B Hk"], sizes: Int[Tensor, "B Hk"], *, width: int, last: int) -> Int[Tensor, "B Hk S"]:
-    """The entry of the pool for each slot of each head.
+def indices(starts: Int[Tensor, "B Hk"], sizes: Int[Tensor, "B Hk"], *, width: int, pool: int) -> Int[Tensor, "B Hk S"]:
+    """The entry of each slot of each head, counted over the pools of all rows.
 
     Args:
-        starts: first entry of each head's range.
+        starts: first entry of each head's range, counted in its row.
         sizes: number of entries of each head's range.
         width: slots per head.
-        last: the entry for slots beyond the end of a range.
+        pool: entries of a row. Slots beyond the end of a range share the last one.
     """
     at = torch.arange(width, device=starts.device)
-    return torch.where(at < sizes[..., None], at + starts[..., None], last)
+    before = torch.arange(0, len(starts) * pool, pool, device=starts.device)[:, None]
+    return torch.where(at < sizes[..., None], at + (starts + before)[..., None], (before + pool - 1)[..., None])
 
 
 def side_by_side(pool: Tensor, index: Int[Tensor, "B Hk S"]) -> Tensor:
-    """Copies of entries of a pool ``(B, P, ...)`` in the order of an index, ``(B, Hk, S, ...)``."""
-    B, P = pool.shape[:2]
-    rows = index if B == 1 else index + torch.arange(0, B * P, P, device=index.device)[:, None, None]
-    return pool.reshape(B * P, *pool.shape[2:]).index_select(0, rows.flatten()).view(*index.shape, *pool.shape[2:])
+    """Copies of entries of the pools ``(B, P, ...)`` in the order of `indices`, ``(B, Hk, S, ...)``."""
+    inner = pool.shape[2:]
+    return pool.reshape(-1, *inner).index_select(0, index.flatten()).view(*index.shape, *inner)
 
 
 def put_back(pool: Tensor, index: Int[Tensor, "B Hk S"], content: Tensor) -> None:
-    """Write into the entries of a pool, which must be contiguous; the inverse of `side_by_side`."""
-    B, P = pool.shape[:2]
-    rows = index if B == 1 else index + torch.arange(0, B * P, P, device=index.device)[:, None, None]
-    flat = content.reshape(rows.numel(), *pool.shape[2:])
-    pool.view(B * P, *pool.shape[2:]).index_copy_(0, rows.flatten(), flat)
+    """Write into the entries of the pools, which must be contiguous; the inverse of `side_by_side`."""
+    inner = pool.shape[2:]
+    pool.view(-1, *inner).index_copy_(0, index.flatten(), content.reshape(index.numel(), *inner))

@@ -100,7 +100,7 @@ def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
         with suppress(OSError):  # a full disk needs the room
             beside.unlink()
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def remove_leftovers(folder: Path, names: Collection[str], before: float | None = None) -> None:
@@ -225,7 +225,7 @@ def _umask() -> int:
     return mask
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Wait until a folder's entries are on the disk, if the system supports it."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

@@ -158,6 +158,61 @@ def test_rewind_takes_turns_back(model, tmp_path):
     assert len(saved(tmp_path).note["messages"]) == 4
 
 
+def test_rewind_takes_back_the_last_turn_of_an_earlier_run(model, tmp_path):
+    answers(model, "-s", "one", said=["the fox", "the dog", "the cat"])
+    found = answers(model, "-s", "one", said=["/rewind", "why"])
+    assert found[-1].strip() == wanted(model, "the fox", "the dog", "why")[-1]
+    assert len(saved(tmp_path).note["messages"]) == 6
+    done = chat(model, "-n", 5, "-s", "one", said=["so", "/rewind 2"], code=2)  # one of this run, so no earlier one
+    assert "1 turn can be taken back" in done.stderr
+    assert len(saved(tmp_path).note["messages"]) == 8
+    done = chat(model, "-n", 5, "-s", "one", said=["/rewind", "/rewind"], code=2)
+    assert "took back 1 turn; 3 turns left" in done.stderr
+    assert "the memory before the last one was not saved" in " ".join(done.stderr.split())
+    assert sorted(path.name for path in (tmp_path / "sessions" / "one").iterdir()) == ["memory.kvkeep"]
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "other", "no links"])
+def test_rewind_without_the_memory_before_says_so(damage, model, tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(95, "Operation not supported")
+
+    if damage == "no links":
+        monkeypatch.setattr("os.link", refuse)
+    answers(model, "-s", "one", said=["the fox", "the dog"])
+    answers(model, "-s", "two", said=["the cat", "the cow"])
+    before = tmp_path / "sessions" / "one" / "before.kvkeep"
+    if damage == "gone":
+        before.unlink()
+    elif damage == "cut":
+        before.write_bytes(before.read_bytes()[:-7])
+    elif damage == "other":
+        before.write_bytes((tmp_path / "sessions" / "two" / "before.kvkeep").read_bytes())
+    if damage == "no links":
+        assert answers(model, "-s", "one", said=["/rewind", "why"])[-1].strip() == wanted(model, "the fox", "why")[-1]
+    else:
+        assert "was not saved" in " ".join(chat(model, "-s", "one", said=["/rewind"], code=2).stderr.split())
+        assert len(saved(tmp_path).note["messages"]) == 4
+
+
+def test_a_conversation_is_saved_where_there_is_no_room_for_the_memory_before(model, tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(95, "Operation not supported")
+
+    from kvkeep.snapshot import writing
+
+    def small_disk(path, data, real=writing.write_whole):
+        if path.name == "before.kvkeep":
+            refuse()
+        real(path, data)
+
+    monkeypatch.setattr("os.link", refuse)
+    monkeypatch.setattr(writing, "write_whole", small_disk)
+    answers(model, "-s", "one", said=["the fox", "the dog"])
+    assert len(saved(tmp_path).note["messages"]) == 4
+    assert sorted(path.name for path in (tmp_path / "sessions" / "one").iterdir()) == ["memory.kvkeep"]
+
+
 def test_rewind_to_the_beginning(model, tmp_path):
     found = answers(model, "-s", "one", "--system", "be brief", said=["the fox", "/rewind", "the dog"])
     again = answers(model, "-s", "two", "--system", "be brief", said=["the dog"])

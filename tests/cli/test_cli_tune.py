@@ -2,9 +2,11 @@
 
 import functools
 import json
+import time
 import tomllib
 
 import model_folders
+import processes
 import pytest
 from typer.testing import CliRunner
 
@@ -12,6 +14,7 @@ from kvkeep import Engine
 from kvkeep.cli.main import app
 from kvkeep.config import Config
 from kvkeep.evals.tune import measure
+from kvkeep.evals.tune.records import Records
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 
@@ -94,6 +97,13 @@ def test_a_table_a_file_and_a_curve(text, tmp_path, columns):
     assert notes["at_least"] >= 0.5
 
 
+def test_rules_for_heads_are_searched_side_by_side(text, tmp_path):
+    rules = ("--policies", "h2o", "--head-budget", "uniform,ada:0.2", "--target", "0.5", "--no-plots")
+    found = json.loads(tune(*STREAM, *rules, "--text", text, "-o", tmp_path / "out", "--json").stdout)
+    assert {one["head_budget"] for one in found["searched"]} == {"uniform", "ada:0.2"}
+    assert Config.read(found["config"]).head_budget == found["chosen"]["head_budget"]
+
+
 def test_the_smallest_memory_is_chosen_and_questions_without_an_answer_are_counted(mine, tmp_path, answers):
     found = json.loads(tune("--questions", mine, *SEARCH, "-o", tmp_path / "out", "--json").stdout)
     assert (found["chosen"]["policy"], found["chosen"]["budget"]) == ("leverage", 12)
@@ -152,6 +162,7 @@ def test_a_full_cache_that_answers_too_little(mine, tmp_path, monkeypatch):
     monkeypatch.setattr(measure.Answers, "run", lambda self, writer, arm, budget, units: ["0"] * len(units))
     said = refused("--questions", mine, *SEARCH, "-o", tmp_path / "out")
     assert "The full cache answers 0 of " in said
+    assert "beyond the model" in said
 
 
 @pytest.mark.parametrize(
@@ -168,7 +179,11 @@ def test_a_full_cache_that_answers_too_little(mine, tmp_path, monkeypatch):
         (("--budgets", " "), "--budgets is an empty list"),
         (("--budgets", "0"), "keeps no token"),
         (("--budgets", "120%"), "outside 0 … 100%"),
+        (("--head-budget", "adda"), "Unknown head budget"),
+        (("--head-budget", "profile:none.json"), "none.json"),
+        (("--head-budget", ","), "--head-budget is an empty list"),
         (("--context", "3"), "--context 3 is too short"),
+        (("--context", "10M"), "more than a search can read"),
         (("--limit", "0"), "--limit 0 leaves nothing"),
         (("--facts", "0"), "--facts 0 leaves nothing"),
         (("--questions", "none.jsonl"), "cannot be read"),
@@ -227,6 +242,28 @@ def test_a_damaged_line_is_named(line, mine, tmp_path, answers):
     with (tmp_path / "out" / "results.jsonl").open("a") as file:
         file.write(line + "\n")
     assert "is no row of results" in refused("--questions", mine, *SEARCH, "-o", tmp_path / "out")
+
+
+def test_a_second_run_waits_for_the_first(mine, tmp_path, answers):
+    records = Records(tmp_path / "out")
+    with records.locked():
+        said = refused("--questions", mine, *SEARCH, "-o", tmp_path / "out")
+    assert "Another run is writing" in said
+
+
+def test_a_search_that_was_killed_goes_on(mine, text, tmp_path):
+    out = tmp_path / "out"
+    command = ("tune", model_folders.folder(), "--text", text, *STREAM, "--target", "0.5", "--no-plots", "-o", out)
+    process = processes.kvkeep(*command)
+    while process.is_alive() and not ((out / "results.jsonl").exists() and (out / "results.jsonl").read_bytes()):
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    before = (out / "results.jsonl").read_bytes()
+    tune("--text", text, *STREAM, "--target", "0.5", "--no-plots", "-o", out)
+    after = (out / "results.jsonl").read_bytes()
+    assert after.startswith(before[: before.rfind(b"\n") + 1])
+    assert Config.read(out / "kvkeep.toml").policy in ("local", "tova")
 
 
 # what was found is used

@@ -45,14 +45,15 @@ def config(**changes):
 
 
 def test_heads_that_need_the_past_share_what_the_others_leave():
-    assert made().budgets(100, 12) == [[12, 12], [71, 247], [12, 246]]
+    assert made().budgets(100, 12) == [[24, 24], [75, 227], [24, 226]]
 
 
-def test_a_profile_is_measured_with_slots_that_small_budgets_do_not_have():
-    """A head that needs nothing gets a quarter of the budget at most, unless the policy asks for more."""
-    assert made(least=36).budgets(40)[0] == [10, 10]
-    assert made(least=36).budgets(40, 20)[0] == [20, 20]
-    assert made(least=36).budgets(400)[0] == [36, 36]
+def test_every_head_gets_its_first_and_newest_tokens():
+    """And up to twice as many, where this is no more than half of the budget."""
+    assert made(least=36).budgets(40)[0] == [36, 36]
+    assert made(least=36).budgets(100)[0] == [50, 50]
+    assert made(least=36).budgets(400)[0] == [72, 72]
+    assert made(least=36).budgets(400, 90)[0] == [90, 90]
 
 
 def test_a_budget_that_is_smaller_than_the_least_is_the_same_for_all():

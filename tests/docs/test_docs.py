@@ -55,6 +55,11 @@ def test_the_page_of_kept_memory_runs(tmp_path, monkeypatch, capsys):
     assert kvkeep.Snapshot.load("conversations/anna.kvkeep").note["messages"][0]["content"].startswith("The dog")
 
 
+def test_the_page_of_tuning_runs(capsys):
+    exec("".join(blocks((ROOT / "docs/tune.md").read_text(), "python")), {})
+    assert capsys.readouterr().out.strip()
+
+
 def test_the_batch_file_of_the_engines_page_is_answered_as_shown(tmp_path):
     page = (ROOT / "docs/engine.md").read_text()
     (lines,), (shown,) = blocks(page, "jsonl"), blocks(page, "json")
@@ -85,7 +90,7 @@ def test_the_readmes_commands_exist(command, tmp_path, monkeypatch):
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         return
     prompt = tmp_path / "report.txt"
-    prompt.write_text("a report of some words")
+    prompt.write_text("a report of some words " * (50 if words[1] == "tune" else 1))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
     memories.save(tmp_path / "report.kvkeep")
     monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
@@ -95,6 +100,8 @@ def test_the_readmes_commands_exist(command, tmp_path, monkeypatch):
         arguments += ["--max-new-tokens", "3"]
     if words[1] == "remember":
         arguments += ["--overwrite"]
+    if words[1] == "tune":
+        arguments += ["--case", "stream", "--context", "32", "--target", "0.1"]
     if words[1] == "eval":
         arguments += ["--tasks", "agreement", "--limit", "1"]
     done = CliRunner().invoke(app, arguments)

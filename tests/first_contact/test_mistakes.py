@@ -80,6 +80,8 @@ MISTAKES = {
     "eval -o": "-o needs a value: -o DIR",
     "analyze": "needs --text FILE and --output DIR",
     "analyze --text report.txt": "needs --output DIR",
+    "calibrate": "needs --output FILE",
+    "calibrate -o": "-o needs a value: -o FILE",
     # the prompt
     "generate": "Give --prompt TEXT, --prompt-file FILE, or - for standard input",
     "generate {model}": "Give --prompt TEXT",

@@ -30,6 +30,7 @@ ANYWHERE = {
     "eval": ["--tasks", "agreement", "--limit", "1", "--no-plots"],
     "demo": ["--help"],
     "remember": ["--overwrite"],
+    "serve": ["--check"],
 }
 """Options that make a command short, or that it needs here."""
 NEEDS_MORE = ("--load-in", "--device cuda")
@@ -75,6 +76,8 @@ def place(tmp_path, monkeypatch):
     for name, times in (("report.txt", 8), ("novel.txt", 8), ("book.txt", 200)):
         (tmp_path / name).write_text("the quick brown fox jumps over the lazy dog and the cat " * times)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
+    (tmp_path / "keys").write_text("anna 0123456789abcdef\n")
+    (tmp_path / "server.toml").write_text('budget = 64\nkv-memory = "1MiB"\n')
     (tmp_path / "questions.jsonl").write_text('{"prompt": "what is it about"}\n')
     monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
     memories.save(tmp_path / "report.kvkeep")

@@ -32,6 +32,24 @@ def test_lines_have_pins_and_a_guard_of_their_own(tmp_path):
     assert found[4]["lost_mass"] == {"prompt": None, "decode": None}
 
 
+def test_bodies_in_openais_format_have_pins_and_a_guard(tmp_path):
+    def line(name, **options):
+        body = {"prompt": LONG, "max_tokens": 3, **options}
+        return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+
+    lines = [line("a"), line("b", pins=[[0, 5]], guard=1), line("c", pins=[[0, 15]], guard=1)]
+    source, target = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    result = run("-i", source, "-o", target, *SMALL)
+    assert result.exit_code == 0, result.said
+    found = {entry["custom_id"]: entry["kvkeep"][0] for entry in map(json.loads, target.read_bytes().splitlines())}
+    assert [found[name]["budget"] for name in "abc"] == [64, 16, 32]
+    bad = write(tmp_path / "bad.jsonl", line("a", pins=[[0, 1000]]), line("b", pins=[[0, 70]]))
+    result = run("-i", bad, "-o", tmp_path / "other.jsonl", *SMALL)
+    assert result.exit_code == 2
+    assert "the prompt has" in " ".join(result.said.split())
+    assert "Traceback" not in result.said
+
+
 def test_system_messages_are_pinned_in_every_line(tmp_path):
     messages = [{"role": "system", "content": "You are Anna."}, {"role": "user", "content": LONG}]
     body = {"messages": messages, "max_tokens": 3}

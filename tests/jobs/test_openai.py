@@ -12,7 +12,8 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import Line, parse
 from kvkeep.openai.answers import answer, error
-from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, ParameterError, read
+from kvkeep.openai.messages import ParameterError
+from kvkeep.openai.requests import CHAT, COMPLETIONS, MOST_CHOICES, read
 
 HELLO = [{"role": "user", "content": "Hello"}]
 DEFAULTS = Sampling(max_new_tokens=9, temperature=0.5, top_p=0.8, seed=4)
@@ -73,6 +74,13 @@ def test_parameters_become_options_of_the_request():
     assert request_of(COMPLETIONS, stop=["a", "b"]).stop == ("a", "b")
 
 
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_pins_and_a_guard_become_options_of_the_request(url):
+    found = request_of(url, pins=[[5, 9], [0, 2], [1, 3]], guard=1)
+    assert (found.pins, found.guard) == (((0, 3), (5, 9)), 1.0)
+    assert request_of(url, pins=[], guard=None).pins == request_of(url, pins=None).pins == ()
+
+
 def test_messages_become_texts():
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -113,6 +121,12 @@ def test_choices_are_drawn_apart_and_the_first_as_a_line_of_its_own():
 
 
 REFUSED = [
+    ({"pins": [[5, 1]]}, "pins", "reversed"),
+    ({"pins": [0, 5]}, "pins", "no pair of whole numbers"),
+    ({"pins": [[0, 2**70]]}, "pins", "goes beyond"),
+    ({"pins": "0-5"}, "pins", "not a list"),
+    ({"guard": "x"}, "guard", "not a number"),
+    ({"guard": True}, "guard", "not a number"),
     ({"presence_penalty": 2.5}, "presence_penalty", "outside -2"),
     ({"frequency_penalty": -3}, "frequency_penalty", "outside -2"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "in place of a token id"),

@@ -92,10 +92,11 @@ def test_a_far_mean_does_not_drown_the_scatter():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_key_that_is_no_number_spoils_nothing_but_itself(bad):
+@pytest.mark.parametrize("name", ["leverage", "blend"])
+def test_a_key_that_is_no_number_spoils_nothing_but_itself(name, bad):
     generator = torch.Generator().manual_seed(1)
     keys = torch.randn(1, 2, 40, 8, generator=generator)
-    clean, spoilt = (Layer(parse("leverage:recent=2,sinks=1"), 9) for _ in range(2))
+    clean, spoilt = (Layer(parse(f"{name}:recent=2,sinks=1"), 9) for _ in range(2))
     feed(clean, keys)
     wrong = keys.clone()
     wrong[:, 0, 11] = bad

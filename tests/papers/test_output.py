@@ -6,6 +6,7 @@ from torch import nn
 
 from kvkeep import AttentionOptions
 from kvkeep.models.output import OutputOf
+from kvkeep.models.packed import PackedLinear
 from kvkeep.policies.restkv import ReSTKV
 
 from .cases import CHAT, DECODE, Case, E, make_streams, masks
@@ -99,6 +100,14 @@ def test_norms_are_those_of_the_projection(name):
     output = OutputOf(module, 6)
     torch.testing.assert_close(output.lengths(x), each.sum(dim=2).norm(dim=-1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output.sizes(x), each.abs().sum(dim=-1).mean(dim=2), rtol=1e-5, atol=1e-5)
+
+
+def test_packed_weights_are_read_as_well():
+    module = Attention(Case("restkv", 40, (1,)))
+    x, output = torch.randn(1, 2, 5, E, generator=torch.Generator().manual_seed(0)), OutputOf(module, 4)
+    before = output.lengths(x), output.sizes(x)
+    module.o_proj = PackedLinear(module.o_proj, 2)
+    torch.testing.assert_close((output.lengths(x), output.sizes(x)), before)
 
 
 def test_the_factor_follows_the_weights():

@@ -41,7 +41,8 @@ def scores_of(layer):
 
 @pytest.mark.parametrize("scaling", [1.0, 1.3])
 @pytest.mark.parametrize("mode", ["true", "slot"])
-def test_it_is_a_second_reading(mode, scaling):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_it_is_a_second_reading(dtype, mode, scaling):
     """The same tokens once more behind the text: each key gets exactly what the turned queries say, partial rotation,
     YaRN's factor and padding included."""
     n, rotation = 23, Rotation(torch.tensor([1.0, 0.2, 0.01]), scaling=scaling)
@@ -52,7 +53,8 @@ def test_it_is_a_second_reading(mode, scaling):
     real = torch.arange(n + 3) >= torch.tensor([[3], [3]])
     padded = [torch.nn.functional.pad(x, (0, 0, 3, 0), value=9.0) for x in (query, keys, values)]
     turned = [torch.cat([x[:, :, :3], rotation.apply(x[:, :, 3:], places)], dim=2) for x in padded[:2]]
-    layer.step(*turned, padded[2], options=OPTIONS, phase=phase_of(query), real=real)
+    turned = [x.to(dtype) for x in turned]
+    layer.step(*turned, padded[2].to(dtype), options=OPTIONS, phase=phase_of(query), real=real)
 
     twice, twice_keys = (
         rotation.apply(torch.cat([x, x], dim=2), torch.arange(2 * n)[None, None]) for x in (query, keys)
@@ -113,12 +115,28 @@ def test_generated_tokens_do_not_compete():
             assert kept_row == [[*head, *range(seen - 4, seen)] for head in chosen_row]
 
 
-def test_a_key_that_is_no_number_breaks_its_head_alone():
-    layer, keys = Layer(parse("reread:recent=2,sinks=1"), 9), normal(2, 30, 1)
-    keys[0, 0, 11] = torch.nan
-    layer.step(normal(4, 30), keys, normal(2, 30, 2), options=OPTIONS, phase=phase_of(keys))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_key_that_is_no_number_breaks_its_head_alone(dtype, bad):
+    given = [normal(heads, 30, seed).to(dtype) for heads, seed in ((4, 0), (2, 1), (2, 2))]
+    clean, layer = (Layer(parse("reread:recent=2,sinks=1"), 9) for _ in range(2))
+    clean.step(*[x.clone() for x in given], options=OPTIONS, phase=phase_of(given[1]))
+    given[1][0, 0, 11] = bad
+    layer.step(*given, options=OPTIONS, phase=phase_of(given[1]))
     assert [len(head) for row in retained(layer) for head in row] == [9] * 4
-    assert layer.state["again"][1].isfinite().all()
+    assert torch.equal(layer.state["again"][1], clean.state["again"][1])
+
+
+def test_logits_far_above_the_first_reading():
+    """Keys that only the turned queries meet: the sum of exponentials overflows without the largest logit."""
+    rotation = Rotation(torch.tensor([torch.pi / 40]))  # a half turn after 40 positions
+    query, keys = torch.zeros(1, 2, 40, 2), torch.zeros(1, 1, 40, 2)
+    query[..., 0], keys[..., 0] = 30.0, -30.0
+    slots, now = Slots(keys, keys, torch.arange(40).view(1, 1, 40).int()), torch.arange(40)[None]
+    given = {"length": torch.tensor([[40]]), "rotation": rotation, "options": AttentionOptions(scaling=1.0)}
+    backend = kvkeep.backends.choose(torch.device("cpu"), torch.float32)
+    _, _, again = backend.attend_twice(query, slots, now, statistic=Nothing(), **given)
+    torch.testing.assert_close(again, torch.full((1, 1, 40), 1 / 40))
 
 
 LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 61, "intermediate_size": 32}

@@ -18,6 +18,7 @@ from kvkeep.research.calibration.limited import Near, Passage, read
 from kvkeep.research.calibration.losses import Bench, Loss
 from kvkeep.research.calibration.part import Part
 from kvkeep.research.calibration.run import Job, Settings, calibrate, needs
+from kvkeep.runs import Lock
 
 SIZES = {
     "vocab_size": 64,
@@ -336,6 +337,18 @@ def test_a_damaged_file_of_progress_is_refused(writer, tmp_path, content):
     with pytest.raises(kvkeep.InputError), Part.open(path) as part:
         calibrate(job(writer), writer, part)
     assert path.read_bytes() == content
+
+
+def test_progress_that_another_run_removes_in_between_is_not_written_to_nowhere(tmp_path, monkeypatch):
+    path, lock = tmp_path / "p.part", Lock.__init__
+
+    def late(self, target, name):
+        path.unlink()
+        lock(self, target, name)
+
+    monkeypatch.setattr(Lock, "__init__", late)
+    with pytest.raises(kvkeep.InputError, match="has just finished"), Part.open(path):
+        pass
 
 
 def test_a_folder_in_the_place_of_the_progress_is_refused(tmp_path):

@@ -47,10 +47,10 @@ def run(layer, tape, start, stop):
 def same(one, other):
     """Whether two layers hold the same tokens in the same slots, with the same state."""
     held = one.store.positions >= 0
-    ours, theirs = one.block.per_row(), other.block.per_row()
+    ours, theirs = one.block.opened().per_row(), other.block.opened().per_row()
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        if name in one.block.per_slot():
+        if name in one.block.opened().per_slot():
             assert torch.equal(tensor[held], theirs[name][held]), name
         else:
             assert torch.equal(tensor, theirs[name]), name

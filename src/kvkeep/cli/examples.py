@@ -34,6 +34,11 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "kvkeep chat MODEL --memory report.kvkeep": "Talk about a text that was read before",
         "kvkeep chat --list": "List the saved ones",
     },
+    "serve": {
+        "kvkeep serve MODEL --budget 2048 --kv-memory 8GiB": "Answer OpenAI's API at http://127.0.0.1:8000/v1",
+        "kvkeep serve MODEL --host 0.0.0.0 --key-file keys": "For others, who need one of these keys",
+        "kvkeep serve --config server.toml --check": "Check a file of settings",
+    },
     "eval": {
         "kvkeep eval MODEL -o results": "Measure four policies at four budgets",
         "kvkeep eval --tasks recall --limit 5 -o results": "A first look at the embedded model",

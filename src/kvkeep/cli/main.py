@@ -24,6 +24,7 @@ from kvkeep.cli import (
     plan,
     policies,
     remember,
+    serve,
     theory,
     tune,
 )
@@ -50,6 +51,7 @@ app.command("demo", cls=Command, rich_help_panel=_RUN)(demo.demo)
 app.command("generate", cls=Command, rich_help_panel=_RUN)(generate.generate)
 app.command("remember", cls=Command, rich_help_panel=_RUN)(remember.remember)
 app.command("chat", cls=Command, rich_help_panel=_RUN)(chat.chat)
+app.command("serve", cls=Command, rich_help_panel=_RUN, context_settings={"auto_envvar_prefix": "KVKEEP"})(serve.serve)
 app.command("eval", cls=Command, rich_help_panel=_MEASURE)(evaluation.evaluate)
 app.command("tune", cls=Command, rich_help_panel=_MEASURE)(tune.tune)
 app.command("analyze", cls=Command, rich_help_panel=_MEASURE)(analyze.analyze)

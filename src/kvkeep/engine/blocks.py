@@ -1,19 +1,68 @@
-"""The slots of the engine's rows: one block for each layer of the model, shared by sequences of several policies."""
+"""The slots of the engine's rows: one block for each layer of the model, shared by sequences of several policies.
+
+Layers of equal shape lie one after the other in the rows of one block, a stack. So one operation per tensor copies,
+empties or measures a row in all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvkeep.budget import Number
+from kvkeep.errors import BudgetError, ShapeError
 from kvkeep.held import reach, store_for
-from kvkeep.memory import bytes_of
+from kvkeep.memory import Memory, bytes_of
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
-from kvkeep.store import Block, PooledStore, add_state, lacks, pin_row
+from kvkeep.store import (
+    Block,
+    PooledStore,
+    RowCopy,
+    add_state,
+    check_row,
+    check_rows,
+    lacks,
+    pin_row,
+    put_row,
+    put_rows,
+    take_row,
+    take_rows,
+)
 from kvkeep.store.heads import shared
 from kvkeep.types import Slots
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers of equal shape in one block.
+
+    Attributes:
+        block: it has the rows of the first layer, then the rows of the second one, and so on.
+        layers: the numbers of the layers, counted among those with slots.
+        count: rows of each layer.
+    """
+
+    block: Block
+    layers: Sequence[int]
+    count: int
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether heads share a pool; then there is one layer."""
+        return isinstance(self.block.store, PooledStore)
+
+    def of(self, row: int) -> slice:
+        """One row of all layers, among the rows of the block."""
+        return slice(row, None, self.count)
+
+    def parts(self) -> Iterator[tuple[int, Block]]:
+        """The number and the block of each layer. The blocks share the stack's memory."""
+        for place, layer in enumerate(self.layers):
+            yield layer, self.block.part(place * self.count, (place + 1) * self.count)
 
 
 class Blocks:
@@ -29,6 +78,7 @@ class Blocks:
 
     def __init__(self, policy: Policy, like: Sequence[Slots]) -> None:
         self._policy, self._like, self.version = policy, like, 0
+        self._stacks: list[Stack] = []
         self._blocks: list[Block] = []
 
     def __iter__(self) -> Iterator[Block]:
@@ -46,12 +96,24 @@ class Blocks:
     def allocate(self, count: int, budgets: Sequence[Number]) -> None:
         """Allocate ``count`` empty rows with these budgets of the layers."""
         self.version += 1
-        self._blocks = []  # the old memory is freed before new memory is allocated
-        pairs = zip(budgets, self._like, strict=True)
-        self._blocks = [self._block(count, budget, like) for budget, like in pairs]
+        self._blocks, self._stacks = [], []  # the old memory is freed before new memory is allocated
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for layer, (budget, like) in enumerate(zip(budgets, self._like, strict=True)):
+            kinds = ((tensor.shape[1], tensor.shape[3:], tensor.dtype, tensor.device) for tensor in like)
+            pooled = store_for(self._policy, [budget]) is PooledStore
+            alike.setdefault((budget, *kinds, layer if pooled else None), []).append(layer)
+        for layers in alike.values():
+            block = self._block(count * len(layers), budgets[layers[0]], self._like[layers[0]])
+            self._stacks.append(Stack(block, layers, count))
+        self._divide()
+
+    def _divide(self) -> None:
+        """Make the blocks of the layers, after tensors of a stack were replaced or added."""
+        found = dict(pair for stack in self._stacks for pair in stack.parts())
+        self._blocks = [found[layer] for layer in sorted(found)]
 
     def _block(self, count: int, budget: Number, like: Slots) -> Block:
-        """One layer's slots for all rows, empty."""
+        """The slots of some rows, empty."""
         starts = {str(i): 0.0 for i in range(len(self._policy.slots))}  # a new token's state is written with it
         keys, values = (x[:, :, :1].expand(count, -1, -1, -1) for x in (like.keys, like.values))
         store = store_for(self._policy, [budget])
@@ -61,44 +123,102 @@ class Blocks:
 
     def lacks(self, policy: Policy) -> int:
         """The bytes that another policy's state adds to all rows."""
-        return sum(lacks(block, policy.slots, policy.summaries) for block in self)
+        return sum(lacks(stack.block, policy.slots, policy.summaries) for stack in self._stacks)
 
     def begin(self, row: int, policy: Policy, sequence: int) -> None:
         """Empty a row for a sequence under a policy, and add the state that its policy lacks."""
         if self.lacks(policy):
             self.version += 1
-            for block in self:
-                add_state(block, policy.slots, policy.summaries)
-        for block in self:
-            block.sequences[row] = sequence
+            for stack in self._stacks:
+                add_state(stack.block, policy.slots, policy.summaries)
+            self._divide()
+        for stack in self._stacks:
+            stack.block.sequences[stack.of(row)] = sequence
         self.clear(row)
 
     def clear(self, row: int) -> None:
         """Empty a row."""
-        for block in self:
-            block.clear_row(row)
+        for stack in self._stacks:
+            stack.block.clear_row(stack.of(row))
 
     def move(self, source: int, target: int) -> None:
         """Copy a row over another one."""
-        for block in self:
-            block.move_row(source, target)
+        for stack in self._stacks:
+            stack.block.move_row(stack.of(source), stack.of(target))
 
     def pin(self, row: int, pins: Spans) -> None:
         """Protect spans of positions in a row."""
-        if pins and sum(pin_row(block, row, pins) for block in self):
+        if pins and sum(pin_row(stack.block, stack.of(row), pins) for stack in self._stacks):
             self.version += 1
+            self._divide()
 
     def limit(self, row: int, budgets: Sequence[Number]) -> None:
         """Give a row a budget in each layer. A row whose heads share a pool must be empty."""
-        for block, budget in zip(self, budgets, strict=True):
-            if isinstance(block.budget, int) and block.budget != budget:
+        for stack in self._stacks:
+            block, mine, rows = stack.block, [budgets[layer] for layer in stack.layers], stack.of(row)
+            if isinstance(block.budget, int) and any(budget != block.budget for budget in mine):
                 self.version += 1
                 block.budget = block.seen.new_full((len(block.seen), 1), block.budget)
+                self._divide()
             if isinstance(block.budget, Tensor):
-                block.budget[row] = block.budget.new_tensor(budget)
+                each = [[budget] if isinstance(budget, int) else budget for budget in mine]
+                block.budget[rows] = block.budget.new_tensor(each)
                 if isinstance(block.store, PooledStore):
-                    block.store.divide(block.budget[row : row + 1] + 1, slice(row, row + 1))
+                    block.store.divide(block.budget[rows] + 1, rows)
 
-    def under(self, policy: Policy) -> list[Block]:
-        """The blocks as a policy sees them."""
-        return [block.under(policy.slots, policy.summaries) for block in self]
+    def take(self, row: int, policy: Policy, device: torch.device) -> tuple[RowCopy, ...]:
+        """Copy a row of a policy's sequence to a device."""
+        found: dict[int, RowCopy] = {}
+        for stack in self._stacks:
+            block = stack.block.under(policy.slots, policy.summaries)
+            if stack.is_pool:
+                found[stack.layers[0]] = take_row(block, row, device)
+            else:
+                found |= zip(stack.layers, take_rows(block, stack.of(row), device), strict=True)
+        return tuple(found[layer] for layer in sorted(found))
+
+    def check(self, copies: Sequence[RowCopy], policy: Policy) -> None:
+        """Refuse copies of a row that do not fit the blocks as a policy sees them.
+
+        Raises:
+            ShapeError: they belong to another model or policy.
+            BudgetError: heads have budgets of their own, which the policy does not give them.
+        """
+        if len(copies) != len(self._blocks):
+            raise ShapeError(f"The memory of {len(copies)} layers was given to rows of {len(self._blocks)} layers.")
+        for stack in self._stacks:
+            block, mine = stack.block.under(policy.slots, policy.summaries), [copies[layer] for layer in stack.layers]
+            if stack.is_pool:
+                check_row(block, mine[0])
+                continue
+            if any(isinstance(copy.budget, tuple) for copy in mine):
+                raise BudgetError(
+                    f"The memory has a budget for each KV head, and under {policy} all heads of a layer have the same. "
+                    "Use the policy that the memory was made under, or read the text again."
+                )
+            check_rows(block, mine)
+
+    def put(self, row: int, copies: Sequence[RowCopy], policy: Policy) -> None:
+        """Overwrite a row with copies that `check` has accepted, apart from their pins."""
+        self.limit(row, [copy.budget for copy in copies])
+        for stack in self._stacks:
+            block, mine = stack.block.under(policy.slots, policy.summaries), [copies[layer] for layer in stack.layers]
+            if stack.is_pool:
+                put_row(block, row, mine[0])
+            else:
+                put_rows(block, stack.of(row), mine)
+
+    def memory_of(self, row: int) -> Memory:
+        """Bytes of a row in all layers."""
+        return sum((self._row(stack, row).memory() for stack in self._stacks), Memory())
+
+    def lost_of(self, row: int) -> list[Tensor]:
+        """Copies of a row's sums of attention mass in each layer, see `kvkeep.loss`."""
+        found: dict[int, Tensor] = {}
+        for stack in self._stacks:
+            found |= zip(stack.layers, stack.block.lost[stack.of(row)].clone().unbind(), strict=True)
+        return [found[layer] for layer in sorted(found)]
+
+    def _row(self, stack: Stack, row: int) -> Block:
+        """One row of all layers of a stack as a block whose rows are the layers."""
+        return stack.block.over({name: x[stack.of(row)] for name, x in stack.block.per_row().items()})

@@ -9,9 +9,10 @@ chosen. It is then what it would have been under that budget from the start.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -97,6 +98,38 @@ class Cut:
     gone: Float[Tensor, "B Hk"]
 
 
+@Policy.register
+class Watched:
+    """A policy whose step over the end of a prompt is noted before it scores; otherwise it is that policy.
+
+    Args:
+        policy: the policy.
+        note: is given the view, the state before the step, the report, and the state after it.
+    """
+
+    def __init__(self, policy: Policy, note: Callable[[View, State, Report, State], None]) -> None:
+        self._policy, self._note = policy, note
+        self._observed: tuple[State, Report] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def __str__(self) -> str:
+        return str(self._policy)
+
+    def observe(self, state: State, view: View, report: Report) -> State:
+        """The policy's state after a step."""
+        self._observed = state, report
+        return self._policy.observe(state, view, report)
+
+    def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+        """The policy's scores."""
+        assert self._observed is not None
+        (before, report), self._observed = self._observed, None
+        self._note(view, before, report, state)
+        return self._policy.score(view, state)
+
+
 class Trial:
     """Watches a batch of prompts in every layer, and reduces its guarded rows afterwards.
 
@@ -120,22 +153,7 @@ class Trial:
         policy = segment.owner.policy
         if not any(segment.start <= row < segment.stop for row in self._guarded):
             return policy
-        kind = type(policy)
-
-        class Watched(kind):  # type: ignore[misc, valid-type]
-            def observe(self, state: State, view: View, report: Report) -> State:
-                observed[:] = [(state, report)]
-                return policy.observe(state, view, report)
-
-            def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-                trial._note(layer, segment, view, *observed.pop(), state)
-                return policy.score(view, state)
-
-        trial, observed = self, list[tuple[State, Report]]()
-        Watched.__name__, Watched.__module__ = kind.__name__, kind.__module__  # as errors name it
-        watched: Policy = object.__new__(Watched)
-        watched.__dict__.update(policy.__dict__)
-        return watched
+        return cast(Policy, Watched(policy, partial(self._note, layer, segment)))
 
     def _note(self, layer: int, segment: Segment, view: View, before: State, report: Report, after: State) -> None:
         """Note the cuts of one layer.
@@ -191,7 +209,7 @@ class Trial:
 
     def _loss(self, row: int, place: int) -> float | None:
         """The share that one row loses at a smaller budget."""
-        sums = _sums(self._rows, row)
+        sums = self._rows.lost_of(row)
         for layer, (_, gone) in self._of(row, place):
             sums[layer][..., 0] = gone
         return loss.mean(sums).prompt
@@ -199,12 +217,7 @@ class Trial:
 
 def measure(one: Generation, rows: Rows, row: int) -> None:
     """Note the memory of a request, and the attention that its evicted tokens carried, as its row shows them."""
-    one.memory, one.lost = rows.memory_of(row), loss.mean(_sums(rows, row))
-
-
-def _sums(rows: Rows, row: int) -> list[Tensor]:
-    """Copies of one row's sums of attention mass in each layer."""
-    return [block.lost[0].clone() for block in rows.blocks_of(row)]
+    one.memory, one.lost = rows.memory_of(row), loss.mean(rows.lost_of(row))
 
 
 def _kept(policy: Policy, view: View, state: State) -> Bool[Tensor, "B Hk S"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -182,6 +183,7 @@ class Engine(Work):
             SnapshotError: a session cannot be saved. The engine stays open, and the session loses nothing.
         """
         with Uninterrupted(), self._service.turn:
+            self._settle(wait=math.inf)
             for number in list(self._all):
                 self.cancel(number)
             if not self._closed:

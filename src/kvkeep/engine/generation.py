@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
 from kvkeep.engine.stops import StopText
+from kvkeep.engine.writing import Pending
 from kvkeep.loss import LostMass
 from kvkeep.memory import Memory
 from kvkeep.pins import Spans
@@ -53,7 +54,7 @@ class Generation:
         cached: tokens of the prompt that the model need not read, because their memory was there.
         borders: a hash of its prompt's tokens at each border of chunks, once it is needed.
         load: returns the memory that its row begins with; ``None`` for an empty row.
-        keep: takes the memory of its row when it ends well.
+        keep: takes the memory of its row when it ends well; its result may have to wait for the disk.
         left: told when it has ended in any way, and its row is free.
         times: seconds of a clock at which it was ``added``, ``started``, and had its ``first`` and ``last`` token.
     """
@@ -81,7 +82,7 @@ class Generation:
     cached: int = 0
     borders: list[bytes] | None = None
     load: Callable[[], Contents | None] | None = None
-    keep: Callable[[Generation, Contents], None] | None = None
+    keep: Callable[[Generation, Contents], Pending | None] | None = None
     left: Callable[[Generation], None] | None = None
     times: dict[str, float] = field(default_factory=dict)
 

@@ -13,7 +13,10 @@ from kvkeep.cache import BoundedCache
 from kvkeep.hybrid import state_part
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
-from kvkeep.store import Cascade
+from kvkeep.snapshot import Contents
+from kvkeep.snapshot.contents import put_beside, take_beside
+from kvkeep.snapshot.states import StateCopy
+from kvkeep.store import Block, Cascade
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,16 +31,24 @@ class Own:
     cascade: Cascade | None
     states: Mapping[int, Any]
 
+    def take(self, device: torch.device) -> tuple[dict[str, Tensor], dict[int, StateCopy]]:
+        """Copy the memory: `Contents.shared` and `Contents.states`."""
+        return take_beside(0, cascade=self.cascade, states=self.states, device=device)
+
+    def put(self, contents: Contents, like: Block | None) -> None:
+        """Overwrite the memory with that of contents that fit.
+
+        Args:
+            contents: the memory of the sequence.
+            like: the block of the first layer with slots, if there is one.
+        """
+        put_beside(contents, like, 0, rows=1, cascade=self.cascade, states=self.states)
+
     def memory(self) -> Memory:
         """Bytes of the tables and the states. A full cache would hold the states, too."""
         shared = 0 if self.cascade is None else self.cascade.bytes(self.cascade.first)
         held = bytes_of(tensor for layer in self.states.values() for tensor in _tensors(layer))
         return Memory(allocated_bytes=shared + held, state_bytes=shared, full_bytes=held)
-
-
-def beside_slots(own: Own | None) -> dict[str, Any]:
-    """The memory of a row beside its slots, as arguments of `kvkeep.snapshot.take` and `put`."""
-    return {} if own is None else {"cascade": own.cascade, "states": own.states, "cascade_row": 0}
 
 
 def keeps_states(model: Decoder) -> bool:

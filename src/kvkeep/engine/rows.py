@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from kvkeep.budget import Number
 from kvkeep.cache import BoundedCache
 from kvkeep.engine.blocks import Blocks
-from kvkeep.engine.own import Own, beside_slots, probed, states_of
+from kvkeep.engine.own import Own, probed, states_of
 from kvkeep.engine.segments import Owner, Segment, joined, segments
 from kvkeep.handing import HandingLayer, PhasedCache
 from kvkeep.hybrid import beside_state
@@ -20,7 +21,8 @@ from kvkeep.memory import Memory
 from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents, put, take
+from kvkeep.snapshot import Contents
+from kvkeep.snapshot.contents import check_beside
 from kvkeep.store import Block, has_room, inference
 from kvkeep.types import Phase
 
@@ -62,11 +64,9 @@ class Rows:
         positions: str | None = None,
         prefill_chunk: int | None = None,
     ) -> None:
-        self.count = 0
         self._renewals = 0
         self._config = model.config
         self._budget = budget
-        self._most_bytes: int | None = None
         spread = {"layer_budget": layer_budget, "head_budget": head_budget}
         self._options: dict[str, Any] = {**spread, "positions": positions, "prefill_chunk": prefill_chunk}
         self._layouts: dict[Policy, Layout] = {}
@@ -113,10 +113,8 @@ class Rows:
         numbers = self.numbers(policy, self._budget)
         if not all(has_room(block, number, apart) for number, block in zip(numbers, self._blocks, strict=True)):
             return False
-        if self._most_bytes is None:
-            return True
         more = self._blocks.lacks(policy)
-        if not more:
+        if self._most_bytes is None or not more:
             return True
         held = sum(block.memory().allocated_bytes for block in self._blocks) + self.count * self._state_bytes
         return held + more <= self._most_bytes
@@ -143,7 +141,7 @@ class Rows:
             contents: its memory.
 
         Raises:
-            BudgetError: the policy protects more than the budget.
+            BudgetError: the policy protects more than the budget, or does not give heads the budgets of the contents.
             ShapeError: the contents belong to another model or policy.
         """
         policy = self.policy if policy is None else policy
@@ -151,23 +149,25 @@ class Rows:
         pins = spans((*held, *pins))
         self._owners[row] = Owner(policy, bool(pins) and policy.evicts)
         self._own[row] = self._new_own(policy)
-        numbers = self.numbers(policy, budget)
         self._blocks.begin(row, policy, sequence)
-        self._blocks.limit(row, numbers)
-        self._blocks.pin(row, pins)
+        self._blocks.limit(row, self.numbers(policy, budget))
         if contents is not None:
-            self._blocks.limit(row, [layer.budget for layer in contents.layers])
-            put(contents, self._blocks.under(policy), row, **beside_slots(self._own[row]))
-            self._blocks.pin(row, pins)
+            own = self._own[row] or Own(None, {})
+            check_beside(contents, len(self._windows), own.states)
+            self._blocks.check(contents.layers, policy)
+            self._blocks.put(row, contents.layers, policy)
+            own.put(contents, self._blocks[0] if self._windows else None)
+        self._blocks.pin(row, pins)
 
     def limit_row(self, row: int, policy: Policy, budget: int) -> None:
         """Give a row a budget, which holds from the next step on."""
         self._blocks.limit(row, self.numbers(policy, budget))
 
+    @inference
     def take(self, row: int) -> Contents:
         """Copy the memory of a row into main memory."""
-        owner = self._owners[row] or Owner(self.policy)
-        return take(self._blocks.under(owner.policy), row, **beside_slots(self._own[row]), device=torch.device("cpu"))
+        owner, own, main = self._owners[row] or Owner(self.policy), self._own[row] or Own(None, {}), torch.device("cpu")
+        return Contents(self._blocks.take(row, owner.policy, main), *own.take(main))
 
     @inference
     def end(self, row: int) -> None:
@@ -251,9 +251,11 @@ class Rows:
 
     def memory_of(self, row: int) -> Memory:
         """Bytes of one row over all layers."""
-        own = self._own[row]
-        parts = (block.memory() for block in self.blocks_of(row))
-        return sum(parts, Memory() if own is None else own.memory())
+        return self._blocks.memory_of(row) + (self._own[row] or Own(None, {})).memory()
+
+    def lost_of(self, row: int) -> list[Tensor]:
+        """Copies of one row's sums of attention mass in each layer, see `kvkeep.loss`."""
+        return self._blocks.lost_of(row)
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
         """Some rows of all layers, as a cache for the model."""

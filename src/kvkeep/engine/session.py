@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +12,7 @@ from kvkeep.engine.asked import Turn, turn_of
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.interrupts import Uninterrupted
+from kvkeep.engine.lasting import Lasting
 from kvkeep.engine.past import Past
 from kvkeep.engine.request import Event, Request, Result, last_result
 from kvkeep.engine.sampling import Sampling, another_sequence, whole_within
@@ -19,7 +20,7 @@ from kvkeep.engine.service import Box
 from kvkeep.engine.shelf import Shelf, State
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents, Snapshot
+from kvkeep.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from kvkeep.engine.work import Work
@@ -48,9 +49,9 @@ class Session:
         name: str | None = None,
     ) -> None:
         self.name, self.sequence, (self.policy, self.budget) = name, sequence, settled
-        self._work, self._shelf, self._state = work, shelf, state
+        self._work, self._shelf = work, shelf
+        self._lasting = Lasting(work._admission, shelf, state, settled, sequence=sequence, name=name)
         self._running: Generation | None = None
-        self._messages: tuple[Mapping[str, str], ...] = ()
         self._queue: deque[Generation] = deque()
         self._forks, self._closed = 0, False
 
@@ -74,6 +75,11 @@ class Session:
     def running(self) -> bool:
         """Whether a turn runs or waits."""
         return self._running is not None
+
+    @property
+    def _state(self) -> State:
+        """The session after its last finished turn."""
+        return self._lasting.state
 
     def send(self, asked: Turn, sampling: Sampling | None = None) -> Iterator[Event]:
         """Continue the conversation, and yield the answer's tokens as they come.
@@ -150,7 +156,8 @@ class Session:
             if self._running is not None:
                 raise InputError("A turn of the session is running. Wait for its end, or cancel it, before you rewind.")
             self._work._admission.settle(self.policy, self.budget, snapshot)
-            self._keep_state(Past.of(snapshot), snapshot)
+            if (pending := self._lasting.go_on(Past.of(snapshot), snapshot)) is not None:
+                pending.finish()
 
     def save(self) -> None:
         """Write the memory of a named session to the engine's ``session_dir``. `close` does it as well.
@@ -158,9 +165,15 @@ class Session:
         Raises:
             SnapshotError: it cannot be written; an older file stays as it was.
         """
-        with Uninterrupted(), self._work._service.turn:
-            if self.name is not None and self._state.kept is not None:
-                self._shelf.write(self._state.kept)
+        while True:
+            with Uninterrupted(), self._work._service.turn:
+                if (move := self._lasting.write()) is None:
+                    return
+            move.writing.join()  # others step the engine meanwhile
+            with Uninterrupted(), self._work._service.turn:
+                self._shelf.wrote(move)
+                if self._shelf.folder is not None:
+                    self._shelf.folder.sync()
 
     def close(self, *, delete: bool = False) -> None:
         """Cancel all turns and give the memory up. A named session is saved, so that it can be opened again.
@@ -172,16 +185,19 @@ class Session:
             SnapshotError: the memory cannot be written. The session stays open and loses nothing.
         """
         with Uninterrupted(), self._work._service.turn:
+            self._cancel()
+        if not delete:
+            self.save()
+        with Uninterrupted(), self._work._service.turn:
             if self._closed:
                 return
-            waiting, self._queue = self._queue, deque()
-            for one in (*waiting, *filter(None, (self._running,))):
-                self._work.cancel(one.id)
+            self._cancel()
             if not delete:
-                self.save()
+                self.save()  # of a turn that came in between
             elif self.name is not None:
                 self._shelf.remove(self.name)
-            self._closed, self._state = True, State(Past())
+            self._shelf.give_up(self._state.kept)
+            self._closed, self._lasting.state = True, State(Past())
             self._work._sessions.leave(self)
 
     def __enter__(self) -> Session:
@@ -205,11 +221,15 @@ class Session:
 
     def _fork(self) -> Session:
         self._forks += 1
-        kept, seed = self._state.kept, another_sequence(self.sequence, self._forks)
-        if kept is not None and kept.name is not None:  # its file will be overwritten by later turns of this session
-            kept = self._shelf.keep(self._shelf.load(kept))
-        own = replace(self._state, kept=kept), (self.policy, self.budget)
-        return Session(self._work, self._shelf, *own, sequence=seed)
+        own, seed = (self.policy, self.budget), another_sequence(self.sequence, self._forks)
+        return Session(self._work, self._shelf, self._lasting.fork(), own, sequence=seed)
+
+    def _cancel(self) -> None:
+        """Cancel all turns but the ones whose end has come."""
+        self._work._settle(wait=math.inf)
+        waiting, self._queue = self._queue, deque()
+        for one in (*waiting, *filter(None, (self._running,))):
+            self._work.cancel(one.id)
 
     def _check_open(self) -> None:
         """Refuse to go on after `close`.
@@ -251,36 +271,14 @@ class Session:
         request = replace(one.request, policy=self.policy, budget=self.budget, sequence=sequence, pins=pins)
         made = work._admission.check(request, one.id, past)
         made.times, made.reads, made.left = one.times, one.reads, one.left
-        made.load, made.keep = self._load, self._keep
-        self._messages = work._admission.words.messages_of(request, past)
+        made.load, made.keep = self._lasting.load, self._lasting.keep
+        self._lasting.messages = work._admission.words.messages_of(request, past)
         return made
 
     def _start(self, one: Generation) -> None:
         """Let a turn wait for a row."""
         self._running = self._work._all[one.id] = one
         self._work._scheduler.waiting.append(one)
-
-    def _load(self) -> Contents | None:
-        """The memory with which a turn begins, if it belongs to the model as it is now."""
-        if (kept := self._state.kept) is None:
-            return None
-        snapshot = self._shelf.load(kept)
-        snapshot.fingerprint.check(self._work._admission.fingerprint(self.policy, self.budget))
-        return snapshot.contents
-
-    def _keep(self, one: Generation, contents: Contents) -> None:
-        """Take over the memory of a turn that has ended well."""
-        ids = array("i", (*one.prompt, *one.token_ids))
-        n, said = contents.seen, one.tail.text if one.tail else ""
-        answered = (*self._state.past.messages, *self._messages, {"role": "assistant", "content": said})
-        past = Past(ids[:n], tuple(ids[n:]), answered if self._messages else ()).held_in(contents)
-        fingerprint = self._work._admission.fingerprint(self.policy, self.budget)
-        self._keep_state(past, Snapshot(contents, fingerprint, past.tokens))
-
-    def _keep_state(self, past: Past, snapshot: Snapshot) -> None:
-        """Go on from a memory. If there is no room for it, the session stays as it is."""
-        snapshot = replace(snapshot, note={**past.note, "sequence": self.sequence})
-        self._state = State(past, self._shelf.keep(snapshot, self.name, instead=self._state.kept))
 
     def _left(self, one: Generation) -> None:
         """Let the next turn begin after one has ended."""

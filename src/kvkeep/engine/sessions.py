@@ -102,7 +102,7 @@ class Sessions:
         state = State(Past(), pins=pins)
         if memory is not None:
             past = Past.of(memory)
-            state = State(past, kept or self._shelf.keep(memory, name), pins)
+            state = State(past, kept or self._shelf.keep_now(memory, name), pins)
         session = Session(work, self._shelf, state, settled, sequence=seed, name=name)
         if name is not None:
             self._named[name] = session

@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from kvkeep.engine.folder import Folder, remove
 from kvkeep.engine.past import Past
 from kvkeep.engine.sampling import whole_within
+from kvkeep.engine.writing import Writing
 from kvkeep.errors import InputError
 from kvkeep.pins import Spans
-from kvkeep.runs import Lock, in_full
+from kvkeep.runs import in_full
 from kvkeep.snapshot import Snapshot
 
-SUFFIX = ".kvkeep"
-_UNNAMED = ".unnamed-{}" + SUFFIX
 _LONGEST = 200
 """Bytes of a name; file systems take 255 with what is added."""
 
@@ -31,12 +32,16 @@ class Kept:
         nbytes: its bytes in main memory.
         held: the memory, while it is in main memory.
         path: its file, once it is written.
+        spare: a file of its own, which goes with it.
+        current: whether its session goes on from it; only then does it take the place of the session's older file.
     """
 
     name: str | None
     nbytes: int
     held: Snapshot | None = None
     path: Path | None = None
+    spare: Path | None = None
+    current: bool = False
 
     def snapshot(self) -> Snapshot:
         """Return the memory.
@@ -48,6 +53,13 @@ class Kept:
             return self.held
         assert self.path is not None
         return Snapshot.load(self.path)
+
+
+class Move(NamedTuple):
+    """Memories on their way to the disk."""
+
+    memories: Sequence[Kept]
+    writing: Writing[Kept]
 
 
 @dataclass(frozen=True)
@@ -84,37 +96,62 @@ class Shelf:
                 f"session_memory={most_bytes} leaves sessions beyond it no place: give a `session_dir` for them, too."
             )
         self._most_bytes = most_bytes
-        self.folder = None if folder is None else _Folder(in_full(folder))
+        self.folder = None if folder is None else Folder(in_full(folder))
         self._used: dict[int, weakref.ref[Kept]] = {}
         self._clock = itertools.count()
+        self._writing: Writing[Kept] | None = None
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all memories in main memory."""
         return sum(kept.nbytes for kept in self._in_memory())
 
-    def keep(self, snapshot: Snapshot, name: str | None = None, *, instead: Kept | None = None) -> Kept:
-        """Keep a memory in main memory, and write others to the disk if there is not room for all.
+    def keep_now(self, snapshot: Snapshot, name: str | None = None) -> Kept:
+        """Keep a memory as `keep` does, and wait until there is room for it.
+
+        Raises:
+            SnapshotError: the disk is full. Nothing is lost, but the memory is not kept.
+        """
+        kept, move = self.keep(snapshot, name)
+        self.settle(move)
+        self.adopt(kept)
+        return kept
+
+    def keep(
+        self, snapshot: Snapshot, name: str | None = None, *, instead: Kept | None = None
+    ) -> tuple[Kept, Move | None]:
+        """Begin to keep a memory, and to move others to the disk if there is not room for all.
 
         Args:
             snapshot: the memory.
             name: of its session.
             instead: a memory that is given up for it.
 
-        Raises:
-            SnapshotError: the disk is full. Nothing is lost, but the memory is not kept.
+        Returns:
+            The memory, and the move that makes room for it, which must be settled before the memory is used.
         """
         kept = Kept(name, snapshot.nbytes, snapshot)
         self._touch(kept)
-        self._make_room(spared=instead)
-        return kept
+        leaving = self._leaving(spared=instead)
+        return kept, self._move(leaving) if leaving else None
+
+    def settle(self, move: Move | None) -> None:
+        """Wait until memories are on the disk, and give up their main memory.
+
+        Raises:
+            SnapshotError: a file cannot be written. Nothing is lost.
+        """
+        if move is not None:
+            self.wrote(move)
+            for kept in move.memories:
+                kept.held = None
 
     def open(self, name: str) -> Kept | None:
         """Return the memory that was written under a name; ``None`` if there is none."""
         path = None if self.folder is None else self.folder.path_of(name)
         if path is None or not path.exists():
             return None
-        return Kept(name, Snapshot.load(path).nbytes, path=path)
+        return Kept(name, Snapshot.load(path).nbytes, path=path, current=True)
 
     def load(self, kept: Kept) -> Snapshot:
         """Return a memory, which counts as a use of it.
@@ -126,22 +163,52 @@ class Shelf:
             self._touch(kept)
         return kept.snapshot()
 
-    def write(self, kept: Kept) -> None:
-        """Write a memory to the disk, unless it is there. It stays in main memory as well.
+    def write(self, kept: Kept) -> Move | None:
+        """Begin to write a memory to the disk; ``None`` if it is there, or no folder is. Then call `wrote`."""
+        return self._move([kept]) if self.folder and kept.path is None and kept.held is not None else None
+
+    def wrote(self, move: Move) -> None:
+        """Wait for files, and put them in their places. The memories stay in main memory as well.
 
         Raises:
-            SnapshotError: the file cannot be written; an older file of that name stays as it was.
+            SnapshotError: a file cannot be written; an older file of that name stays as it was.
         """
-        if kept.path is None and kept.held is not None and self.folder is not None:
-            kept.path = self.folder.write(kept)
+        move.writing.join()
+        if move.writing.error is not None:
+            raise move.writing.error
+        for kept in move.memories:
+            self._place(kept)
+
+    def adopt(self, kept: Kept, instead: Kept | None = None) -> None:
+        """Note that a session goes on from a memory, instead of another one.
+
+        Raises:
+            SnapshotError: it is on the disk, and there is something else in the place of the session's file.
+        """
+        kept.current = True
+        try:
+            if kept.path is not None:
+                self._place(kept)
+        except BaseException:
+            kept.current = False
+            raise
+        if instead is not None:
+            instead.current = False
+
+    def give_up(self, kept: Kept | None) -> None:
+        """Note that no session goes on from a memory."""
+        if kept is not None:
+            kept.current = False
 
     def remove(self, name: str) -> None:
         """Remove the file of a name, if there is one."""
         if self.folder is not None:
-            _remove(self.folder.path_of(name))
+            remove(self.folder.path_of(name))
 
     def close(self) -> None:
-        """Let others use the folder."""
+        """Let others use the folder, after everything is written."""
+        if self._writing is not None:
+            self._writing.join()
         if self.folder is not None:
             self.folder.close()
 
@@ -155,73 +222,37 @@ class Shelf:
         found = (ref() for ref in list(self._used.values()))
         return [kept for kept in found if kept is not None and kept.held is not None]
 
-    def _make_room(self, spared: Kept | None) -> None:
-        """Move memories to the disk until the others fit."""
+    def _leaving(self, spared: Kept | None) -> list[Kept]:
+        """The memories that must leave main memory, so that the others fit."""
         if self._most_bytes is None:
-            return
-        waiting = [kept for kept in self._in_memory() if kept is not spared]
-        held = sum(kept.nbytes for kept in waiting)
-        for kept in waiting:
+            return []
+        found, leaving = [kept for kept in self._in_memory() if kept is not spared], []
+        held = sum(kept.nbytes for kept in found)
+        for kept in found:
             if held <= self._most_bytes:
-                return
-            self.write(kept)
-            kept.held = None
+                break
+            leaving.append(kept)
             held -= kept.nbytes
+        return leaving
 
+    def _move(self, memories: Sequence[Kept]) -> Move:
+        """Begin to write memories, after those that are being written."""
+        assert self.folder is not None
+        self._writing = Writing(memories, self.folder.write, self._writing)
+        return Move(memories, self._writing)
 
-class _Folder:
-    """A folder of memories, one file for each, used by one engine at a time."""
+    def _place(self, kept: Kept) -> None:
+        """Note the file of a memory that was written. It takes the place of the older file of its session.
 
-    def __init__(self, path: Path) -> None:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = Lock(path, str(path))
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise InputError(f"The session folder {path} cannot be used: {why}. Give another `session_dir`.") from error
-        except InputError as error:
-            raise InputError(
-                f"Another engine uses the session folder {path}, and two would overwrite each other's sessions. Close "
-                "it first, or give each a `session_dir` of its own."
-            ) from error
-        self.path, self._numbers = path, itertools.count()
-        self._end = weakref.finalize(self, self._lock.release)
-        self._remove_leftovers()
-
-    def path_of(self, name: str) -> Path:
-        """The file of a session with a name."""
-        return self.path / f"{name}{SUFFIX}"
-
-    def names(self) -> list[str]:
-        """The names of the sessions that have a file, in order."""
-        found = (path.name.removesuffix(SUFFIX) for path in self.path.glob(f"*{SUFFIX}"))
-        return sorted(name for name in found if not name.startswith("."))
-
-    def write(self, kept: Kept) -> Path:
-        """Write a memory and return its file. A file of a memory without a name is removed together with it."""
-        assert kept.held is not None
-        own = kept.name is None
-        path = self.path / _UNNAMED.format(next(self._numbers)) if own else self.path_of(str(kept.name))
-        kept.held.save(path)
-        if own:
-            weakref.finalize(kept, _remove, path)
-        return path
-
-    def close(self) -> None:
-        """Let others use the folder."""
-        self._remove_leftovers()
-        self._end()
-
-    def _remove_leftovers(self) -> None:
-        """Remove the files of sessions without a name, and parts of files of a process that was killed."""
-        for pattern in (_UNNAMED.format("*"), f".*{SUFFIX}.*.new"):
-            for path in self.path.glob(pattern):
-                _remove(path)
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
+        Raises:
+            SnapshotError: there is something else.
+        """
+        assert self.folder is not None
+        path = kept.path or kept.spare
+        assert path is not None
+        if kept.current and kept.name is not None and path != self.folder.path_of(kept.name):
+            path = self.folder.publish(path, kept.name)
+        kept.path = path
 
 
 def check_name(name: object) -> str:

@@ -15,6 +15,7 @@ from kvkeep.engine.batch import Run
 from kvkeep.engine.choice import measure
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.interrupts import Guard, Uninterrupted
+from kvkeep.engine.parked import Parked
 from kvkeep.engine.prefixes import Prefixes
 from kvkeep.engine.request import Event, Result
 from kvkeep.engine.rows import Rows
@@ -23,11 +24,15 @@ from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.service import Box, Service
 from kvkeep.engine.sessions import Sessions
 from kvkeep.engine.twins import Twins
+from kvkeep.engine.writing import Pending
 from kvkeep.errors import InputError, NoNumbersError
 from kvkeep.models.device import reason_of
 from kvkeep.snapshot import Contents
 
 _log = logging.getLogger(__name__)
+
+_A_MOMENT = 0.01
+"""Seconds for which a step without any run waits for the disk."""
 
 
 class Work:
@@ -60,6 +65,7 @@ class Work:
         self._schedule = partial(Scheduler, chunk=chunk, decode_every=decode_every, mixed_tokens=mixed_tokens)
         self._all: dict[int, Generation] = {}
         self._unreported: list[Event] = []
+        self._parked = Parked()
         self._twins = Twins()
         self._count, self._closed = 0, False
         self._service = Service()
@@ -102,6 +108,7 @@ class Work:
             one = self._all.get(number)
             if one is None:
                 return None
+            self._parked.drop(number)
             one.finish("cancelled")
             self._let_go(one)
             self._service.deliver(Event(number, None, "", result := one.result()))
@@ -133,10 +140,16 @@ class Work:
             self._service.sweep(self.cancel)
             with Guard(self._recover, self._scheduler.beginning):
                 self._admit()
-            for run in self._scheduler.plan():
+            for run in (runs := self._scheduler.plan()):
                 with Guard(self._recover, partial(getattr, run, "requests")):
                     self._advance(run)
+            self._settle(wait=0.0 if runs else _A_MOMENT)
             self._service.sweep(self.cancel)
+
+    def _settle(self, *, wait: float) -> None:
+        """Report the turns whose memories are on the disk, or cannot be written; see `Parked.ready`."""
+        for one, event in self._parked.ready(wait):
+            self._conclude(one, event)
 
     def _report(self, event: Event) -> None:
         """Hand an event to the listener of its request; without one the next `step` returns it."""
@@ -213,29 +226,46 @@ class Work:
         event = Event(one.id, None, "") if one.reads else one.take(token)
         if one.reads:
             one.finish("length")
-        if one.finish_reason:
-            self._end(one)
-            event = replace(event, result=one.result())
-        self._report(event)
+        if not one.finish_reason:
+            self._report(event)
+        elif (pending := self._end(one)) is None:
+            self._conclude(one, event)
+        else:
+            self._parked.add(one, event, pending)
 
-    def _end(self, one: Generation) -> None:
-        """End a request that has all of its tokens. If its memory cannot be kept, the request ends with an error."""
+    def _end(self, one: Generation) -> Pending | None:
+        """Free the row of a request that has all of its tokens. If its memory cannot be kept, it ends with an error.
+
+        Returns:
+            What its result must wait for.
+        """
+        pending = None
         try:
             if one.row is not None:
                 measure(one, self._rows, one.row)
             if one.keep and one.row is not None:
-                one.keep(one, self._rows.take(one.row))
+                pending = one.keep(one, self._rows.take(one.row))
         except Exception as error:
             one.finish("error", reason_of(error))
-        self._let_go(one)
+        self._free(one)
+        return pending
 
-    def _let_go(self, one: Generation) -> None:
-        """Free the row of a request, or its place in the queue, and forget the request."""
+    def _conclude(self, one: Generation, event: Event) -> None:
+        """Forget a request, and report its last event with its result."""
+        self._let_go(one)
+        self._report(replace(event, result=one.result()))
+
+    def _free(self, one: Generation) -> None:
+        """Free the row of a request, or its place in the queue."""
         if one.row is not None:
             self._rows.end(one.row)
         self._scheduler.leave(one)
         if (heir := self._twins.leave(one)) is not None:
             self._scheduler.waiting.appendleft(heir)
+
+    def _let_go(self, one: Generation) -> None:
+        """Forget a request, and free its row or its place in the queue."""
+        self._free(one)
         if self._all.pop(one.id, None) is not None and one.left:
             one.left(one)
 

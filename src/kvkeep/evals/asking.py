@@ -91,7 +91,7 @@ def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, 
         options.seed * 1_000_003 + number,
         n_facts=options.facts,
         n_questions=each,
-        tokens=context - len(prompt_of(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
+        tokens=context - len(encoded(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
         depths=[options.depths[(number * each + i) % len(options.depths)] for i in range(each)]
         if options.depths
         else (),
@@ -99,7 +99,7 @@ def _about(checkpoint: Checkpoint, options: Options, number: int, context: int, 
         style=options.documents,
         count=lambda text: count_tokens(checkpoint, text),
     )
-    ids = [prompt_of(checkpoint, wording, made.text, ending_of(item)) for item in made.questions]
+    ids = [encoded(checkpoint, wording, made.text, ending_of(item)) for item in made.questions]
     text = _text_tokens(checkpoint, wording, made, ids)
     return [
         Prompted(item, own, text if options.ask == "later" else len(own) - 1, number, i)
@@ -136,7 +136,7 @@ def _text_tokens(
     checkpoint: Checkpoint, wording: Wording, made: Document, prompts: Sequence[Int[torch.Tensor, "_"]]
 ) -> int:
     """Number of tokens before the questions: those that all prompts share with one in which other words follow."""
-    other = prompt_of(checkpoint, wording, f"{made.text} ;", ending_of(made.questions[0]))
+    other = encoded(checkpoint, wording, f"{made.text} ;", ending_of(made.questions[0]))
     return min(_shared(other, ids) for ids in prompts)
 
 
@@ -146,7 +146,7 @@ def _shared(one: Int[torch.Tensor, " n"], two: Int[torch.Tensor, " m"]) -> int:
     return int((one[:size] != two[:size]).nonzero()[0])
 
 
-def prompt_of(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Int[torch.Tensor, " n"]:
+def encoded(checkpoint: Checkpoint, wording: Wording, text: str, ending: str) -> Int[torch.Tensor, " n"]:
     """The prompt of a text and a question."""
     if wording == "embedded":
         return encode(checkpoint, f"{text} {ending}")[0]

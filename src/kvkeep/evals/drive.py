@@ -74,11 +74,11 @@ class Setup:
         Raises:
             UnsupportedModelError: slot positions were asked for, and the model cannot have them.
         """
-        rule = policy.defaults.layer_budget
+        rule, own = policy.defaults.layer_budget, "its own" if policy.spreads else "uniform"
         found = {
             "positions": (_mode(checkpoint, self.positions, policy), _mode(checkpoint, None, policy)),
             "layer-budget": (_rule(self.layer_budget or rule), _rule(rule)),
-            "head-budget": (str(self.head_budget), str(None)),
+            "head-budget": (self.head_budget or own, own),
             "prefill-chunk": (str(self.prefill_chunk), str(None)),
         }
         return ",".join(f"{name}={asked}" for name, (asked, own) in found.items() if asked != own)

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kvkeep.models.packed import PackedLinear
+
 NAMES = ("o_proj", "out_proj", "c_proj", "dense", "wo", "proj_out", "proj")
 """Names of the projection in models of transformers. Its shape is checked as well."""
 
@@ -68,7 +70,9 @@ def _candidates(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _readable(linear: nn.Module) -> bool:
-    """Whether the weights are a plain matrix of numbers that is in memory."""
+    """Whether the weights are a matrix of numbers that is in memory, plain or packed."""
+    if isinstance(linear, PackedLinear):
+        return True
     weight = getattr(linear, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
         return False
@@ -77,6 +81,8 @@ def _readable(linear: nn.Module) -> bool:
 
 def _taken(linear: nn.Module) -> int:
     """The number of inputs."""
+    if isinstance(linear, PackedLinear):
+        return linear.in_features
     weight = linear.weight
     assert isinstance(weight, Tensor)
     return int(weight.shape[0] if _stands(linear) else weight.shape[1])
@@ -100,10 +106,9 @@ def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E
 
     It is worked out anew only when the weights have changed.
     """
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
+    weight = None if isinstance(linear, PackedLinear) else linear.weight  # packed ones never change
     counted = isinstance(weight, nn.Parameter) and not weight.is_inference()
-    key = (heads, groups, weight.data_ptr(), weight._version) if counted else (heads, groups)
+    key = (heads, groups, weight.data_ptr(), weight._version) if counted and weight is not None else (heads, groups)
     known = _factors.get(linear)
     if known is None or known[0] != key:
         summed = _weights(linear, heads).double().unflatten(0, (groups, -1)).sum(dim=1)

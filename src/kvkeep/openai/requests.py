@@ -7,7 +7,6 @@ and so are others whose value asks for nothing, such as ``"tools": []``. ``null`
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Any, TypeAlias
 
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
+from kvkeep.openai.messages import ParameterError, messages_of, short, whole_text
+from kvkeep.pins import spans
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MOST_CHOICES = 128
@@ -26,11 +27,12 @@ Prompt: TypeAlias = str | list[int] | list[dict[str, str]]
 _WHOLE, _NUMBER, _FLAG, _TEXT = (int,), (int, float), (bool,), (str,)
 _COMMON: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("max_tokens", "n", "seed", "top_k", "budget"), _WHOLE),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "guard"), _NUMBER),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NUMBER),
     **dict.fromkeys(("stream", "ignore_eos"), _FLAG),
     **dict.fromkeys(("model", "policy", "user"), _TEXT),
     "stop": (str, list),
+    "pins": (list,),
     **dict.fromkeys(("logit_bias", "stream_options"), (dict,)),
 }
 _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
@@ -64,22 +66,19 @@ _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "suffix": ("",),
 }
-_SAME = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "policy", "budget")
+_SAME = (
+    "temperature",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "policy",
+    "budget",
+    "guard",
+)
 _OPTIONS = {**{name: name for name in _SAME}, "ignore_eos": "ignore_end"}
 _OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Values with which a parameter leaves all tokens to be drawn."""
-
-
-class ParameterError(InputError):
-    """A parameter of a body cannot be read or honoured.
-
-    Attributes:
-        param: its name.
-    """
-
-    def __init__(self, param: str, reason: str):
-        super().__init__(f"the parameter {param} {reason}")
-        self.param = param
 
 
 @dataclass(frozen=True)
@@ -124,16 +123,16 @@ def read(url: str, body: object, *, honoured: Collection[str] = ()) -> Asked:
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         _check(name, value, _TYPES[url], honoured)
-    prompts = (_messages(given),) if url == CHAT else _prompts(given)
+    prompts = (messages_of(given),) if url == CHAT else _prompts(given)
     n = given.get("n", 1)
     if not 1 <= n * len(prompts) <= MOST_CHOICES:
-        raise ParameterError("n", f"asks for {_short(n * len(prompts))} texts; there may be 1 to {MOST_CHOICES}")
+        raise ParameterError("n", f"asks for {short(n * len(prompts))} texts; there may be 1 to {MOST_CHOICES}")
     if given.get("best_of", n) != n:
         raise ParameterError("best_of", "is not n; all texts that are drawn are returned")
     length, spelling = _length(given)
     same = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     shares, unset = _shares(given)
-    options = length | same | shares | _stop(given) | _biases(given) | _logprobs(url, given)
+    options = length | same | shares | _stop(given) | _biases(given) | _logprobs(url, given) | _pins(given)
     return Asked(url, prompts, n, options, unset, spelling, given.get("model"))
 
 
@@ -154,56 +153,11 @@ def _check(name: str, value: object, types: Mapping[str, tuple[type, ...]], hono
         raise ParameterError(name[:80], f"is unknown; {f'perhaps {alike[0]}' if alike else 'leave it out'}")
     wanted = types[name]
     if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-        raise ParameterError(name, f"is {_short(value)} and not {_IN_WORDS.get(wanted[-1], 'an object')}")
+        raise ParameterError(name, f"is {short(value)} and not {_IN_WORDS.get(wanted[-1], 'an object')}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise ParameterError(name, "is too large a number")
     if name not in honoured and name in _ASKS_FOR_NOTHING and value not in _ASKS_FOR_NOTHING[name]:
-        raise ParameterError(name, f"cannot be {_short(value)} here; leave it out")
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
-
-
-def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
-    if not given.get("messages"):
-        raise ParameterError("messages", "has no message")
-    return [_message(f"messages[{place}]", message) for place, message in enumerate(given["messages"])]
-
-
-def _message(name: str, message: object) -> dict[str, str]:
-    """A message with its role and its text. The role of a developer is the system's by another name."""
-    found = {} if not isinstance(message, dict) else {k: v for k, v in message.items() if v is not None}
-    if not isinstance(found.get("role"), str) or "content" not in found:
-        raise ParameterError(name, 'is not like {"role": "user", "content": "a text"}')
-    if found["role"] not in ("system", "developer", "user", "assistant"):
-        raise ParameterError(f"{name}.role", f"is {_short(found['role'])}; there are system, user and assistant")
-    for other in found.keys() - {"role", "content"}:
-        if found[other] != []:
-            raise ParameterError(f"{name}.{other[:80]}", "cannot be told to the model; leave it out")
-    role = "system" if found["role"] == "developer" else found["role"]
-    return {"role": role, "content": _content(f"{name}.content", found["content"])}
-
-
-def _content(name: str, content: object) -> str:
-    """The text of a message, which may come in parts."""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list):
-        raise ParameterError(name, "is no text and no list of parts")
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ParameterError(name, "has a part that is no text; only texts are read")
-    return _whole(name, "".join(part["text"] for part in parts))
-
-
-def _whole(name: str, text: str) -> str:
-    """A text, after a check that it has no half of a character, such as ``"\\ud83d"``."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ParameterError(name, "has half of a character") from error
-    return text
+        raise ParameterError(name, f"cannot be {short(value)} here; leave it out")
 
 
 def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
@@ -217,7 +171,7 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | list[int], ...]:
             raise ParameterError("prompt", "is an empty text")
         if not isinstance(one, str) and not (one and _are_ids(one)):
             raise ParameterError("prompt", "is no text, no list of texts, and no list of token ids")
-    return tuple(_whole("prompt", one) if isinstance(one, str) else one for one in prompts)
+    return tuple(whole_text("prompt", one) if isinstance(one, str) else one for one in prompts)
 
 
 def _are_ids(value: object) -> bool:
@@ -240,7 +194,15 @@ def _stop(given: Mapping[str, Any]) -> dict[str, Any]:
     texts = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
     if not all(isinstance(text, str) and text for text in texts):
         raise ParameterError("stop", "has an entry that is no text, or empty")
-    return {"stop": [_whole("stop", text) for text in texts]}
+    return {"stop": [whole_text("stop", text) for text in texts]}
+
+
+def _pins(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The option for spans of the prompt that are never evicted, ``[[start, stop], …]``."""
+    try:
+        return {"pins": [list(span) for span in spans(given["pins"])]} if "pins" in given else {}
+    except InputError as error:
+        raise ParameterError("pins", f"is refused: {error}") from error
 
 
 def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,9 +212,9 @@ def _biases(given: Mapping[str, Any]) -> dict[str, Any]:
     found: Mapping[str, object] = given["logit_bias"]
     for token, added in found.items():
         if not re.fullmatch("[0-9]{1,9}", token, re.ASCII):
-            raise ParameterError("logit_bias", f"has {_short(token)} in place of a token id")
+            raise ParameterError("logit_bias", f"has {short(token)} in place of a token id")
         if isinstance(added, bool) or not isinstance(added, int | float) or not -100 <= added <= 100:
-            raise ParameterError("logit_bias", f"adds {_short(added)} to a logit; give a number from -100 to 100")
+            raise ParameterError("logit_bias", f"adds {short(added)} to a logit; give a number from -100 to 100")
     return {"logit_bias": {int(token): added for token, added in found.items()}}
 
 
@@ -265,7 +227,7 @@ def _logprobs(url: str, given: Mapping[str, Any]) -> dict[str, int]:
         if count and not wanted:
             raise ParameterError(name, "has no effect without logprobs: true")
     if not 0 <= count <= 20:
-        raise ParameterError(name, f"is {_short(count)}, and there are 0 to 20")
+        raise ParameterError(name, f"is {short(count)}, and there are 0 to 20")
     return {"logprobs": count} if wanted else {}
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kvkeep.errors import PolicyError
 
+_REMEDY = "Pass a calibration that the official code of TriAttention has written."
+
 
 @dataclass(frozen=True, eq=False)
 class Means:
@@ -59,11 +61,13 @@ def heads_of(path: str) -> dict[tuple[int, int], Means]:
     Raises:
         PolicyError: the file cannot be read, or is none of TriAttention's.
     """
+    if not Path(path).expanduser().is_file():
+        raise PolicyError(f"calibration={path}: there is no such file. Leave it out for the prompt's own queries.")
     try:
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(Path(path).expanduser(), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch raises for a file that it did not write
-        raise PolicyError(f"calibration={path}: the file cannot be read ({type(error).__name__}).") from error
+        raise PolicyError(f"calibration={path}: torch cannot read this file. {_REMEDY}") from error
     found = {}
     try:
         for name, entry in content["stats"].items():
@@ -76,7 +80,7 @@ def heads_of(path: str) -> dict[tuple[int, int], Means]:
             found[layer, head] = Means(query, excess)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise PolicyError(
-            f"calibration={path}: this is no calibration of TriAttention, which has the figures q_mean_real, "
-            "q_mean_imag and q_abs_mean for each head (layer00_head00)."
+            f"calibration={path}: the file lacks q_mean_real, q_mean_imag or q_abs_mean of a head, or they are no "
+            f"finite numbers. {_REMEDY}"
         ) from error
     return found

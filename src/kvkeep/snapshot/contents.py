@@ -56,27 +56,37 @@ def take(
     *,
     cascade: Cascade | None = None,
     states: Mapping[int, object] | None = None,
-    cascade_row: int | None = None,
-    device: torch.device | None = None,
 ) -> Contents:
     """Copy one row out of all layers. The row can go on; nothing that happens to it changes the copy.
 
     Args:
-        blocks: the block of each layer with slots. Blocks whose state has general names must be seen through
-            `Block.under`, so that names and number of the state tensors are the policy's.
+        blocks: the block of each layer with slots.
         row: which row.
         cascade: the tables that the layers share.
         states: transformers' layers with a state, by their number in the model.
-        cascade_row: the row's number in tables and states, where these belong to fewer rows; by default ``row``.
-        device: where the copy shall be; by default the blocks' device.
     """
-    beside = row if cascade_row is None else cascade_row
-    tables = {} if cascade is None else cascade.take_row(beside)
-    return Contents(
-        tuple(take_row(block, row, device) for block in blocks),
-        {name: table.to(device or table.device) for name, table in tables.items()},
-        {number: take_state(layer, beside, device) for number, layer in (states or {}).items()},
-    )
+    layers = tuple(take_row(block, row) for block in blocks)
+    return Contents(layers, *take_beside(row, cascade=cascade, states=states))
+
+
+def take_beside(
+    row: int,
+    *,
+    cascade: Cascade | None = None,
+    states: Mapping[int, object] | None = None,
+    device: torch.device | None = None,
+) -> tuple[dict[str, Tensor], dict[int, StateCopy]]:
+    """Copy the memory of one row beside its slots: `Contents.shared` and `Contents.states`.
+
+    Args:
+        row: the row's number in tables and states.
+        cascade: the tables that the layers share.
+        states: transformers' layers with a state, by their number in the model.
+        device: where the copies shall be; by default the tables' and states' own.
+    """
+    tables = {} if cascade is None else cascade.take_row(row)
+    shared = {name: table.to(device or table.device) for name, table in tables.items()}
+    return shared, {number: take_state(layer, row, device) for number, layer in (states or {}).items()}
 
 
 @inference
@@ -87,7 +97,6 @@ def put(
     *,
     cascade: Cascade | None = None,
     states: Mapping[int, object] | None = None,
-    cascade_row: int | None = None,
 ) -> None:
     """Overwrite one row of all layers. If the contents do not fit, nothing changes.
 
@@ -100,22 +109,43 @@ def put(
         row: which row.
         cascade: the tables that the layers share.
         states: transformers' layers with a state; they may be new.
-        cascade_row: see `take`.
 
     Raises:
         ShapeError: the contents belong to another kind of layers.
     """
     states = states or {}
     check(contents, blocks, states)
-    rows = 1 if cascade_row is not None else len(blocks[0].seen) if blocks else 1
-    beside = row if cascade_row is None else cascade_row
     for block, copy in zip(blocks, contents.layers, strict=True):
         put_row(block, row, copy)
-    device = blocks[0].seen.device if blocks else torch.device("cpu")
+    put_beside(contents, blocks[0] if blocks else None, row, cascade=cascade, states=states)
+
+
+def put_beside(
+    contents: Contents,
+    like: Block | None,
+    row: int,
+    *,
+    rows: int | None = None,
+    cascade: Cascade | None = None,
+    states: Mapping[int, object],
+) -> None:
+    """Overwrite the memory of one row beside its slots with contents that fit.
+
+    Args:
+        contents: the row's new memory.
+        like: the block of the first layer with slots, if there is one.
+        row: the row's number in tables and states.
+        rows: rows of tables and states; by default those of the block.
+        cascade: the tables that the layers share.
+        states: transformers' layers with a state; they may be new.
+    """
+    device = torch.device("cpu") if like is None else like.seen.device
+    count = rows or (1 if like is None else len(like.seen))
     if cascade is not None:
-        cascade.put_row(beside, rows, blocks[0].store.capacity, contents.shared, device)
+        assert like is not None
+        cascade.put_row(row, count, like.store.capacity, contents.shared, device)
     for number, state in contents.states.items():
-        put_state(states[number], beside, rows, state, device)
+        put_state(states[number], row, count, state, device)
 
 
 def check(contents: Contents, blocks: Sequence[Block], states: Mapping[int, object]) -> None:
@@ -124,12 +154,21 @@ def check(contents: Contents, blocks: Sequence[Block], states: Mapping[int, obje
     Raises:
         ShapeError: the number of layers, or a tensor's name, shape or dtype differs.
     """
-    if len(contents.layers) != len(blocks) or contents.states.keys() != states.keys():
-        raise ShapeError(
-            f"The memory of {len(contents.layers)} layers with slots and {len(contents.states)} with a state was given "
-            f"to {len(blocks)} and {len(states)}: it belongs to another model."
-        )
+    check_beside(contents, len(blocks), states)
     for block, copy in zip(blocks, contents.layers, strict=True):
         check_row(block, copy)
+
+
+def check_beside(contents: Contents, layers: int, states: Mapping[int, object]) -> None:
+    """Refuse contents of another number of layers, or whose states do not fit.
+
+    Raises:
+        ShapeError: see `check`.
+    """
+    if len(contents.layers) != layers or contents.states.keys() != states.keys():
+        raise ShapeError(
+            f"The memory of {len(contents.layers)} layers with slots and {len(contents.states)} with a state was given "
+            f"to {layers} and {len(states)}: it belongs to another model."
+        )
     for number, state in contents.states.items():
         check_state(states[number], state)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,20 +31,32 @@ def save(parts: Parts, path: str | os.PathLike[str]) -> None:
     """
     target = in_full(path)
     try:
-        if os.path.lexists(target) and not target.is_file():
-            raise SnapshotError(
-                f"{target} is a folder, or no regular file, and a snapshot would replace it. Give a file."
-            )
+        check_target(target)
         write_whole(target, chunks(parts))
     except (OSError, ValueError) as error:
         if isinstance(error, SnapshotError):
             raise
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise SnapshotError(
-            f"The snapshot cannot be saved to {target}: {why}. An older file of that name is as it was. Make room, or "
-            "give another path."
-        ) from error
+        raise not_saved(target, error) from error
     remove_leftovers(target.parent, {target.name}, before=time.time() - _OLD_S)
+
+
+def check_target(path: Path) -> None:
+    """Refuse to replace anything but a file.
+
+    Raises:
+        SnapshotError: there is something else at the path.
+    """
+    if os.path.lexists(path) and not path.is_file():
+        raise SnapshotError(f"{path} is a folder, or no regular file, and a snapshot would replace it. Give a file.")
+
+
+def not_saved(path: Path, error: Exception) -> SnapshotError:
+    """The error for a file that cannot be written."""
+    why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return SnapshotError(
+        f"The snapshot cannot be saved to {path}: {why}. An older file of that name is as it was. Make room, or give "
+        "another path."
+    )
 
 
 def chunks(parts: Parts) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ from kvkeep.store.dense import DenseStore
 from kvkeep.store.pooled import PooledStore
 from kvkeep.store.protocol import Store, inference
 from kvkeep.store.row import RowCopy, check_row, has_room, pin_row, put_row, take_row
+from kvkeep.store.several import check_rows, put_rows, take_rows
 from kvkeep.store.sharing import add_state, lacks
 from kvkeep.store.view import view_of
 
@@ -19,11 +20,14 @@ __all__ = [
     "Store",
     "add_state",
     "check_row",
+    "check_rows",
     "has_room",
     "inference",
     "lacks",
     "pin_row",
     "put_row",
+    "put_rows",
     "take_row",
+    "take_rows",
     "view_of",
 ]

@@ -100,8 +100,8 @@ class Block:
         for counter in (self.seen, self.prompt, self.lost):
             counter.zero_()
 
-    def clear_row(self, row: int) -> None:
-        """Empty one row."""
+    def clear_row(self, row: int | slice) -> None:
+        """Empty one row, or several."""
         for name in self.heads:
             self.state[name][row] = 0.0
         self.store.clear(row)
@@ -208,6 +208,8 @@ class Block:
 
     def per_slot(self) -> frozenset[str]:
         """Names of the tensors of `per_row` whose third axis is the slots. The others belong to the row as a whole."""
+        if isinstance(self.store, PooledStore):
+            return frozenset()
         store, state = self.store.per_slot(), self.of_slots()
         return frozenset((*(f"store.{name}" for name in store), *(f"state.{name}" for name in state)))
 
@@ -234,8 +236,8 @@ class Block:
         """A range of rows as a block that shares this one's memory, and its budgets if these differ by row."""
         return self.over({name: tensor[start:stop] for name, tensor in self.per_row().items()})
 
-    def move_row(self, source: int, target: int) -> None:
-        """Copy one row over another."""
+    def move_row(self, source: int | slice, target: int | slice) -> None:
+        """Copy one row over another, or several over as many others."""
         for tensor in self.per_row().values():
             tensor[target] = tensor[source]
 

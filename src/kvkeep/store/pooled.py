@@ -95,7 +95,7 @@ class PooledStore(Store):
 
     def index(self) -> Int[Tensor, "B Hk S"]:
         """The entry of each slot."""
-        return indices(self.starts, self.sizes, width=self.capacity, last=self.entries.shape[1] - 1)
+        return indices(self.starts, self.sizes, width=self.capacity, pool=self.entries.shape[1])
 
     def numbers(self, start: float) -> Float[Tensor, "B P"]:
         """One number for each entry."""
@@ -189,6 +189,8 @@ class OpenedPool(Store):
         self.pool = pool
         self.index = pool.index()
         self.positions = side_by_side(pool.entries, self.index)
+        ranges = pool.starts, pool.sizes
+        self._slots = PoolSlots.of((pool.keys, pool.values), self.positions, ranges, self.index)
 
     @property
     def token_bytes(self) -> int:
@@ -196,9 +198,8 @@ class OpenedPool(Store):
         return self.pool.token_bytes
 
     def slots(self) -> PoolSlots:
-        """The slots, whose keys and values lie in the pool."""
-        pool = self.pool
-        return PoolSlots.of((pool.keys, pool.values), self.positions, (pool.starts, pool.sizes), self.index)
+        """The slots, whose keys and values lie in the pool. Always the same object."""
+        return self._slots
 
     def fill(
         self,
@@ -208,6 +209,7 @@ class OpenedPool(Store):
     ) -> None:
         """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
         n = positions.shape[-1]
+        self._slots.forget()
         put_back(self.pool.keys, self.index[:, :, :n], keys)
         put_back(self.pool.values, self.index[:, :, :n], values)
         self.positions[:, :, :n] = positions

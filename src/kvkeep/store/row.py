@@ -17,7 +17,7 @@ from kvkeep.store.block import Block
 from kvkeep.store.pooled import PooledStore
 from kvkeep.types import EMPTY
 
-_NUMBERS = ("budget", "pins")
+NUMBERS = ("budget", "pins")
 """Tensors of `Block.per_row` that not every block has. A copy holds them as numbers."""
 
 
@@ -36,6 +36,7 @@ class RowCopy:
         capacity: slots per head of the block.
         budget: slots that may stay occupied, of all heads or of each head.
         pins: spans of positions that may not be evicted.
+        pack: the tensors of all copies that were taken together with this one.
     """
 
     tensors: Mapping[str, Tensor]
@@ -44,6 +45,7 @@ class RowCopy:
     capacity: int
     budget: int | tuple[int, ...]
     pins: spans.Spans = ()
+    pack: Pack | None = None
 
     @property
     def used(self) -> int:
@@ -68,7 +70,20 @@ class RowCopy:
     def to(self, device: torch.device | str) -> RowCopy:
         """The same row on a device; tensors that are there already are not copied."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
-        return replace(self, tensors=tensors, positions=self.positions.to(device))
+        return replace(self, tensors=tensors, positions=self.positions.to(device), pack=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Tensors that several copies share, so that one operation per tensor puts all of them back.
+
+    Attributes:
+        tensors: by name; the first axis is the copies.
+        parts: `RowCopy.tensors` of each copy, which are views.
+    """
+
+    tensors: Mapping[str, Tensor]
+    parts: tuple[Mapping[str, Tensor], ...]
 
 
 def take_row(block: Block, row: int, device: torch.device | None = None) -> RowCopy:
@@ -85,12 +100,14 @@ def take_row(block: Block, row: int, device: torch.device | None = None) -> RowC
     used = int(occupied[-1]) + 1 if len(occupied) else 0
     cut = block.per_slot()
     tensors = {
-        name: _copied(tensor[0, :, :used] if name in cut else tensor[0], device)
+        name: copied(tensor[0, :, :used] if name in cut else tensor[0], device)
         for name, tensor in block.per_row().items()
-        if name not in _NUMBERS
+        if name not in NUMBERS
     }
-    held = _copied(positions[:, :used], device)
-    return RowCopy(tensors, cut, held, block.store.capacity, _budget(block, 0), _pins(block, 0))
+    held = copied(positions[:, :used], device)
+    return RowCopy(
+        tensors, cut, held, block.store.capacity, budgets_of(block, slice(0, 1))[0], pins_of(block, slice(0, 1))[0]
+    )
 
 
 def put_row(block: Block, row: int, copy: RowCopy) -> None:
@@ -131,8 +148,8 @@ def _put_in_pool(block: Block, copy: RowCopy) -> None:
     block.close(opened)
 
 
-def pin_row(block: Block, row: int, pins: spans.Spans) -> bool:
-    """Pin spans in an empty row. Return whether the block's table had to be replaced by a wider one."""
+def pin_row(block: Block, row: int | slice, pins: spans.Spans) -> bool:
+    """Pin spans in an empty row, or in several. Return whether the block's table had to be replaced by a wider one."""
     held = block.pins
     if grows := held is None or held.shape[1] < 2 * len(pins):
         rows, device = len(block.seen), block.seen.device
@@ -152,7 +169,7 @@ def check_row(block: Block, copy: RowCopy) -> None:
     """
     pooled = block.store if isinstance(block.store, PooledStore) else None
     block = block.part(0, 1).opened()
-    mine = {name: tensor for name, tensor in block.per_row().items() if name not in _NUMBERS}
+    mine = {name: tensor for name, tensor in block.per_row().items() if name not in NUMBERS}
     if mine.keys() != copy.tensors.keys() or block.per_slot() != copy.cut:
         other = sorted(mine.keys() ^ copy.tensors.keys())
         raise ShapeError(f"The row of another policy or store was given: {', '.join(other)} are not in both.")
@@ -160,7 +177,7 @@ def check_row(block: Block, copy: RowCopy) -> None:
     if isinstance(copy.budget, tuple) and len(copy.budget) != heads:
         raise ShapeError(f"{len(copy.budget)} budgets were given for {heads} KV heads.")
     if pooled is None:
-        _check_slots(copy, block.store.capacity)
+        check_slots(copy, block.store.capacity)
     else:
         _check_pool(copy, pooled)
     for name, tensor in copy.tensors.items():
@@ -173,7 +190,7 @@ def check_row(block: Block, copy: RowCopy) -> None:
             )
 
 
-def _check_slots(copy: RowCopy, capacity: int) -> None:
+def check_slots(copy: RowCopy, capacity: int) -> None:
     """Refuse a copy for which every head has too few slots."""
     if copy.used > capacity:
         raise ShapeError(f"A row of {copy.used} slots was given to a block of {capacity} slots per head.")
@@ -208,15 +225,17 @@ def has_room(block: Block, budget: Number, apart: bool) -> bool:
     return isinstance(budget, int) and not apart and budget < block.store.capacity
 
 
-def _copied(tensor: Tensor, device: torch.device | None) -> Tensor:
+def copied(tensor: Tensor, device: torch.device | None) -> Tensor:
     """A contiguous copy that shares no memory with the tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device).copy_(tensor)
 
 
-def _pins(block: Block, row: int) -> spans.Spans:
-    """The pins of one row."""
-    bounds = [] if block.pins is None else [bound for bound in block.pins[row].tolist() if bound != spans.LAST]
-    return tuple(zip(bounds[::2], bounds[1::2], strict=True))
+def pins_of(block: Block, rows: slice) -> list[spans.Spans]:
+    """The pins of each row."""
+    if block.pins is None:
+        return [()] * len(block.seen[rows])
+    found = ([bound for bound in bounds if bound != spans.LAST] for bounds in block.pins[rows].tolist())
+    return [tuple(zip(bounds[::2], bounds[1::2], strict=True)) for bounds in found]
 
 
 def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
@@ -233,9 +252,8 @@ def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
     block.budget = held
 
 
-def _budget(block: Block, row: int) -> int | tuple[int, ...]:
-    """The budget of one row."""
+def budgets_of(block: Block, rows: slice) -> list[int | tuple[int, ...]]:
+    """The budget of each row."""
     if isinstance(block.budget, int):
-        return block.budget
-    numbers = tuple(block.budget[row].tolist())
-    return numbers[0] if len(numbers) == 1 else numbers
+        return [block.budget] * len(block.seen[rows])
+    return [numbers[0] if len(numbers) == 1 else tuple(numbers) for numbers in block.budget[rows].tolist()]

@@ -161,7 +161,7 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         if policy.spreads and phase is Phase.PREFILL:
             budget = head_budgets(policy, view, state)
         view = replace(view, budget=budget)
-        sinks, recent = policy.protected(case.budget)
+        sinks, recent = policy.protected(budget)
         score = policy.score(view, state).double()
         score = scores.protect(score, positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
         kept, step_margin = _best(score, positions, limit(policy, view, state))

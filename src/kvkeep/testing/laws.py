@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.backends import reference
+from kvkeep.budget import per_head
 from kvkeep.errors import BudgetError
 from kvkeep.layer import Layer
 from kvkeep.pins import spans
@@ -116,13 +117,16 @@ def spec_round_trip(policy: Policy, case: Case) -> None:
 @_law
 def protected_tokens_stay(policy: Policy, case: Case) -> None:
     """The first and the newest tokens that the policy protects are held after every step."""
-    sinks, recent = policy.protected(case.budget)
-    if not policy.evicts or not isinstance(recent, int):
+    if not policy.evicts or not isinstance(policy.protected(case.budget)[1], int):
         return
     for moment in run(policy, case):
-        for row, seen in zip(moment.positions.tolist(), moment.layer.seen.tolist(), strict=True):
-            shielded = {*range(min(sinks, seen)), *range(max(0, seen - recent), seen)}
-            for head in row:
+        each = per_head([case.budget], case.rows, case.heads, torch.device("cpu"))
+        each = each if isinstance(moment.layer.block.budget, int) else moment.layer.block.budget.expand_as(each)
+        rows = zip(moment.positions.tolist(), moment.layer.seen.tolist(), each.tolist(), strict=True)
+        for row, seen, numbers in rows:
+            for head, number in zip(row, numbers, strict=True):
+                sinks, recent = policy.protected(number)
+                shielded = {*range(min(sinks, seen)), *range(max(0, seen - int(recent)), seen)}
                 assert shielded <= set(head), f"protected tokens {sorted(shielded - set(head))} were evicted"
 
 

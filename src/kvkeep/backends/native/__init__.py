@@ -154,7 +154,7 @@ class NativeBackend(Backend):
         there, ranges = lying(slots)
         turn = self._turn(there.positions, there.keys.dtype, rotated_at=now)
         report, token = wanted(statistic) if added.states else None, (query, *new)
-        return ops.step(
+        out = ops.step(
             *(token, there, now),
             options=options,
             wanted=report,
@@ -163,6 +163,9 @@ class NativeBackend(Backend):
             turn=turn,
             ranges=ranges,
         )
+        if isinstance(slots, PoolSlots):
+            slots.forget()
+        return out
 
     def at_ranks(self, rotation: Rotation) -> Backend:
         """See `Backend.at_ranks`."""

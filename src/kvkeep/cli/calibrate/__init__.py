@@ -62,7 +62,7 @@ def calibrate(
     recent: Annotated[
         int,
         typer.Option(min=1, metavar="N", help="Newest tokens that it still sees.", rich_help_panel=_MEASURE),
-    ] = 32,
+    ] = 24,
     documents: Annotated[
         int, typer.Option(min=0, metavar="N", help="Texts with planted facts.", rich_help_panel=_MEASURE)
     ] = 6,

@@ -37,11 +37,11 @@ def show(request: Request, profile: Profile) -> None:
 
 def _doubt(profile: Profile) -> str | None:
     """A reason why the profile says less than it seems to; ``None`` if there is none."""
-    known = profile.measured.get("known", _ENOUGH)
+    known, asked = profile.measured.get("known", 0), profile.measured.get("questions", 0)
     if not any(map(any, profile.heads)):
         return "no head needs the far past here, so all get the same budget. Try a longer or another text."
-    if known < _ENOUGH:
-        asked, how = profile.measured["questions"], "alone" if known == 0 else "for the most part"
+    if asked and known < _ENOUGH:
+        how = "alone" if known == 0 else "for the most part"
         return (
             f"with the full cache the model answers {known} of {asked} questions about planted facts, so the needs "
             f"rest on the text {how}."
@@ -78,7 +78,7 @@ def _facts(request: Request, profile: Profile) -> dict[str, str]:
         "heads": f"{idle} of {len(everything)} need nothing but {profile.least} first and newest tokens",
         "profile": str(request.output),
     }
-    if "questions" in measured:
+    if measured.get("questions"):
         known = f"{measured['known']} of {console.count(measured['questions'], 'question')}"
         return {"answers": f"{known} right under the full cache", **found}
     return found

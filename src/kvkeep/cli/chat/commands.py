@@ -52,7 +52,7 @@ def _help(talk: Talk) -> None:
             {
                 "/help": "this list",
                 "/memory": "what the conversation holds, and its size",
-                "/rewind [N]": f"take back the last turn, or the last N; {MOST_BACK} at most",
+                "/rewind [N]": f"take back the last turn, or the last N; {MOST_BACK} at most, 1 of an earlier run",
                 "/fork [NAME]": "go on under another name; the conversation so far stays as it is",
                 "/quit": "end; Ctrl-D does the same",
                 "Ctrl-C": "stop an answer",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.cli.files import place
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, KVKeepError
 from kvkeep.runs import Lock, in_full, remove_leftovers
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 VARIABLE = "KVKEEP_SESSIONS"
 """The environment variable that names the folder of saved conversations."""
 
-_MEMORY = "memory.kvkeep"
+_MEMORY, _BEFORE = "memory.kvkeep", "before.kvkeep"
+_LINK = f".{_BEFORE}.linkfile.new"
 _MOST_OF_A_SECOND = 1000
 
 
@@ -96,7 +97,7 @@ class Folder:
         if not folder.is_dir():  # whoever had it has removed it, since it was empty
             lock.release()
             return self._claim(name, new=new)
-        remove_leftovers(folder, {_MEMORY})
+        remove_leftovers(folder, {_MEMORY, _BEFORE})
         return Place(name, folder / _MEMORY, lock)
 
 
@@ -119,23 +120,75 @@ class Place:
         """Whether there is a memory."""
         return self.file.exists()
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, snapshot: Snapshot, before: Snapshot | None = None, *, replaced: Snapshot | None = None) -> None:
         """Write the memory. After a crash the file is the old one or the new one.
+
+        Args:
+            snapshot: the memory.
+            before: the memory before the last turn, which is kept beside it if there is room.
+            replaced: the memory that the file holds now.
 
         Raises:
             SnapshotError: it cannot be written; the old memory stays.
         """
+        try:
+            self._keep(before, linked=before is replaced)
+        except KVKeepError:
+            self._before.unlink(missing_ok=True)  # the conversation matters more
         snapshot.save(self.file)
+
+    def before(self, snapshot: Snapshot) -> Snapshot | None:
+        """Return the memory before the last turn of a memory; ``None`` if it was not kept."""
+        from kvkeep.snapshot import Snapshot
+
+        try:
+            found = Snapshot.load(self._before)
+        except KVKeepError:
+            return None
+        return found if _precedes(found, snapshot) else None
+
+    @property
+    def _before(self) -> Path:
+        return self.file.with_name(_BEFORE)
+
+    def _keep(self, before: Snapshot | None, *, linked: bool) -> None:
+        """Keep the memory before the last turn: a second name for the file that holds it, or a file of its own.
+
+        Raises:
+            SnapshotError: it cannot be written.
+        """
+        if before is None:
+            self._before.unlink(missing_ok=True)
+            return
+        if linked:
+            link = self.file.with_name(_LINK)
+            with suppress(OSError):  # the file system has no links
+                link.unlink(missing_ok=True)
+                os.link(self.file, link)
+                link.replace(self._before)
+                return
+        before.save(self._before)
 
     def clear(self) -> None:
         """Remove the memory of a conversation that is empty again."""
-        self.file.unlink(missing_ok=True)
+        for file in (self.file, self._before):
+            file.unlink(missing_ok=True)
 
     def leave(self) -> None:
         """Let others use the conversation. Its folder goes if nothing was saved."""
         with suppress(OSError):
             self.file.parent.rmdir()
         self.lock.release()
+
+
+def _precedes(one: Snapshot, other: Snapshot) -> bool:
+    """Whether a memory is an earlier one of the same conversation."""
+    told, later = one.note.get("messages"), other.note.get("messages")
+    if one.tokens is None or other.tokens is None or not isinstance(told, list) or not isinstance(later, list):
+        return False
+    begins = len(told) < len(later) and later[: len(told)] == told
+    same = one.fingerprint == other.fingerprint and one.seen <= other.seen
+    return begins and same and one.tokens.tolist() == other.tokens[: one.seen].tolist()
 
 
 class _TakenError(InputError):

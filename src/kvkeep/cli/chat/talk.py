@@ -59,6 +59,7 @@ class Talk:
         self.session: Session = engine.session(policy=engine.policy, memory=memory, sequence=sequence)
         self._states: deque[Snapshot | None] = deque([memory], maxlen=MOST_BACK + 1)
         self._is_saved = place.is_saved or memory is None
+        self._on_disk = memory if place.is_saved else None
 
     @property
     def turns(self) -> int:
@@ -69,6 +70,11 @@ class Talk:
     def state(self) -> Snapshot | None:
         """The memory after the last turn; ``None`` before the first."""
         return self._states[-1]
+
+    @property
+    def _before(self) -> Snapshot | None:
+        """The memory before the last turn; ``None`` if it is not known, or was empty."""
+        return self._states[-2] if len(self._states) > 1 else None
 
     def said(self) -> list[str]:
         """The user's earlier messages, for the line editor."""
@@ -158,13 +164,16 @@ class Talk:
         Raises:
             InputError: so many cannot be taken back.
         """
+        if turns == len(self._states):
+            self._look_back()
         most = len(self._states) - 1
         if turns > most:
             have = console.count(most, "turn")
             raise InputError(
                 f"{have} can be taken back: those of this run, {MOST_BACK} at most."
                 if most
-                else "No turn can be taken back: there was none since the program started, or all are taken back."
+                else "No turn can be taken back: there was none since the program started, and the memory before the "
+                "last one was not saved."
             )
         state = self._states[-1 - turns]
         if state is None:
@@ -179,6 +188,14 @@ class Talk:
         self._is_saved = False
         self.save()
 
+    def _look_back(self) -> None:
+        """Find the memory before the last turn of an earlier run, if that turn can be taken back."""
+        first = self._states[0]
+        if first is None or len(self._states) > MOST_BACK:
+            return
+        if (before := self.place.before(first)) is not None:
+            self._states.appendleft(before)
+
     def fork(self, name: str | None) -> str:
         """Go on under another name, and return the old one; the conversation of that name stays as it is.
 
@@ -190,12 +207,12 @@ class Talk:
         try:
             session = self.session.fork()[0]
             if self.state is not None:
-                new.save(self.state)
+                new.save(self.state, self._before)
         except BaseException:
             new.leave()
             raise
         self.session.close()
-        self.session, self.place = session, new
+        self.session, self.place, self._on_disk = session, new, self.state
         old.leave()
         return old.name
 
@@ -210,8 +227,8 @@ class Talk:
         if self.state is None:
             self.place.clear()
         else:
-            self.place.save(self.state)
-        self._is_saved = True
+            self.place.save(self.state, self._before, replaced=self._on_disk)
+        self._is_saved, self._on_disk = True, self.state
 
     def close(self) -> None:
         """Let others use the conversation."""

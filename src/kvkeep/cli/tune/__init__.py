@@ -9,6 +9,7 @@ import typer
 from kvkeep.cli import complete
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import place
+from kvkeep.cli.heads import parse_head_budget
 from kvkeep.cli.options import (
     OUTPUT,
     AllowPickle,
@@ -115,6 +116,16 @@ def tune(
     ] = None,
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
+    head_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Rules to search that divide a layer's budget among its KV heads, e.g. uniform,ada:0.2,profile:FILE "
+            "with the file of [b]kvkeep calibrate[/b]. Default: each policy's own rule.",
+            autocompletion=complete.words("uniform", "ada:0.2", "profile:"),
+            rich_help_panel=_SEARCH,
+        ),
+    ] = None,
     positions: Positions = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -159,9 +170,10 @@ def tune(
             limit=None if limit is None else parse_tokens(limit, "--limit"),
             seed=seed,
             policies=policies,
-            budgets=None if budgets is None else tuple(parse_budget(one, "--budgets") for one in _items(budgets)),
+            budgets=_budgets(budgets),
             prefill_chunk=parse_prefill_chunk(prefill_chunk),
             layer_budget=tuple(spread) if isinstance(spread, list) else spread,
+            head_budgets=_heads(head_budget),
             positions=parse_positions(positions),
             output=folder,
             plots=plots,
@@ -190,8 +202,20 @@ def _share(text: str) -> float:
     return number
 
 
-def _items(text: str) -> list[str]:
+def _budgets(text: str | None) -> tuple[float | int, ...]:
+    """Read ``--budgets``; empty for the default."""
+    return () if text is None else tuple(parse_budget(one, "--budgets") for one in _items(text, "--budgets"))
+
+
+def _heads(text: str | None) -> tuple[str | None, ...]:
+    """Read ``--head-budget``."""
+    if text is None:
+        return (None,)
+    return tuple(parse_head_budget(item) for item in _items(text, "--head-budget"))
+
+
+def _items(text: str, option: str) -> list[str]:
     items = list(filter(None, (item.strip() for item in text.split(","))))
     if not items:
-        raise InputError("--budgets is an empty list; leave it out for the default.")
+        raise InputError(f"{option} is an empty list; leave it out for the default.")
     return items

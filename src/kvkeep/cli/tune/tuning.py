@@ -43,7 +43,7 @@ class Request:
     """The options of ``kvkeep tune``. Numbers are read; lists of names and files are not.
 
     Attributes:
-        budgets: each a share of the text (a float) or a number of tokens (an int); ``None`` for the default.
+        budgets: each a share of the text (a float) or a number of tokens (an int); empty for the default.
     """
 
     model: str | None
@@ -56,9 +56,10 @@ class Request:
     limit: int | None
     seed: int
     policies: str | None
-    budgets: tuple[float | int, ...] | None
+    budgets: tuple[float | int, ...]
     prefill_chunk: int | None
     layer_budget: str | tuple[float, ...] | None
+    head_budgets: tuple[str | None, ...]
     positions: Literal["true", "slot"] | None
     output: Path
     plots: bool
@@ -130,8 +131,9 @@ def _wanted(request: Request) -> Wanted:
         facts=request.facts,
         seed=request.seed,
         policies=request.policies,
-        budgets=request.budgets or (),
+        budgets=request.budgets,
         setup=setup,
+        head_budgets=request.head_budgets,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 
 from kvkeep.errors import InputError
-from kvkeep.evals.asking import NEW_TOKENS, Wording, count_tokens, ending_of, prompt_of, right, wording_of
+from kvkeep.evals.asking import NEW_TOKENS, Wording, count_tokens, encoded, ending_of, right, wording_of
 from kvkeep.evals.tune.questions import UserQuestion
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.tiny.documents import document
@@ -23,7 +23,7 @@ Ids = Int[torch.Tensor, " n"]
 LONGEST_SENTENCE = 240
 """Characters of a sentence; a longer one is cut between words."""
 
-_PART = re.compile(rf"(?<=[.!?。！？])\s+|\n+|(?<=\s)(?=\S{{{LONGEST_SENTENCE},}})")
+_PART = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])\s*|\n+")
 _FEW_TEXTS = 10
 """Texts that are too few to be the units of an interval."""
 
@@ -135,13 +135,15 @@ def sentences(text: str) -> list[str]:
 
 
 def _pieces(sentence: str) -> Iterator[str]:
-    while len(sentence) > LONGEST_SENTENCE:
-        at = sentence.rfind(" ", 1, LONGEST_SENTENCE)
-        at = LONGEST_SENTENCE if at < 0 else at
-        yield sentence[:at]
-        sentence = sentence[at:].strip()
-    if sentence:
-        yield sentence
+    """A sentence, or parts of it that are not too long."""
+    start = 0
+    while start < len(sentence):
+        stop = start + LONGEST_SENTENCE
+        if stop < len(sentence) and (space := sentence.rfind(" ", start + 1, stop)) > 0:
+            stop = space
+        if piece := sentence[start:stop].strip():
+            yield piece
+        start = stop
 
 
 def _planted(
@@ -151,7 +153,7 @@ def _planted(
         number,
         n_facts=facts,
         n_questions=facts,
-        tokens=context - len(prompt_of(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
+        tokens=context - len(encoded(checkpoint, wording, "a", "b")) + count_tokens(checkpoint, "a b"),
         first_kind=number * facts,
         filler=None if parts is None else _from(parts, random.Random(f"tune/{number}").randrange(len(parts))),
         count=lambda text: count_tokens(checkpoint, text),
@@ -169,8 +171,8 @@ def _asked(
     checkpoint: Checkpoint, wording: Wording, text: str, pairs: Sequence[tuple[str, Callable[[str], bool]]]
 ) -> Unit:
     """A unit: the questions about one text, with the number of tokens that all prompts have in common."""
-    prompts = [prompt_of(checkpoint, wording, text, ending) for ending, _ in pairs]
-    other = prompt_of(checkpoint, wording, f"{text} ;", pairs[0][0])
+    prompts = [encoded(checkpoint, wording, text, ending) for ending, _ in pairs]
+    other = encoded(checkpoint, wording, f"{text} ;", pairs[0][0])
     first = min(_common(prompt, other) for prompt in prompts)
     return tuple(
         Asked(text, ids, min(first, len(ids) - 1), grade) for ids, (_, grade) in zip(prompts, pairs, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -24,13 +24,15 @@ from kvkeep.evals.tune.run import WINDOWS
 from kvkeep.models.load import Checkpoint
 from kvkeep.planning.setting import Setting
 from kvkeep.planning.shapes import outline
+from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
+from kvkeep.runs import in_full
 
 CONTEXT = 1024
 """Default tokens of a text; fewer if the model was trained for fewer."""
 
-SHORTEST = 32
-"""Fewest tokens of a text."""
+SHORTEST, LONGEST = 32, 2**20
+"""Fewest and most tokens of a text."""
 
 _EVERY = 2**20
 
@@ -49,6 +51,7 @@ class Wanted:
         policies: a list of policies; ``None`` for those of the case.
         budgets: shares of a text or numbers of tokens; empty for the default.
         setup: how all caches are made.
+        head_budgets: rules that divide budgets among heads, each of which is searched; ``None``: the policy's own.
     """
 
     case: str
@@ -60,6 +63,7 @@ class Wanted:
     policies: str | None = None
     budgets: Sequence[float | int] = ()
     setup: Setup = PLAIN
+    head_budgets: Sequence[str | None] = (None,)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,11 @@ def lay_out(checkpoint: Checkpoint, name: str, wanted: Wanted, dtype: torch.dtyp
     notes = past_training(checkpoint, measure.room, "the search")
     if wanted.text is None and not wanted.questions:
         notes.append("the texts are the package's own plain sentences, which say little about yours; give a `text`.")
+    notes += [
+        f"{arm.name} is left out: it protects more tokens than any of the budgets has."
+        for arm, steps in zip(arms, ladders, strict=True)
+        if not steps
+    ]
     return Plan(case, measure, ladders, full_bytes, _settings(name, wanted, measure), notes)
 
 
@@ -126,17 +135,24 @@ def _arms(checkpoint: Checkpoint, case: Case, wanted: Wanted) -> list[Arm]:
     for policy in chosen:
         if not policy.evicts:
             raise PolicyError(f"{spec(policy)} evicts nothing: it is what the others are compared with. Leave it out.")
-        try:
-            differences = wanted.setup.differences(checkpoint, policy)
-            wanted.setup.cache(checkpoint, policy, [_EVERY])
-        except KVKeepError:
-            if wanted.policies is not None:
-                raise
-            continue
-        arms.append(Arm(spec(policy), wanted.setup, differences))
+        for rule in dict.fromkeys(wanted.head_budgets):
+            setup = replace(wanted.setup, head_budget=rule)
+            try:
+                setup.cache(checkpoint, policy, [_EVERY])
+                arms.append(Arm(spec(policy), setup, _differences(checkpoint, policy, setup)))
+            except KVKeepError:
+                if wanted.policies is not None:
+                    raise
     if not arms:
         raise InputError("None of the policies of this case runs on this model with these options. Name `policies`.")
     return arms
+
+
+def _differences(checkpoint: Checkpoint, policy: Policy, setup: Setup) -> str:
+    """The options that differ from the policy's own; a file of head budgets with a hash of its content."""
+    found = setup.differences(checkpoint, policy)
+    file = (setup.head_budget or "").partition("profile:")[2]
+    return f"{found}, {_hash(in_full(file).read_text('utf-8', 'replace'))[7:15]}" if file else found
 
 
 def _measure(checkpoint: Checkpoint, case: Case, wanted: Wanted, options: Options) -> Measure:
@@ -147,6 +163,8 @@ def _measure(checkpoint: Checkpoint, case: Case, wanted: Wanted, options: Option
     context = min(CONTEXT, checkpoint.trained_length or CONTEXT) if wanted.context is None else wanted.context
     if context < SHORTEST:
         raise InputError(f"context={context} is too short to search in; give {SHORTEST} or more.")
+    if context > LONGEST:
+        raise InputError(f"context={context} is more than a search can read; give {LONGEST} or less.")
     if case == "stream":
         check_positions(checkpoint, context, "the search", "context")
         rows = texts.windows(checkpoint, options, rows=_EVERY if wanted.text else 2 * WINDOWS, length=context)
@@ -169,6 +187,7 @@ def _ladders(
             policy=parse(arm.policy),
             budget=budget,
             layer_budget=_listed(arm.setup.layer_budget),
+            head_budget=arm.setup.head_budget,
             positions=cast(Any, arm.setup.positions),
             context=measure.length,
             chunk=measure.length,
@@ -180,8 +199,8 @@ def _ladders(
     made = [ladder(arm, numbers, lambda arm, budget: setting(arm, budget).bounded().row_bytes) for arm in arms]
     if not any(made):
         raise InputError(
-            f"None of the budgets {', '.join(map(str, numbers))} is large enough for a policy that is searched. Give "
-            "larger `budgets`."
+            f"No policy here runs with a budget of {', '.join(map(str, numbers))}: it protects more. Give larger "
+            "`budgets`."
         )
     return made, setting(arms[0], measure.room).full().row_bytes
 

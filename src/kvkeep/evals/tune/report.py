@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+import os
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from kvkeep.config import Config
@@ -13,6 +14,7 @@ from kvkeep.evals.tune.quality import Kept, Kind
 from kvkeep.evals.tune.run import Result
 from kvkeep.evals.tune.search import Found
 from kvkeep.plots import Panel, Series
+from kvkeep.runs import in_full
 
 COLUMNS = ("policy", "budget", "memory", "of full", "kept", "at least", "")
 
@@ -32,7 +34,7 @@ def lines(result: Result, full_bytes: int) -> list[tuple[str, ...]]:
     for ladder in result.ladders:
         if ladder and ladder[0].arm not in named:
             one = _place(result, ladder)
-            rows.append(_line(one, result.searched[one], full_bytes, "searched"))
+            rows.append(_line(one, replace(result.searched[one], low=math.nan), full_bytes, "searched"))
     return rows
 
 
@@ -107,21 +109,21 @@ def curve(result: Result, full_bytes: int, case: Case) -> Panel:
     ]
     goal = Series("target", x=[100.0], y=[100 * result.target], reference=True)
     return Panel(
-        title=f"{_MEANING[case]}\n% of the full cache's, with 95 % intervals",
+        title=f"{_MEANING[case]}\n% of the full cache's; bars are 95 % intervals of the confirmation",
         x_label="memory of a row, % of the full cache's",
         series=[goal, *series],
-        log_x=True,
         y_range=(None, 103.0),
     )
 
 
 def _series(name: str, measured: list[Candidate], result: Result, full_bytes: int) -> Series:
-    found = [result.searched[one] for one in measured]
+    confirmed = result.found.confirmed
+    found = [confirmed.get(one, replace(result.searched[one], low=math.nan, high=math.nan)) for one in measured]
     return Series(
         name,
         x=[100 * one.row_bytes / full_bytes for one in measured],
         y=[100 * one.share for one in found],
-        interval=[(100 * one.low, 100 * min(one.high, 2.0)) for one in found],
+        interval=[(100 * one.low, 100 * one.high) for one in found],
     )
 
 
@@ -129,15 +131,11 @@ def config(found: Found, model: str | None) -> Config:
     """The settings of the chosen candidate."""
     one = found.chosen
     assert one is not None
-    setup = one.arm.setup
-    return Config(
-        model=model,
-        policy=one.arm.policy,
-        budget=one.budget,
-        layer_budget=setup.layer_budget,
-        positions=setup.positions,
-        prefill_chunk=setup.prefill_chunk,
-    )
+    setup = {field.name: getattr(one.arm.setup, field.name) for field in fields(one.arm.setup)}
+    rule, colon, file = (setup["head_budget"] or "").partition(":")
+    if rule == "profile":
+        setup["head_budget"] = rule + colon + os.path.abspath(in_full(file))
+    return Config(model=model, policy=one.arm.policy, budget=one.budget, **setup)
 
 
 def notes(result: Result, case: Case, full_bytes: int) -> dict[str, str | int | float]:

@@ -22,6 +22,12 @@ QUESTIONS = 448
 WINDOWS = 24
 """Default number of texts of the confirmation where text goes on."""
 
+_ABLE = 0.3
+"""Share of the questions that a model answers at least, if more of them could help."""
+
+_BLOCK = 8
+"""Most documents that are measured before they are stored."""
+
 _SEARCHED_WINDOWS = 8
 _LEAST_WINDOWS = 6
 
@@ -83,7 +89,8 @@ class Measured:
             if (arm.name, budget, start) in known:
                 start += 1
                 continue
-            stop = next((unit for unit in range(start, last) if (arm.name, budget, unit) in known), last)
+            end = min(last, start + _BLOCK)
+            stop = next((unit for unit in range(start, end) if (arm.name, budget, unit) in known), end)
             self._on_block(Progress(arm.name, None if arm is FULL else budget, len(known)))
             self._records.add(arm, budget, start, self._measure.run(self._writer, arm, budget, range(start, stop)))
             start = stop
@@ -109,7 +116,8 @@ def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
         return _split(searched, searched + int(wanted))
     questions = round(measure.count * measure.per_unit)
     if most(questions) < target:
-        raise too_few(questions, target, f"There are {questions} questions")
+        said = "There is 1 question" if questions == 1 else f"There are {questions} questions"
+        raise too_few(questions, target, said)
     searched = min(searched, measure.count // 3)
     if most(round((measure.count - searched) * measure.per_unit)) < target or not searched:
         return Sizes(_rounds(measure.count), (0, measure.count))
@@ -188,7 +196,10 @@ def tune(
     study.full(0, sizes.rounds[-1])
     answered, asked = round(study.expected(*sizes.confirm)), _asked(study.full(*sizes.confirm))
     if measure.kind == "answers" and most(answered) < target:
-        raise too_few(answered, target, f"The full cache answers {answered} of {asked} questions")
+        said = f"The full cache answers {answered} of {asked} questions"
+        if answered < _ABLE * asked:
+            raise InputError(f"{said}: these are beyond the model, whatever its memory. Ask others, or `case=stream`.")
+        raise too_few(answered, target, said)
     found = search(ladders, study, sizes, target)
     return Result(found, ladders, _all(study, records, measure, ladders), sizes, target, asked, answered)
 

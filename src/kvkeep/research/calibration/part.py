@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,8 @@ class Part:
         with _writing(path):
             file = path.open("ab+")
         with file, Lock(file, str(path)):
+            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                raise InputError(f"Another run has just finished and removed {path}. Look at what it wrote first.")
             part = cls(file, path)
             end, part._rows = read_rows(path, _BEGINNING, _fault)
             with _writing(path):

@@ -61,7 +61,7 @@ class Settings:
     """
 
     sinks: int = 4
-    recent: int = 32
+    recent: int = 24
     context: int = 1024
     documents: int = 6
     questions: int = 16

@@ -1,0 +1,188 @@
+"""Options of ``kvkeep serve`` that no other command has."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from typing import Annotated, Any
+
+import typer
+
+from kvkeep.cli import complete
+from kvkeep.cli.files import refuse_device
+from kvkeep.cli.options import MEMORY, MODEL, OUTPUT, given
+from kvkeep.cli.usage import CommandLineError
+from kvkeep.runs import in_full
+
+ADDRESS, CLIENTS, LIMITS = "Address", "Clients", "Limits"
+"""Panels of ``--help``."""
+ENVIRONMENT = "KVKEEP"
+"""What the names of environment variables begin with."""
+
+
+def _config(ctx: typer.Context, file: str | None) -> str | None:
+    """Take the options of a TOML file as defaults; words of the command line and variables go first."""
+    if file is None or ctx.resilient_parsing:
+        return file
+    refuse_device(file, "file of settings")
+    try:
+        found = tomllib.loads(in_full(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CommandLineError(f"--config {file} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CommandLineError(f"--config {file} is no TOML: {error}.") from error
+    names = {param.name for param in ctx.command.params} - {"config", "check", "debug"}
+    ctx.default_map = {_known(name, file, names): _plain(name, value, file) for name, value in found.items()}
+    return file
+
+
+def _known(name: str, file: str, names: set[Any]) -> str:
+    """The parameter of a name in a file of settings."""
+    found = name.replace("-", "_")
+    if found not in names:
+        alike = difflib.get_close_matches(found, names, 1)
+        remedy = f"Did you mean {alike[0].replace('_', '-')}?" if alike else "See kvkeep serve --help for all names."
+        raise CommandLineError(f"--config {file} has the unknown name {name}. {remedy}")
+    return found
+
+
+def _plain(name: str, value: object, file: str) -> object:
+    """A value as it would be typed."""
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return value
+    if not isinstance(value, bool | int | float | str):
+        raise CommandLineError(f"--config {file}: {name} is no text, number or true/false.")
+    return value
+
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        help="A hub name or a local folder. The embedded model if not given.",
+        show_default=False,
+        metavar="MODEL",
+        envvar=f"{ENVIRONMENT}_MODEL",
+        show_envvar=False,
+        callback=given,
+        autocompletion=complete.models,
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="TOML file with these options, by the same names. Flags and KVKEEP_… variables go first.",
+        is_eager=True,
+        callback=_config,
+        rich_help_panel=OUTPUT,
+    ),
+]
+Check = Annotated[bool, typer.Option("--check", help="Check all settings and stop.", rich_help_panel=OUTPUT)]
+AccessLog = Annotated[bool, typer.Option(help="Log a line for each request, without its text.", rich_help_panel=OUTPUT)]
+ServedName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="The model's name in the API. Default: MODEL.", rich_help_panel=MODEL),
+]
+Budget = Annotated[
+    str,
+    typer.Option(
+        "--budget",
+        "-b",
+        metavar="TOKENS",
+        help="Tokens kept per layer and head, e.g. 2048 or 4K; the most that a request may ask for.",
+        rich_help_panel=MEMORY,
+    ),
+]
+MaxRows = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Sequences that run at once. Default: 16, or what fits.", rich_help_panel=MEMORY),
+]
+KvMemory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="KV memory of all sequences, e.g. 8GiB.", rich_help_panel=MEMORY),
+]
+Guard = Annotated[
+    float | None,
+    typer.Option(metavar="SHARE", help="Share of attention that a prompt's cut may lose.", rich_help_panel=MEMORY),
+]
+PrefixMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Main memory for common beginnings of prompts. Needs --prefill-chunk.",
+        rich_help_panel=MEMORY,
+    ),
+]
+SessionMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Main memory for idle sessions; others go to --session-dir.", rich_help_panel=MEMORY
+    ),
+]
+SessionDir = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Folder of saved sessions.", rich_help_panel=MEMORY)
+]
+Host = Annotated[str, typer.Option(metavar="NAME", help="Address to listen on; 0.0.0.0: all.", rich_help_panel=ADDRESS)]
+Port = Annotated[int, typer.Option(metavar="N", help="0: any free port.", rich_help_panel=ADDRESS)]
+UnixSocket = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="Listen on a unix socket, which only you may use.", rich_help_panel=ADDRESS),
+]
+TlsCert = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Certificate for HTTPS (PEM).", rich_help_panel=ADDRESS)
+]
+TlsKey = Annotated[str | None, typer.Option(metavar="FILE", help="Its key (PEM).", rich_help_panel=ADDRESS)]
+AllowOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL", help="A web page's origin that may call the API (CORS). Default: none.", rich_help_panel=ADDRESS
+    ),
+]
+KeyFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="API keys, one per line: KEY, or NAME KEY. One key may also stand in KVKEEP_API_KEY.",
+        rich_help_panel=CLIENTS,
+    ),
+]
+KeyRequests = Annotated[
+    int | None, typer.Option(metavar="N", help="Requests of a key that run at once.", rich_help_panel=CLIENTS)
+]
+KeyTokens = Annotated[
+    int | None, typer.Option(metavar="N", help="Tokens of a key per minute.", rich_help_panel=CLIENTS)
+]
+MaxNewTokens = Annotated[
+    str,
+    typer.Option(
+        "--max-new-tokens",
+        "-n",
+        metavar="TOKENS",
+        help="New tokens of a chat that does not say how many.",
+        rich_help_panel=LIMITS,
+    ),
+]
+MaxModelLen = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Tokens of a prompt and its answer together. Default: the trained length; with slot positions no limit.",
+        rich_help_panel=LIMITS,
+    ),
+]
+MaxQueue = Annotated[int, typer.Option(metavar="N", help="Requests that may wait for a row.", rich_help_panel=LIMITS)]
+QueueTimeout = Annotated[
+    float, typer.Option(metavar="SECONDS", help="For how long they may wait.", rich_help_panel=LIMITS)
+]
+RequestTimeout = Annotated[
+    float, typer.Option(metavar="SECONDS", help="For how long a request may run.", rich_help_panel=LIMITS)
+]
+ReadTimeout = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="For how long a client may send, or not read.", rich_help_panel=LIMITS),
+]
+Grace = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="What running requests get after SIGTERM or Ctrl-C.", rich_help_panel=LIMITS),
+]
+MaxBody = Annotated[str, typer.Option(metavar="SIZE", help="The largest body of a request.", rich_help_panel=LIMITS)]

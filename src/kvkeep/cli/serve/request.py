@@ -1,0 +1,49 @@
+"""A request to ``kvkeep serve``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of ``kvkeep serve``. Sizes and numbers of tokens are read; the rest is not checked."""
+
+    model: str | None
+    served_name: str | None
+    policy: str
+    budget: int
+    max_rows: int | None
+    kv_memory: int | None
+    prefill_chunk: int | None
+    layer_budget: str | list[float] | None
+    positions: Literal["true", "slot"] | None
+    guard: float | None
+    prefix_memory: int
+    session_memory: int | None
+    session_dir: str | None
+    dtype: str
+    device: str
+    load_in: str | None
+    threads: int | None
+    allow_pickle: bool
+    host: str
+    port: int
+    unix_socket: str | None
+    tls_cert: str | None
+    tls_key: str | None
+    allow_origin: tuple[str, ...]
+    key_file: str | None
+    key_requests: int | None
+    key_tokens: int | None
+    max_new_tokens: int
+    max_model_len: int | None
+    max_queue: int
+    queue_timeout: float
+    request_timeout: float
+    read_timeout: float
+    grace: float
+    max_body: int
+    access_log: bool
+    check: bool

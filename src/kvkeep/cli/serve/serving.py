@@ -1,0 +1,186 @@
+"""The work of ``kvkeep serve``: check the settings, load the model, and serve until a signal ends it.
+
+Importing this module imports torch, transformers and fastapi.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from typing import Any
+
+import typer
+
+from kvkeep import budget as budgets
+from kvkeep.cli import console
+from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.serve.keys import read_keys
+from kvkeep.cli.serve.request import Request
+from kvkeep.engine import Engine
+from kvkeep.engine.prefixes import check_prefix_memory
+from kvkeep.engine.prompts import checked_guard
+from kvkeep.engine.sampling import Sampling
+from kvkeep.errors import InputError
+from kvkeep.layout import Layout
+from kvkeep.models import threads
+from kvkeep.models.device import enough_memory, parse_device
+from kvkeep.models.load import Checkpoint, embedded, find, quiet
+from kvkeep.models.text import Writer
+from kvkeep.registry import parse as parse_policy
+from kvkeep.server.app import make_app
+from kvkeep.server.gate import log
+from kvkeep.server.keys import Keys
+from kvkeep.server.running import Place, Server, check_tls, listen
+from kvkeep.server.served import Served
+from kvkeep.server.settings import Settings
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def run(request: Request) -> None:
+    """Serve a model.
+
+    Raises:
+        KVKeepError: a setting, the model or the address cannot be used.
+    """
+    _check_numbers(request)
+    place, keys = _place(request), read_keys(request.key_file)
+    with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
+        checkpoint, limit = _checkpoint(request)
+        settings = _settings(request, keys, limit)
+        if request.check:
+            typer.echo("The settings can be used.")
+            return
+        _remark(request, settings)
+        socket = listen(place)
+        with socket:
+            writer = writer_of(checkpoint, request)
+            with _engine(writer, request) as engine:
+                _serve(Served(engine, checkpoint), settings, place, socket, request)
+
+
+def _serve(served: Served, settings: Settings, place: Place, socket: Any, request: Request) -> None:
+    """Answer requests until a signal ends it."""
+    _log(request.access_log)
+    port = 0 if place.unix_socket else socket.getsockname()[1]
+
+    def ready() -> None:
+        engine = served.engine
+        rows = f"{console.count(engine.rows, 'conversation')} of {console.show_bytes(engine.row_bytes)} at once"
+        console.err().print(f"{settings.name} at {place.url(port)}/v1: {rows}. Ctrl-C ends.", soft_wrap=True)
+
+    server = Server(make_app(served, settings, request.allow_origin), place, ready)
+    asyncio.run(server.serve([socket]))
+    if server.interrupted:
+        raise typer.Exit(console.INTERRUPTED)
+
+
+def _check_numbers(request: Request) -> None:
+    """Refuse numbers that are out of range.
+
+    Raises:
+        InputError: one is.
+    """
+    seconds = {"queue_timeout": request.queue_timeout, "request_timeout": request.request_timeout}
+    for name, value in (seconds | {"read_timeout": request.read_timeout, "grace": request.grace}).items():
+        if not 0 < value < 10**9:
+            raise InputError(f"{name}={value:g} is no time; give seconds above 0.")
+    least = {"max_queue": (request.max_queue, 0), "key_requests": (request.key_requests, 1)}
+    least |= {"key_tokens": (request.key_tokens, 1), "max_model_len": (request.max_model_len, 2)}
+    for name, (number, low) in least.items():
+        if number is not None and number < low:
+            raise InputError(f"{name}={number} is less than {low}.")
+    if not 0 <= request.port <= 65535:
+        raise InputError(f"port={request.port} is outside 0 … 65535; 0 takes any free one.")
+    Sampling(max_new_tokens=request.max_new_tokens)
+
+
+def _settings(request: Request, keys: Keys, limit: int | None) -> Settings:
+    """The settings of the web side."""
+    return Settings(
+        name=request.served_name or request.model or "embedded",
+        keys=keys,
+        max_new_tokens=request.max_new_tokens,
+        max_model_len=limit,
+        max_queue=request.max_queue,
+        queue_timeout_s=request.queue_timeout,
+        request_timeout_s=request.request_timeout,
+        read_timeout_s=request.read_timeout,
+        max_body_bytes=request.max_body,
+        key_requests=request.key_requests,
+        key_tokens=request.key_tokens,
+        session_dir=request.session_dir,
+    )
+
+
+def _place(request: Request) -> Place:
+    place = Place(
+        host=request.host,
+        port=request.port,
+        unix_socket=request.unix_socket,
+        tls_cert=request.tls_cert,
+        tls_key=request.tls_key,
+        grace_s=request.grace,
+        read_timeout_s=request.read_timeout,
+    )
+    check_tls(place)
+    return place
+
+
+def _checkpoint(request: Request) -> tuple[Checkpoint, int | None]:
+    """The model's configuration and tokenizer, after all checks that need no weights, and the longest sequence.
+
+    Raises:
+        KVKeepError: something cannot be used.
+    """
+    policy = parse_policy(request.policy)
+    numbers = {"max_rows": request.max_rows, "kv_memory": request.kv_memory}
+    for name, number in numbers.items():
+        if number is not None:
+            budgets.check_one(number, name)
+    budgets.check_one(request.budget)
+    checked_guard(request.guard)
+    check_prefix_memory(request.prefix_memory, request.prefill_chunk)
+    check_weights(request)
+    name = request.model or embedded()
+    console.progress(f"loading {name} …")
+    checkpoint = find(name, allow_pickle=request.allow_pickle)
+    layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
+    layout.slots(request.budget)
+    trained = checkpoint.trained_length if layout.rotation is None else None
+    return checkpoint, request.max_model_len or trained
+
+
+def _engine(writer: Writer, request: Request) -> Engine:
+    return Engine(
+        writer.model,
+        writer.checkpoint.tokenizer,
+        policy=request.policy,
+        budget=request.budget,
+        rows=request.max_rows,
+        kv_memory=request.kv_memory,
+        prefill_chunk=request.prefill_chunk,
+        layer_budget=request.layer_budget,
+        positions=request.positions,
+        guard=request.guard,
+        prefix_memory=request.prefix_memory,
+        session_memory=request.session_memory,
+        session_dir=request.session_dir,
+    )
+
+
+def _remark(request: Request, settings: Settings) -> None:
+    """Print a note where anybody in the network could use the model."""
+    if request.unix_socket is None and request.host not in _LOOPBACK and not settings.keys.owners:
+        console.note(f"anybody who reaches {request.host} can use the model; --key-file asks for keys")
+
+
+def _log(access: bool) -> None:
+    """Write the log to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.handlers[:] = [handler]
+    log.propagate = False
+    log.setLevel(logging.INFO if access else logging.ERROR)
+    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)

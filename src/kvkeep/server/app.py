@@ -1,0 +1,132 @@
+"""The application: routes, what every request goes through, and what happens to failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from kvkeep.errors import KVKeepError
+from kvkeep.server.book import Book
+from kvkeep.server.conversing import Conversations
+from kvkeep.server.desk import Desk
+from kvkeep.server.errors import GoneError, RefusalError, refusal_of
+from kvkeep.server.gate import Gate
+from kvkeep.server.generating import Generator
+from kvkeep.server.looking import Looker
+from kvkeep.server.replies import refused
+from kvkeep.server.responding import Responder
+from kvkeep.server.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ForkBody,
+    ResponseBody,
+    RewindBody,
+    SessionBody,
+    TokenizeBody,
+)
+from kvkeep.server.served import Served
+from kvkeep.server.settings import Settings
+from kvkeep.version import __version__
+
+_THREADS = 64
+"""Threads in which prompts are tokenized and requests wait for the end of a step."""
+
+Route: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(served: Served, settings: Settings, origins: Sequence[str] = ()) -> FastAPI:
+    """The application that serves a model.
+
+    Args:
+        served: the model.
+        settings: how clients are treated.
+        origins: origins of web pages that may call it.
+    """
+    desk = Desk(served.engine, settings)
+    app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan)
+    app.state.desk = desk
+    looker, generator = Looker(served, desk, settings), Generator(served, desk, settings)
+    talks = Conversations(Book(served.engine, settings.max_sessions, settings.session_dir), generator, settings)
+    _add(app, "GET", "/health", looker.health)
+    _add(app, "GET", "/version", looker.version)
+    _add(app, "GET", "/v1/models", looker.models)
+    _add(app, "GET", "/v1/models/{name:path}", looker.model)
+    _add(app, "POST", "/v1/chat/completions", talks.chat, ChatBody)
+    _add(app, "POST", "/v1/completions", generator.completion, CompletionBody)
+    _add(app, "POST", "/tokenize", looker.tokenize, TokenizeBody)
+    _add(app, "POST", "/detokenize", looker.detokenize, DetokenizeBody)
+    _add(app, "GET", "/tokenizer_info", looker.tokenizer_info)
+    _add_sessions(app, talks)
+    responder = Responder(served.engine, generator, desk, settings)
+    _add(app, "POST", "/v1/responses", responder.respond, ResponseBody)
+    _add(app, "GET", "/v1/responses/{name}", responder.look)
+    _add(app, "DELETE", "/v1/responses/{name}", responder.remove)
+    for kind in (RefusalError, GoneError, ClientDisconnect, KVKeepError, HTTPException):
+        app.add_exception_handler(kind, _failed)
+    app.add_middleware(Gate, settings=settings)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+def _add_sessions(app: FastAPI, talks: Conversations) -> None:
+    """Add the routes of sessions."""
+    one = "/v1/sessions/{name}"
+    _add(app, "POST", "/v1/sessions", talks.make, SessionBody)
+    _add(app, "GET", "/v1/sessions", talks.all)
+    _add(app, "GET", one, talks.one)
+    _add(app, "POST", f"{one}/fork", talks.fork, ForkBody)
+    _add(app, "POST", f"{one}/rewind", talks.rewind, RewindBody)
+    _add(app, "POST", f"{one}/save", talks.save)
+    _add(app, "POST", f"{one}/restore", talks.restore)
+    _add(app, "DELETE", one, talks.remove)
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "kvkeep-web"))
+    yield
+
+
+def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | None = None) -> None:
+    """Add a route; its body is described in the OpenAPI document."""
+    extra: dict[str, Any] = {}
+    if body is not None:
+        schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+        for name, part in schema.pop("$defs", {}).items():
+            schema = _inlined(schema, name, part)
+        extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    app.add_api_route(path, route, methods=[method], openapi_extra=extra, response_model=None)
+
+
+def _inlined(schema: Any, name: str, part: object) -> Any:
+    """A schema in which a part stands where it is referred to."""
+    if isinstance(schema, dict):
+        if schema.get("$ref") == f"#/components/schemas/{name}":
+            return part
+        return {key: _inlined(value, name, part) for key, value in schema.items()}
+    return [_inlined(one, name, part) for one in schema] if isinstance(schema, list) else schema
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """The answer to a request that cannot be answered: the standard error object, never a traceback."""
+    if isinstance(error, GoneError | ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
+    if isinstance(error, KVKeepError):
+        error = refusal_of(error)
+    if isinstance(error, HTTPException):
+        paths = "see /openapi.json for all routes" if error.status_code == 404 else "see /openapi.json"
+        what = f"{request.method} {request.url.path[:80]}"
+        error = RefusalError(error.status_code, f"{what}: {error.detail}; {paths}.", headers=error.headers)
+    assert isinstance(error, RefusalError)
+    return refused(error)

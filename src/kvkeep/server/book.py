@@ -1,0 +1,223 @@
+"""The sessions of a server: each belongs to a key, has a name, and can go back a few turns."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvkeep.engine import Engine, Session
+from kvkeep.errors import InputError, SnapshotError
+from kvkeep.pins import spans
+from kvkeep.server.asking import check_policy
+from kvkeep.server.errors import RefusalError, unknown
+from kvkeep.server.schema import SessionBody
+from kvkeep.snapshot import Snapshot
+
+_NAME = re.compile("[A-Za-z0-9_-]{1,64}", re.ASCII)
+_MOST_STATES = 9
+"""States that a session can go back to, the present one included."""
+_MOST_BYTES = 2**30
+"""Bytes of all these states together."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A session of the server.
+
+    Attributes:
+        id: its name in the API.
+        session: the engine's session.
+        created: seconds since 1970 at which it was opened.
+        states: its memory after its last turns, oldest first.
+    """
+
+    id: str
+    session: Session
+    created: int = field(default_factory=lambda: int(time.time()))
+    states: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=_MOST_STATES))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states to which it can go back."""
+        return sum(one.nbytes for one in self.states)
+
+
+class Book:
+    """The sessions of a server. Its methods wait for the end of a step, so they belong into a thread.
+
+    Args:
+        engine: the engine.
+        most: sessions that may be open.
+        folder: the engine's folder of saved sessions.
+    """
+
+    def __init__(self, engine: Engine, most: int, folder: str | None = None) -> None:
+        self._engine, self._most, self._folder = engine, most, folder
+        self._open: dict[tuple[str, str], Entry] = {}
+
+    @property
+    def count(self) -> int:
+        """The number of open sessions."""
+        return len(self._open)
+
+    def names(self, owner: str) -> list[str]:
+        """The names of an owner's sessions, open or saved."""
+        mine = f"{owner}--"
+        return [name.removeprefix(mine) for name in self._engine.session_names if name.startswith(mine)]
+
+    def make(self, owner: str, body: SessionBody) -> Entry:
+        """Begin a session.
+
+        Raises:
+            RefusalError: its name is taken, or there are too many.
+            KVKeepError: the engine refuses it.
+        """
+        name = self._free(owner, body.id)
+        if body.policy is not None:
+            check_policy(body.policy)
+        pins = spans([(one[0], one[1]) for one in body.pins or ()])
+        return self._opened(owner, name, None, policy=body.policy, budget=body.budget, pins=pins)
+
+    def find(self, owner: str, name: str) -> Entry:
+        """An owner's session; a saved one is opened.
+
+        Raises:
+            RefusalError: there is none.
+        """
+        found = self._open.get((owner, name))
+        if found is not None:
+            return found
+        if _NAME.fullmatch(name) is None or name not in self.names(owner):
+            raise unknown("session", name, "Make it with POST /v1/sessions.")
+        self._check_room()
+        return self._opened(owner, name, None)
+
+    def fork(self, owner: str, name: str, copy: str | None) -> Entry:
+        """A session that goes on from another one's last finished turn.
+
+        Raises:
+            RefusalError: there is no such session, or the name of the copy is taken.
+        """
+        parent = self.find(owner, name).session
+        memory = parent.snapshot() if parent.token_ids else None
+        settled = {"policy": parent.policy, "budget": parent.budget}
+        return self._opened(owner, self._free(owner, copy), memory, **settled)
+
+    def rewind(self, owner: str, name: str, turns: int) -> Entry:
+        """Take back the last turns of a session.
+
+        Raises:
+            RefusalError: it is not there, or its earlier turns are not kept.
+        """
+        found = self.find(owner, name)
+        if turns >= len(found.states):
+            most = max(0, len(found.states) - 1)
+            raise RefusalError(400, f"The session {name} can go back {most} turns, and not {turns}.", param="turns")
+        target = found.states[-1 - turns]
+        found.session.rewind(target)
+        while found.states[-1] is not target:
+            found.states.pop()
+        return found
+
+    def save(self, owner: str, name: str) -> Entry:
+        """Write a session to the disk.
+
+        Raises:
+            RefusalError: it is not there, or the server has no folder.
+        """
+        self._need_folder()
+        found = self.find(owner, name)
+        if not found.session.token_ids:
+            raise RefusalError(400, f"The session {name} has no turn yet, so there is nothing to save.")
+        found.session.save()
+        return found
+
+    def restore(self, owner: str, name: str) -> Entry:
+        """Go back to the state in which a session was saved last.
+
+        Raises:
+            RefusalError: it is not there, or was never saved.
+        """
+        folder = self._need_folder()
+        found = self.find(owner, name)
+        path = Path(folder) / f"{_full(owner, name)}.kvkeep"
+        if not path.exists():
+            raise unknown("saved session", name, "Save it first.")
+        found.session.rewind(Snapshot.load(path))
+        self.note(found)
+        return found
+
+    def remove(self, owner: str, name: str) -> None:
+        """End a session, and delete its file.
+
+        Raises:
+            RefusalError: it is not there.
+        """
+        found = self.find(owner, name)
+        found.session.close(delete=True)
+        self._open.pop((owner, name), None)
+
+    def note(self, entry: Entry) -> None:
+        """Remember the state of a session after a turn, and forget the oldest ones if they take too much memory."""
+        if not entry.session.token_ids:
+            return
+        try:
+            entry.states.append(entry.session.snapshot())
+        except (SnapshotError, InputError):  # its file is gone, or it was deleted meanwhile
+            return
+        held = sum(one.nbytes for one in self._open.values())
+        for one in sorted(self._open.values(), key=lambda one: one is entry):
+            while held > _MOST_BYTES and len(one.states) > 1:
+                held -= one.states.popleft().nbytes
+
+    def _opened(self, owner: str, name: str, memory: Snapshot | None, **options: object) -> Entry:
+        """Open a session of the engine."""
+        made = self._engine.session(
+            name=_full(owner, name),
+            memory=memory,
+            sequence=secrets.randbits(62),
+            **options,  # type: ignore[arg-type]
+        )
+        found = self._open[owner, name] = Entry(name, made)
+        self.note(found)
+        return found
+
+    def _free(self, owner: str, name: str | None) -> str:
+        """A name that no session of the owner has.
+
+        Raises:
+            RefusalError: it is taken, cannot be used, or there are too many sessions.
+        """
+        self._check_room()
+        if name is None:
+            return f"sess_{secrets.token_hex(12)}"
+        if _NAME.fullmatch(name) is None:
+            raise RefusalError(400, "The name of a session has 1 to 64 letters, digits, - and _.", param="id")
+        if (owner, name) in self._open or name in self.names(owner):
+            raise RefusalError(409, f"There is a session {name} already. Choose another name.", param="id")
+        return name
+
+    def _check_room(self) -> None:
+        if len(self._open) >= self._most:
+            message = f"{self._most} sessions are open, the most that this server has. Delete one that is not needed."
+            raise RefusalError(429, message, code="too_many_sessions", headers={"Retry-After": "60"})
+
+    def _need_folder(self) -> str:
+        if self._folder is None:
+            raise RefusalError(400, "This server keeps no sessions on disk: it was started without a session folder.")
+        return self._folder
+
+
+def _full(owner: str, name: str) -> str:
+    """The name of a session in the engine, and of its file."""
+    return f"{owner}--{name}"
+
+
+def listed(names: Sequence[str]) -> list[dict[str, str]]:
+    """Names of sessions as a list has them."""
+    return [{"id": name, "object": "session"} for name in names]

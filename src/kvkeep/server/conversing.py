@@ -1,0 +1,104 @@
+"""The routes of sessions: make, look at, fork, rewind, save, restore, delete; and the turns of chats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request, Response
+
+from kvkeep.registry import spec
+from kvkeep.server.asking import turn_of
+from kvkeep.server.bodies import body_of
+from kvkeep.server.book import Book, Entry, listed
+from kvkeep.server.desk import in_thread
+from kvkeep.server.generating import Generator
+from kvkeep.server.replies import owner_of, reply
+from kvkeep.server.schema import ChatBody, ForkBody, RewindBody, SessionBody
+from kvkeep.server.settings import Settings
+
+
+class Conversations:
+    """Answers what is asked about sessions, and their turns.
+
+    Args:
+        book: the sessions.
+        generator: writes texts.
+        settings: of the server.
+    """
+
+    def __init__(self, book: Book, generator: Generator, settings: Settings) -> None:
+        self._book, self._generator, self._settings = book, generator, settings
+
+    async def make(self, request: Request) -> Response:
+        """Begin a session."""
+        body = await body_of(request, SessionBody, self._settings, empty=True)
+        return reply(card(await in_thread(lambda: self._book.make(owner_of(request), body))), 201)
+
+    async def all(self, request: Request) -> Response:
+        """List the sessions of a key."""
+        names = await in_thread(lambda: self._book.names(owner_of(request)))
+        return reply({"object": "list", "data": listed(names)})
+
+    async def one(self, request: Request) -> Response:
+        """Describe a session."""
+        return reply(card(await in_thread(lambda: self._book.find(owner_of(request), name(request)))))
+
+    async def fork(self, request: Request) -> Response:
+        """Copy a session."""
+        body = await body_of(request, ForkBody, self._settings, empty=True)
+        return reply(card(await in_thread(lambda: self._book.fork(owner_of(request), name(request), body.id))), 201)
+
+    async def rewind(self, request: Request) -> Response:
+        """Take back the last turns of a session."""
+        body = await body_of(request, RewindBody, self._settings, empty=True)
+        return reply(card(await in_thread(lambda: self._book.rewind(owner_of(request), name(request), body.turns))))
+
+    async def save(self, request: Request) -> Response:
+        """Write a session to the disk."""
+        return reply(card(await in_thread(lambda: self._book.save(owner_of(request), name(request)))))
+
+    async def restore(self, request: Request) -> Response:
+        """Go back to the saved state of a session."""
+        return reply(card(await in_thread(lambda: self._book.restore(owner_of(request), name(request)))))
+
+    async def remove(self, request: Request) -> Response:
+        """End a session."""
+        await in_thread(lambda: self._book.remove(owner_of(request), name(request)))
+        return reply({"id": name(request), "object": "session.deleted", "deleted": True})
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a chat: the next turn of a session, or a conversation without one."""
+        body = await body_of(request, ChatBody, self._settings)
+        self._generator.check_model(body.model)
+        if body.session_id is None:
+            return await self._generator.chat(request, body)
+        who, which = owner_of(request), body.session_id
+        entry: Entry = await in_thread(lambda: self._book.find(who, which))
+        served, before = self._generator.served, len(entry.session.token_ids)
+        job = await in_thread(lambda: turn_of(body, served, self._settings, before=before))
+        streams = [entry.session.asend(job.requests[0])]
+        return await self._generator.answer(request, body, job, streams, after=lambda: self._note(entry))
+
+    async def _note(self, entry: Entry) -> None:
+        await in_thread(lambda: self._book.note(entry))
+
+
+def card(entry: Entry) -> dict[str, Any]:
+    """A session as the API shows it."""
+    session = entry.session
+    return {
+        "id": entry.id,
+        "object": "session",
+        "created": entry.created,
+        "policy": spec(session.policy),
+        "budget": session.budget,
+        "messages": [dict(message) for message in session.messages],
+        "seen_tokens": len(session.token_ids),
+        "kv_bytes": session.nbytes,
+        "turns_to_rewind": max(0, len(entry.states) - 1),
+    }
+
+
+def name(request: Request) -> str:
+    """The session that a path names."""
+    return str(request.path_params["name"])

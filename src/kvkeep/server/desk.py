@@ -1,0 +1,197 @@
+"""The way of requests to the engine and of their tokens back: a bounded queue, time-outs, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeAlias
+
+from kvkeep.engine import Engine, Event, Result
+from kvkeep.engine.coroutines import AsyncEvents
+from kvkeep.errors import KVKeepError
+from kvkeep.server.errors import RefusalError, refusal_of
+from kvkeep.server.limits import Limits
+from kvkeep.server.settings import Settings
+
+Found: TypeAlias = "tuple[int, Event] | BaseException"
+Run: TypeAlias = "AsyncGenerator[tuple[int, Event] | None, None]"
+"""Yields ``None`` as soon as a request has a row, then the place of each event's request and the event."""
+
+_LOOK_S = 0.02
+"""Seconds between two looks at whether a request has got a row."""
+_LONGEST_RETRY_S = 60
+
+
+class Desk:
+    """Hands requests to the engine, no more than may wait, and hands back their events.
+
+    Args:
+        engine: the engine.
+        settings: limits of the queue, and times.
+
+    Attributes:
+        active: the number of requests that wait or run.
+        draining: whether new requests are refused, because the server is about to end.
+        ended: called with every result.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self._engine, self._settings = engine, settings
+        self._limits = Limits(settings.key_requests, settings.key_tokens)
+        self.active = 0
+        self.draining = False
+        self.ended: list[Callable[[Result], object]] = []
+        self._seconds = 1.0  # that a request took, as a moving mean
+
+    async def run(self, streams: Sequence[AsyncEvents], owner: str) -> Run:
+        """Run requests of a key together, and yield their events. Whoever closes the generator cancels them.
+
+        Raises:
+            RefusalError: the queue is full, a request waits too long for a row or takes too long, cannot run, or fails.
+        """
+        with self._limits.request(owner), self._place(len(streams)):
+            events: asyncio.Queue[Found] = asyncio.Queue()
+            tasks = [asyncio.ensure_future(_pump(place, one, events)) for place, one in enumerate(streams)]
+            try:
+                deadline = time.monotonic() + self._settings.request_timeout_s
+                await self._started(streams[0], events)
+                early = [] if events.empty() else [await self._next(events, deadline)]
+                yield None
+                left = len(streams)
+                while left:
+                    place, event = early.pop() if early else await self._next(events, deadline)
+                    if event.result is not None:
+                        left -= 1
+                        self._end(event.result, owner)
+                    yield place, event
+            finally:
+                await _stop(tasks, streams)
+
+    async def results(self, streams: Sequence[AsyncEvents], owner: str) -> list[Result]:
+        """Run requests of a key together, and return their results.
+
+        Raises:
+            RefusalError: see `run`.
+        """
+        found: dict[int, Result] = {}
+        run = self.run(streams, owner)
+        try:
+            async for item in run:
+                if item is not None and item[1].result is not None:
+                    found[item[0]] = item[1].result
+        finally:
+            await run.aclose()
+        return [found[place] for place in range(len(streams))]
+
+    @contextmanager
+    def _place(self, count: int) -> Iterator[None]:
+        """A place in the queue for some requests.
+
+        Raises:
+            RefusalError: there is none.
+        """
+        room = self._engine.rows + self._settings.max_queue
+        if self.draining:
+            raise RefusalError(503, "The server is about to end: it takes no requests.", headers={"Retry-After": "5"})
+        if count > room:
+            raise RefusalError(
+                400, f"The request asks for {count} texts at once, and this server takes {room}. Ask for less."
+            )
+        if self.active + count > room:
+            raise self._busy(f"{self.active} requests run or wait, the most that this server takes.")
+        self.active += count
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.active -= count
+            self._seconds += (time.monotonic() - start - self._seconds) / 8
+
+    def _busy(self, why: str) -> RefusalError:
+        """The refusal of a request for which there is no room, with a guess of when there will be some."""
+        turns = max(1, self.active - self._engine.rows) / max(1, self._engine.rows)
+        wait = min(_LONGEST_RETRY_S, max(1, math.ceil(turns * self._seconds)))
+        message = f"{why} Try again in {wait} s."
+        return RefusalError(429, message, code="queue_full", headers={"Retry-After": str(wait)})
+
+    async def _started(self, stream: AsyncEvents, events: asyncio.Queue[Found]) -> None:
+        """Wait until a request has a row, or an event is there."""
+        limit = time.monotonic() + self._settings.queue_timeout_s
+        pause = _LOOK_S / 16
+        while events.empty() and (stream.number is None or self._engine.waits(stream.number)):
+            if time.monotonic() > limit:
+                raise self._busy(f"No row was free within {self._settings.queue_timeout_s:g} s.")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LOOK_S)
+
+    async def _next(self, events: asyncio.Queue[Found], deadline: float) -> tuple[int, Event]:
+        """The next event of a run."""
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                found = await events.get()
+        except TimeoutError as error:
+            seconds = self._settings.request_timeout_s
+            raise RefusalError(
+                503,
+                f"The request took longer than {seconds:g} s and was cancelled. Ask for fewer tokens.",
+                code="timeout",
+            ) from error
+        if isinstance(found, BaseException):
+            raise _raised(found)
+        return found
+
+    def _end(self, result: Result, owner: str) -> None:
+        """Count a request that has ended.
+
+        Raises:
+            RefusalError: it has failed.
+        """
+        self._limits.spend(owner, result)
+        for told in self.ended:
+            told(result)
+        if result.finish_reason == "error":
+            raise RefusalError(500, f"The request failed: {result.error}")
+        if result.finish_reason == "cancelled":
+            raise RefusalError(503, "The request was cancelled, because the server is about to end.")
+
+
+async def _pump(place: int, stream: AsyncEvents, events: asyncio.Queue[Found]) -> None:
+    """Put the events of one request into a queue, or the reason why there are none."""
+    try:
+        await stream.begin()
+        async for event in stream:
+            events.put_nowait((place, event))
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        events.put_nowait(error)
+
+
+async def _stop(tasks: Sequence[asyncio.Future[Any]], streams: Sequence[AsyncEvents]) -> None:
+    """Cancel what still runs. Rows are free at the engine's next step."""
+    for task in tasks:
+        task.cancel()
+    for stream in streams:
+        await stream.aclose()
+    with suppress(asyncio.CancelledError):
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _raised(error: BaseException) -> BaseException:
+    return refusal_of(error) if isinstance(error, KVKeepError) else error
+
+
+async def in_thread(work: Callable[[], Any]) -> Any:
+    """Do some work that takes time in a thread.
+
+    Raises:
+        RefusalError: the work refuses the request.
+    """
+    waiting: Awaitable[Any] = asyncio.to_thread(work)
+    try:
+        return await waiting
+    except KVKeepError as error:
+        raise refusal_of(error) from error

@@ -1,0 +1,83 @@
+"""Refusals: the status, the message and the standard error object with which a request ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvkeep.errors import KVKeepError, PolicyError
+from kvkeep.openai.requests import ParameterError
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
+_TOO_LONG = ("has learned positions for", "This server takes")
+_LONGEST = 500
+"""Characters of a message; values of clients may be part of it."""
+
+
+class RefusalError(Exception):
+    """A request that is not answered.
+
+    Attributes:
+        status: the HTTP status.
+        message: what happened, and what to do.
+        param: the parameter that is wrong.
+        code: a word for programs.
+        headers: further headers of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} …"
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The standard error object."""
+        kind = "server_error" if self.status >= 500 else _KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class GoneError(Exception):
+    """The client has closed the connection, so nobody reads the answer."""
+
+
+def refusal_of(error: KVKeepError) -> RefusalError:
+    """A mistake of the request as a refusal, written as a sentence."""
+    text = str(error)
+    sentence = text[:1].upper() + text[1:]
+    if not sentence.endswith((".", "!", "?")):
+        sentence += "."
+    code = "context_length_exceeded" if any(words in text for words in _TOO_LONG) else None
+    param = "policy" if isinstance(error, PolicyError) else _argument(text)
+    return RefusalError(400, sentence, param=getattr(error, "param", None) or param, code=code)
+
+
+def unknown(name: str, value: str, remedy: str) -> RefusalError:
+    """The refusal of something that is not there."""
+    return RefusalError(404, f"There is no {name} {value[:80]!r}. {remedy}", code=f"{name}_not_found".replace(" ", "_"))
+
+
+def parameter(name: str, reason: str) -> RefusalError:
+    """The refusal of a parameter."""
+    return refusal_of(ParameterError(name, reason))
+
+
+def _argument(text: str) -> str | None:
+    """The parameter of kvkeep that a message begins with, such as ``guard=7``."""
+    name, found, _ = text.partition("=")
+    return name if found and name.isidentifier() else None

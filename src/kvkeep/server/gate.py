@@ -1,0 +1,69 @@
+"""What every request passes before its route: the key, and a line in the log after it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvkeep.server.errors import RefusalError
+from kvkeep.server.keys import EVERYBODY
+from kvkeep.server.replies import refused
+from kvkeep.server.settings import Settings
+
+log = logging.getLogger("kvkeep.access")
+OPEN = ("/health",)
+"""Routes that need no key."""
+
+
+class Gate:
+    """Lets requests with a key in, and logs each one without its text.
+
+    Args:
+        app: the application behind it.
+        settings: of the server.
+    """
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        owner = EVERYBODY
+        try:
+            if scope["path"] not in OPEN:
+                owner = self._settings.keys.owner(Headers(scope=scope).get("authorization"))
+            scope.setdefault("state", {})["owner"] = owner
+            await self._app(scope, receive, watched)
+        except RefusalError as refusal:
+            await refused(refusal)(scope, receive, watched)
+        except Exception as error:
+            log.exception("%s %s failed.", scope["method"], _shown(scope))
+            if not status:
+                failure = RefusalError(500, f"The server failed: {type(error).__name__}. Its log says more.")
+                await refused(failure)(scope, receive, watched)
+        finally:
+            _note(scope, owner, status, time.perf_counter() - start)
+
+
+def _note(scope: Scope, owner: str, status: int, seconds: float) -> None:
+    """Log a request: who, what, how it ended. Paths are shown without characters that could fake a line."""
+    client: Any = scope.get("client") or ("-",)
+    log.info("%s %s %s %s %d %.3fs", client[0], owner, scope["method"], _shown(scope), status, seconds)
+
+
+def _shown(scope: Scope) -> str:
+    return "".join(one if one.isprintable() else "?" for one in str(scope["path"])[:200])

@@ -1,0 +1,231 @@
+"""The routes of ``/v1/responses``: answers that can be continued by their id."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request, Response
+
+from kvkeep.engine import Engine, Session
+from kvkeep.engine import Request as Asked
+from kvkeep.errors import InputError
+from kvkeep.openai.requests import ParameterError
+from kvkeep.server.asking import own_options, sampling_request
+from kvkeep.server.bodies import body_of
+from kvkeep.server.desk import Desk, in_thread
+from kvkeep.server.errors import unknown
+from kvkeep.server.generating import Generator
+from kvkeep.server.replies import owner_of, reply, unless_gone
+from kvkeep.server.response_events import Answer
+from kvkeep.server.schema import Generating, ResponseBody
+from kvkeep.server.served import Served
+from kvkeep.server.settings import Settings
+from kvkeep.server.streaming import begun
+
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+@dataclass(eq=False)
+class Kept:
+    """An answer that can be continued.
+
+    Attributes:
+        owner: whose it is.
+        session: ends with this answer.
+        body: the answer as it was sent.
+    """
+
+    owner: str
+    session: Session
+    body: dict[str, Any]
+    created: float = field(default_factory=time.time)
+
+
+class Shelf:
+    """The answers that can be continued, least recently used first.
+
+    Args:
+        most: how many are kept.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+
+    def find(self, who: str, name: str) -> Kept:
+        """An owner's answer.
+
+        Raises:
+            RefusalError: there is none.
+        """
+        found = self._kept.get(name)
+        if found is None or found.owner != who:
+            raise unknown("response", name, "It was never stored, or has been dropped since. Send the conversation.")
+        self._kept.move_to_end(name)
+        return found
+
+    def put(self, name: str, kept: Kept) -> list[Session]:
+        """Keep an answer, and return the sessions of those that are dropped for it."""
+        self._kept[name] = kept
+        dropped = []
+        while len(self._kept) > self._most:
+            dropped.append(self._kept.popitem(last=False)[1].session)
+        return dropped
+
+    def drop(self, name: str) -> Session:
+        """Forget an answer."""
+        return self._kept.pop(name).session
+
+
+class Responder:
+    """Answers ``/v1/responses``.
+
+    Args:
+        engine: the engine.
+        generator: checks models and streams.
+        desk: runs requests.
+        settings: of the server.
+    """
+
+    def __init__(self, engine: Engine, generator: Generator, desk: Desk, settings: Settings) -> None:
+        self._engine, self._generator, self._desk, self._settings = engine, generator, desk, settings
+        self._shelf = Shelf(settings.max_responses)
+
+    async def respond(self, request: Request) -> Response:
+        """Answer, and keep the answer so that it can be continued."""
+        body = await body_of(request, ResponseBody, self._settings)
+        self._generator.check_model(body.model)
+        who = owner_of(request)
+        previous = None if body.previous_response_id is None else self._shelf.find(who, body.previous_response_id)
+        asked = await in_thread(lambda: self._turn(body, previous))
+        session = await in_thread(lambda: self._begin(body, previous))
+        answer = Answer(f"resp_{secrets.token_hex(16)}", body, self._settings.name)
+        chunks = self._chunks(who, session, asked, answer)
+        ready = await unless_gone(request, begun(chunks))
+        if body.stream:
+            return self._generator.stream(request, ready, done=False, named=True)
+        return reply(await unless_gone(request, _last(ready)))
+
+    def _turn(self, body: ResponseBody, previous: Kept | None) -> Asked:
+        """The request of a body."""
+        before = None if previous is None else len(previous.session.token_ids)
+        return turn_of(body, self._generator.served, self._settings, before=before)
+
+    async def look(self, request: Request) -> Response:
+        """Show an answer again."""
+        return reply(self._shelf.find(owner_of(request), request.path_params["name"]).body)
+
+    async def remove(self, request: Request) -> Response:
+        """Forget an answer."""
+        name = request.path_params["name"]
+        self._shelf.find(owner_of(request), name)
+        session = self._shelf.drop(name)
+        await in_thread(session.close)
+        return reply({"id": name, "object": "response", "deleted": True})
+
+    def _begin(self, body: ResponseBody, previous: Kept | None) -> Session:
+        """A session for an answer: a copy of the previous answer's, or a new one."""
+        if previous is None:
+            return self._engine.session(policy=body.policy, budget=body.budget, sequence=secrets.randbits(62))
+        (fork,) = previous.session.fork()
+        return fork
+
+    async def _chunks(
+        self, who: str, session: Session, asked: Asked, answer: Answer
+    ) -> AsyncGenerator[Mapping[str, Any], None]:
+        """The events of an answer, after an empty one."""
+        kept = False
+        run = self._desk.run([session.asend(asked)], who)
+        try:
+            async for found in run:
+                if found is None:
+                    yield {}
+                    for event in answer.beginning():
+                        yield event
+                    continue
+                for piece in answer.more(found[1]):
+                    yield piece
+                if (result := found[1].result) is not None:
+                    if kept := answer.stored:
+                        await self._keep(answer.name, Kept(who, session, answer.body(result)))
+                    for piece in answer.end(result):
+                        yield piece
+        finally:
+            await run.aclose()
+            if not kept:
+                await in_thread(session.close)
+
+    async def _keep(self, name: str, kept: Kept) -> None:
+        for session in self._shelf.put(name, kept):
+            await in_thread(session.close)
+
+
+async def _last(chunks: AsyncGenerator[Mapping[str, Any], None]) -> Mapping[str, Any]:
+    """The whole answer, which is part of the last event."""
+    last: Mapping[str, Any] = {}
+    try:
+        async for chunk in chunks:
+            last = chunk
+    finally:
+        await chunks.aclose()
+    found: Mapping[str, Any] = last["response"]
+    return found
+
+
+def turn_of(body: ResponseBody, served: Served, settings: Settings, *, before: int | None) -> Asked:
+    """The request of a body.
+
+    Args:
+        body: the body.
+        served: the model.
+        settings: of the server.
+        before: tokens of the answer that is continued; ``None`` without one.
+
+    Raises:
+        KVKeepError: a parameter cannot be honoured.
+    """
+    if body.tools:
+        raise ParameterError("tools", "cannot be used here; leave it out")
+    if body.text and body.text.get("format", {"type": "text"}) != {"type": "text"}:
+        raise ParameterError("text", "asks for a format that cannot be written here; leave it out")
+    if before is not None and (body.policy or body.budget or body.guard is not None):
+        raise ParameterError("previous_response_id", "brings its own policy, budget and guard; leave them out")
+    own = own_options(Generating.model_validate(body.model_dump(include={"policy", "pins", "guard"})), ())
+    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
+    wishes = {"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p}
+    fields = {"messages": messages, "seed": body.seed, **wishes}
+    names = {"max_tokens": "max_output_tokens"}
+    return sampling_request(served, fields, settings, names=names, own=own, before=before or 0)
+
+
+def _messages(given: list[Any]) -> list[dict[str, Any]]:
+    """The messages of an input, whose parts are named in another way than those of a chat."""
+    found = []
+    for place, one in enumerate(given):
+        name = f"input[{place}]"
+        if not isinstance(one, dict) or one.get("type", "message") != "message" or one.get("role") not in _ROLES:
+            raise ParameterError(name, 'is not like {"role": "user", "content": "a text"}')
+        content = one.get("content")
+        parts = [content] if isinstance(content, str) else content
+        if not isinstance(parts, list):
+            raise ParameterError(f"{name}.content", "is no text and no list of parts")
+        found.append({"role": one["role"], "content": "".join(_text(name, part) for part in parts)})
+    if not found:
+        raise InputError("The input has no message.")
+    return found
+
+
+def _text(name: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text"):
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    raise ParameterError(f"{name}.content", "has a part that is no text; only texts are read")

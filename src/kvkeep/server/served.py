@@ -1,0 +1,83 @@
+"""The model that is served: its name, its engine, and its tokenizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvkeep.engine import Engine
+from kvkeep.errors import InputError
+from kvkeep.models import text
+from kvkeep.models.load import Checkpoint
+from kvkeep.openai.requests import Prompt
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model, ready to answer.
+
+    Attributes:
+        engine: runs it.
+        checkpoint: its configuration and tokenizer.
+        created: seconds since 1970 at which it was loaded.
+    """
+
+    engine: Engine
+    checkpoint: Checkpoint
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The number of positions that the model was trained for."""
+        return self.checkpoint.trained_length
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model knows."""
+        size: int = self.checkpoint.config.get_text_config(decoder=True).vocab_size
+        return size
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """The token ids of a prompt.
+
+        Args:
+            prompt: a text, token ids, or messages.
+            raw: take a text as it is, without the chat template.
+
+        Raises:
+            KVKeepError: the prompt cannot be encoded.
+        """
+        if isinstance(prompt, str):
+            plain: list[int] = text.encode(self.checkpoint, prompt, raw=raw)[0].tolist()
+            return plain
+        if isinstance(prompt[0], int):
+            return self.known([one for one in prompt if isinstance(one, int)])
+        messages = [one for one in prompt if isinstance(one, dict)]
+        if self.checkpoint.tokenizer.chat_template is None and len(messages) == 1 and messages[0]["role"] == "user":
+            return self.encode(messages[0]["content"])  # as everywhere in kvkeep, a text without a template
+        chat: list[int] = text.encode_chat(self.checkpoint, messages)[0].tolist()
+        return chat
+
+    def known(self, ids: Sequence[int]) -> list[int]:
+        """Token ids, after a check that the model has all of them.
+
+        Raises:
+            InputError: it does not have one.
+        """
+        wrong = next((one for one in ids if not 0 <= one < self.vocabulary), None)
+        if wrong is not None:
+            raise InputError(f"The prompt has token {wrong}, and the model knows 0 to {self.vocabulary - 1}.")
+        return list(ids)
+
+    def text_of(self, ids: Sequence[int], *, special: bool = True) -> str:
+        """The text of tokens."""
+        return str(self.checkpoint.tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+    def show(self, before: int | None, token: int) -> str:
+        """The text of a token after another one. Many tokenizers drop white space at the beginning of a text."""
+        if before is not None:
+            first, both = self.text_of([before]), self.text_of([before, token])
+            if both.startswith(first):
+                return both.removeprefix(first)
+        return self.text_of([token])

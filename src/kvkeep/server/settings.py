@@ -1,0 +1,46 @@
+"""The settings of a server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvkeep.server.keys import Keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a server treats its clients.
+
+    Attributes:
+        name: the model's name in answers.
+        keys: the keys that clients must show; without any, everybody is served.
+        max_new_tokens: of a chat that does not say how many.
+        max_model_len: the most tokens of a prompt and its answer together; ``None``: no limit.
+        max_queue: requests that may wait for a row; more are refused.
+        queue_timeout_s: seconds that a request may wait for a row.
+        request_timeout_s: seconds that a request may take in all.
+        read_timeout_s: seconds in which a client must send a request, and read a piece of an answer.
+        max_body_bytes: size of the largest body.
+        ping_s: seconds after which a stream without news gets a comment.
+        max_responses: answers of ``/v1/responses`` that are kept to be continued.
+        max_sessions: sessions that may be open.
+        session_dir: the engine's folder of saved sessions.
+        key_requests: requests of a key that may wait or run at once.
+        key_tokens: tokens that a key may use per minute.
+    """
+
+    name: str
+    keys: Keys = field(default_factory=Keys)
+    max_new_tokens: int = 1024
+    max_model_len: int | None = None
+    max_queue: int = 256
+    queue_timeout_s: float = 60.0
+    request_timeout_s: float = 600.0
+    read_timeout_s: float = 30.0
+    max_body_bytes: int = 16 * 2**20
+    ping_s: float = 15.0
+    max_responses: int = 256
+    max_sessions: int = 1024
+    session_dir: str | None = None
+    key_requests: int | None = None
+    key_tokens: int | None = None

@@ -1,0 +1,131 @@
+"""Answers that are sent while they are written, as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from fastapi import Request, Response
+from starlette.types import Receive, Scope, Send
+
+from kvkeep.errors import KVKeepError
+from kvkeep.server.errors import GoneError, RefusalError, refusal_of
+from kvkeep.server.replies import encoded, gone
+
+Chunks: TypeAlias = AsyncGenerator[Mapping[str, Any], None]
+"""The JSON objects of an answer."""
+After: TypeAlias = Callable[[], Awaitable[object]]
+"""What is done when an answer is complete."""
+_PING = b": still reading\n\n"
+_DONE = b"data: [DONE]\n\n"
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+class EventStream(Response):
+    """An answer that is sent piece by piece. A client that leaves, or does not read, ends it.
+
+    Args:
+        request: the request.
+        chunks: the JSON objects of the answer.
+        ping_s: seconds without an object after which a comment is sent.
+        write_s: seconds in which the client must take a piece.
+        done: whether a last event says that the answer is complete.
+        named: whether each event has the name of its object's ``type``.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        chunks: Chunks,
+        *,
+        ping_s: float,
+        write_s: float,
+        done: bool = True,
+        named: bool = False,
+    ):
+        super().__init__(status_code=200, headers=_HEADERS, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._request, self._chunks, self._ping_s, self._write_s = request, chunks, ping_s, write_s
+        self._done, self._named = done, named
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        writing = asyncio.ensure_future(self._write(send))
+        watch = asyncio.ensure_future(gone(self._request))
+        try:
+            await asyncio.wait({writing, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                with suppress(GoneError):
+                    writing.result()
+        finally:
+            for one in (writing, watch):
+                one.cancel()
+            await asyncio.gather(writing, watch, return_exceptions=True)
+            await self._chunks.aclose()
+
+    async def _write(self, send: Send) -> None:
+        """Send all chunks, and comments while there are none. A failure is the last chunk."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for piece in self._pieces():
+                await self._send(send, piece)
+        except (RefusalError, KVKeepError) as error:
+            refusal = error if isinstance(error, RefusalError) else refusal_of(error)
+            await self._send(send, self._event({"type": "error", **refusal.body} if self._named else refusal.body))
+        if self._done:
+            await self._send(send, _DONE)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pieces(self) -> AsyncGenerator[bytes, None]:
+        """The events of the answer, and comments between them."""
+        while True:
+            chunk = asyncio.ensure_future(anext(self._chunks, None))
+            try:
+                while not (await asyncio.wait({chunk}, timeout=self._ping_s))[0]:
+                    yield _PING
+                found = chunk.result()
+            finally:
+                if not chunk.done():
+                    chunk.cancel()
+                    await asyncio.gather(chunk, return_exceptions=True)
+            if found is None:
+                return
+            yield self._event(found)
+
+    def _event(self, value: Mapping[str, Any]) -> bytes:
+        name = f"event: {value['type']}\n".encode() if self._named else b""
+        return b"%bdata: %b\n\n" % (name, encoded(value))
+
+    async def _send(self, send: Send, piece: bytes) -> None:
+        """Send a piece.
+
+        Raises:
+            GoneError: the client does not take it.
+        """
+        try:
+            async with asyncio.timeout(self._write_s):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except (TimeoutError, OSError) as error:
+            raise GoneError from error
+
+
+async def begun(chunks: Chunks) -> Chunks:
+    """Chunks that begin with an empty one, after it was taken out. What cannot begin is refused before any is sent."""
+    try:
+        await anext(chunks)
+    except BaseException:
+        await chunks.aclose()
+        raise
+    return chunks
+
+
+async def followed(chunks: Chunks, after: After) -> Chunks:
+    """Chunks, and something that is done after the last one."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+        await after()
+    finally:
+        await chunks.aclose()

@@ -1,0 +1,217 @@
+"""Heads with budgets of their own in an engine: rows of other splits share a batch, and cost the same."""
+
+import json
+
+import pytest
+import torch
+
+import kvkeep
+from kvkeep import BoundedCache, BudgetError, InputError, UnsupportedOperationError
+from kvkeep.engine import Engine, Request
+from kvkeep.engine.rows import Rows
+from kvkeep.engine.sampling import Sampling
+from kvkeep.store import PooledStore
+
+from .models import model
+from .test_equal import prompt_of
+
+KINDS = ["h2o:recent=2", "snapkv:window=4", "leverage:sinks=1,recent=2", "adakv:window=4", "streaming_llm:sinks=2"]
+BUDGET, NEW = 10, 9
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """A profile of the test model: three layers of two heads, of which some need nothing."""
+    config = model("llama").config
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    needs = [[1.0 if (layer + head) % 2 else 0.1 * layer for head in range(heads)] for layer in range(layers)]
+    facts = {"model_type": config.model_type, "layers": layers, "kv_heads": heads}
+    file = tmp_path / "profile.json"
+    content = {"format": "kvkeep-profile", "version": 1, "model": facts, "weights": None, "heads": needs, "least": 4}
+    file.write_text(json.dumps({**content, "measured": {}}))
+    return f"profile:{file}"
+
+
+def alone(prompt, policy, rule, *, budget=BUDGET, chunk=None, new=NEW):
+    """What `model.generate` writes for one prompt."""
+    net = model("llama")
+    cache = BoundedCache(net.config, policy, budget, prefill_chunk=chunk, head_budget=rule)
+    ids = torch.tensor([prompt])
+    out = net.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False, eos_token_id=None)
+    return tuple(out[0, len(prompt) :].tolist()), cache
+
+
+def run(engine, requests):
+    numbers, found = [engine.add(request) for request in requests], {}
+    while engine.busy:
+        found |= {event.id: event.result.token_ids for event in engine.step() if event.result}
+    return [found[number] for number in numbers]
+
+
+def asked(policies, budgets=(BUDGET,)):
+    return [
+        Request(
+            prompt=prompt_of(i, 12 + 7 * i % 23),
+            sampling=Sampling(max_new_tokens=NEW),
+            policy=policy,
+            budget=budgets[i % len(budgets)],
+            ignore_end=True,
+        )
+        for i, policy in enumerate(policies)
+    ]
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("kind", ["ada:0.1", "profile"])
+def test_a_row_gets_what_it_gets_alone_beside_other_policies_and_splits(kind, chunk, profile):
+    rule = profile if kind == "profile" else kind
+    requests = asked(KINDS * 2, budgets=(BUDGET, BUDGET - 2))
+    engine = Engine(model("llama"), policy=KINDS[0], budget=BUDGET, rows=3, prefill_chunk=chunk, head_budget=rule)
+    for request, got in zip(requests, run(engine, requests), strict=True):
+        assert got == alone(request.prompt, request.policy, rule, budget=request.budget, chunk=chunk)[0]
+
+
+@pytest.mark.parametrize("policy", KINDS)
+def test_a_row_costs_what_equal_heads_cost(policy, profile):
+    """Apart from the table of ranges, two slots that are rounded up to, and one entry of no head in each layer."""
+    net = model("llama")
+    sizes = {
+        rule: Rows(net, kvkeep.parse(policy), 40, head_budget=rule).row_bytes for rule in ("uniform", "ada", profile)
+    }
+    heads, layers = net.config.num_key_value_heads, net.config.num_hidden_layers
+    slot = 2 * 4 * (net.config.hidden_size // net.config.num_attention_heads) + 4 + 4 * len(kvkeep.parse(policy).slots)
+    assert sizes["ada"] == sizes["uniform"] + layers * (slot + 24 * heads)
+    assert sizes["ada"] <= sizes[profile] <= sizes["ada"] + layers * heads * slot
+
+
+@pytest.mark.parametrize("rule", ["ada:0.1", "profile"])
+def test_bytes_do_not_depend_on_the_split(rule, profile):
+    held = set()
+    for seed in range(4):
+        _, cache = alone(prompt_of(seed, 40), "snapkv:window=4", profile if rule == "profile" else rule)
+        held.add(cache.memory().allocated_bytes)
+        for layer in cache.bounded_layers().values():
+            assert isinstance(layer.store, PooledStore)
+            assert int(layer.block.held().sum()) <= int(layer.block.budget.sum())
+    assert len(held) == 1
+
+
+@pytest.mark.parametrize("policy", KINDS)
+def test_a_budget_that_holds_everything_is_the_full_cache(policy):
+    prompt = prompt_of(2, 25)
+    assert alone(prompt, policy, "ada", budget=40)[0] == alone(prompt, "full", None, budget=40)[0]
+
+
+def test_a_profile_decides_the_budget_of_every_head(profile):
+    _, cache = alone(prompt_of(1, 60), "h2o:recent=2", profile, budget=20)
+    budgets = torch.stack([layer.block.budget[0] for layer in cache.bounded_layers().values()])
+    assert int(budgets.sum()) == 20 * budgets.numel()
+    assert budgets.unique().numel() > 2
+    held = torch.stack([layer.block.held()[0] for layer in cache.bounded_layers().values()])
+    assert torch.equal(held, budgets.clamp(max=60 + NEW - 1))
+
+
+def test_alpha_1_is_uniform():
+    prompt = prompt_of(4, 40)
+    assert alone(prompt, "snapkv:window=4", "ada:1")[0] == alone(prompt, "snapkv:window=4", None)[0]
+    assert alone(prompt, "snapkv:window=4", "ada:0.2")[0] == alone(prompt, "adakv:window=4", None)[0]
+    assert alone(prompt, "adakv:window=4", "uniform")[0] == alone(prompt, "snapkv:window=4", None)[0]
+
+
+@pytest.mark.parametrize("policy", KINDS)
+@pytest.mark.parametrize("kind", ["ada:0.1", "profile"])
+def test_memory_goes_on_bit_for_bit_from_a_file(policy, kind, profile, tmp_path):
+    rule = profile if kind == "profile" else kind
+    one, other = (Engine(model("llama"), policy=policy, budget=BUDGET, head_budget=rule) for _ in range(2))
+    sampling, text = Sampling(max_new_tokens=8), prompt_of(3, 30)
+    with one.session() as session:
+        session.read(text)
+        snapshot = session.snapshot()
+        snapshot.save(tmp_path / "file")
+        again = kvkeep.Snapshot.load(tmp_path / "file")
+        wanted = [run(one, [Request(prompt=(5, 6), memory=held, sampling=sampling)]) for held in (snapshot, again)]
+    assert wanted[0] == wanted[1] == run(other, [Request(prompt=(5, 6), memory=again, sampling=sampling)])
+    cache = BoundedCache.from_snapshots(model("llama").config, [again, snapshot])
+    assert [tuple(layer.block.budget[0].tolist()) for layer in cache.bounded_layers().values()] == [
+        layer.budget for layer in again.contents.layers
+    ]
+    with pytest.raises(kvkeep.SnapshotError, match="head_budget"):
+        BoundedCache(model("llama").config, policy, BUDGET).restore(0, again)
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("spatten", "its heads decide together"),
+        ("tova", "its heads decide together"),
+        ("scissorhands", "it drops tokens of all heads of a layer at once"),
+        ("full", "it never evicts"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ada", "profile"])
+def test_policies_to_which_head_budgets_mean_nothing_are_refused_by_name(policy, why, kind, profile):
+    rule = profile if kind == "profile" else kind
+    with pytest.raises(UnsupportedOperationError, match=f"{policy} cannot have budgets per head: {why}"):
+        BoundedCache(model("llama").config, policy, 40, head_budget=rule)
+    engine = Engine(model("llama"), policy="h2o", budget=40, head_budget=rule)
+    with pytest.raises(UnsupportedOperationError, match=policy):
+        engine.add(Request(prompt=(1, 2, 3), policy=policy))
+    BoundedCache(model("llama").config, policy, 40, head_budget="uniform")
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("adakv", r"Unknown head budget 'adakv'; use uniform, ada:0\.2 or profile:FILE"),
+        ("ada:much", "'much' is not a number; write for example ada:0.2"),
+        ("ada:1.5", "is out of range: the share that is divided equally lies between 0 and 1"),
+        ("ada:nan", "is out of range"),
+        ("uniform:1", "Unknown head budget"),
+        ("profile:", "Unknown head budget"),
+        ("", "Unknown head budget"),
+    ],
+)
+def test_wrong_rules_are_refused(rule, message):
+    with pytest.raises(BudgetError, match=message):
+        BoundedCache(model("llama").config, "h2o", 40, head_budget=rule)
+
+
+def test_profiles_that_do_not_fit_are_refused(profile, tmp_path):
+    config = model("llama").config
+    with pytest.raises(InputError, match="A profile gives every layer its budget: leave out `layer_budget`"):
+        BoundedCache(config, "h2o", 40, head_budget=profile, layer_budget="ramp:0.2")
+    with pytest.raises(InputError):
+        BoundedCache(config, "h2o", 40, head_budget=f"profile:{tmp_path / 'nothing'}")
+    with pytest.raises(InputError, match="belongs to another model"):
+        BoundedCache(model("qwen3").config, "h2o", 40, head_budget=profile)
+    with pytest.raises(BudgetError):
+        BoundedCache(config, "snapkv", 20, head_budget=profile)  # its window alone is larger
+
+
+def test_a_guard_is_refused():
+    for rule in ("ada", "uniform"):
+        engine = Engine(model("llama"), policy="h2o", budget=40, head_budget=rule)
+        request = Request(prompt=prompt_of(1, 60), guard=0.1)
+        if rule == "uniform":
+            engine.add(request)
+        else:
+            with pytest.raises(InputError, match="its cuts are no plain choice"):
+                engine.add(request)
+
+
+def test_rows_that_are_not_made_for_head_budgets_take_none():
+    rows = Rows(model("llama"), kvkeep.parse("local"), BUDGET)
+    rows.allocate(2)
+    assert not rows.takes(kvkeep.parse("adakv:window=4"))
+    rows = Rows(model("llama"), kvkeep.parse("adakv:window=4"), BUDGET)
+    rows.allocate(2)
+    assert rows.takes(kvkeep.parse("h2o:recent=2"))
+
+
+def test_beams_and_reset_move_ranges_with_their_rows():
+    net, ids = model("llama"), torch.tensor([prompt_of(7, 30), prompt_of(8, 30)])
+    cache = BoundedCache(net.config, "h2o:recent=2", BUDGET, head_budget="ada:0.1")
+    first = net.generate(ids, past_key_values=cache, max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None)
+    cache.reset()
+    again = net.generate(ids, past_key_values=cache, max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None)
+    assert torch.equal(first, again)

@@ -1,0 +1,124 @@
+"""A server on loopback in a thread of its own, with the embedded model, and what its clients send."""
+
+from __future__ import annotations
+
+import functools
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+httpx = pytest.importorskip("httpx")
+
+import kvkeep  # noqa: E402
+from kvkeep.models.load import embedded, find, quiet, read_weights  # noqa: E402
+from kvkeep.server.app import make_app  # noqa: E402
+from kvkeep.server.keys import Keys, owner_of  # noqa: E402
+from kvkeep.server.running import Place, Server, listen  # noqa: E402
+from kvkeep.server.served import Served  # noqa: E402
+from kvkeep.server.settings import Settings  # noqa: E402
+
+NAME = "tiny"
+HELLO = [{"role": "user", "content": "Once upon a time"}]
+WAIT_S = 60.0
+
+
+@functools.cache
+def checkpoint(folder=None):
+    with quiet():
+        return find(folder or embedded())
+
+
+@functools.cache
+def model(folder=None):
+    with quiet():
+        return read_weights(checkpoint(folder))
+
+
+def keys(*found):
+    return Keys({key: owner_of(key) for key in found})
+
+
+class Running:
+    """A server that runs: its address, its engine, and a client."""
+
+    def __init__(self, port, engine, desk):
+        self.port, self.engine, self.desk = port, engine, desk
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
+
+    def post(self, path, body=None, **options):
+        return self.client.post(path, json=body, **options)
+
+    def chat(self, **body):
+        return self.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 4, "temperature": 0, **body})
+
+    def complete(self, **body):
+        return self.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 4, "temperature": 0, **body})
+
+    def refused(self, answer, status=400):
+        """The error of an answer, which has the shape of OpenAI's."""
+        assert answer.status_code == status, answer.text
+        (error,) = answer.json().values()
+        assert set(error) == {"message", "type", "param", "code"}
+        assert "Traceback" not in error["message"]
+        return error
+
+    def idle(self):
+        """Wait until every row is back."""
+        end = time.monotonic() + WAIT_S
+        while self.engine.busy or self.desk.active:
+            assert time.monotonic() < end, (self.engine.n_running, self.desk.active)
+            time.sleep(0.01)
+        return True
+
+    def raw(self):
+        """A socket."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+
+
+@contextmanager
+def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, **settings):
+    """Run a server until the block ends."""
+    options = {"budget": budget, "rows": rows, **(engine or {})}
+    made = kvkeep.Engine(model(folder), checkpoint(folder).tokenizer, **options)
+    place = Place(port=0, read_timeout_s=settings.get("read_timeout_s", 30.0), grace_s=5.0)
+    app = make_app(Served(made, checkpoint(folder)), Settings(name=NAME, **settings), origins)
+    ready = threading.Event()
+    server = Server(app, place, ready.set)
+    with listen(place) as sock, made:
+        port = sock.getsockname()[1]
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        assert ready.wait(WAIT_S)
+        running = Running(port, made, app.state.desk)
+        try:
+            yield running
+        finally:
+            running.client.close()
+            server.should_exit = True
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+def alone(prompt, *, raw=False, messages=None, budget=128, **options):
+    """The text that a prompt gets from an engine of its own."""
+    wishes = {name: options.pop(name) for name in ("policy", "stop", "sequence", "budget_", "pins") if name in options}
+    sampling = kvkeep.Sampling(**{"max_new_tokens": 4, **options})
+    request = kvkeep.Request(prompt=prompt, messages=messages, raw=raw, sampling=sampling, **wishes)
+    with kvkeep.Engine(model(), checkpoint().tokenizer, budget=budget, rows=1) as engine:
+        return engine.generate(request)[0]
+
+
+def events(answer):
+    """The objects of a stream, and whether it ended as it should."""
+    lines = [line for line in answer.text.split("\n\n") if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines), lines
+    found = [line.removeprefix("data: ") for line in lines]
+    assert found[-1] == "[DONE]"
+    return [json.loads(one) for one in found[:-1]]
