@@ -12,14 +12,14 @@ from kvkeep.snapshot import put
 from kvkeep.store import take_row, take_rows
 
 from .session_models import engine_of, short
-from .test_equal import prompt_of
+from .test_equal import encoded
 
 
 def engine_with(policy="h2o", name="gemma2"):
     """An engine with a sequence in each of its rows."""
     engine = engine_of(policy, 10, name=name, rows=3)
     for i in range(3):
-        engine.add(Request(prompt=prompt_of(i, 30 + i), sampling=short(50)))
+        engine.add(Request(prompt=encoded(i, 30 + i), sampling=short(50)))
     for _ in range(6):
         engine.step()
     return engine

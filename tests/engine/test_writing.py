@@ -11,9 +11,9 @@ from kvkeep.engine import Request
 from kvkeep.snapshot import Snapshot, writing
 
 from .session_models import answers, engine_of, short
-from .test_equal import prompt_of
+from .test_equal import encoded
 
-TURNS = [prompt_of(i, n) for i, n in enumerate((7, 3, 12, 1, 5))]
+TURNS = [encoded(i, n) for i, n in enumerate((7, 3, 12, 1, 5))]
 
 
 class SlowDisk:

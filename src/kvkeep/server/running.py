@@ -63,7 +63,7 @@ def listen(place: Place) -> socket.socket:
         family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
         made = socket.create_server((place.host, place.port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+        why = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]
         if place.unix_socket is not None:
             raise InputError(f"`unix_socket={place.unix_socket}` cannot be used: {why}. Give another.") from error
         raise InputError(
