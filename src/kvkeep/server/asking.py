@@ -13,7 +13,8 @@ from kvkeep.engine import Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.openai import requests as openai
-from kvkeep.openai.requests import CHAT, COMPLETIONS, Asked, ParameterError, in_words_of
+from kvkeep.openai.messages import ParameterError
+from kvkeep.openai.requests import CHAT, COMPLETIONS, Asked, in_words_of
 from kvkeep.pins import spans
 from kvkeep.registry import available, parse
 from kvkeep.server.schema import CompletionBody, Generating

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvkeep.errors import KVKeepError, PolicyError
-from kvkeep.openai.requests import ParameterError
+from kvkeep.openai.messages import ParameterError
 
 _KINDS = {
     401: "authentication_error",

@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from kvkeep.engine import Engine, Session
 from kvkeep.engine import Request as Asked
 from kvkeep.errors import InputError
-from kvkeep.openai.requests import ParameterError
+from kvkeep.openai.messages import ParameterError
 from kvkeep.server.asking import own_options, sampling_request
 from kvkeep.server.bodies import body_of
 from kvkeep.server.desk import Desk, in_thread
