@@ -161,6 +161,7 @@ def test_bodies_that_are_no_request(server):
             assert status in allowed, (name, path, status)
 
 
+@pytest.mark.slow
 def test_fields_that_are_wrong(server):
     """Each of them in a chat and, where it has the name, in a completion."""
     assert len(WRONG) > 200

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -130,6 +132,23 @@ def test_a_session_belongs_to_its_key():
         server.refused(server.post("/v1/chat/completions", body, headers=bert), 404)
         server.refused(server.post("/v1/responses", {"input": B, "previous_response_id": found}, headers=bert), 404)
         assert server.post("/v1/sessions", {"id": "mine"}, headers=bert).status_code == 201  # a name of his own
+
+
+def test_a_name_is_given_once_however_many_ask(server):
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: server.post("/v1/sessions", {"id": "race"}).status_code, range(8)))
+    assert sorted(found) == [201] + [409] * 7
+
+
+def test_a_session_may_be_deleted_in_the_middle_of_a_turn(server):
+    server.post("/v1/sessions", {"id": "short-lived"})
+    with ThreadPoolExecutor(1) as pool:
+        turn = pool.submit(server.chat, session_id="short-lived", max_tokens=1500, ignore_eos=True)
+        while not server.engine.n_running:
+            time.sleep(0.01)
+        assert server.client.delete("/v1/sessions/short-lived").status_code == 200
+        assert "its session was deleted" in server.refused(turn.result(), 503)["message"]
+    assert server.idle()
 
 
 def test_there_may_be_so_many_sessions():

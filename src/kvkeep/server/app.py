@@ -21,6 +21,7 @@ from kvkeep.server.errors import GoneError, RefusalError, refusal_of
 from kvkeep.server.gate import Gate
 from kvkeep.server.generating import Generator
 from kvkeep.server.looking import Looker
+from kvkeep.server.metrics import Metrics
 from kvkeep.server.replies import refused
 from kvkeep.server.responding import Responder
 from kvkeep.server.schema import (
@@ -56,7 +57,9 @@ def make_app(served: Served, settings: Settings, origins: Sequence[str] = ()) ->
     app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.desk = desk
     looker, generator = Looker(served, desk, settings), Generator(served, desk, settings)
-    talks = Conversations(Book(served.engine, settings.max_sessions, settings.session_dir), generator, settings)
+    book = Book(served.engine, settings.max_sessions, settings.session_dir)
+    talks = Conversations(book, generator, settings)
+    _add(app, "GET", "/metrics", Metrics(served.engine, desk, settings.name, lambda: book.count).show)
     _add(app, "GET", "/health", looker.health)
     _add(app, "GET", "/version", looker.version)
     _add(app, "GET", "/v1/models", looker.models)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from kvkeep.engine import Engine, Session
 from kvkeep.errors import InputError, SnapshotError
@@ -23,6 +26,21 @@ _MOST_STATES = 9
 """States that a session can go back to, the present one included."""
 _MOST_BYTES = 2**30
 """Bytes of all these states together."""
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _alone(method: Callable[Concatenate[Book, _P], _T]) -> Callable[Concatenate[Book, _P], _T]:
+    """Let one thread at a time into the methods of a book, so that no name is given twice."""
+
+    @functools.wraps(method)
+    def wrapper(self: Book, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return wrapper
 
 
 @dataclass(eq=False)
@@ -54,9 +72,13 @@ class Book:
         engine: the engine.
         most: sessions that may be open.
         folder: the engine's folder of saved sessions.
+
+    Attributes:
+        lock: held by the thread that looks something up or changes it.
     """
 
     def __init__(self, engine: Engine, most: int, folder: str | None = None) -> None:
+        self.lock = threading.RLock()
         self._engine, self._most, self._folder = engine, most, folder
         self._open: dict[tuple[str, str], Entry] = {}
 
@@ -70,6 +92,7 @@ class Book:
         mine = f"{owner}--"
         return [name.removeprefix(mine) for name in self._engine.session_names if name.startswith(mine)]
 
+    @_alone
     def make(self, owner: str, body: SessionBody) -> Entry:
         """Begin a session.
 
@@ -83,6 +106,7 @@ class Book:
         pins = spans([(one[0], one[1]) for one in body.pins or ()])
         return self._opened(owner, name, None, policy=body.policy, budget=body.budget, pins=pins)
 
+    @_alone
     def find(self, owner: str, name: str) -> Entry:
         """An owner's session; a saved one is opened.
 
@@ -97,6 +121,7 @@ class Book:
         self._check_room()
         return self._opened(owner, name, None)
 
+    @_alone
     def fork(self, owner: str, name: str, copy: str | None) -> Entry:
         """A session that goes on from another one's last finished turn.
 
@@ -108,6 +133,7 @@ class Book:
         settled = {"policy": parent.policy, "budget": parent.budget}
         return self._opened(owner, self._free(owner, copy), memory, **settled)
 
+    @_alone
     def rewind(self, owner: str, name: str, turns: int) -> Entry:
         """Take back the last turns of a session.
 
@@ -124,6 +150,7 @@ class Book:
             found.states.pop()
         return found
 
+    @_alone
     def save(self, owner: str, name: str) -> Entry:
         """Write a session to the disk.
 
@@ -137,6 +164,7 @@ class Book:
         found.session.save()
         return found
 
+    @_alone
     def restore(self, owner: str, name: str) -> Entry:
         """Go back to the state in which a session was saved last.
 
@@ -152,6 +180,7 @@ class Book:
         self.note(found)
         return found
 
+    @_alone
     def remove(self, owner: str, name: str) -> None:
         """End a session, and delete its file.
 
@@ -162,6 +191,7 @@ class Book:
         found.session.close(delete=True)
         self._open.pop((owner, name), None)
 
+    @_alone
     def note(self, entry: Entry) -> None:
         """Remember the state of a session after a turn, and forget the oldest ones if they take too much memory."""
         if not entry.session.token_ids:

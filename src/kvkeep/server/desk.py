@@ -155,7 +155,9 @@ class Desk:
         if result.finish_reason == "error":
             raise RefusalError(500, f"The request failed: {result.error}")
         if result.finish_reason == "cancelled":
-            raise RefusalError(503, "The request was cancelled, because the server is about to end.")
+            raise RefusalError(
+                503, "The request was cancelled: its session was deleted, or the server is about to end."
+            )
 
 
 async def _pump(place: int, stream: AsyncEvents, events: asyncio.Queue[Found]) -> None:

@@ -1,0 +1,107 @@
+"""Numbers for Prometheus, by vLLM's names where vLLM has them, and by kvkeep's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fastapi import Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvkeep.engine import Engine, Result
+from kvkeep.server.desk import Desk
+
+_LABEL = "model_name"
+_TIMES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
+
+
+class Metrics:
+    """Counts what a server does.
+
+    Args:
+        engine: the engine.
+        desk: tells of every result.
+        name: the model's name.
+        sessions: returns the number of open sessions.
+    """
+
+    def __init__(self, engine: Engine, desk: Desk, name: str, sessions: Callable[[], int]) -> None:
+        self._engine, self._name, self._sessions = engine, name, sessions
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Gauges(self._gauges, name))
+        self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
+        self._new = self._counter("vllm:generation_tokens", "New tokens.")
+        self._queries = self._counter("vllm:prefix_cache_queries", "Tokens of prompts.")
+        self._hits = self._counter("vllm:prefix_cache_hits", "Tokens of prompts that were not read again.")
+        labels = (_LABEL, "finished_reason")
+        self._ended = Counter("vllm:request_success", "Requests that ended.", labels, registry=self._registry)
+        times = {
+            "vllm:time_to_first_token_seconds": "Time from arrival to the first token.",
+            "vllm:inter_token_latency_seconds": "Mean time per token after the first, of a request.",
+            "vllm:e2e_request_latency_seconds": "Time from arrival to the last token.",
+            "vllm:request_queue_time_seconds": "Time from arrival to a row.",
+            "vllm:request_prefill_time_seconds": "Time from a row to the first token.",
+            "vllm:request_decode_time_seconds": "Time from the first token to the last.",
+        }
+        self._times = {each: self._histogram(each, text, _TIMES) for each, text in times.items()}
+        self._lost = self._histogram("kvkeep_lost_mass_prompt", "Attention that a prompt's cut lost.", _SHARES)
+        desk.ended.append(self.note)
+
+    async def show(self, request: Request) -> Response:
+        """Answer with all numbers."""
+        return Response(generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def note(self, result: Result) -> None:
+        """Count a request that has ended."""
+        new = len(result.token_ids)
+        self._prompt.labels(self._name).inc(result.prompt_tokens)
+        self._new.labels(self._name).inc(new)
+        self._queries.labels(self._name).inc(result.prompt_tokens)
+        self._hits.labels(self._name).inc(result.cached_tokens)
+        self._ended.labels(self._name, result.finish_reason).inc()
+        decode = None if result.tpot_s is None else result.tpot_s * (new - 1)
+        whole = None if result.ttft_s is None else result.ttft_s + (decode or 0.0)
+        found = (result.ttft_s, result.tpot_s, whole, result.queued_s, result.prefill_s, decode)
+        for histogram, seconds in zip(self._times.values(), found, strict=True):
+            if seconds is not None:
+                histogram.labels(self._name).observe(seconds)
+        if result.lost_mass.prompt is not None:
+            self._lost.labels(self._name).observe(result.lost_mass.prompt)
+
+    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+        """The numbers of this moment: name, meaning, value."""
+        engine, rows = self._engine, max(1, self._engine.rows)
+        running, waiting = engine.n_running, engine.n_waiting
+        yield "vllm:num_requests_running", "Requests that have a row.", running
+        yield "vllm:num_requests_waiting", "Requests that wait for a row.", waiting
+        yield "vllm:kv_cache_usage_perc", "Rows that are taken, as a share.", min(1.0, running / rows)
+        yield "kvkeep_rows", "Sequences that run at once.", engine.rows
+        yield "kvkeep_row_bytes", "Bytes of a row.", engine.row_bytes
+        yield "kvkeep_sessions_open", "Sessions that are open.", self._sessions()
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, (_LABEL,), registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, (_LABEL,), registry=self._registry, buckets=buckets)
+
+
+class _Gauges(Collector):
+    """Hands the numbers of the moment to a registry.
+
+    Args:
+        read: returns them.
+        model: the model's name.
+    """
+
+    def __init__(self, read: Callable[[], Iterator[tuple[str, str, float]]], model: str) -> None:
+        self._read, self._model = read, model
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """The numbers of this moment."""
+        for name, text, value in self._read():
+            family = GaugeMetricFamily(name, text, labels=(_LABEL,))
+            family.add_metric((self._model,), value)
+            yield family

@@ -1,0 +1,44 @@
+"""Numbers for Prometheus: vLLM's names, and counts that agree with the answers."""
+
+from __future__ import annotations
+
+from .running import NAME, keys, serve
+
+VLLM = ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_requests_running")
+VLLM += ("num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total")
+VLLM += tuple(
+    f"{name}_seconds_count"
+    for name in (
+        *("time_to_first_token", "inter_token_latency", "e2e_request_latency"),
+        *("request_queue_time", "request_prefill_time", "request_decode_time"),
+    )
+)
+
+
+def read(server):
+    lines = server.client.get("/metrics").text.splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def test_counts_are_those_of_the_answers():
+    with serve() as server:
+        used = [server.chat(max_tokens=3).json()["usage"], server.chat(max_tokens=2, n=2).json()["usage"]]
+        server.chat(policy="h20")
+        server.post("/v1/sessions")
+        found = read(server)
+        model = f'{{model_name="{NAME}"}}'
+        assert found[f"vllm:generation_tokens_total{model}"] == sum(one["completion_tokens"] for one in used) == 7
+        assert found[f"vllm:prompt_tokens_total{model}"] == used[0]["prompt_tokens"] + 2 * used[1]["prompt_tokens"]
+        assert found[f'vllm:request_success_total{{finished_reason="length",model_name="{NAME}"}}'] == 3
+        assert found[f"vllm:num_requests_running{model}"] == 0
+        assert found[f"kvkeep_row_bytes{model}"] == server.engine.row_bytes
+        assert found[f"kvkeep_sessions_open{model}"] == 1
+        for name in VLLM:
+            assert any(line.startswith(f"vllm:{name}{{") for line in found), name
+        assert found[f"vllm:time_to_first_token_seconds_count{model}"] == 3
+
+
+def test_numbers_need_a_key():
+    with serve(keys=keys("anna-anna")) as server:
+        server.refused(server.client.get("/metrics"), 401)
+        assert server.client.get("/metrics", headers={"Authorization": "Bearer anna-anna"}).status_code == 200
