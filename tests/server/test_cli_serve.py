@@ -86,6 +86,13 @@ def test_files_of_settings_that_are_wrong(tmp_path, text, words):
     assert words in refused("--config", tmp_path / "a.toml")
 
 
+def test_numbers_of_variables_and_files_are_named(tmp_path):
+    found = CliRunner().invoke(app, ["serve"], env={"KVKEEP_PORT": "abc"})
+    assert (found.exit_code, found.output.split()[:3]) == (2, ["error:", "--port", "'abc'"])
+    (tmp_path / "a.toml").write_text("max-queue = 'many'")
+    assert "--max-queue 'many' is not a whole number" in refused("--config", tmp_path / "a.toml")
+
+
 def test_check(tmp_path):
     assert "can be used" in checked()
     assert "cannot be read" in refused("--config", tmp_path / "none.toml")

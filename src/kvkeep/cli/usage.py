@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from kvkeep.cli.console import count
+from kvkeep.cli.given import given
 from kvkeep.errors import KVKeepError
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -102,7 +103,10 @@ def message(error: Any, ctx: Any, words: Sequence[str]) -> str:
         return f"{said}. {_see(ctx)}"
     if hasattr(error, "param_type"):
         return f"{ctx.command_path} needs {_missing(ctx)}. {_see(ctx)}"
-    return _bad_number(param, said, words) or f"{_name(param)}: {said}{'' if said.endswith('?') else '.'}"
+    return (
+        _bad_number(param, said, given(param, words, ctx))
+        or f"{_name(param)}: {said}{'' if said.endswith('?') else '.'}"
+    )
 
 
 def check(ctx: Any, words: Sequence[str], *, group: bool) -> None:
@@ -219,9 +223,9 @@ def _bad_value(name: str, ctx: Any) -> str:
     return f"{name} needs a value: {name} {param.metavar or 'VALUE'}"
 
 
-def _bad_number(param: Any, said: str, words: Sequence[str]) -> str | None:
+def _bad_number(param: Any, said: str, value: str) -> str | None:
     """The message about a value that is no number, or out of range; ``None`` if it is about something else."""
-    name, value = _name(param), _given(param, words)
+    name = _name(param)
     if "integer" in said:
         return f"{name} {shown(value)} is not a whole number; write e.g. {name} 8"
     if "number" in said or "float" in said:
@@ -229,18 +233,6 @@ def _bad_number(param: Any, said: str, words: Sequence[str]) -> str | None:
     if "greater than" in said or "less than" in said or "range" in said:
         return f"{name} {value} is out of range: {said[:1].lower()}{said[1:]}."
     return None
-
-
-def _given(param: Any, words: Sequence[str]) -> str:
-    """The last value that was given for a parameter."""
-    found = ""
-    for word, following in zip(words, (*words[1:], ""), strict=True):
-        for name in param.opts:
-            if word == name:
-                found = following
-            elif word.startswith(f"{name}=") or (len(name) == 2 and word.startswith(name)):
-                found = word.removeprefix(name).removeprefix("=")
-    return found
 
 
 def _unexpected(ctx: Any, words: Sequence[str]) -> str:
