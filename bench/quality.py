@@ -125,7 +125,7 @@ def profiled(profile: Path, main: int) -> list[Step]:
     """The rules of later questions under head budgets from a profile."""
     options = ("--head-budget", f"profile:{profile}")
     return [
-        Step("main", ("full", *HEADS), ("4%", "5%", "10%", "20%"), protocol, main, context, options)
+        Step("heads", ("full", *HEADS), ("4%", "5%", "10%", "20%"), protocol, main, context, options)
         for protocol in PROTOCOLS
         for context in CONTEXTS
     ]
@@ -231,7 +231,7 @@ def tables(output: Path) -> dict[str, list[list[str]]]:
     found = {}
     for protocol, end in PROTOCOLS.items():
         for context in CONTEXTS:
-            for group in ("main", "rest"):
+            for group in ("main", "heads", "rest"):
                 one = part(rows_of(folder(output, group, protocol)), f"context={context}{end}")
                 if one.full and len(one.cells) > 1:
                     found[titled(one, protocol, context)] = list(lines(one))

@@ -42,7 +42,8 @@ def protect(
         go first and protected tokens stay.
     """
     shielded = protects(positions, seen, sinks=sinks, recent=recent, pins=pins)
-    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill_(shielded, torch.inf)
+    below = torch.finfo(scores.dtype).max  # a policy's own infinity never competes with a protected token
+    return scores.nan_to_num(nan=-torch.inf, posinf=below, neginf=-torch.inf).masked_fill_(shielded, torch.inf)
 
 
 def protects(

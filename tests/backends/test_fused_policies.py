@@ -11,7 +11,7 @@ from conformance.dummy_backend import DummyBackend
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvkeep
-from kvkeep import layer as layer_module
+from kvkeep import held as held_module
 from kvkeep import registry
 from kvkeep.asked import Asked
 from kvkeep.backends import SWITCH
@@ -308,7 +308,7 @@ def test_an_engine_generates_the_same_with_fused_steps(monkeypatch):
         return [result.token_ids for result in results], [result.lost_mass for result in results]
 
     fused, lost = texts()
-    monkeypatch.setattr(layer_module, "fuses", lambda *given, **others: False)
+    monkeypatch.setattr(held_module, "fuses", lambda *given, **others: False)
     unfused, wanted = texts()
     assert fused == unfused
     assert all(one.decode > 0 for one in lost)

@@ -82,10 +82,13 @@ def test_options_reach_the_plan(dtype: str):
         assert with_rows(found[kind], 1)["fits"] is None
 
 
-@pytest.mark.parametrize("policy", ["h2o", "adakv"])
-def test_heads_with_budgets_of_their_own_are_noted(policy: str):
-    notes = as_json("--policy", policy, "--budget", 34, "--context", CONTEXT)["notes"]
-    assert any("largest head" in note for note in notes) == (policy == "adakv")
+@pytest.mark.parametrize("asked", [("adakv",), ("snapkv", "--head-budget", "ada"), ("h2o", "--head-budget", "ada:0.5")])
+def test_heads_that_share_a_budget_take_what_equal_ones_take(asked: tuple[str, ...]):
+    equal = ("snapkv" if asked[0] == "adakv" else asked[0],)
+    shared, alike = (as_json("--policy", *one, "--budget", 134, "--context", CONTEXT) for one in (asked, equal))
+    ratio = shared["bounded"]["row_bytes"] / alike["bounded"]["row_bytes"]
+    assert 1.0 < ratio < 1.01
+    assert shared["layer_budgets"] == alike["layer_budgets"]
 
 
 def test_budgets_by_layer_are_shown():

@@ -313,6 +313,14 @@ def test_generate_takes_no_settings_beside_a_memory(file):
     assert "--config and --memory" in result.stderr
 
 
+def test_serve_takes_the_settings(file):
+    pytest.importorskip("fastapi")
+    file.write_text(Config.read(file).text("", {"case": "later"}))
+    process = processes.kvkeep("serve", "--config", file, "--check", err=file.with_name("errors"))
+    process.join()
+    assert process.exitcode == 0, file.with_name("errors").read_text()
+
+
 def test_an_engine_from_settings(file):
     ready, tokenizer = model()
     engine = Engine.from_config(file, model=ready, tokenizer=tokenizer, rows=1, budget=8)

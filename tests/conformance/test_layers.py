@@ -10,6 +10,7 @@ from phases import phase_of
 import kvkeep
 from kvkeep import backends
 from kvkeep.backends.triton import prefill_ops
+from kvkeep.policies._heads import under
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.types import AttentionOptions, Phase
 
@@ -19,13 +20,15 @@ STEPS, FEW = 30, 5
 ROTATION = Rotation(1.0 / 100 ** (torch.arange(0, 12, 2) / 12), scaling=1.1)
 POLICIES = ["local", "full", "streaming_llm", "h2o", "h2o:recent=0,decay=0.5", "h2o:sinks=2,recent=3", "h2o_avg",
             "h2o:graduate=replace,sinks=2", "tova", "ahakv:recent=3", "scissorhands", "snapkv:window=4",
-            "snapkv:window=4,decode=score", "adakv:window=4", "random", "knorm"]  # fmt: skip
+            "snapkv:window=4,decode=score", "adakv:window=4", "random", "knorm", "h2o:sinks=2,recent=3+ada:0.1",
+            "snapkv:window=4,decode=score+ada:0.1", "knorm+ada:0.1"]  # fmt: skip
 
 
 def run(name, policy, budget, *, window=None, steps=STEPS, equal=False, rotation=None):
     """A ragged prompt and single tokens, one of them padding; with `equal` all keys are alike, so all masses tie."""
     g, device = torch.Generator().manual_seed(3), device_of(name)
-    layer = kvkeep.Layer(kvkeep.parse(policy), budget, window=window, rotation=rotation)
+    asked, _, rule = policy.partition("+")
+    layer = kvkeep.Layer(under(kvkeep.parse(asked), rule or None), budget, window=window, rotation=rotation)
     options = AttentionOptions(scaling=0.5, window=window)
     for step in range(steps):
         T = 1 if step else 31
@@ -68,6 +71,7 @@ ASKED = [
     *itertools.product(FAST, POLICIES, [None, 14]),
     *itertools.product(sorted(SLOW), ["local", "h2o:sinks=2,recent=3", "ahakv:recent=3", "tova"], [None]),
     *itertools.product(sorted(SLOW), ["h2o", "scissorhands"], [14]),
+    *itertools.product(sorted(SLOW), ["h2o:sinks=2,recent=3+ada:0.1"], [None]),
 ]
 
 
@@ -84,7 +88,11 @@ def test_a_layer_holds_the_tokens_of_the_definition(name, policy, window, monkey
 
 @pytest.mark.parametrize("window", [None, 14])
 @pytest.mark.parametrize(
-    "policy", ["local", "streaming_llm", "h2o:recent=0,decay=0.5", "scissorhands", "tova", "knorm"]
+    "policy",
+    [
+        *("local", "streaming_llm", "h2o:recent=0,decay=0.5", "scissorhands", "tova", "knorm"),
+        *("h2o:sinks=2,recent=3+ada:0.1", "knorm+ada:0.1"),
+    ],
 )
 @pytest.mark.parametrize("name", FAST)
 def test_a_stream_under_slot_positions(name, policy, window, monkeypatch):

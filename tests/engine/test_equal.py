@@ -31,7 +31,7 @@ KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4", "spatten")
 """Masses, no eviction, random numbers of each token, of the prompt, budgets of heads, state through the layers."""
 
 
-def encoded(seed: int, length: int) -> tuple[int, ...]:
+def prompt_of(seed: int, length: int) -> tuple[int, ...]:
     rng = random.Random(seed)
     return tuple(rng.randrange(VOCABULARY) for _ in range(length))
 
@@ -46,7 +46,7 @@ def test_every_policy_in_a_mixed_batch(policy, chunk):
     budget = CAPACITY if kvkeep.parse(policy).evicts else 64
     lengths = [(1, 5), (17, 4), (6, 1), (4, 8)]
     requests = [
-        Request(prompt=encoded(i, length), sampling=Sampling(max_new_tokens=new), sequence=i % 2)
+        Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=new), sequence=i % 2)
         for i, (length, new) in enumerate(lengths)
     ]
     engine = Engine(model("llama"), policy=policy, budget=budget, rows=3, prefill_chunk=chunk)
@@ -64,7 +64,8 @@ def test_every_policy_in_a_mixed_batch(policy, chunk):
 def three_prompts(policy, budget, chunk):
     """The tokens that follow three prompts of different lengths in two rows."""
     requests = [
-        Request(prompt=encoded(i, length), sampling=Sampling(max_new_tokens=4)) for i, length in enumerate((3, 17, 11))
+        Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=4))
+        for i, length in enumerate((3, 17, 11))
     ]
     engine = Engine(model("llama"), policy=policy, budget=budget, rows=2, prefill_chunk=chunk)
     return [result.token_ids for result in engine.generate(requests)]
@@ -82,7 +83,7 @@ def test_with_room_for_everything_the_chunk_does_not_matter(policy):
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
 def test_other_architectures(name):
     requests = [
-        Request(prompt=encoded(i, length), sampling=Sampling(max_new_tokens=5))
+        Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=5))
         for i, length in enumerate((3, 18, 7, 7))
     ]
     for policy in ("h2o", "scissorhands", "full"):
@@ -94,7 +95,7 @@ def test_other_architectures(name):
 
 def test_another_budget_may_come_while_a_prompt_is_being_fed():
     engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=2, prefill_chunk=5)
-    long, short = encoded(1, 17), encoded(2, 4)
+    long, short = prompt_of(1, 17), prompt_of(2, 4)
     first = engine.add(Request(prompt=long, sampling=Sampling(max_new_tokens=4)))
     engine.step()
     second = engine.add(Request(prompt=short, sampling=Sampling(max_new_tokens=3), budget=9))
@@ -128,7 +129,7 @@ def test_policies_run_side_by_side(name, policies):
     rng.shuffle(order)
     requests = [
         Request(
-            prompt=encoded(i, rng.randint(1, 30)),
+            prompt=prompt_of(i, rng.randint(1, 30)),
             sampling=Sampling(max_new_tokens=rng.randint(9, 14)),
             policy=policy,
             budget=rng.choice((CAPACITY - 2, CAPACITY)) if keeps_down(policy) else 64,
@@ -154,7 +155,7 @@ def test_policies_that_need_other_rows_take_turns(other):
     engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=4, prefill_chunk=None)
     shares = other.startswith("h2o")
     asked = Sampling(max_new_tokens=6)
-    requests = [Request(prompt=encoded(i, 20), sampling=asked, policy=other if i % 2 else None) for i in range(4)]
+    requests = [Request(prompt=prompt_of(i, 20), sampling=asked, policy=other if i % 2 else None) for i in range(4)]
     numbers = [engine.add(request) for request in requests]
     kinds, results = [], {}
     while engine.busy:
@@ -213,7 +214,7 @@ def check_schedule(schedule, rows, chunk, decode_every):
     numbers, results = play(engine, schedule)
     assert results.keys() == numbers.keys()
     for number, arrival in numbers.items():
-        prompt = encoded(arrival.seed, arrival.length)
+        prompt = prompt_of(arrival.seed, arrival.length)
         whole = alone("llama", prompt, arrival.new, arrival.policy, arrival.budget, chunk)
         got = results[number]
         assert got.token_ids == whole[: len(got.token_ids)]
@@ -230,7 +231,7 @@ def play(engine: Engine, schedule: list[Arrival]) -> tuple[dict[int, Arrival], d
     for step in range(1000):
         for arrival in (a for a in schedule if a.step == step):
             request = Request(
-                prompt=encoded(arrival.seed, arrival.length),
+                prompt=prompt_of(arrival.seed, arrival.length),
                 sampling=Sampling(max_new_tokens=arrival.new),
                 policy=arrival.policy,
                 budget=arrival.budget,
@@ -248,7 +249,7 @@ def play(engine: Engine, schedule: list[Arrival]) -> tuple[dict[int, Arrival], d
 
 def test_budgets_of_layers_and_positions():
     requests = [
-        Request(prompt=encoded(i, 20 + i), sampling=Sampling(max_new_tokens=8), budget=b)
+        Request(prompt=prompt_of(i, 20 + i), sampling=Sampling(max_new_tokens=8), budget=b)
         for i, b in enumerate((9, 12, CAPACITY))
     ]
     for options in ({"layer_budget": "ramp:0.2"}, {"positions": "slot"}):
@@ -270,7 +271,7 @@ def test_sampled_tokens_depend_on_the_request_alone(policy):
         ]
     ]
     sampling += [Sampling(max_new_tokens=8), Sampling(max_new_tokens=8, repetition_penalty=1.5)]
-    requests = [Request(prompt=encoded(i, 4 + 3 * i), sampling=s) for i, s in enumerate(sampling)]
+    requests = [Request(prompt=prompt_of(i, 4 + 3 * i), sampling=s) for i, s in enumerate(sampling)]
     budget = CAPACITY if kvkeep.parse(policy).evicts else 64
     batch = Engine(model("llama"), policy=policy, budget=budget, rows=4, prefill_chunk=4)
     single = Engine(model("llama"), policy=policy, budget=budget, rows=1, prefill_chunk=4)

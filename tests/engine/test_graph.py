@@ -20,7 +20,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.segments import Owner
 
 from .models import CONFIGS, alone, model
-from .test_equal import CAPACITY, POLICIES, encoded
+from .test_equal import CAPACITY, POLICIES, prompt_of
 
 REFUSED = {name for name in kvkeep.available_policies() if refusal(kvkeep.parse(name))}
 
@@ -36,7 +36,7 @@ def as_on_a_gpu(monkeypatch):
 
 def requests(*lengths):
     return [
-        Request(prompt=encoded(i, length), sampling=Sampling(max_new_tokens=new))
+        Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=new))
         for i, (length, new) in enumerate(lengths)
     ]
 

@@ -12,7 +12,7 @@ from kvkeep.loss import LostMass
 from kvkeep.policies._mass import HeavyHitters
 
 from .models import model
-from .test_equal import encoded
+from .test_equal import prompt_of
 
 POLICIES = ["h2o", "h2o:recent=3,sinks=1", "snapkv:window=2,decode=score", "snapkv:window=3", "tova", "keyformer"]
 POLICIES += ["h2o:decay=0.9", "nacl:sinks=1,recent=1", "h2o_avg:recent=2", "pyramidkv:window=2", "tova:per_head=true"]
@@ -21,7 +21,7 @@ BUDGET = 16
 
 
 def asked(i, *, length=40, new=8, **others):
-    return Request(prompt=encoded(i, length), sampling=Sampling(max_new_tokens=new, temperature=0.7), **others)
+    return Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=new, temperature=0.7), **others)
 
 
 def plain(result):

@@ -14,7 +14,7 @@ from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 
 from .models import alone, model
-from .test_equal import encoded
+from .test_equal import prompt_of
 
 POLICY = "leverage:recent=3,sinks=2"
 
@@ -42,7 +42,7 @@ def test_a_row_gets_what_it_gets_alone_beside_other_policies(own, chunk):
     """More requests than rows, so that rows are moved, released and used again."""
     policies = [POLICY, "local", POLICY, "h2o:recent=2", POLICY, POLICY, "local"]
     requests = [
-        Request(prompt=encoded(i, 8 + 5 * i % 23), sampling=Sampling(max_new_tokens=4 + i), policy=policy, budget=9)
+        Request(prompt=prompt_of(i, 8 + 5 * i % 23), sampling=Sampling(max_new_tokens=4 + i), policy=policy, budget=9)
         for i, policy in enumerate(policies)
     ]
     found = run(Engine(model("llama"), policy=own, budget=9, rows=3, prefill_chunk=chunk), requests)

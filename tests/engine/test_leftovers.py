@@ -10,7 +10,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 
 from .models import alone, model
-from .test_equal import CAPACITY, POLICIES, encoded
+from .test_equal import CAPACITY, POLICIES, prompt_of
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -35,7 +35,7 @@ def test_in_the_rows_of_an_engine(policy, backend):
     evicts = kvkeep.parse(policy).evicts
     budget = CAPACITY if evicts else 64
     engine = Engine(model("llama"), policy=policy, budget=budget, rows=2, prefill_chunk=5)
-    asked = [Request(prompt=encoded(i, n), sampling=Sampling(max_new_tokens=5)) for i, n in enumerate((17, 3, 8))]
+    asked = [Request(prompt=prompt_of(i, n), sampling=Sampling(max_new_tokens=5)) for i, n in enumerate((17, 3, 8))]
     for request in asked:
         engine.add(request)
     found = {}
@@ -61,12 +61,12 @@ def test_after_a_reset(policy, backend):
                 out.append(int(ids))
         return out
 
-    want = run(encoded(1, 12))
+    want = run(prompt_of(1, 12))
     cache.reset()
-    run(encoded(2, 16))
+    run(prompt_of(2, 16))
     for layer in cache.bounded_layers().values():
         keys, values, _ = layer.store.slots()
         values.fill_(torch.nan)
         keys.fill_(torch.inf)
     cache.reset()
-    assert run(encoded(1, 12)) == want
+    assert run(prompt_of(1, 12)) == want

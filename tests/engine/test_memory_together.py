@@ -12,7 +12,7 @@ from kvkeep.engine import Engine, Request, twins
 from kvkeep.engine.sampling import Sampling
 
 from .models import model
-from .test_equal import encoded
+from .test_equal import prompt_of
 
 POLICIES = ("h2o:recent=2", "scissorhands:window=1,recent=1,drop=2", "spatten", "adakv:window=2", "random")
 POLICIES += ("tova", "snapkv:window=2,decode=grow", "topk_dynamic")
@@ -40,7 +40,7 @@ def talks_of(rng, chunk):
             pins = ((before + 1, before + 3),) if rng.random() < 0.5 and i < 2 and not guarded else ()
             guard = 0.7 if i == 0 and guarded else None
             sampling = Sampling(max_new_tokens=new, temperature=rng.choice([0.0, 0.8]))
-            turns.append(Request(prompt=encoded(rng.randrange(3), n), sampling=sampling, pins=pins, guard=guard))
+            turns.append(Request(prompt=prompt_of(rng.randrange(3), n), sampling=sampling, pins=pins, guard=guard))
             before += n + new
         yield Talk(kind, policy, turns, [])
 

@@ -14,7 +14,7 @@ from kvkeep.jobs.lines import COMPLETION, parse
 from kvkeep.noise import spread, uniform
 
 from .models import CONFIGS, alone, model
-from .test_equal import encoded
+from .test_equal import prompt_of
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the cat " * 2
 LONG = PROMPT * 30
@@ -122,7 +122,7 @@ def test_a_line_is_known_by_its_number_unless_it_names_a_seed(options, sequence)
 
 def test_draws_differ_by_sequence_and_step_and_keep_their_value_for_sequence_0():
     wish = Sampling(temperature=1.0, seed=3, max_new_tokens=40)
-    prompt = encoded(1, 5)
+    prompt = prompt_of(1, 5)
     engine = Engine(model("llama"), budget=64, rows=3)
     requests = [Request(prompt=prompt, sampling=wish, sequence=n) for n in (0, 1, 2**40, -1)]
     found = [result.token_ids for result in engine.generate(requests)]
@@ -140,7 +140,7 @@ def test_draws_differ_by_sequence_and_step_and_keep_their_value_for_sequence_0()
 def test_short_prompts_that_are_read_whole_share_a_run(lengths, together):
     engine = Engine(model("llama"), budget=8, rows=4, prefill_chunk=None)
     for i, length in enumerate(lengths):
-        engine.add(Request(prompt=encoded(i, length), sampling=Sampling(max_new_tokens=2)))
+        engine.add(Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=2)))
     assert len(engine.step()) == together
 
 
@@ -148,7 +148,7 @@ def test_the_engine_feeds_a_long_prompt_whole_unless_told_otherwise(monkeypatch)
     """So that a policy which goes by the end of the prompt sees it before anything is evicted."""
     sizes = {**CONFIGS["llama"].to_diff_dict(), "max_position_embeddings": 1024}
     monkeypatch.setitem(CONFIGS, "long", LlamaConfig(**sizes))
-    prompt, policy = encoded(1, 700), "snapkv:window=4"
+    prompt, policy = prompt_of(1, 700), "snapkv:window=4"
     asked = [Request(prompt=prompt, sampling=Sampling(max_new_tokens=6))]
     (whole,) = Engine(model("long"), policy=policy, budget=24, rows=2).generate(asked)
     assert whole.token_ids == alone("long", prompt, 6, policy, 24, None)

@@ -15,7 +15,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.types import Phase
 
 from .models import alone, model
-from .test_equal import CAPACITY, encoded
+from .test_equal import CAPACITY, prompt_of
 
 SMALL = {
     "adakv": "window=2",
@@ -46,7 +46,7 @@ def budget_of(policy):
 def test_rows_with_different_pins_share_a_batch(policy, chunk):
     engine = Engine(model("llama"), policy=policy, budget=budget_of(policy), rows=3, prefill_chunk=chunk)
     asked = [
-        Request(prompt=encoded(i, 8 + 5 * i), sampling=Sampling(max_new_tokens=6), pins=PINS[i % 4]) for i in range(6)
+        Request(prompt=prompt_of(i, 8 + 5 * i), sampling=Sampling(max_new_tokens=6), pins=PINS[i % 4]) for i in range(6)
     ]
     for request, result in zip(asked, engine.generate(asked), strict=True):
         assert result.error is None
@@ -64,7 +64,7 @@ def test_a_step_with_pins_equals_the_plain_path(backend, monkeypatch):
         if not fuses:
             monkeypatch.setattr("kvkeep.layer.fuses", lambda *given, **others: False)
         cache = kvkeep.BoundedCache(model("llama").config, "h2o:recent=2", 8, pins=[[(1, 3)], []])
-        ids = torch.tensor([encoded(1, 30), encoded(2, 30)])
+        ids = torch.tensor([prompt_of(1, 30), prompt_of(2, 30)])
         with torch.inference_mode():
             cache.phase = Phase.PREFILL
             out = [model("llama")(input_ids=ids[:, :12], past_key_values=cache).logits[:, -1]]
@@ -86,7 +86,7 @@ def test_pins_stay_whatever_runs_beside_them(positions):
         length = rng.randint(6, 30)
         start = rng.randrange(length - 3)
         pins = ((start, start + 3),) if i % 3 else ()
-        request = Request(prompt=encoded(i, length), sampling=Sampling(max_new_tokens=rng.randint(1, 12)), pins=pins)
+        request = Request(prompt=prompt_of(i, length), sampling=Sampling(max_new_tokens=rng.randint(1, 12)), pins=pins)
         asked[engine.add(request)] = pins
     while engine.busy:
         for event in engine.step():
@@ -101,7 +101,7 @@ def test_pins_stay_whatever_runs_beside_them(positions):
 
 def test_a_layer_with_a_sliding_window_forgets_pins_with_the_window():
     engine = Engine(model("gemma2"), policy="h2o:recent=2", budget=10, rows=1)
-    request = Request(prompt=encoded(1, 30), sampling=Sampling(max_new_tokens=2), pins=((0, 4),))
+    request = Request(prompt=prompt_of(1, 30), sampling=Sampling(max_new_tokens=2), pins=((0, 4),))
     number = engine.add(request)
     engine.step()
     sliding, full = engine._rows._blocks[0].store.positions[0, 0], engine._rows._blocks[1].store.positions[0, 0]
@@ -122,14 +122,14 @@ def test_a_layer_with_a_sliding_window_forgets_pins_with_the_window():
 def test_pins_that_cannot_be_held_are_refused_before_anything_runs(pins, error, word):
     engine = Engine(model("llama"), policy="h2o:recent=2", budget=10, rows=1)
     with pytest.raises(error, match=word):
-        engine.add(Request(prompt=encoded(1, 12), pins=pins))
+        engine.add(Request(prompt=prompt_of(1, 12), pins=pins))
     assert not engine.busy
 
 
 def test_the_next_sequence_of_a_row_has_no_pins():
     engine = Engine(model("llama"), policy="h2o:recent=2", budget=10, rows=1)
-    pinned = Request(prompt=encoded(1, 20), sampling=Sampling(max_new_tokens=3), pins=((0, 5), (9, 10), (12, 13)))
-    plain = Request(prompt=encoded(2, 20), sampling=Sampling(max_new_tokens=3))
+    pinned = Request(prompt=prompt_of(1, 20), sampling=Sampling(max_new_tokens=3), pins=((0, 5), (9, 10), (12, 13)))
+    plain = Request(prompt=prompt_of(2, 20), sampling=Sampling(max_new_tokens=3))
     results = engine.generate([pinned, plain, pinned])
     assert results[1].token_ids == alone("llama", plain.prompt, 3, "h2o:recent=2", 10, None)
     assert results[0].token_ids == results[2].token_ids
@@ -141,14 +141,14 @@ def test_recorded_steps_keep_pins_apart_from_other_rows(policy, monkeypatch):
     monkeypatch.setenv(backends.SWITCH, "torch")
     engine = Engine(model("llama"), policy=policy, budget=CAPACITY, rows=2, graphs=True)
     asked = [
-        Request(prompt=encoded(i, 14), sampling=Sampling(max_new_tokens=5), pins=PINS[i % 4]) for i in (0, 1, 2, 1)
+        Request(prompt=prompt_of(i, 14), sampling=Sampling(max_new_tokens=5), pins=PINS[i % 4]) for i in (0, 1, 2, 1)
     ]
     for request, result in zip(asked, engine.generate(asked), strict=True):
         assert result.token_ids == alone("llama", request.prompt, 5, policy, CAPACITY, None, request.pins)
 
 
 def test_pins_go_with_their_rows_through_beams_repeats_and_resets():
-    net, ids = model("llama"), torch.tensor([encoded(1, 20), encoded(2, 20)])
+    net, ids = model("llama"), torch.tensor([prompt_of(1, 20), prompt_of(2, 20)])
     cache = kvkeep.BoundedCache(net.config, "h2o:recent=2", 8, pins=[[(8, 11)], [(5, 7)]])
 
     def held(row):
@@ -172,7 +172,7 @@ def test_pins_go_with_their_rows_through_beams_repeats_and_resets():
 def test_tokens_that_come_later_may_be_pinned_in_a_cache():
     for policy in ("h2o:recent=2", "adakv:window=2", "scissorhands:window=1,recent=1,drop=2"):
         cache = kvkeep.BoundedCache(model("llama").config, policy, 10, pins=[(1, 2), (25, 28)])
-        ids = torch.tensor([encoded(1, 60)])
+        ids = torch.tensor([prompt_of(1, 60)])
         with torch.inference_mode():
             model("llama")(input_ids=ids[:, :20], past_key_values=cache)
             for i in range(20, 60):
@@ -185,14 +185,14 @@ def test_tokens_that_come_later_may_be_pinned_in_a_cache():
 def test_a_million_spans_are_joined_before_they_are_counted():
     pins = [(i, i + 1) for i in range(200_000)] + [(0, 12)]
     with pytest.raises(InputError, match="end at position 200000"):
-        Engine(model("llama"), budget=10, rows=1).add(Request(prompt=encoded(1, 12), pins=pins))
+        Engine(model("llama"), budget=10, rows=1).add(Request(prompt=prompt_of(1, 12), pins=pins))
 
 
 def test_a_cache_tells_what_was_lost_by_layer_row_and_head():
     cache = kvkeep.BoundedCache(model("llama").config, "h2o:recent=2", 8)
     assert cache.lost_mass() == {}
     with torch.inference_mode():
-        model("llama")(input_ids=torch.tensor([encoded(1, 20), encoded(2, 20)]), past_key_values=cache)
+        model("llama")(input_ids=torch.tensor([prompt_of(1, 20), prompt_of(2, 20)]), past_key_values=cache)
     found = cache.lost_mass()
     assert list(found) == [0, 1, 2]
     assert found[1].prompt.shape == (2, 2)
@@ -208,7 +208,7 @@ def test_pins_of_later_turns_have_room_beside_earlier_ones(guard, way, tmp_path)
     engine = Engine(
         *(model("llama"), None), policy="h2o:recent=2", budget=budget, rows=2, session_memory=0, session_dir=tmp_path
     )
-    first = Request(prompt=encoded(1, 40), sampling=Sampling(max_new_tokens=4), pins=((0, pinned),), guard=guard)
+    first = Request(prompt=prompt_of(1, 40), sampling=Sampling(max_new_tokens=4), pins=((0, pinned),), guard=guard)
     session = engine.session(name="anna")
     assert session.ask(first).budget == 10
     if way == "disk":
@@ -217,7 +217,7 @@ def test_pins_of_later_turns_have_room_beside_earlier_ones(guard, way, tmp_path)
     before = session.snapshot()
 
     def later(pins):
-        wish = Request(prompt=encoded(2, 20), sampling=Sampling(max_new_tokens=60), pins=((44, 44 + pins),))
+        wish = Request(prompt=prompt_of(2, 20), sampling=Sampling(max_new_tokens=60), pins=((44, 44 + pins),))
         return engine.generate(replace(wish, memory=before))[0] if way == "memory" else session.ask(wish)
 
     with pytest.raises(BudgetError, match=r"9 tokens are pinned, .* together 11: more than the budget of 10"):

@@ -9,12 +9,12 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 
 from .models import alone, model
-from .test_equal import POLICIES, encoded
+from .test_equal import POLICIES, prompt_of
 
 CHUNK = 4
 BUDGET = 10
 PLENTY = 10**9
-COMMON = encoded(1, 11)
+COMMON = prompt_of(1, 11)
 KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4", "blend")
 CHUNKED = [policy for policy in POLICIES if not kvkeep.parse(policy).cascades]
 
@@ -35,7 +35,7 @@ def run(engine, *requests):
 @pytest.mark.parametrize("policy", sweep(CHUNKED, KINDS.__contains__))
 def test_a_common_beginning_is_read_once_and_changes_no_token(policy):
     budget = BUDGET + 4 if kvkeep.parse(policy).evicts else 64
-    prompts = [COMMON, COMMON + encoded(2, 6), COMMON[:9] + encoded(3, 3), COMMON[:8], encoded(4, 9)]
+    prompts = [COMMON, COMMON + prompt_of(2, 6), COMMON[:9] + prompt_of(3, 3), COMMON[:8], prompt_of(4, 9)]
     found = run(engine_of(policy, budget), *map(wish, prompts))
     assert [result.cached_tokens for result in found] == [0, 8, 8, 4, 0]
     for prompt, result in zip(prompts, found, strict=True):
@@ -45,7 +45,7 @@ def test_a_common_beginning_is_read_once_and_changes_no_token(policy):
 
 def test_requests_that_run_at_once_share_what_is_there_when_they_begin():
     engine = engine_of(rows=1)
-    prompts = [COMMON + encoded(i, 3) for i in range(4)]
+    prompts = [COMMON + prompt_of(i, 3) for i in range(4)]
     found = engine.generate(list(map(wish, prompts)))
     assert [result.cached_tokens for result in found] == [0, 8, 8, 8]
     for prompt, result in zip(prompts, found, strict=True):
@@ -76,10 +76,10 @@ def test_random_policies_share_within_one_sequence_only(policy, shared):
 
 def test_least_recently_used_memories_go_first():
     engine = engine_of()
-    run(engine, wish(encoded(9, 5)))
+    run(engine, wish(prompt_of(9, 5)))
     one = engine._prefixes.held_bytes  # a single border
     engine = engine_of(memory=int(2.5 * one))
-    a, b, c = (encoded(i, 5) for i in range(3))
+    a, b, c = (prompt_of(i, 5) for i in range(3))
     found = run(engine, wish(a), wish(b), wish(a), wish(c), wish(a), wish(b))
     assert [result.cached_tokens for result in found] == [0, 0, 4, 0, 4, 0]
     assert len(engine._prefixes) == 2
@@ -116,7 +116,7 @@ def test_numbers_that_make_no_sense_are_refused(memory, chunk, match, no_checked
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
 def test_other_architectures(name):
     engine = Engine(model(name), policy="h2o", budget=BUDGET, prefill_chunk=CHUNK, prefix_memory=PLENTY)
-    prompts = [COMMON, COMMON[:9] + encoded(5, 4)]
+    prompts = [COMMON, COMMON[:9] + prompt_of(5, 4)]
     found = run(engine, *map(wish, prompts))
     assert [result.cached_tokens for result in found] == [0, 8]
     for prompt, result in zip(prompts, found, strict=True):

@@ -28,7 +28,7 @@ from kvkeep.errors import (
 from kvkeep.policies.base import Policy
 
 from .models import CONFIGS, alone, model
-from .test_equal import encoded
+from .test_equal import prompt_of
 
 
 def new(n):
@@ -54,8 +54,8 @@ def test_a_policy_without_a_name_can_be_shown_run_and_refused():
     cache = kvkeep.BoundedCache(model("llama").config, policy, 8)
     assert "Unregistered" in repr(cache)
     engine = Engine(model("llama"), policy=policy, budget=8, rows=2, graphs=True)
-    (result,) = engine.generate([Request(prompt=encoded(1, 12), sampling=new(4))])
-    assert result.token_ids == alone("llama", encoded(1, 12), 4, "local", 8, 512)
+    (result,) = engine.generate([Request(prompt=prompt_of(1, 12), sampling=new(4))])
+    assert result.token_ids == alone("llama", prompt_of(1, 12), 4, "local", 8, 512)
 
 
 class UnregisteredFull(Unregistered):
@@ -173,7 +173,7 @@ def test_checking_a_request_makes_no_cache(monkeypatch):
 def test_a_cache_in_which_a_step_failed_refuses_to_go_on(layer):
     network = kvkeep.attach(AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval())
     cache = kvkeep.BoundedCache(network.config, "h2o", 8)
-    ids = torch.tensor([encoded(1, 12)])
+    ids = torch.tensor([prompt_of(1, 12)])
 
     def fail(*args):
         raise MemoryError
@@ -209,19 +209,19 @@ def test_a_layer_in_which_a_step_failed_refuses_to_go_on(monkeypatch):
 
 def test_a_neighbour_with_another_budget_does_not_disturb_a_cascade():
     engine = Engine(model("llama"), policy="spatten", budget=12, rows=2, prefill_chunk=None)
-    long = Request(prompt=encoded(1, 20), sampling=new(16))
+    long = Request(prompt=prompt_of(1, 20), sampling=new(16))
     first = engine.add(long)
     for _ in range(6):
         engine.step()
-    second = engine.add(Request(prompt=encoded(2, 14), sampling=new(6), budget=10))
+    second = engine.add(Request(prompt=prompt_of(2, 14), sampling=new(6), budget=10))
     found = drain(engine)
     assert found[first].token_ids == alone("llama", long.prompt, 16, "spatten", 12, None)
-    assert found[second].token_ids == alone("llama", encoded(2, 14), 6, "spatten", 10, None)
+    assert found[second].token_ids == alone("llama", prompt_of(2, 14), 6, "spatten", 10, None)
 
 
 def test_many_rows_do_not_disturb_cascades():
     engine = Engine(model("llama"), policy="spatten", budget=12, rows=66, prefill_chunk=None)
-    asked = [Request(prompt=encoded(i % 7, 14), sampling=new(6)) for i in range(66)]
+    asked = [Request(prompt=prompt_of(i % 7, 14), sampling=new(6)) for i in range(66)]
     for request, result in zip(asked, engine.generate(asked), strict=True):
         assert result.token_ids == alone("llama", request.prompt, 6, "spatten", 12, None)
 
@@ -230,7 +230,7 @@ def test_many_rows_do_not_disturb_cascades():
 def test_logits_that_are_no_numbers_end_their_own_request_alone(number, monkeypatch):
     network = model("llama")
     engine = Engine(network, policy="h2o", budget=8, rows=2)
-    asked = [Request(prompt=encoded(i, 9), sampling=new(5), logprobs=2) for i in (1, 2)]
+    asked = [Request(prompt=prompt_of(i, 9), sampling=new(5), logprobs=2) for i in (1, 2)]
     numbers = [engine.add(request) for request in asked]
     engine.step()
     engine.step()
@@ -264,7 +264,7 @@ def test_a_change_of_policy_that_fails_ends_those_who_need_it_and_nobody_else(mo
         plain(rows, count, **options)
 
     monkeypatch.setattr(Rows, "allocate", allocate)
-    asked = [Request(prompt=encoded(i, 9), sampling=new(4), policy=p) for i, p in enumerate((None, "adakv:window=4"))]
+    asked = [Request(prompt=prompt_of(i, 9), sampling=new(4), policy=p) for i, p in enumerate((None, "adakv:window=4"))]
     found = engine.generate([asked[1], asked[0], asked[1], asked[0]])
     assert [result.finish_reason for result in found] == ["error", "length", "error", "length"]
     assert found[0].error.startswith("MemoryError: no memory for so many rows. Use fewer rows, a smaller budget")
@@ -291,7 +291,7 @@ def test_a_change_of_policy_that_fails_both_ways_leaves_an_engine_that_ends(monk
 def test_an_interrupt_leaves_the_engine_usable():
     network = model("llama")
     engine = Engine(network, policy="h2o", budget=8, rows=2)
-    asked = [Request(prompt=encoded(i, 9), sampling=new(5)) for i in (1, 2)]
+    asked = [Request(prompt=prompt_of(i, 9), sampling=new(5)) for i in (1, 2)]
 
     def interrupt(*args):
         raise KeyboardInterrupt
@@ -416,7 +416,7 @@ def ctrl_c():
 
 def test_ctrl_c_waits_for_the_end_of_a_step_and_loses_nothing(ctrl_c):
     """Signals at every place of a step: what the engine calls is made to raise them, one call after the other."""
-    asked = [Request(prompt=encoded(i, 9), sampling=new(n)) for i, n in ((1, 2), (2, 9), (3, 3))]
+    asked = [Request(prompt=prompt_of(i, 9), sampling=new(n)) for i, n in ((1, 2), (2, 9), (3, 3))]
     want = [alone("llama", request.prompt, request.sampling.max_new_tokens, "h2o", 8, 512) for request in asked]
     places = [
         *((Scheduler, name) for name in ("admit", "plan", "gap", "move", "leave")),
@@ -457,7 +457,7 @@ def test_a_second_ctrl_c_comes_through_at_once(ctrl_c):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    engine.add(Request(prompt=encoded(1, 9), sampling=new(4)))
+    engine.add(Request(prompt=prompt_of(1, 9), sampling=new(4)))
     hook = layer.register_forward_pre_hook(press)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
@@ -465,8 +465,8 @@ def test_a_second_ctrl_c_comes_through_at_once(ctrl_c):
     assert len(calls) == 1
     assert [result.finish_reason for result in drain(engine).values()] == ["error"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    (result,) = engine.generate([Request(prompt=encoded(1, 9), sampling=new(4))])
-    assert result.token_ids == alone("llama", encoded(1, 9), 4, "h2o", 8, 512)
+    (result,) = engine.generate([Request(prompt=prompt_of(1, 9), sampling=new(4))])
+    assert result.token_ids == alone("llama", prompt_of(1, 9), 4, "h2o", 8, 512)
 
 
 class UnspeakableError(Exception):
@@ -477,7 +477,7 @@ class UnspeakableError(Exception):
 @pytest.mark.parametrize("error", [UnspeakableError, RuntimeError])
 def test_an_error_that_cannot_be_told_or_logged_harms_nobody_else(error, monkeypatch):
     engine = Engine(model("llama"), policy="h2o", budget=8, rows=2)
-    asked = [Request(prompt=encoded(i, 9), sampling=new(8)) for i in (1, 2)]
+    asked = [Request(prompt=prompt_of(i, 9), sampling=new(8)) for i in (1, 2)]
     for request in asked:
         engine.add(request)
     engine.step()
@@ -498,7 +498,7 @@ def test_an_error_that_cannot_be_told_or_logged_harms_nobody_else(error, monkeyp
 
 def test_a_penalty_does_not_mind_in_which_mode_steps_are_taken():
     engine = Engine(model("llama"), budget=8, rows=2)
-    engine.add(Request(prompt=encoded(1, 9), sampling=Sampling(max_new_tokens=6, repetition_penalty=1.3)))
+    engine.add(Request(prompt=prompt_of(1, 9), sampling=Sampling(max_new_tokens=6, repetition_penalty=1.3)))
     with torch.inference_mode():
         engine.step()
         engine.step()
@@ -507,7 +507,7 @@ def test_a_penalty_does_not_mind_in_which_mode_steps_are_taken():
 
 def test_what_is_no_request_leaves_the_engine_idle(no_checked_annotations):
     engine = Engine(model("llama"), budget=8, rows=2)
-    results = engine.run(Request(prompt=encoded(i, 5), sampling=new(3)) for i in range(4))
+    results = engine.run(Request(prompt=prompt_of(i, 5), sampling=new(3)) for i in range(4))
     next(results)
     assert len(list(results)) == 3
     for wrong in ([Request(prompt=(1,)), None], 7, [1]):
@@ -559,7 +559,7 @@ def test_policies_that_cannot_be_told_apart(no_checked_annotations):
 def test_a_selection_of_rows_that_is_cut_between_layers_is_noticed():
     network = model("llama")
     cache = kvkeep.BoundedCache(network.config, "h2o", 8)
-    ids = torch.tensor([encoded(1, 9), encoded(2, 9)])
+    ids = torch.tensor([prompt_of(1, 9), prompt_of(2, 9)])
     with torch.inference_mode():
         network(input_ids=ids, past_key_values=cache)
         cache.layers[0].reorder_cache(torch.tensor([1, 0]))

@@ -15,7 +15,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.scheduler import SHARED_TOKENS
 
 from .models import alone, model
-from .test_equal import CAPACITY, encoded
+from .test_equal import CAPACITY, prompt_of
 
 LONG = 1000
 """More tokens than any test generates."""
@@ -45,7 +45,7 @@ def sizes(runs):
 
 
 def ask(engine, length, new=4, seed=0, **options):
-    return engine.add(Request(prompt=encoded(seed, length), sampling=Sampling(max_new_tokens=new), **options))
+    return engine.add(Request(prompt=prompt_of(seed, length), sampling=Sampling(max_new_tokens=new), **options))
 
 
 def drain(engine):
@@ -70,8 +70,8 @@ def test_prompts_share_a_run_and_get_the_tokens_that_they_get_alone(policy, whol
     results = drain(engine)
     assert max(len(run.batches) for run in runs if run.reads) > 1
     for number, (i, n) in zip(numbers, [(i, n) for i, n in enumerate(lengths) if i != 1], strict=True):
-        assert results[number].token_ids == alone("llama", encoded(i, n), 4, policy, budget, chunk)
-    assert results[first[1]].token_ids == alone("llama", encoded(1, 2), 30, policy, budget, chunk)
+        assert results[number].token_ids == alone("llama", prompt_of(i, n), 4, policy, budget, chunk)
+    assert results[first[1]].token_ids == alone("llama", prompt_of(1, 2), 30, policy, budget, chunk)
 
 
 def test_a_run_takes_what_fits_beside_the_oldest_prompt():
@@ -109,7 +109,7 @@ def test_policies_share_a_run():
     results = drain(engine)
     assert len(runs[0].requests) == 4
     for i, (number, policy) in enumerate(zip(numbers, policies, strict=True)):
-        assert results[number].token_ids == alone("llama", encoded(i, 5 + 9 * i), 4, policy, CAPACITY, 16)
+        assert results[number].token_ids == alone("llama", prompt_of(i, 5 + 9 * i), 4, policy, CAPACITY, 16)
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1, 16), (4, 4), (5, 3), (16, 1), (10**6, 1)])
@@ -194,7 +194,7 @@ def test_a_run_that_fails_ends_the_prompts_that_share_it_and_nobody_else():
     plain, engine._runner.run = engine._runner.run, lambda run, rows: unhooked(hook, plain, run, rows)
     results = drain(engine)
     assert [results[number].finish_reason for number in prompts] == ["error", "error"]
-    assert results[running].token_ids == alone("llama", encoded(0, 3), 8, "h2o", CAPACITY, 16)
+    assert results[running].token_ids == alone("llama", prompt_of(0, 3), 8, "h2o", CAPACITY, 16)
 
 
 def unhooked(hook, plain, run, rows):
@@ -213,7 +213,7 @@ def test_pieces_of_one_token_with_and_without_padding(padding, monkeypatch):
     numbers = [ask(engine, length, seed=i) for i, length in enumerate(lengths)]
     results = drain(engine)
     for i, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
-        assert results[number].token_ids == alone("llama", encoded(i, length), 4, "scissorhands", CAPACITY, 1)
+        assert results[number].token_ids == alone("llama", prompt_of(i, length), 4, "scissorhands", CAPACITY, 1)
 
 
 def test_rows_that_run_one_by_one_are_paid_one_by_one():
@@ -244,6 +244,6 @@ def test_few_prompt_tokens_share_a_run_with_the_running_rows(policy, monkeypatch
     engine.step()
     assert [len(run.batches) for run in runs] == [2, 1, 1]
     results = drain(engine)
-    assert results[first].token_ids == alone("llama", encoded(0, 4), 12, policy, CAPACITY, None)
+    assert results[first].token_ids == alone("llama", prompt_of(0, 4), 12, policy, CAPACITY, None)
     for number, (seed, length) in zip(numbers, ((1, 9), (2, 10)), strict=True):
-        assert results[number].token_ids == alone("llama", encoded(seed, length), 4, policy, CAPACITY, None)
+        assert results[number].token_ids == alone("llama", prompt_of(seed, length), 4, policy, CAPACITY, None)

@@ -19,10 +19,10 @@ from kvkeep.snapshot import Snapshot
 
 from .models import model
 from .session_models import answers, engine_of, short
-from .test_equal import POLICIES, encoded
+from .test_equal import POLICIES, prompt_of
 
 KINDS = ("h2o", "random", "adakv:window=4", "spatten")
-TURNS = [encoded(i, n) for i, n in enumerate((7, 3, 12, 1, 5))]
+TURNS = [prompt_of(i, n) for i, n in enumerate((7, 3, 12, 1, 5))]
 
 
 def files(folder):

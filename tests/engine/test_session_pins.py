@@ -7,11 +7,11 @@ from kvkeep.engine import Request
 from kvkeep.snapshot import Snapshot
 
 from .session_models import BUDGET, answers, engine_of, short
-from .test_equal import encoded
+from .test_equal import prompt_of
 
 PINS = ((2, 4), (7, 8))
 PINNED = {2, 3, 7}
-TURNS = [encoded(seed, length) for seed, length in ((1, 14), (2, 5), (3, 20), (4, 6))]
+TURNS = [prompt_of(seed, length) for seed, length in ((1, 14), (2, 5), (3, 20), (4, 6))]
 POLICIES = ["h2o:recent=2", "scissorhands:window=1,recent=1,drop=2", "snapkv:window=2,decode=score", "local"]
 
 
@@ -58,7 +58,7 @@ def test_a_prefix_with_pins_keeps_them_in_every_request():
 
 
 def test_equal_prompts_with_other_pins_do_not_share_their_memory():
-    prompt = encoded(5, 300)
+    prompt = prompt_of(5, 300)
     asked = [Request(prompt=prompt, sampling=short(), pins=pins) for pins in ((), PINS, PINS)]
     with engine_of("local", rows=3) as engine:
         found = engine.generate(asked)

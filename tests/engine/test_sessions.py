@@ -17,7 +17,7 @@ from kvkeep.errors import BudgetError, CapacityError, InputError, KVKeepError, P
 
 from .models import model
 from .session_models import BUDGET, Alone, answers, engine_of, short
-from .test_equal import POLICIES, encoded
+from .test_equal import POLICIES, prompt_of
 
 GATED = {
     "vocab_size": 61,
@@ -38,7 +38,7 @@ HYBRIDS = {
     "lfm2": lambda: Lfm2Config(**GATED, layer_types=["conv", "full_attention"], block_ff_dim=48),
 }
 KINDS = ("h2o", "full", "random", "nacl", "adakv:window=4", "spatten", "scissorhands", "leverage")
-TURNS = [encoded(i, n) for i, n in enumerate((7, 3, 12, 1, 5))]
+TURNS = [prompt_of(i, n) for i, n in enumerate((7, 3, 12, 1, 5))]
 
 
 def ids(events):
@@ -65,7 +65,7 @@ def test_a_session_goes_on_where_it_was(policy, chunk):
         found = []
         for i, turn in enumerate(TURNS):
             found.append(session.ask(turn, short()).token_ids)
-            engine.generate([Request(prompt=encoded(50 + i, 9), sampling=short())] * 2)  # its row is used again
+            engine.generate([Request(prompt=prompt_of(50 + i, 9), sampling=short())] * 2)  # its row is used again
         assert found == answers(TURNS, policy=policy, budget=budget, chunk=chunk)
 
 
@@ -98,7 +98,7 @@ def test_two_hundred_turns_take_constant_memory(turns):
     session, sizes = engine.session(), set()
     alone = Alone()
     for i in range(turns):
-        turn = encoded(i, 1 + i % 3)
+        turn = prompt_of(i, 1 + i % 3)
         assert session.ask(turn, short(2)).token_ids == alone.ask(turn, 2)
         if i > 20:
             sizes.add(session.snapshot().contents.nbytes)

@@ -23,18 +23,18 @@ from kvkeep.engine.turn import Turn
 from kvkeep.errors import InputError, KVKeepError
 
 from .models import alone, model
-from .test_equal import encoded
+from .test_equal import prompt_of
 
 NEW = 8
 MANY = 8
 
 
 def wish(i, new=NEW, **options):
-    return Request(prompt=encoded(i, 5 + i), sampling=Sampling(max_new_tokens=new), **options)
+    return Request(prompt=prompt_of(i, 5 + i), sampling=Sampling(max_new_tokens=new), **options)
 
 
 def want(i, new=NEW):
-    return alone("llama", encoded(i, 5 + i), new, "h2o", 8, 512)
+    return alone("llama", prompt_of(i, 5 + i), new, "h2o", 8, 512)
 
 
 def engine_of(rows=3):

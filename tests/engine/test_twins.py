@@ -9,9 +9,9 @@ from kvkeep.engine.sampling import Sampling
 
 from .models import alone, model
 from .session_models import engine_of
-from .test_equal import POLICIES, encoded
+from .test_equal import POLICIES, prompt_of
 
-PROMPT = encoded(3, 13)
+PROMPT = prompt_of(3, 13)
 KINDS = ("h2o", "full", "random", "adakv:window=4", "spatten", "scissorhands")
 
 
@@ -74,12 +74,12 @@ def test_only_equal_settings_share():
     assert [result.cached_tokens for result in found] == [0, 0, 0, 13]
     found = engine.generate([wish(policy="random", sequence=n) for n in (0, 1, 1)])
     assert [result.cached_tokens for result in found] == [0, 0, 13]
-    assert engine.generate([wish(encoded(1, 3))] * 2)[1].cached_tokens == 0  # too short to wait for
+    assert engine.generate([wish(prompt_of(1, 3))] * 2)[1].cached_tokens == 0  # too short to wait for
 
 
 def test_questions_to_one_memory_share_their_prompts():
     engine = engine_of()
-    prefix = engine.prefix(encoded(8, 20))
+    prefix = engine.prefix(prompt_of(8, 20))
     found = engine.generate([wish(memory=prefix)] * 3)
     assert len({result.token_ids for result in found}) == 1
     assert [result.cached_tokens for result in found] == [20, 33, 33]
@@ -100,8 +100,8 @@ def test_a_request_that_comes_after_the_prompt_was_read_reads_it_itself():
 
 def test_a_guard_that_chooses_a_smaller_budget_keeps_no_later_request_waiting():
     options = {"policy": "h2o:recent=2", "budget": 16, "rows": 2}
-    engine, request = engine_of(**options), wish(encoded(1, 40), guard=1.0)
-    (alone_,) = engine_of(**options).generate([wish(encoded(1, 40), budget=4)])
+    engine, request = engine_of(**options), wish(prompt_of(1, 40), guard=1.0)
+    (alone_,) = engine_of(**options).generate([wish(prompt_of(1, 40), budget=4)])
     for _ in range(2):
         numbers, results = [engine.add(request) for _ in range(3)], {}
         for _ in range(60):
@@ -114,14 +114,14 @@ def test_a_guard_that_chooses_a_smaller_budget_keeps_no_later_request_waiting():
 
 def test_one_that_ends_with_its_first_token_says_what_its_prompt_took_and_lost():
     options = {"policy": "h2o:recent=2", "budget": 16}
-    requests = [wish(encoded(1, 40), n, guard=1.0) for n in (5, 1, 4, 1)]
+    requests = [wish(prompt_of(1, 40), n, guard=1.0) for n in (5, 1, 4, 1)]
     found, apart = engine_of(**options).generate(requests), [engine_of(**options).generate(one)[0] for one in requests]
     for one, other in zip(found, apart, strict=True):
         assert (one.budget, one.guarded, one.memory) == (4, True, other.memory)
         assert one.lost_mass.prompt == pytest.approx(other.lost_mass.prompt)
         assert (one.lost_mass.decode is None) == (len(one.token_ids) == 1)
     engine = engine_of(**options)
-    numbers = [engine.add(one) for one in [wish(encoded(1, 40), 9)] * 3]
+    numbers = [engine.add(one) for one in [wish(prompt_of(1, 40), 9)] * 3]
     engine.step()
     assert engine.cancel(numbers[2]).memory.allocated_bytes == 0
 

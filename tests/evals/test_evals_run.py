@@ -203,7 +203,12 @@ def test_other_setups_are_rows_of_their_own_and_full_is_run_once(tmp_path):
         ("local", "12", "layer-budget=ramp:0.5"),
     ]
     assert rows[1]["score"]["perplexity"] != rows[3]["score"]["perplexity"]
-    assert rows[3]["options"] == {"positions": None, "layer_budget": "ramp:0.5", "prefill_chunk": None}
+    assert rows[3]["options"] == {
+        "positions": None,
+        "layer_budget": "ramp:0.5",
+        "head_budget": None,
+        "prefill_chunk": None,
+    }
 
 
 def test_rows_written_before_there_were_setups_count_as_the_default(tmp_path):

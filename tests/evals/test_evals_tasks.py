@@ -429,6 +429,11 @@ def test_copies_of_a_memory_do_not_change_each_other_or_the_original():
     torch.testing.assert_close(alone.feed(ids[2:, 30:33])[0], logits[2], rtol=0, atol=1e-5)
 
 
+def test_so_many_facts_that_no_name_is_left_for_others():
+    made = document(0, n_facts=640, n_questions=4, tokens=20_000, style="facts", count=lambda text: len(text.split()))
+    assert len(made.questions[0].facts) == 640
+
+
 def test_more_questions_are_about_the_same_texts():
     few, many = (_asked(load(Recall, dataclasses.replace(SEVERAL, limit=n))) for n in (16, 32))
     assert [item.document for item in many[:8]] == [0, 0, 0, 0, 1, 1, 1, 1]

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from kvkeep.cli.examples import EXAMPLES
 from kvkeep.cli.main import app
 from kvkeep.models.load import load, quiet
+from kvkeep.profile import Profile
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -28,6 +29,7 @@ ELSEWHERE = ("README.md", "engine.md", "index.md", "server.md", "sessions.md")
 ANYWHERE = {
     "generate": ["-n", "3"],
     "eval": ["--tasks", "agreement", "--limit", "1", "--no-plots"],
+    "calibrate": ["--documents", "0", "--context", "200"],
     "demo": ["--help"],
     "remember": ["--overwrite"],
     "serve": ["--check"],
@@ -62,7 +64,10 @@ def words_of(line: str) -> list[str]:
 
 def cases() -> list[object]:
     """The commands; measurements on the embedded model are slow."""
-    slow = [re.match("kvkeep (eval|analyze) ", line) and not re.search("MODEL|--report", line) for line in commands()]
+    slow = [
+        re.match("kvkeep (eval|analyze|calibrate) ", line) and not re.search("MODEL|--report", line)
+        for line in commands()
+    ]
     return [
         pytest.param(line, marks=[pytest.mark.slow] if late else [], id=line)
         for line, late in zip(commands(), slow, strict=True)
@@ -75,6 +80,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, times in (("report.txt", 8), ("novel.txt", 8), ("book.txt", 200)):
         (tmp_path / name).write_text("the quick brown fox jumps over the lazy dog and the cat " * times)
+    (tmp_path / "full_attention_heads.tsv").write_text("0.5\t1\n0\t0.25\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
     (tmp_path / "keys").write_text("anna 0123456789abcdef\n")
     (tmp_path / "server.toml").write_text('budget = 64\nkv-memory = "1MiB"\n')
@@ -91,6 +97,9 @@ def test_the_command_runs(line, place):
         pytest.skip("needs a package or a device")
     if "--report" in line:
         result_folders.evaluation(place / "results")
+    if "profile:" in line:
+        heads = {"model": {"layers": 2, "kv_heads": 2}, "heads": ((0.0, 1.0), (0.0, 1.0)), "least": 8}
+        Profile(**heads).save(place / "heads.json")
     words = words_of(line)
     if words[0] == "serve":
         pytest.importorskip("fastapi")

@@ -434,7 +434,7 @@ def test_files_that_are_none_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_embedded_model_recalls_with_its_last_three_layers(tmp_path):
-    """The finding of docs/calibrate.md: nearly all heads of layers 0 to 2 need nothing, alone and together."""
+    """The finding of docs/calibrate.md: five of the six heads of layers 0 to 2 need nothing, alone and together."""
     checkpoint = load.find(load.embedded())
     own = Writer(checkpoint, load.read_weights(checkpoint, "auto", "cpu"))
     whole = Job(model="embedded", checkpoint=checkpoint, text=None, settings=Settings())
@@ -442,7 +442,7 @@ def test_the_embedded_model_recalls_with_its_last_three_layers(tmp_path):
         profile = calibrate(whole, own, part)
     early, late = profile.heads[:3], profile.heads[3:]
     assert sum(need == 0 for layer in early for need in layer) >= 5
-    assert max(map(max, early)) < min(map(min, late))
+    assert min(map(min, late)) > 0.3
     assert min(profile.heads[3]) > 0.7
     together = {step["heads"]: step for step in profile.measured["together"]}
     assert together[5]["answers"] < 0.01

@@ -26,7 +26,7 @@ _SECTIONS = ("Source", "Differs", "Fails when")
 STARTS = {
     "a prompt that ends with its question, an answer of any length (the default)": DEFAULT,
     "a stream without end, of which the recent part matters": "streaming_llm",
-    "a text that is asked about later, or read in chunks; keep 20% or more": "keydiff:recent=8,sinks=4",
+    "a text that is asked about later": "reread",
 }
 """Purpose → the policy to start from."""
 

@@ -104,7 +104,7 @@ def _table(case: str, rows: Sequence[Row], full: Answers) -> Table:
     texts = len({question[:2] for question in full})
     title = (
         f"answers of the full cache that stay, % with 95 % interval ({shown('recall', case)}; the full cache answers "
-        f"{sum(full.values())} of {len(full)} questions about {texts} texts)"
+        f"{sum(full.values())} of {len(full)} questions about {texts} text{'s' * (texts != 1)})"
     )
     cells = {
         name: [str(kept(answers(line[column]), full)) if column in line else "" for column in columns]

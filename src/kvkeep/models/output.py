@@ -106,9 +106,9 @@ def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E
 
     It is worked out anew only when the weights have changed.
     """
-    weight = None if isinstance(linear, PackedLinear) else linear.weight  # packed ones never change
-    counted = isinstance(weight, nn.Parameter) and not weight.is_inference()
-    key = (heads, groups, weight.data_ptr(), weight._version) if counted and weight is not None else (heads, groups)
+    key: tuple[int, ...] = heads, groups
+    if isinstance(weight := linear._parameters.get("weight"), Tensor) and not weight.is_inference():
+        key = heads, groups, weight.data_ptr(), weight._version  # packed weights never change
     known = _factors.get(linear)
     if known is None or known[0] != key:
         summed = _weights(linear, heads).double().unflatten(0, (groups, -1)).sum(dim=1)

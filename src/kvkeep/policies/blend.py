@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
-from kvkeep.budget import column
+from kvkeep.budget import table
 from kvkeep.policies._leverage import Leverages
 from kvkeep.policies.base import option
 from kvkeep.statistic import Mass, Statistic
@@ -45,10 +45,10 @@ class Blend(Leverages):
         """The leverage in a prompt, and more than any for the tokens that its end attends to; afterwards an order."""
         if view.is_decode:
             return self.later(view)
-        last = view.seen - column(self.protected(view.budget)[1], view.seen)
-        free = (view.positions >= self.sinks) & (view.positions < last[:, None, None])
+        last = view.seen[:, None] - table(self.protected(view.budget)[1], view.seen)
+        free = (view.positions >= self.sinks) & (view.positions < last[:, :, None])
         protected = ((view.positions >= 0) & ~free).sum(dim=-1)
-        room = (column(view.budget, view.seen)[:, None] - protected).clamp(min=0)
+        room = (table(view.budget, view.seen) - protected).clamp(min=0)
         pooled = scores.pooled(state["mass"], view.positions, free, kernel=self.kernel, kind="max").nan_to_num()
         number = (self.share * room.double() + 1e-9).long()
         attended = scores.keep(pooled, view.positions.masked_fill(~free, EMPTY), number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kvkeep.cli.console import one_line_errors
+from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
     AllowPickle,
     Debug,
@@ -41,6 +42,7 @@ def serve(
     kv_memory: own.KvMemory = None,
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
+    head_budget: HeadBudget = None,
     positions: Positions = None,
     guard: own.Guard = None,
     prefix_memory: own.PrefixMemory = None,
@@ -89,6 +91,7 @@ def serve(
         kv_memory=_size(kv_memory, "--kv-memory"),
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
+        head_budget=parse_head_budget(head_budget),
         positions=parse_positions(positions),
         guard=guard,
         prefix_memory=_size(prefix_memory, "--prefix-memory") or 0,

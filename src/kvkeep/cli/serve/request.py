@@ -18,6 +18,7 @@ class Request:
     kv_memory: int | None
     prefill_chunk: int | None
     layer_budget: str | list[float] | None
+    head_budget: str | None
     positions: Literal["true", "slot"] | None
     guard: float | None
     prefix_memory: int

@@ -146,7 +146,12 @@ def _checkpoint(request: Request) -> tuple[Checkpoint, int | None]:
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
-    layout = Layout.of(checkpoint.config, policy, layer_budget=request.layer_budget, positions=request.positions)
+    layout = Layout.of(
+        *(checkpoint.config, policy),
+        layer_budget=request.layer_budget,
+        head_budget=request.head_budget,
+        positions=request.positions,
+    )
     layout.slots(request.budget)
     trained = checkpoint.trained_length if layout.rotation is None else None
     return checkpoint, request.max_model_len or trained
@@ -162,6 +167,7 @@ def _engine(writer: Writer, request: Request) -> Engine:
         kv_memory=request.kv_memory,
         prefill_chunk=request.prefill_chunk,
         layer_budget=request.layer_budget,
+        head_budget=request.head_budget,
         positions=request.positions,
         guard=request.guard,
         prefix_memory=request.prefix_memory,

@@ -26,13 +26,13 @@ class Style:
     Attributes:
         summary: the look in a few words.
         filler: sentences between the facts, without end; is told which owners and things the facts have.
-        statement: how a fact is stated instead of its kind's own wordings.
+        say: states a fact; ``None``: in the wordings of its kind.
         joint: stands between two sentences.
     """
 
     summary: str
     filler: Callable[[random.Random, Sequence[Fact]], Iterable[str]]
-    statement: str | None = None
+    say: Callable[[Fact], str] | None = None
     joint: str = " "
 
 
@@ -40,14 +40,20 @@ def _plain(rng: random.Random, facts: Sequence[Fact]) -> Iterable[str]:
     return own_filler(rng)
 
 
-def _other_facts(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
-    """Facts about other owners and things: nothing tells those apart that will be asked about."""
+def _others(rng: random.Random, facts: Sequence[Fact]) -> Iterator[Fact]:
+    """Facts about other owners and things, so that they contradict none; ends if all names or things are taken."""
     kinds = [kind for kind in HELD_OUT.kinds if kind.name != "owner"]
     names = sorted(set(HELD_OUT.names) - {fact.owner for fact in facts})
     things = sorted(set(HELD_OUT.things) - {fact.thing for fact in facts})
-    while True:
-        for kind, name, thing in rng.sample(free := list(product(kinds, names, things)), len(free)):
-            yield Fact(kind, name, thing, draw_value(kind, HELD_OUT, rng)).say(rng.choice(kind.statements))
+    free = list(product(kinds, names, things))
+    while free:
+        for kind, name, thing in rng.sample(free, len(free)):
+            yield Fact(kind, name, thing, draw_value(kind, HELD_OUT, rng))
+
+
+def _stated(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
+    """Statements of other facts: nothing tells those apart that will be asked about."""
+    return (fact.say(rng.choice(fact.kind.statements)) for fact in _others(rng, facts))
 
 
 def _spoken(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
@@ -63,23 +69,22 @@ def _foreign(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
 
 
 def _rows(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
-    kinds = [kind for kind in HELD_OUT.kinds if kind.name != "owner"]
-    names = sorted(set(HELD_OUT.names) - {fact.owner for fact in facts})
-    while True:
-        kind = rng.choice(kinds)
-        fact = Fact(kind, rng.choice(names), rng.choice(HELD_OUT.things), draw_value(kind, HELD_OUT, rng))
-        yield _ROW.format(kind=kind.name, owner=fact.owner, thing=fact.thing, value=fact.value)
+    return (_row(fact) for fact in _others(rng, facts))
+
+
+def _row(fact: Fact) -> str:
+    return fact.say(_ROW.replace("{kind}", fact.kind.name))
 
 
 _ROW = "{owner} | {thing} | {kind} | {value}"
 
 STYLES = {
     "prose": Style("plain sentences between the facts", _plain),
-    "facts": Style("facts about other things between them", _other_facts),
-    "list": Style("the same as a list, a line each", _other_facts, joint="\n- "),
+    "facts": Style("facts about other things between them", _stated),
+    "list": Style("the same as a list, a line each", _stated, joint="\n- "),
     "dialogue": Style("sentences of speakers with the names that facts are about", _spoken),
     "script": Style("sentences in Cyrillic letters between the facts", _foreign),
-    "table": Style("rows of a table", _rows, statement=_ROW, joint="\n"),
+    "table": Style("rows of a table", _rows, say=_row, joint="\n"),
 }
 """The looks of texts by name."""
 
@@ -126,8 +131,8 @@ def document(  # noqa: PLR0913  each decides about the text
     rng, look = random.Random(f"{seed}/document/{n_facts}/{tokens}/{first_kind}"), STYLES[style]
     facts = _facts(rng, n_facts, first_kind)
     said = [fact.say(rng.choice(fact.kind.statements)) for fact in facts]
-    if look.statement is not None:
-        said = [fact.say(look.statement.replace("{kind}", fact.kind.name)) for fact in facts]
+    if look.say is not None:
+        said = [look.say(fact) for fact in facts]
     asks = [fact.say(rng.choice(fact.kind.questions)) for fact in facts]
     places = [(i + rng.random()) / n_facts for i in range(n_facts)]
     asked = [int((i + 0.5) * n_facts / n_questions) for i in range(n_questions)]

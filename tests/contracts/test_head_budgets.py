@@ -1,0 +1,37 @@
+"""The laws of policies hold when heads share a layer's budget."""
+
+import pytest
+
+import kvkeep
+from kvkeep.policies._heads import under
+from kvkeep.testing import LAWS, Case
+
+POLICIES = [
+    "h2o",
+    "h2o:recent=2,sinks=1",
+    "snapkv:window=2",
+    "snapkv:window=2,decode=score",
+    "leverage:sinks=1,recent=2",
+    "adakv:window=2",
+    "streaming_llm:sinks=1",
+    "keydiff:recent=1",
+    "random",
+    "blend:sinks=1,recent=2",
+]
+CASES = [
+    Case(seed=1, heads=3, budget=8, prompt=22, steps=6),
+    Case(seed=2, heads=3, budget=9, prompt=22, steps=6, chunk=5, group=1),
+]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_law(law, policy):
+    for case in CASES:
+        LAWS[law](under(kvkeep.parse(policy), "ada:0.1"), case)
+
+
+def test_pins_fit_where_heads_protect_a_share_of_uneven_budgets():
+    """What an equal share protects decides: a head that had more before the last chunk would protect more."""
+    policy = under(kvkeep.parse("leverage"), "ada:0.1")
+    LAWS["pinned_tokens_stay"](policy, Case(seed=2, heads=3, chunk=5, budget=9, prompt=22, steps=6, group=1))
