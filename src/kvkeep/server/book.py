@@ -36,7 +36,7 @@ def _alone(method: Callable[Concatenate[Book, _P], _T]) -> Callable[Concatenate[
     """Let one thread at a time into the methods of a book, so that no name is given twice."""
 
     @functools.wraps(method)
-    def wrapper(self: Book, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def wrapper(self: Book, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         with self.lock:
             return method(self, *args, **kwargs)
 
