@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from kvkeep import layer, scores
+from kvkeep import held, layer, scores
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.policies.h2o import H2O
@@ -92,7 +92,7 @@ def test_budget_off_by_one_in_decode(monkeypatch):
     def late(policy, block, view, **others):
         honest(policy, block, replace(view, budget=view.budget + 1), **others)
 
-    monkeypatch.setattr(layer, "fuses", lambda policy, backend, **others: False)
+    monkeypatch.setattr(held, "fuses", lambda policy, backend, **others: False)
     monkeypatch.setattr(layer, "evict", late)
     assert breaks("never_over_budget", H2O(recent=3))
 
@@ -145,7 +145,7 @@ def test_keys_written_to_the_wrong_slot(monkeypatch):
     def shifted(policy, block, keys, *others, backend):
         return honest(policy, block, keys.roll(1, dims=1), *others, backend=backend)
 
-    monkeypatch.setattr(layer, "fuses", lambda policy, backend, **others: False)
+    monkeypatch.setattr(held, "fuses", lambda policy, backend, **others: False)
     monkeypatch.setattr(layer, "append", shifted)
     assert breaks("slots_hold_the_originals", H2O(recent=3))
 

@@ -106,7 +106,7 @@ def test_another_budget_may_come_while_a_prompt_is_being_fed():
     assert found[second] == alone("llama", short, 3, "h2o", 9, 5)
 
 
-SHARING = [policy for policy in POLICIES if not policy.startswith(("adakv", "pyramidkv", "spatten"))]
+SHARING = [policy for policy in POLICIES if not policy.startswith(("adakv", "defensivekv", "pyramidkv", "spatten"))]
 
 
 def keeps_down(policy: str) -> bool:

@@ -18,6 +18,7 @@ from kvkeep.engine import Engine, Request, graph
 from kvkeep.engine.graph import Graphs, NoWaiting, WaitError, _Step, bucket, refusal
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.segments import Owner
+from kvkeep.store import PooledStore
 
 from .models import CONFIGS, alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of
@@ -31,6 +32,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setenv(backends.SWITCH, "torch")
     monkeypatch.setattr(TorchBackend, "is_over", lambda self, positions, limit: True)
     monkeypatch.setattr(plain, "_is_finite", lambda x: False)
+    monkeypatch.setattr(PooledStore, "capacity", property(lambda store: store.widest))
     monkeypatch.setattr("kvkeep.policies._bursts._are_set", lambda words: [True] * words.shape[1])
 
 

@@ -8,6 +8,7 @@ from kvkeep import backends
 from kvkeep.backends.native import native
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
+from kvkeep.store import PooledStore
 
 from .models import alone, model
 from .test_equal import CAPACITY, POLICIES, prompt_of
@@ -23,8 +24,10 @@ def backend(request, monkeypatch):
 def poison(blocks):
     """NaN in keys, values and state of all empty slots. State of heads is no slot's."""
     for block in blocks:
-        empty = block.store.positions < 0
-        for tensor in block.store.slots()[:2]:
+        store = block.store
+        pooled = isinstance(store, PooledStore)
+        empty = (store.entries if pooled else store.positions) < 0
+        for tensor in (store.keys, store.values):
             tensor.masked_fill_(empty[..., None], torch.nan)
         for tensor in block.of_slots().values():
             tensor.masked_fill_(empty, torch.nan)

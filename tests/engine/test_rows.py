@@ -119,7 +119,7 @@ def test_a_device_that_reports_exhaustion_itself_is_not_asked():
 
 
 def test_rows_that_could_not_be_allocated_are_none(monkeypatch):
-    rows = Engine(model("llama"), policy="h2o", budget=20, rows=2)._rows
+    rows = Engine(model("llama"), policy="pyramidkv:window=4", budget=20, rows=2)._rows  # a block for each layer
     made, block = [], Blocks._block
 
     def fail(self, *args):

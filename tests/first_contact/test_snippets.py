@@ -146,5 +146,11 @@ def test_commands_in_the_text_have_the_options_that_it_names(page):
 def test_python_of_the_pages_runs(page, code, place):
     with quiet():
         model, tokenizer = load(model_folders.folder())
+    if "results.jsonl" in code:
+        asked = {"asked": [[0, 0, True], [0, 1, True], [1, 0, False]]}
+        cells = [("full", "100%"), ("leverage", "10%"), ("h2o", "10%")]
+        plain = result_folders.row("recall", score=asked)
+        found = [{**plain, "policy": policy, "budget": budget} for policy, budget in cells]
+        result_folders.evaluation(place / "results", found)
     ids = torch.tensor([tokenizer("the quick brown fox jumps over the lazy dog and the cat" * 2)["input_ids"]])
     exec(code.replace("Qwen/Qwen3-0.6B", str(model_folders.folder())), {"model": model, "ids": ids})

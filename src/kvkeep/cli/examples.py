@@ -50,6 +50,9 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "kvkeep tune MODEL --questions mine.jsonl --target 0.95": "For your own questions",
         "kvkeep generate --config tuned/kvkeep.toml -f report.txt": "Use what was found",
     },
+    "calibrate": {
+        "kvkeep calibrate MODEL --text report.txt -o heads.json": "Measure which heads need the far past",
+    },
     "analyze": {
         "kvkeep analyze MODEL --text report.txt -o page": "Write a page with figures and risks",
     },

@@ -27,7 +27,7 @@ class Rounds(Policy):
         sinks, recent = self.protected(view.budget)
         held = (view.positions >= 0).sum(dim=-1)
         budget, gone, shielded = (
-            torch.as_tensor(number, device=held.device)
+            number if isinstance(number, Tensor) else held.new_full((), number)  # filled where it lies
             for number in (view.budget, between(1, view.budget // 2, self.buffer), sinks + recent)
         )
         return torch.where(held > budget, (budget - gone).maximum(shielded).clamp(min=1), budget)
