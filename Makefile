@@ -8,8 +8,8 @@ OLDEST_TRANSFORMERS ?= transformers==5.5.0
 TORCHAO ?= torchao==0.18.0
 KVPRESS ?= kvpress==0.5.5
 LLAMA_CPP ?= llama-cpp-python==0.3.36
-# a process per core, whole files each: models made for a file are made once
-SPREAD ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+# a process per core; each begins with its half of the files and then takes work from the other
+SPREAD ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 OLD := .venv-oldest/bin
 

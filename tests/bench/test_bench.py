@@ -250,6 +250,7 @@ def test_sessions(monkeypatch, capsys):
     sessions = import_module("sessions")
     small = sessions.Sizes(text=40, sessions=3, turns=2, rows=2, prompt=300, answers=3)
     monkeypatch.setattr(sessions, "SHORT", small)
+    monkeypatch.setattr(sessions, "LONG", 12)
     text, data = run("sessions", monkeypatch, capsys, "--budget", "16", "--chunk", "8", "--repeats", "1")
     ratios = {one["what"].split(",")[0]: one["ratio"] for one in data["findings"]}
     assert len(ratios) == 8

@@ -15,6 +15,10 @@ sys.path.insert(0, str(BENCH))
 import hard  # noqa: E402
 import quality  # noqa: E402
 
+for name in [name for name in sys.modules if name.partition(".")[0] == "lib"]:
+    del sys.modules[name]  # other tests import the scripts' folder anew
+sys.path.remove(str(BENCH))
+
 
 def row(policy, budget, right, case="context=1024,ask=later"):
     asked = [[text, i, int(right(text, i))] for text in range(10) for i in range(8)]

@@ -283,6 +283,8 @@ def run(kind, policy, dtype, chunk):
 
 @pytest.mark.parametrize(("policy", "chunk"), [("local", None), ("local", 5), ("h2o", None), ("scissorhands", 5)])
 def test_a_layer_over_a_store_holds_the_originals(kind, policy, dtype, chunk):
+    if kind is PooledStore and policy == "scissorhands":
+        pytest.skip("its heads hold equally many tokens")
     for layer, _, seen in run(kind, policy, dtype, chunk):
         keys, values, positions = layer.store.slots()
         for row, head in itertools.product(range(B), range(HK)):
