@@ -172,7 +172,7 @@ def test_a_full_cache_that_answers_too_little(mine, tmp_path, monkeypatch):
         (("--target", "98"), "--target 98 is not a share"),
         (("--target", "much"), "is not a number"),
         (("--target", "nan"), "is not a share"),
-        (("--case", "late"), "--case late is no case"),
+        (("--case", "late"), "is no case"),
         (("--policies", "full"), "full evicts nothing"),
         (("--policies", "h20"), "Did you mean 'h2o'"),
         (("--policies", ""), "list of policies is empty"),

@@ -219,7 +219,9 @@ def positions(cache: kvkeep.BoundedCache, layer: int) -> list[list[int]]:
         return []
 
 
-SMALL = {"ahakv": "ahakv:recent=4"} | {name: f"{name}:window=4" for name in ("adakv", "pyramidkv", "restkv", "snapkv")}
+SMALL = {"ahakv": "ahakv:recent=4"} | {
+    name: f"{name}:window=4" for name in ("adakv", "defensivekv", "pyramidkv", "restkv", "snapkv")
+}
 """Policies that protect more tokens than this text has, with less of them."""
 
 

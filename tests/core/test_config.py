@@ -60,7 +60,7 @@ def test_every_name_is_written_so_that_it_can_be_read(name):
         ("policy = 'h2o:recnt=3'", "recnt"),
         ("policy = 'os:system'", "names a module, which a file may not"),
         ("policy = 3", "is not a text"),
-        ("policy = ''", "is not a text"),
+        ("policy = ''", "Unknown policy"),
         ("budget = '512'", "is not a whole number of tokens"),
         ("budget = true", "is not a whole number of tokens"),
         ("budget = 0", "from 1 on"),
@@ -80,7 +80,7 @@ def test_every_name_is_written_so_that_it_can_be_read(name):
         ("budget = 1\nbudget = 2", "is no TOML"),
         ("budget", "is no TOML"),
         (b"\xff\xfe", "is no TOML"),
-        ("a = " + "[" * 100000, "TOML"),
+        ("a = " + "[" * 100000, "kvkeep.toml"),
         (b"#" * (2**20 + 1), "is larger than"),
     ],
 )

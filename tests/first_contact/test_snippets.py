@@ -31,6 +31,7 @@ ANYWHERE = {
     "eval": ["--tasks", "agreement", "--limit", "1", "--no-plots"],
     "calibrate": ["--documents", "0", "--context", "200"],
     "demo": ["--help"],
+    "tune": ["--help"],
     "remember": ["--overwrite"],
     "serve": ["--check"],
 }
@@ -83,6 +84,9 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "full_attention_heads.tsv").write_text("0.5\t1\n0\t0.25\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a report of some words"}\n')
     (tmp_path / "keys").write_text("anna 0123456789abcdef\n")
+    (tmp_path / "tuned").mkdir()
+    for name in ("kvkeep.toml", "tuned/kvkeep.toml"):
+        (tmp_path / name).write_text('policy = "h2o"\nbudget = 40\n')
     (tmp_path / "server.toml").write_text('budget = 64\nkv-memory = "1MiB"\n')
     (tmp_path / "questions.jsonl").write_text('{"prompt": "what is it about"}\n')
     monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))

@@ -20,6 +20,7 @@ SHARES = {
 """By rule, what each layer gets of what is left once every layer has the least that it needs."""
 SMALL = {
     "adakv": "window=2",
+    "defensivekv": "window=2",
     "ahakv": "recent=2",
     "snapkv": "window=2",
     "pyramidkv": "window=2",

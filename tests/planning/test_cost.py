@@ -200,7 +200,7 @@ def expected(policy: Policy, shape: LayerShape, budget: int, itemsize: int) -> i
     ) + (cost.shared_bytes(budget, budget) if policy.cascades else 0)
 
 
-BLOCKS = ["local", "streaming_llm", "h2o", "scissorhands", "ahakv", "nacl", "spatten", "adakv", "leverage", "blend"]
+BLOCKS = ["local", "streaming_llm", "h2o", "scissorhands", "ahakv", "nacl", "spatten", "leverage", "blend"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

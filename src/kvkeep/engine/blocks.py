@@ -87,6 +87,11 @@ class Blocks:
     def __getitem__(self, index: int) -> Block:
         return self._blocks[index]
 
+    @property
+    def pooled(self) -> bool:
+        """Whether heads share pools of slots."""
+        return any(isinstance(block.store, PooledStore) for block in self._blocks)
+
     def row_bytes(self, budgets: Sequence[Number]) -> int:
         """The bytes of one row in all layers, counted on tensors that have shapes but no memory."""
         shapes = (Slots(*(tensor.to("meta") for tensor in like)) for like in self._like)

@@ -20,6 +20,7 @@ from kvkeep.layout import Layout, caches_latents
 from kvkeep.memory import Memory
 from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
+from kvkeep.policies._heads import refusal
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents
 from kvkeep.snapshot.contents import check_beside
@@ -107,8 +108,8 @@ class Rows:
         """Whether a sequence under this policy can have a row while other rows run under other policies."""
         if policy == self.policy:
             return True
-        if policy.cascades or self.policy.cascades:
-            return False  # layers share tables of the whole batch
+        if policy.cascades or self.policy.cascades or (self._blocks.pooled and refusal(policy)):
+            return False  # tables of the whole batch; heads that hold equally many tokens
         apart = self._layout(policy).policy.spreads is not None
         numbers = self.numbers(policy, self._budget)
         if not all(has_room(block, number, apart) for number, block in zip(numbers, self._blocks, strict=True)):

@@ -66,21 +66,25 @@ def parsed(rule: str) -> tuple[str, float]:
     return name, share
 
 
+def refusal(policy: Policy) -> str | None:
+    """The reason why budgets per head mean nothing to a policy, ``None`` if there is none."""
+    if policy.shares_heads:
+        return "its heads decide together and hold the same tokens"
+    if policy.bursts is not None:
+        return "it drops tokens of all heads of a layer at once, and counts on equally many in each"
+    return None if policy.evicts else "it never evicts"
+
+
 def _check(policy: Policy) -> None:
     """Refuse a policy to which budgets per head mean nothing.
 
     Raises:
         UnsupportedOperationError: the policy is one.
     """
-    if policy.shares_heads:
-        why = "its heads decide together and hold the same tokens"
-    elif policy.bursts is not None:
-        why = "it drops tokens of all heads of a layer at once, and counts on equally many in each"
-    elif not policy.evicts:
-        why = "it never evicts"
-    else:
-        return
-    raise UnsupportedOperationError(f"{policy} cannot have budgets per head: {why}. Choose another policy, or uniform.")
+    if why := refusal(policy):
+        raise UnsupportedOperationError(
+            f"{policy} cannot have budgets per head: {why}. Choose another policy, or uniform."
+        )
 
 
 def average(view: View) -> Int[Tensor, "B 1"]:

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.budget import between
+from kvkeep.policies import _bursts
 from kvkeep.policies.abilities import Bursts
 from kvkeep.policies.base import Policy, option
 from kvkeep.statistic import Mass, RowMasses, Statistic
@@ -60,7 +61,7 @@ class NewestRows(Rounds):
             return state
         places = torch.arange(self.window, device=view.seen.device)
         fresh = (view.seen[:, None] - 1 - places) % self.window < view.new[:, None]
-        changes: list[bool] = fresh.any(dim=0).tolist() if fresh.is_cpu else [True] * self.window
+        changes = _bursts._are_set(fresh.long())
         found = {
             name: torch.where(fresh[:, place, None, None], report.mass if view.is_decode else report.sums[name], old)
             for place, (name, old) in enumerate((name, state[name]) for name in self.slots)

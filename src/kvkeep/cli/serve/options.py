@@ -72,7 +72,7 @@ Config = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="TOML file with these options, by the same names. Flags and KVKEEP_… variables go first.",
+        help="TOML file with these options, by the same names. Flags and variables such as KVKEEP_PORT go first.",
         is_eager=True,
         callback=_config,
         rich_help_panel=OUTPUT,
