@@ -395,9 +395,7 @@ SEVERAL = Options(limit=15, contexts=(400,), facts=4, ask="later")
 """Eight texts, two questions about each but for the last."""
 
 
-@pytest.mark.parametrize(
-    "policy", ["h2o", "random", "snapkv:window=8", "leverage", "spatten", "adakv:window=8", "full"]
-)
+@pytest.mark.parametrize("policy", ["h2o", "random", "snapkv:window=8", "spatten", "adakv:window=8", "full"])
 def test_questions_about_one_text_are_asked_in_copies_of_one_memory(policy, monkeypatch):
     task, reads = load(Recall, SEVERAL), []
     asked, feed = _asked(task), Drive.feed

@@ -22,8 +22,7 @@ from kvkeep.models.hf import Decoder
 from kvkeep.pins import Spans, spans
 from kvkeep.policies._heads import refusal
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Contents
-from kvkeep.snapshot.contents import check_beside
+from kvkeep.snapshot.contents import Contents, check_beside
 from kvkeep.store import Block, has_room, inference
 from kvkeep.types import Phase
 
