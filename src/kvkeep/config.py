@@ -192,8 +192,9 @@ def _mode(value: object) -> str | None:
 
 
 def _share(value: object, most: float = 1.0) -> str | None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return None if number and 0 <= value <= most and value != float("inf") else "a share from 0 to 1"  # type: ignore[operator]
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most and value != float("inf"):
+        return None
+    return "a share from 0 to 1"
 
 
 _CHECKS = {
