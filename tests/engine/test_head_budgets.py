@@ -215,3 +215,12 @@ def test_beams_and_reset_move_ranges_with_their_rows():
     cache.reset()
     again = net.generate(ids, past_key_values=cache, max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None)
     assert torch.equal(first, again)
+
+
+def test_a_policy_whose_heads_hold_equally_many_tokens_waits_for_rows_without_a_pool():
+    engine = Engine(model("llama"), policy="h2o", budget=14, rows=3, prefill_chunk=3)
+    requests = [
+        Request(prompt=prompt_of(0, 1), sampling=Sampling(max_new_tokens=1), policy=policy, budget=8)
+        for policy in ("h2o", "h2o", "h2o", "adakv:window=4", "scissorhands")
+    ]
+    assert [result.finish_reason for result in engine.generate(requests)] == ["length"] * 5
