@@ -12,9 +12,15 @@ LLAMA_CPP ?= llama-cpp-python==0.3.36
 SPREAD ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 OLD := .venv-oldest/bin
+CLIENTS := .venv-clients/bin
+# requests that schemathesis makes of the OpenAPI document
+REQUESTS ?= 300
+EXTRAS := plots gpu quantised server structured summaries lm-eval clients dev docs
+LOW := .venv-lowest/bin
+DOCS := .venv-docs/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest check fix bench peers docs models clean
+.PHONY: help demo test test-all test-oldest test-lowest test-clients check fix bench peers docs docs-check package newcomer models clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,12 +38,54 @@ help:  ## list the commands
 	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" $(TRITON) "$(TORCHAO)" --editable ".[dev]"
 	@touch $@
 
+.venv-clients/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-clients
+	$(CLIENTS)/pip install --quiet "$(TORCH)"
+	$(CLIENTS)/pip install --quiet --editable ".[clients]"
+	@touch $@
+
+# every requirement at the oldest version that pyproject.toml allows; torch's oldest is a build with CUDA, so this is large
+.venv-lowest/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-lowest
+	$(LOW)/pip install --quiet $$($(PYTHON) tools/requirements.py --lowest dev)
+	$(LOW)/pip install --quiet --no-deps --editable .
+	@touch $@
+
+.venv-docs/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	$(DOCS)/pip install --quiet $$($(PYTHON) tools/requirements.py docs)
+	@touch $@
+
 demo: .venv/.installed  ## the main job on the embedded model: a story in 128 tokens, a question under every policy
 	@$(BIN)/kvkeep demo
 
-docs: .venv/.installed  ## write the generated pages
+docs: .venv/.installed .venv-docs/.installed  ## write the generated pages, and build the site into site/
 	$(BIN)/python tools/policies_page.py
 	$(BIN)/python tools/models_page.py
+	$(BIN)/python tools/command_line_page.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs build --strict --clean
+
+docs-check: .venv-docs/.installed  ## open the built site in Chromium at two widths: links, search, console; check .github by schema
+	$(DOCS)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(DOCS)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(DOCS)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(DOCS)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(DOCS)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(DOCS)/python tools/site_check.py site
+
+package: .venv-docs/.installed  ## build wheel and sdist, and install the wheel into an empty environment that runs the demo
+	rm -rf dist .venv-package
+	$(DOCS)/python -m build --outdir dist .
+	$(DOCS)/twine check --strict dist/*
+	$(DOCS)/python tools/package_check.py dist
+	$(PYTHON) -m venv .venv-package
+	.venv-package/bin/pip install --quiet "$(TORCH)"
+	.venv-package/bin/pip install --quiet dist/*.whl
+	cd dist && HOME=$$(mktemp -d) ../.venv-package/bin/kvkeep demo
+	set -e; for extra in $(EXTRAS); do echo "extra $$extra"; .venv-package/bin/pip install --quiet --dry-run ".[$$extra]"; done
+
+newcomer:  ## run the README from top to bottom in a new environment with an empty home, without a compiler and with one
+	$(PYTHON) tools/newcomer_check.py
 
 models: .venv/.installed .venv-oldest/.installed  ## try every decoder of the newest and the oldest transformers (10 minutes)
 	$(BIN)/python tools/models_page.py --try
@@ -52,6 +100,12 @@ test-all: .venv/.installed  ## what `make test` leaves out: most cases of long l
 test-oldest: .venv-oldest/.installed  ## what touches transformers, with the oldest version that is supported
 	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py \
 		$(addprefix tests/,parity models rotary planning engine evals cli research/analysis)
+
+test-clients: .venv-clients/.installed  ## the server with langchain-openai, llm, lm-eval and schemathesis, which need packages of their own
+	KVKEEP_CLIENTS=1 KVKEEP_REQUESTS=$(REQUESTS) $(CLIENTS)/python -m pytest -W default tests/clients
+
+test-lowest: .venv-lowest/.installed  ## the core, with the oldest version of every dependency
+	$(LOW)/python -m pytest $(SPREAD) -W ignore::DeprecationWarning $(addprefix tests/,core parity conformance/test_backends.py contracts)
 
 check: .venv/.installed  ## format, lint, types, import directions
 	$(BIN)/ruff format --check .
@@ -82,4 +136,4 @@ peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed  ## environ
 	@touch $@
 
 clean:  ## remove the environments and caches
-	rm -rf .venv .venv-oldest .venv-peer-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-lowest .venv-clients .venv-docs .venv-package .venv-peer-* site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@
     python bench/decode.py --rows 32 --contexts 8192          # one cell
     python bench/decode.py --compile [--no-pack]              # kvkeep with compiled layers, too
     python bench/decode.py --shape qwen3-0.6b                 # a size that users know, in bfloat16
+    python bench/decode.py --bits 16 8 4 --rows 8 32 --contexts 8192 --budgets 100%    # slots that hold codes, too
 
 A step runs a 12-layer model, or one of another shape, on one token per row and takes the argmax. Caches are filled with
 random keys and values, so no prompt is fed. Interleaved: transformers with DynamicCache and StaticCache, kvkeep's
@@ -18,6 +19,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from lib import (
@@ -41,6 +43,7 @@ from peers import transformers as dense
 from transformers import LlamaForCausalLM
 
 import kvkeep
+from kvkeep.codes import KV_BITS
 from kvkeep.models.fused import prepare
 from kvkeep.planning.bandwidth import measure_bandwidth
 
@@ -59,11 +62,13 @@ class System:
         name: what the table calls it.
         attended: tokens per row that a step attends to.
         make: its cache and the model that runs on it.
+        bits: of keys and values in the slots; ``None``: the model's dtype.
     """
 
     name: str
     attended: int
     make: Callable[[], tuple[LlamaForCausalLM, object]]
+    bits: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,28 @@ def slots(budget: str, context: int) -> int:
     return max(1, round(float(budget[:-1]) / 100 * context)) if budget.endswith("%") else int(budget)
 
 
-def systems(models: Models, rows: int, context: int, *, policy: str, budgets: list[str], steps: int) -> list[System]:
+def bounded_systems(
+    models: Models, rows: int, context: int, *, policy: str, budgets: list[str], bits: list[str]
+) -> Iterator[System]:
+    """A policy at several budgets, in numbers of several bits."""
+    for budget in sorted({slots(budget, context) for budget in budgets}):
+        if budget > context:
+            continue
+        for each in bits:
+            kv_bits = None if each == "16" else each
+            fill = partial(
+                *(bounded.filled_cache, models.bounded, policy, budget),
+                rows=rows,
+                tokens=context,
+                kv_bits=kv_bits,
+            )
+            name = f"{policy} {budget} ({budget / context:.0%})" + (f", {each}" if kv_bits else "")
+            yield System(name, budget + 1, lambda fill=fill: (models.bounded, fill()), kv_bits)
+            if models.compiled is not None:
+                yield System(f"{name}, compiled", budget + 1, lambda fill=fill: (models.compiled, fill()), kv_bits)
+
+
+def systems(models: Models, rows: int, context: int, *, steps: int, **bounds: Any) -> list[System]:
     """What is compared in one cell. Dense caches get room for the steps that are timed."""
     shape = {"rows": rows, "tokens": context}
     whole = partial(bounded.filled_cache, models.bounded, "full", context + steps, **shape)
@@ -104,15 +130,7 @@ def systems(models: Models, rows: int, context: int, *, policy: str, budgets: li
         System(STATIC, context + 1, lambda: (models.dense, dense.static_cache(models.dense, **shape, room=steps))),
         System(FULL, context + 1, lambda: (models.bounded, whole())),
     ]
-    for budget in sorted({slots(budget, context) for budget in budgets}):
-        if budget <= context:
-            fill = partial(bounded.filled_cache, models.bounded, policy, budget, **shape)
-            name = f"{policy} {budget} ({budget / context:.0%})"
-            found.append(System(name, budget + 1, lambda fill=fill: (models.bounded, fill())))
-            if models.compiled is not None:
-                compiled = System(f"{name}, compiled", budget + 1, lambda fill=fill: (models.compiled, fill()))
-                found.append(compiled)
-    return found
+    return [*found, *bounded_systems(models, rows, context, **bounds)]
 
 
 def stepper(model: LlamaForCausalLM, cache: object, token: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -156,7 +174,8 @@ def cell(models: Models, rows: int, context: int, options: argparse.Namespace) -
     """One table, and its numbers."""
     config, dtype = models.dense.config, models.dense.dtype
     steps = options.repeats + WARMUP
-    found = systems(models, rows, context, policy=options.policy, budgets=options.budgets, steps=steps)
+    asked = {"policy": options.policy, "budgets": options.budgets, "bits": options.bits}
+    found = systems(models, rows, context, steps=steps, **asked)
     per_token, weights = rows * token_bytes(config, dtype), weight_bytes(models.dense)
     split = [*groups(found, per_token, int(options.memory * GIB))]
     times = measure(found, rows, split, options.repeats)
@@ -164,7 +183,7 @@ def cell(models: Models, rows: int, context: int, options: argparse.Namespace) -
     best = min(ms[name] for name in DENSE)
     lines, data = [], {}
     for system in found:
-        name, must = system.name, weights + per_token * system.attended
+        name, must = system.name, weights + rows * token_bytes(config, dtype, system.bits) * system.attended
         mbu = must / (ms[name] / 1e3) / options.bandwidth.best
         ratios = [ms[DYNAMIC] / ms[name], best / ms[name]]
         lines.append([name, spread(times[name]), f"{must / 1e6:.0f}", f"{mbu:.0%}", *(f"{r:.2f}x" for r in ratios)])
@@ -181,6 +200,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contexts", type=positive, nargs="+", help="tokens in the cache; 16384 is possible, too")
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--budgets", nargs="+", default=["4%", "10%", "20%", "60%", "100%", "512"])
+    parser.add_argument("--bits", nargs="+", default=["16"], choices=["16", *KV_BITS], help="16: the model's dtype")
     parser.add_argument("--repeats", type=positive, default=9)
     parser.add_argument("--memory", type=float, default=half_of_memory() / GIB, help="GiB for caches at one time")
     parser.add_argument("--compile", action="store_true", help="kvkeep with compiled layers as well")

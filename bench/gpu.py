@@ -7,8 +7,9 @@
 
 Parts: (k) are the kernels right on this device, (a) bandwidth of the decode kernel, (b) decode steps of an 8 B-shaped
 random Llama, (c) what eviction adds to a layer's step, (d) what a report adds to a prompt's attention, (e) throughput,
-(f) speed over the length of the history. They run in the order k, a, c, d, b, f, e. With --out every part is written
-when it is done and is not done again, unless --only names it. Without a CUDA device the exit code is 2.
+(f) speed over the length of the history, (h) attention over slots of 8 and 4 bits. They run in the order k, a, h, c, d,
+b, f, e. With --out every part is written when it is done and is not done again, unless --only names it. Without a CUDA
+device the exit code is 2.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from lib import finish, show
 from lib import gpu as shared
 from lib import gpu_check as check
+from lib import gpu_codes as codes
 from lib import gpu_layer as layer
 from lib import gpu_model as model
 
@@ -32,6 +34,7 @@ from kvkeep.backends.triton import gpu
 PARTS = {
     "k": (check, check.check),
     "a": (layer, layer.bandwidth),
+    "h": (codes, codes.codes),
     "c": (layer, layer.overhead),
     "d": (layer, layer.prefill),
     "b": (model, model.decode),

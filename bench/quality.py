@@ -228,14 +228,16 @@ def titled(found: Part, protocol: str, context: int) -> str:
 
 def tables(output: Path) -> dict[str, list[list[str]]]:
     """Title → lines, for every protocol, length and group of policies."""
-    found = {}
+    parts: dict[str, Part] = {}
     for protocol, end in PROTOCOLS.items():
         for context in CONTEXTS:
             for group in ("main", "heads", "rest"):
                 one = part(rows_of(folder(output, group, protocol)), f"context={context}{end}")
                 if one.full and len(one.cells) > 1:
-                    found[titled(one, protocol, context)] = list(lines(one))
-    return found
+                    title = titled(one, protocol, context)
+                    before = parts.get(title, Part({})).cells  # groups with as many questions share a table
+                    parts[title] = Part({**before, **one.cells})
+    return {title: list(lines(one)) for title, one in parts.items()}
 
 
 def losses(output: Path) -> tuple[str, list[list[str]]]:

@@ -45,7 +45,7 @@ def kind(value: object) -> Hashable:
     if isinstance(value, type):
         return made, value
     if isinstance(value, tuple):
-        return made, *map(kind, value)
+        return made, *map(kind, tuple.__iter__(value))  # its own items: lazy slots would make copies of theirs
     if made is dict and len(value) <= 64:
         return made, *map(kind, value), *map(kind, value.values())
     if made in (list, set, frozenset):

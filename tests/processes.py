@@ -8,6 +8,9 @@ import os
 import sys
 import traceback
 
+NOBODY = "a pipe that nobody reads"
+"""A standard output for `kvkeep`."""
+
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["kvkeep.cli.main", "kvkeep.cli.generate.job", "kvkeep.models.load", "transformers"])
 
@@ -18,7 +21,7 @@ def kvkeep(*words, closed=(), out=os.devnull, err=os.devnull):
     Args:
         words: of the command, without its name.
         closed: numbers of the standard streams that are closed, as by ``<&-``.
-        out: file that its standard output goes to.
+        out: file that its standard output goes to, or `NOBODY`.
         err: file that its errors go to.
     """
     process = _FORKS.Process(target=_run, args=([*map(str, words)], tuple(closed), str(out), str(err)))
@@ -42,7 +45,7 @@ def _run(words, closed, out, err):
             os.close(number)
             setattr(sys, name, None)
             continue
-        file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if number else 0))
+        file = _pipe() if path == NOBODY else os.open(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if number else 0))
         os.dup2(file, number)
         setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115  the process ends
     code = 120  # as Python ends when a stream cannot be flushed
@@ -53,6 +56,13 @@ def _run(words, closed, out, err):
         code = found
     finally:
         os._exit(code)
+
+
+def _pipe():
+    """The end for writing of a pipe whose other end is closed."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
 
 
 def _exit_code(words):

@@ -8,7 +8,8 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from kvkeep import parse
-from kvkeep.planning.cost import LayerShape, block_bytes
+from kvkeep.codes import KV_BITS, groups
+from kvkeep.planning.slots import LayerShape, block_bytes
 
 GIB = 2**30
 MIB = 2**20
@@ -19,9 +20,12 @@ def head_dim(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Keys and values of one token in all layers."""
-    return config.num_hidden_layers * config.num_key_value_heads * 2 * head_dim(config) * dtype.itemsize
+def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, kv_bits: str | None = None) -> int:
+    """Keys and values of one token in all layers; with bits, codes and their scales."""
+    dim, heads = head_dim(config), config.num_hidden_layers * config.num_key_value_heads
+    if kv_bits is None:
+        return heads * 2 * dim * dtype.itemsize
+    return heads * sum(dim * bits // 8 + 2 * groups(dim) for bits in KV_BITS[kv_bits])
 
 
 def bounded_row_bytes(config: PreTrainedConfig, dtype: torch.dtype, policy: str, budget: int) -> int:

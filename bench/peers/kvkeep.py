@@ -15,7 +15,7 @@ import kvkeep
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.models.fused import prepare
-from kvkeep.store import Block, inference
+from kvkeep.store import inference
 from kvkeep.types import Phase
 from peers import Outcome, Prompt, Run, Unavailable, Work
 
@@ -54,19 +54,21 @@ def load(work: Work) -> Run:
     return run
 
 
-def filled_cache(model, policy: str, budget: int, *, rows: int, tokens: int) -> kvkeep.BoundedCache:
+def filled_cache(
+    model, policy: str, budget: int, *, rows: int, tokens: int, kv_bits: str | None = None
+) -> kvkeep.BoundedCache:
     """A cache as it is after ``tokens`` tokens: the newest half of the budget, and older tokens drawn at random."""
     config = model.config
     heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = kvkeep.BoundedCache(config, policy=policy, budget=budget)
+    cache = kvkeep.BoundedCache(config, policy=policy, budget=budget, kv_bits=kv_bits)
     kept = min(budget, tokens)
     newest = kept - kept // 2
     recent = torch.arange(tokens - newest, tokens).expand(rows, heads, newest)
     for layer in cache.bounded_layers().values():
         one_row = (torch.randn(1, heads, kept, dim, dtype=model.dtype) for _ in range(2))
         keys, values = (tensor.expand(rows, -1, -1, -1) for tensor in one_row)
-        layer.hold(inference(Block)(keys, values, numbers=layer.budgets, starts=layer.policy.slots), columns=tokens)
+        layer.hold(inference(layer.new_block)(keys, values), columns=tokens)
         older = torch.rand(rows, heads, tokens - newest).topk(kept - newest).indices.sort().values
         layer.store.fill(keys, values, torch.cat([older, recent], dim=-1).to(torch.int32))
         for state in layer.state.values():

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UnsupportedOperationError,
     )
+    from kvkeep.explain.explaining import explain
     from kvkeep.layer import Layer
     from kvkeep.memory import Memory
     from kvkeep.models.compiled import compile_layers
@@ -80,6 +81,7 @@ _HOME = {
     "attach": "models.hf:attach",
     "budget_from_ratio": "budget:from_ratio",
     "compile_layers": "models.compiled:compile_layers",
+    "explain": "explain.explaining:explain",
     "fuse_modules": "models.fused:fuse_modules",
     "load": "models.ready:load",
     "option": "policies.base:option",
@@ -125,6 +127,7 @@ __all__ = [
     "available_policies",
     "budget_from_ratio",
     "compile_layers",
+    "explain",
     "fuse_modules",
     "load",
     "option",
@@ -139,8 +142,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _HOME[name].partition(":")
     value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
-    globals()[name] = value
-    return value
+    return globals().setdefault(name, value)  # a room of the same name is there by now, and can be called
 
 
 def __dir__() -> list[str]:

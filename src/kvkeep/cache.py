@@ -46,14 +46,17 @@ class BoundedCache(SnapshotCache):
             policy's own rule. See ``docs/heads.md``.
         positions: ``true``, or ``slot``: tokens are attended at their rank in the cache, so that a stream may be longer
             than the model's trained length. By default the policy's own mode, where the model allows it.
+        kv_bits: bits of keys and values in the slots: ``"8"``, ``"4"`` or ``"k8v4"`` (keys in 8, values in 4). By
+            default, and with 16, slots have the model's dtype. See ``docs/quantised.md``.
         pins: spans of positions that no policy may evict, such as ``[(0, 120)]`` for the first 120 tokens (padding not
             counted), or a list of spans for each row. A layer with a sliding window forgets them with the window.
 
     Raises:
         BudgetError: the budget is out of range or smaller than what the policy and the pins protect.
-        InputError: ``config`` is no configuration, ``sequences`` are no whole numbers, ``positions`` names no mode, or
-            ``pins`` are no spans.
-        UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
+        InputError: ``config`` is no configuration, ``sequences`` are no whole numbers, ``positions`` names no mode,
+            ``kv_bits`` no number of bits, or ``pins`` are no spans.
+        UnsupportedOperationError: the policy does not work with ``prefill_chunk``, with sliding windows or with
+            ``kv_bits``.
         PolicyError: the policy string is wrong.
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
@@ -69,6 +72,7 @@ class BoundedCache(SnapshotCache):
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
         head_budget: str | None = None,
+        kv_bits: str | int | None = None,
         pins: Sequence[tuple[int, int]] | Sequence[Sequence[tuple[int, int]]] = (),
     ):
         if not isinstance(config, PreTrainedConfig):
@@ -81,7 +85,8 @@ class BoundedCache(SnapshotCache):
             raise PolicyError(f"{policy!r} is neither a policy nor the name of one.")
         self.budget = budget
         spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget}
-        layout = Layout.of(config, self.policy, prefill_chunk=prefill_chunk, positions=positions, **spread)
+        rules: dict[str, Any] = {"prefill_chunk": prefill_chunk, "positions": positions, "kv_bits": kv_bits}
+        layout = Layout.of(config, self.policy, **rules, **spread)
         self.policy = layout.policy
         self.position_mode: Literal["true", "slot"] = "true" if layout.rotation is None else "slot"
         self._first, self._prompt_columns = min(layout.windows, default=0), 0
@@ -99,6 +104,7 @@ class BoundedCache(SnapshotCache):
                 rotation=layout.rotation,
                 cascade=cascade,
                 pins=pinned,
+                kv_bits=layout.kv_bits,
             )
             bounded.rotary = layout.rotary
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvkeep import budget as budgets
+from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.policies._heads import parsed as head_rule
 from kvkeep.policies.base import Policy
@@ -40,6 +41,7 @@ class Config:
         budget: tokens kept per layer and head.
         layer_budget: how the budget is spread over layers: a rule, or a weight for each layer.
         head_budget: how a layer's budget is divided among its KV heads, e.g. ``profile:FILE``.
+        kv_bits: bits of keys and values in the slots, e.g. ``"k8v4"``, or a number.
         positions: ``true`` or ``slot``.
         prefill_chunk: prompt tokens per step.
         guard: the share of attention that a smaller budget may lose, see `Request`.
@@ -52,6 +54,7 @@ class Config:
     budget: int | None = None
     layer_budget: str | tuple[float, ...] | None = None
     head_budget: str | None = None
+    kv_bits: str | int | None = None
     positions: str | None = None
     prefill_chunk: int | None = None
     guard: float | None = None
@@ -187,6 +190,11 @@ def _heads(value: object) -> str | None:
     return _text(value)
 
 
+def _bits(value: object) -> str | None:
+    check_bits(value)
+    return None
+
+
 def _mode(value: object) -> str | None:
     return None if value in _POSITIONS else " or ".join(map(repr, _POSITIONS))
 
@@ -203,6 +211,7 @@ _CHECKS = {
     "budget": _whole,
     "layer_budget": _rule,
     "head_budget": _heads,
+    "kv_bits": _bits,
     "positions": _mode,
     "prefill_chunk": _whole,
     "guard": _share,

@@ -14,10 +14,8 @@ from kvkeep.backends import Added, Backend, Limits, Ring
 from kvkeep.errors import PolicyError
 from kvkeep.policies.base import Policy
 from kvkeep.statistic import Statistic
-from kvkeep.store import Block
-from kvkeep.types import EMPTY, AttentionOptions, Budget, State, View
-
-_LATER = torch.iinfo(torch.int32).max
+from kvkeep.store import Block, settle
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, State, View
 
 
 def append(
@@ -46,6 +44,8 @@ def fuses(policy: Policy, backend: Backend, *, window: int | None = None, even: 
     """
     if not backend.fuses or policy.focuses is not None or policy.cascades is not None or any(policy.slots.values()):
         return False  # the kernel starts every state at 0
+    if policy.near is not None:
+        return False
     if policy.tally is not None:
         waits = policy.bursts is not None and policy.bursts.waits and window is None  # in a window heads differ in size
         return backend.tallies and waits and even and _is_told(type(policy), "tally", "observe", "wants", "bursts")
@@ -163,8 +163,10 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     return True
 
 
-def cut(policy: Policy, block: Block, view: View, state: State, *, window: int | None) -> Bool[Tensor, "B Hk S"]:
-    """After a chunk, move the best tokens of slots ∪ chunk, with their state, into the slots in position order.
+def cut(
+    policy: Policy, block: Block, view: View, state: State, *, window: int | None, used: int, chunk: Slots | None = None
+) -> Bool[Tensor, "B Hk S"]:
+    """After a chunk, keep the best tokens of slots ∪ chunk, with their state. Tokens that have a slot stay there.
 
     The state of the heads is written as it is.
 
@@ -174,27 +176,30 @@ def cut(policy: Policy, block: Block, view: View, state: State, *, window: int |
         view: slots and chunk together; tokens that have left the sliding window are marked as empty.
         state: the policy's state for slots and chunk.
         window: sliding window of the layer.
+        used: slots among the view's tokens, which come first.
+        chunk: the chunk; ``None``: the view shows the slots of another block.
 
     Returns:
         Whether each token stays.
     """
     if policy.spreads is not None:
         block.spread(head_budgets(policy, view, state))
-        view = replace(view, budget=block.budget)
-    positions = view.positions
-    stays = scores.keep(shielded(policy, view, state), positions, limit(policy, view, state, window=window))
-    order = positions.masked_fill(~stays, _LATER).argsort(dim=-1)[..., : block.store.capacity]
-    kept = positions.gather(-1, order).masked_fill(~stays.gather(-1, order), EMPTY)
-    index = order[..., None]
-    block.store.fill(
-        view.keys.gather(2, index.expand(-1, -1, -1, view.keys.shape[-1])),
-        view.values.gather(2, index.expand(-1, -1, -1, view.values.shape[-1])),
-        kept,
+        view, chunk = replace(view, budget=block.budget), None  # no token has a slot any more
+    stays = _staying(policy, view, state, window=window)
+    settle(
+        block, view, stays, {name: x for name, x in state.items() if name not in block.heads}, used=used, chunk=chunk
     )
-    block.remember({name: tensor for name, tensor in state.items() if name in block.heads})
-    for name in state.keys() - block.heads:
-        block.state[name][..., : order.shape[-1]] = state[name].gather(-1, order)
+    block.remember({name: x for name, x in state.items() if name in block.heads})
     return stays
+
+
+def _staying(policy: Policy, view: View, state: State, *, window: int | None) -> Bool[Tensor, "B Hk S"]:
+    """Whether each token stays after a chunk."""
+    score, most = _scores(policy, view, state), limit(policy, view, state, window=window)
+    there = view.positions >= 0
+    if there.is_cpu and bool((there.sum(dim=-1) <= most).all()):
+        return there
+    return scores.keep(_shielded(policy, view, score), view.positions, most)
 
 
 def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
@@ -249,13 +254,17 @@ def limit(policy: Policy, view: View, state: State, *, window: int | None = None
 
 def shielded(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
     """The policy's scores after `scores.protect`."""
+    return _shielded(policy, view, _scores(policy, view, state))
+
+
+def _shielded(policy: Policy, view: View, found: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
+    """Scores after `scores.protect`."""
     sinks, recent = policy.protected(view.budget)
-    found = _scores(policy, view, state)
     return scores.protect(found, view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
 
 
 def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
-    """The policy's scores.
+    """The policy's scores, and those of heads that keep their first and newest tokens only.
 
     Raises:
         PolicyError: they are no floats, or not one for each slot.
@@ -263,7 +272,7 @@ def _scores(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]
     found: object = policy.score(view, state)
     if isinstance(found, Tensor):
         if found.is_floating_point() and found.shape == view.positions.shape:
-            return found
+            return found if policy.near is None else policy.near.score(view, found)
         kind = f"{str(found.dtype).removeprefix('torch.')} of the shape {tuple(found.shape)}"
     else:
         kind = f"an object of the type {type(found).__name__}"

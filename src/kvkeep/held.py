@@ -6,19 +6,31 @@ import copy
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.asked import Asked
-from kvkeep.backends import Backend, choose, in_pool
+from kvkeep.backends import Backend, choose, in_codes, in_pool
 from kvkeep.budget import Number
-from kvkeep.errors import ShapeError
+from kvkeep.errors import ShapeError, UnsupportedOperationError
 from kvkeep.eviction import fuses
 from kvkeep.memory import Memory
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.rotary.ranks import Rotation
-from kvkeep.store import Alone, Block, Cascade, DenseStore, PooledStore, Store, inference
+from kvkeep.store import (
+    QUANTISED,
+    Alone,
+    Block,
+    Cascade,
+    DenseStore,
+    PooledStore,
+    QuantisedStore,
+    RowCopy,
+    Store,
+    inference,
+)
 from kvkeep.types import State
 
 _Layer = TypeVar("_Layer", bound="Held")
@@ -34,6 +46,7 @@ class Held:
         cascade: the tables that this layer shares with others under a policy that prunes through the layers.
         sequences: identity of each row for randomness.
         pins: spans that the policy may not evict.
+        kv_bits: bits of keys and values in the slots, a name of `kvkeep.codes.KV_BITS`; ``None``: the model's dtype.
 
     Attributes: see `kvkeep.Layer`.
     """
@@ -54,12 +67,13 @@ class Held:
         cascade: Cascade | None,
         sequences: Sequence[int] | None,
         pins: Sequence[Spans],
+        kv_bits: str | None,
     ):
         self.policy, self._asked = policy, Asked(policy)
         self.columns, self.moves, self.allocated, self.broken, self._made = 0, 0, False, False, False
         self._index, self._rotation, self._sequences, self._pins = index, rotation, sequences, pins
         self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
-        self._kind = store_for(policy, self.budgets)
+        self._kind = store_for(policy, self.budgets, kv_bits)
 
     def reset(self) -> None:
         """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
@@ -122,13 +136,20 @@ class Held:
         reach(block, self.policy, self.budgets)
         return block
 
+    def like(self, copy: RowCopy, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of no token, of a row of this layer; arguments as for `Store.like`."""
+        held = {name.removeprefix("store."): x[None] for name, x in copy.tensors.items() if name.startswith("store.")}
+        return self._kind.like(held, dtype)
+
     def hold(self, block: Block, *, columns: int, own: bool = False) -> None:
         """Use a block that has seen ``columns`` columns; ``own``: with the layer's budgets and pins."""
         self.block, self.columns, self._kind = block, columns, type(block.store)
         self.allocated, self._made = True, own
-        pooled = isinstance(block.store, PooledStore)
+        pooled, turned = isinstance(block.store, PooledStore), self._rotation is not None
         backend = choose(block.seen.device, block.store.dtype)
         backend = backend if self._rotation is None else backend.at_ranks(self._rotation)
+        if isinstance(block.store, QuantisedStore):
+            backend = in_codes(backend, turned=turned)
         self._backend = in_pool(backend) if pooled else backend
         self._fuses = fuses(self.policy, self._backend, window=self.window, even=not pooled)
 
@@ -141,9 +162,24 @@ class Held:
         self.store.check_fit(keys, values)
 
 
-def store_for(policy: Policy, numbers: Sequence[Number]) -> type[Store]:
-    """The kind of store for a policy under these budgets of rows: a pool where heads have budgets of their own."""
-    return PooledStore if policy.spreads or any(isinstance(number, tuple) for number in numbers) else DenseStore
+def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = None) -> type[Store]:
+    """The kind of store for a policy under these budgets of rows: a pool where heads have budgets of their own.
+
+    Args:
+        policy: the policy.
+        numbers: the budgets.
+        kv_bits: bits of keys and values, a name of `kvkeep.codes.KV_BITS`; ``None``: the model's dtype.
+
+    Raises:
+        UnsupportedOperationError: heads have budgets of their own, and slots shall hold codes.
+    """
+    pooled = policy.spreads or any(isinstance(number, tuple) for number in numbers)
+    if pooled and kv_bits is not None:
+        raise UnsupportedOperationError(
+            f"`kv_bits={kv_bits}` needs heads with equal budgets, and under {policy} each KV head has a budget of its "
+            "own. Leave out `kv_bits`, or use equal budgets: `head_budget=uniform`, or a policy such as snapkv."
+        )
+    return PooledStore if pooled else DenseStore if kv_bits is None else QUANTISED[kv_bits]
 
 
 def reach(block: Block, policy: Policy, numbers: Sequence[Number]) -> None:

@@ -19,6 +19,7 @@ from kvkeep import loss, scores
 from kvkeep.asked import one_each
 from kvkeep.budget import Number
 from kvkeep.capacity import check_pins, check_room
+from kvkeep.copies import at
 from kvkeep.errors import BrokenCacheError, ShapeError, UnsupportedOperationError
 from kvkeep.eviction import append, cut, evict, fused
 from kvkeep.held import Held
@@ -26,7 +27,7 @@ from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.prefill import chunk_size, for_prompt, in_chunks, read
 from kvkeep.rotary.ranks import Rotation
-from kvkeep.store import Cascade, inference, view_of
+from kvkeep.store import Cascade, beside, inference, view_of
 from kvkeep.types import AttentionOptions, Phase, Report, Slots, View
 
 
@@ -44,6 +45,7 @@ class Layer(Held):
             rank in the cache. ``None``: true positions.
         cascade: the tables that this layer shares with others under a policy that prunes through the layers.
         pins: spans that the policy may not evict (`kvkeep.pins.spans_of_rows`), one entry for all rows or one per row.
+        kv_bits: bits of keys and values in the slots, a name of `kvkeep.codes.KV_BITS`; ``None``: the model's dtype.
 
     Raises:
         BudgetError: the budget or ``prefill_chunk`` is out of range, or the policy protects more than the budget, or
@@ -70,6 +72,7 @@ class Layer(Held):
         rotation: Rotation | None = None,
         cascade: Cascade | None = None,
         pins: Sequence[Spans] = (),
+        kv_bits: str | None = None,
     ):
         numbers = budgets.check(budget)
         for number in {one for row in numbers for one in (row if isinstance(row, tuple) else (row,))}:
@@ -78,7 +81,15 @@ class Layer(Held):
         self.budgets = tuple(budgets.at_most(number, window) for number in numbers)
         pins = pins if policy.evicts else ()
         check_pins(policy, [budgets.smallest(number) for number in self.budgets], pins, window=window)
-        super().__init__(policy, index=index, rotation=rotation, cascade=cascade, sequences=sequences, pins=pins)
+        super().__init__(
+            policy,
+            index=index,
+            rotation=rotation,
+            cascade=cascade,
+            sequences=sequences,
+            pins=pins,
+            kv_bits=kv_bits,
+        )
 
     @inference
     def step(
@@ -196,16 +207,17 @@ class Layer(Held):
         self.columns += query.shape[2]
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, new)
-        shared = new.to(torch.int32)[:, None]
-        slots, state = self.block.beside(keys, values, shared, starts=self.policy.slots, used=used)
+        chunk = Slots(keys, values, new.to(torch.int32)[:, None])
+        slots, state = beside(self.block, chunk, starts=self.policy.slots, used=used)
         left = slots.positions if self.window is None else scores.expire(slots.positions, self.seen, self.window)
-        view = self._view(slots._replace(positions=left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
+        view = self._view(at(slots, left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)
         view, turn = for_prompt(self.policy, view, query, new, options.output), self._rotation or self.rotary
-        attended, wanted = slots if used else slots._replace(positions=shared), self.policy.wants(view)
+        attended, wanted = slots if used else chunk, self.policy.wants(view)
         given, length = (self.policy, self._backend, query, attended, new), self.seen[:, None]
         out, report = read(*given, statistic=wanted, options=options, length=length, rotation=turn)
         self._shared.add(left[:, 0], report)
-        stays = cut(self.policy, self.block, view, self.policy.observe(state, view, report), window=self.window)
+        state = self.policy.observe(state, view, report)
+        stays = cut(self.policy, self.block, view, state, window=self.window, used=used, chunk=chunk)
         loss.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=left >= 0)
         self._shared.leave(self._index, self.store.positions[:, 0])
         return out
@@ -222,7 +234,8 @@ class Layer(Held):
         held, now = self.store.capacity, self.block.following(query.shape[2], real)
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, now)
-        slots, _ = self.block.beside(keys, values, now.to(torch.int32)[:, None], starts={}, used=held)
+        probes = Slots(keys, values, now.to(torch.int32)[:, None])
+        slots, _ = beside(self.block, probes, starts={}, used=held)
         view = self._view(self.store.slots(), new=(now >= 0).sum(dim=1), phase=Phase.PROBE)
         out, report = self._backend.attend(query, slots, now, statistic=self.policy.wants(view), options=options)
         mine = Report({name: tensor[..., :held] for name, tensor in report.sums.items()})

@@ -11,9 +11,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from kvkeep import budget as budgets
 from kvkeep.budget import Number
 from kvkeep.capacity import check_pins
+from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
+from kvkeep.held import store_for
 from kvkeep.pins import Spans
-from kvkeep.policies._heads import PROFILE, under
+from kvkeep.policies._heads import PROFILE, beside, under
 from kvkeep.policies.base import Policy
 from kvkeep.profile import Profile
 from kvkeep.rotary.embedding import UNROTATED, rotation_for, rotation_of
@@ -58,6 +60,7 @@ class Layout:
         profile: the budgets of all heads, under ``head_budget="profile:FILE"``.
         rotation: the rotary embedding that slot positions need; ``None`` under true positions.
         rotary: the rotary embedding that the policy needs, if any.
+        kv_bits: bits of keys and values in the slots, see `kvkeep.codes.check_bits`; ``None``: the model's dtype.
     """
 
     policy: Policy
@@ -67,6 +70,7 @@ class Layout:
     rotary: Rotation | None
     head_budget: str | None = None
     profile: Profile | None = None
+    kv_bits: str | None = None
 
     @classmethod
     def of(
@@ -78,16 +82,18 @@ class Layout:
         layer_budget: str | Sequence[float] | None = None,
         positions: str | None = None,
         head_budget: str | None = None,
+        kv_bits: str | int | None = None,
     ) -> Layout:
         """The layout for a model; arguments as for `kvkeep.BoundedCache`.
 
         Raises:
-            InputError: ``positions`` names no mode.
-            UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
+            InputError: ``positions`` names no mode, or ``kv_bits`` no number of bits.
+            UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows, or heads
+                have budgets of their own and ``kv_bits`` is given.
             UnsupportedModelError: the model has layers whose cache cannot be bounded, or a rotation that the policy
                 needs to undo and kvkeep cannot.
         """
-        windows = windows_of(config)
+        windows, kv_bits = windows_of(config), check_bits(kv_bits)
         rotation = rotation_for(config, positions, own=policy.defaults.positions)
         if policy.cascades and (prefill_chunk or any(windows.values())):
             raise UnsupportedOperationError(
@@ -102,7 +108,9 @@ class Layout:
                 raise InputError("A profile gives every layer its budget: leave out `layer_budget`.")
             profile = Profile.load(head_budget.partition(":")[2])
             profile.check(config, layers=len(windows))
-        return cls(policy, windows, how, rotation, rotary, head_budget, profile)
+        store_for(policy, [] if profile is None else [()], kv_bits)  # refuses bits where heads have their own budgets
+        policy = beside(policy, profile, list(windows))
+        return cls(policy, windows, how, rotation, rotary, head_budget, profile, kv_bits)
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[Number]]:
         """The budget of each layer with slots: one number for all rows, or one per row. See `kvkeep.budget.Number`.

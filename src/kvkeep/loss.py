@@ -73,7 +73,8 @@ def count(
 
 def of_evicted(mass: Float[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk"]:
     """Return the mass of the tokens that do not stay."""
-    return mass.masked_fill(stays, 0.0).sum(dim=-1)
+    found: Tensor = torch.linalg.vecdot(mass, (~stays).to(mass.dtype))
+    return found
 
 
 def shares(lost: Float[Tensor, "*heads 4"]) -> LostShares:

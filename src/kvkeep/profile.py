@@ -4,7 +4,8 @@ A profile is a JSON file, ``kvkeep calibrate`` writes one::
 
     {"format": "kvkeep-profile", "version": 1,
      "model": {"name": …, "model_type": "llama", "layers": 6, "kv_heads": 2, "head_dim": 64, …},
-     "weights": "0f3a…", "heads": [[0.0, 0.0], [0.0, 0.1], …], "least": 36, "measured": {…}}
+     "weights": "0f3a…", "heads": [[0.0, 0.0], [0.0, 0.1], …], "least": 36, "sinks": 4,
+     "measured": {…}}
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Profile:
             the newest tokens suffice.
         least: slots with which a head that needs nothing was measured: its first and newest tokens.
         weights: hash of the model's weights; ``None`` if the profile does not say.
+        sinks: how many of the ``least`` slots are for first tokens; one at least is for the newest.
         measured: how the numbers came about, for people.
     """
 
@@ -57,6 +59,7 @@ class Profile:
     heads: tuple[tuple[float, ...], ...]
     least: int
     weights: str | None = None
+    sinks: int = 4
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,6 +85,7 @@ class Profile:
             model=found["model"],
             heads=tuple(tuple(map(float, layer)) for layer in found["heads"]),
             least=found["least"],
+            sinks=found.get("sinks", 4),
             weights=found.get("weights"),
             measured=found.get("measured", {}),
         )
@@ -107,6 +111,7 @@ class Profile:
             "weights": self.weights,
             "heads": [list(layer) for layer in self.heads],
             "least": self.least,
+            "sinks": self.sinks,
             "measured": dict(self.measured),
         }
 
@@ -139,9 +144,10 @@ class Profile:
     def budgets(self, budget: int, least: int = 1, *, most: int | None = None) -> list[list[int]]:
         """The budget of each head, by layer. They add up to ``layers * heads * budget`` exactly.
 
-        Every head gets its first and newest tokens: ``least`` slots of the profile, or all of a smaller budget. It gets
-        up to twice as many where they are no more than half of the budget, since most policies give their newest tokens
-        half of a head's slots. The rest is divided in proportion to the needs.
+        A head that needs nothing gets its first and newest tokens: ``least`` slots of the profile. Every other head
+        gets twice as many, since most policies give their newest tokens up to half of a head's slots, and the rest is
+        divided among these heads in proportion to their needs. Where the budget is smaller than one of these numbers,
+        it takes its place, so a budget of ``least`` slots or fewer is the same for all heads.
 
         Args:
             budget: slots per head on average.
@@ -156,15 +162,21 @@ class Profile:
             if not 1 <= number <= MOST:
                 raise BudgetError(f"{name}={number} is outside 1 … 2^50 slots of a head.")
         needs = [int(need * _SCALE) for layer in self.heads for need in layer]
-        first = min(budget, max(least, self.least, min(2 * self.least, budget // 2)))
-        room = None if most is None else max(budget, most) - first
-        more = _shares(needs, (budget - first) * len(needs), room)
-        each, heads = [first + part for part in more], len(self.heads[0])
+        few, many = (min(budget, max(least, slots)) for slots in (self.least, 2 * self.least))
+        first = [few if limited else many for layer in self.limited() for limited in layer]
+        room = None if most is None else [max(budget, most) - slots for slots in first]
+        more = _shares(needs, budget * len(needs) - sum(first), room)
+        each, heads = [slots + part for slots, part in zip(first, more, strict=True)], len(self.heads[0])
         return [each[at : at + heads] for at in range(0, len(each), heads)]
 
+    def limited(self) -> list[tuple[bool, ...]]:
+        """Whether each head needs nothing but its first and newest tokens, by layer; no head, if all would be."""
+        any_need = any(map(any, self.heads))
+        return [tuple(any_need and need == 0 for need in layer) for layer in self.heads]
 
-def _shares(needs: Sequence[int], total: int, room: int | None) -> list[int]:
-    """Whole shares in proportion to the needs, none above ``room``; equal ones where nobody needs anything.
+
+def _shares(needs: Sequence[int], total: int, room: Sequence[int] | None) -> list[int]:
+    """Whole shares in proportion to the needs, none above its room; equal ones where nobody needs anything.
 
     The largest remainders are rounded up; among equal ones, the first. The total must fit into the room of all.
     """
@@ -172,12 +184,12 @@ def _shares(needs: Sequence[int], total: int, room: int | None) -> list[int]:
     while open_:
         weights = [needs[i] for i in open_] if any(needs[i] for i in open_) else [1] * len(open_)
         parts = _in_proportion(weights, total)
-        full = set() if room is None else {i for i, part in zip(open_, parts, strict=True) if part > room}
+        full = set() if room is None else {i for i, part in zip(open_, parts, strict=True) if part > room[i]}
         for i, part in zip(open_, parts, strict=True):
-            shares[i] = room if i in full and room is not None else part
+            shares[i] = room[i] if i in full and room is not None else part
         if not full:
             break
-        total -= len(full) * (room or 0)
+        total -= sum(shares[i] for i in full)
         open_ = [i for i in open_ if i not in full]
     return shares
 
@@ -244,6 +256,8 @@ def fault(found: Any) -> str | None:
         return '"weights" is neither a hash nor null'
     if type(least := found.get("least")) is not int or not 1 <= least <= MOST:
         return f'"least" is {least!r:.40}, and not a number of slots'
+    if type(sinks := found.get("sinks", 4)) is not int or not 0 <= sinks <= MOST:
+        return f'"sinks" is {sinks!r:.40}, and not a number of first tokens'
     return _fault_of_heads(found.get("heads"), model)
 
 

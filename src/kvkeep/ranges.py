@@ -6,20 +6,20 @@ backend reads them where they lie, and a policy that looks at them gets a copy.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.types import Slots, View
+from kvkeep.lazy import LazySlots, nothing
+from kvkeep.types import Slots
 
 Ranges: TypeAlias = tuple[Int[Tensor, "B Hk"], Int[Tensor, "B Hk"]]
 """Of each head, the first entry of its range and the number of entries."""
 
 
-class PoolSlots(Slots):
+class PoolSlots(LazySlots):
     """Slots whose keys and values lie in a pool. Slot ``s`` of a head is entry ``starts + s`` of its row's pool.
 
     As `Slots` they have the shapes of slots side by side, as wide as the longest range needs. What is beyond the end of
@@ -56,33 +56,18 @@ class PoolSlots(Slots):
             ranges: ``starts`` and ``sizes``.
             entries: entry of each slot.
         """
-        made = cls(pool[0], pool[1], positions)
+        made = cls(*nothing(positions), positions)
         made.pool_keys, made.pool_values = pool
         (made.starts, made.sizes), made.entries = ranges, entries
         return made
 
-    @functools.cached_property
-    def keys(self) -> Float[Tensor, "B Hk S D"]:
-        """A copy of the keys."""
+    def copy_keys(self) -> Float[Tensor, "B Hk S D"]:
+        """Make a copy of the keys."""
         return side_by_side(self.pool_keys, self.entries)
 
-    @functools.cached_property
-    def values(self) -> Float[Tensor, "B Hk S E"]:
-        """A copy of the values."""
+    def copy_values(self) -> Float[Tensor, "B Hk S E"]:
+        """Make a copy of the values."""
         return side_by_side(self.pool_values, self.entries)
-
-    def __iter__(self) -> Any:
-        return iter(self.copied())
-
-    def __getitem__(self, item: Any) -> Any:
-        return self.copied()[item]
-
-    def _replace(self, **changes: Any) -> Slots:  # type: ignore[override]
-        return self.copied()._replace(**changes)
-
-    def copied(self) -> Slots:
-        """The same slots side by side, as copies."""
-        return Slots(self.keys, self.values, self.positions)
 
     def write(
         self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
@@ -92,42 +77,6 @@ class PoolSlots(Slots):
         entry = self.entries.gather(-1, slot)
         put_back(self.pool_keys, entry, keys.to(self.pool_keys.dtype))
         put_back(self.pool_values, entry, values.to(self.pool_values.dtype))
-
-    def forget(self) -> None:
-        """Drop the copies, because the pool has changed."""
-        vars(self).pop("keys", None)
-        vars(self).pop("values", None)
-
-
-class PoolView(View):
-    """A view of slots in a pool. Keys and values are copied when the policy first looks at them."""
-
-    _slots: PoolSlots
-
-    @classmethod
-    def of(cls, slots: PoolSlots, **others: Any) -> PoolView:
-        """A view of these slots.
-
-        Args:
-            slots: the slots.
-            others: the other attributes of `View`.
-        """
-        nothing = slots.pool_keys.new_empty((*slots.positions.shape, 0))
-        view = cls(slots.positions, nothing, nothing, **others)
-        own = vars(view)
-        del own["keys"], own["values"]
-        own["_slots"] = slots
-        return view
-
-    @functools.cached_property
-    def keys(self) -> Float[Tensor, "B Hk S D"]:
-        """A copy of the keys."""
-        return self._slots.keys
-
-    @functools.cached_property
-    def values(self) -> Float[Tensor, "B Hk S E"]:
-        """A copy of the values."""
-        return self._slots.values
 
 
 def lying(slots: Slots) -> tuple[Slots, Ranges | None]:

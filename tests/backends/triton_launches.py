@@ -16,6 +16,7 @@ from triton_sources import usage
 from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.triton import gpu, ops, prefill_ops
 from kvkeep.backends.wanted import Wanted
+from kvkeep.codes import KV_BITS, CodedSlots, blank
 from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions, Slots
 
@@ -68,6 +69,10 @@ def token(dtype, dim, S, options, wanted):
     slots = Slots(keys, keys, positions)
     ops.step(query, slots, new, now, options=options, wanted=wanted, added=added, limits=limits)
     ops.attend(query, slots, now, options=options, wanted=wanted)
+    for key_bits, value_bits in KV_BITS.values():
+        coded = CodedSlots.of(blank(keys, S, key_bits), blank(keys, S, value_bits), positions, dtype)
+        ops.write(coded, new, now)
+        ops.attend(query, coded, now, options=options, wanted=wanted)
 
 
 def prompt(dtype, dim, statistic, options):

@@ -15,13 +15,13 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvkeep.backends.triton import decode, gpu, merge, prefill, slots
+from kvkeep.backends.triton import codes, decode, gpu, merge, prefill, slots
 
 SMALL = {"G": 3, "E": 32, "BLOCK_E": 32}
 FLAGS = ("CAPPED", "KEEPS", "APPENDS", "SINKS", "TEMPERED", "COUNTED", "GAINS", "NEWEST", "LIVE", "REPORTS", "BY_SUM")
 FLAGS += ("LOSES", "RECENTS", "LIMITS", "SLIDES", "SCORED", "WINDOWED", "SUNK", "GAINED", "MIXED", "BOUNDED", "LOW")
 TYPES = {
-    "{half}": "query keys values new_keys new_values out",
+    "{half}": "query keys values new_keys new_values out key_scales value_scales",
     "*fp32": "mixes bounds logits sinks mass extra gains total other scores lost",
     "*i32": "positions",
     "*i64": "now counted newest ages recents limits",
@@ -31,14 +31,22 @@ PREFILL = {"lse gain weights shares sums": "*fp32", "bounds starts ends k_positi
 PREFILL |= {"inner outer": "fp32"}
 
 
+PLAIN = {"KEY_BITS": 16, "VALUE_BITS": 16, "KEY_GROUP": 1, "VALUE_GROUP": 1}
+CODED = {"KEY_BITS": 8, "VALUE_BITS": 4, "KEY_GROUP": 32, "VALUE_GROUP": 32, "APPENDS": False}
+
+
 def compiled(kernel, arch, half, **constants):
-    """Compile a kernel with every branch taken."""
+    """Compile a kernel with every branch taken, but those that the constants switch off."""
     signature, values = {}, {}
     kinds = {name: kind.replace("{half}", f"*{half}") for kind, names in TYPES.items() for name in names.split()}
     kinds["slots"] = "*i64" if kernel is slots.append else "*i32"
     if kernel in (prefill.forward, prefill.columns):
         kinds |= {name: kind for names, kind in PREFILL.items() for name in names.split()}
-    constants |= dict.fromkeys(FLAGS, True)
+    if constants.get("KEY_BITS", 16) != 16:
+        kinds |= {"keys": "*i8", "values": "*u8", "key_scales": "*fp16", "value_scales": "*fp16"}
+    if kernel is codes.append_codes:
+        kinds |= {"new_keys": "*fp32", "slots": "*i64"}
+    constants = dict.fromkeys(FLAGS, True) | constants
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name], values[(index,)] = "constexpr", constants[name]
@@ -62,12 +70,15 @@ def main(arch, half):
     tile = {"TILE": 64, "BLOCK_G": 4, **SMALL}
     keys = {"D": 32, "BLOCK_D": 32, "SCAN": 64}
     rows = {"BLOCK_T": 64, "BLOCK_S": 32, "WIDE": False}
+    split = {**tile, **keys, "BLOCK_G": gpu.power(3), "TILE": 16, "SPLIT": 64, "WIDE": False}
     for kernel, constants in (
-        (decode.attend_split, {**tile, **keys, "BLOCK_G": gpu.power(3), "TILE": 16, "SPLIT": 64, "WIDE": False}),
+        (decode.attend_split, {**split, **PLAIN}),
+        (decode.attend_split, {**split, **CODED}),
         (merge.merge, {**tile, "KIND": 3}),
         (merge.merge_evict, {**tile, "STATES": 2}),
         (slots.append, {**keys, **SMALL}),
         (slots.evict, {"SCAN": 64}),
+        (codes.append_codes, {**CODED, "D": 64, "E": 32, "SCAN": 64, "KEY_BLOCK": 32, "VALUE_BLOCK": 16}),
         (prefill.forward, {**tile, **keys, **rows}),
         (prefill.columns, {**keys, **rows, "G": 3}),
     ):

@@ -53,8 +53,10 @@ def bench(monkeypatch):
             "kernel",
             "products",
             "sessions",
+            "host_rows",
             "plan",
             "novel",
+            "server",
         }:
             del sys.modules[name]
 
@@ -140,6 +142,18 @@ def test_decode(monkeypatch, capsys):
     assert one["mbu"] == pytest.approx(one["bytes"] / (sum(one["ms"]) / 2 / 1e3) / 1e9)
 
 
+def test_decode_over_codes(monkeypatch, capsys):
+    decode = import_module("decode")
+    monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(1e9, 5e8))
+    words = ["--rows", "2", "--contexts", "20", "--repeats", "1", "--budgets", "8", "--bits", "16", "8", "k8v4"]
+    _, data = run("decode", monkeypatch, capsys, *words)
+    found = data["cells"][0]["systems"]
+    assert list(found)[3:] == ["h2o 8 (40%)", "h2o 8 (40%), 8", "h2o 8 (40%), k8v4"]
+    # two rows of two heads of 8 channels: codes and one scale for a key and for a value
+    assert found["h2o 8 (40%), 8"]["bytes"] - data["weights"] == 2 * 2 * 9 * (8 + 2 + 8 + 2)
+    assert found["h2o 8 (40%), k8v4"]["bytes"] - data["weights"] == 2 * 2 * 9 * (8 + 2 + 4 + 2)
+
+
 def test_decode_with_compiled_layers(monkeypatch, capsys):
     decode = import_module("decode")
     monkeypatch.setattr(decode, "measure_bandwidth", lambda device: Bandwidth(1e9, 5e8))
@@ -215,6 +229,20 @@ def test_kernel(monkeypatch, capsys):
     assert len(two["torch_s"]) == 2
 
 
+def test_kernel_over_codes(monkeypatch, capsys):
+    monkeypatch.setattr(import_module("kernel"), "BUFFER_BYTES", 2**16)
+    words = ["--shapes", "2x3", "--dtypes", "float32", "--bits", "16", "8", "k8v4", "--repeats", "2", "--dim", "128"]
+    monkeypatch.setattr(sys, "argv", ["kernel.py", *words, "--threads", "1"])
+    import_module("kernel").main()
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    found = {cell["bits"]: cell for cell in json.loads(last)["cells"]}
+    # a key and a value of 128 channels, two scales each, a position and a mass, for 4 heads
+    assert found["8"]["bytes"] == 6 * 4 * (2 * (128 + 2 * 2) + 8)
+    assert found["k8v4"]["bytes"] == 6 * 4 * (128 + 64 + 4 * 2 + 8)
+    assert (found["16"]["ratio"], found["8"]["torch_s"]) == (1.0, [])
+
+
 def test_products(monkeypatch, capsys):
     text, data = run("products", monkeypatch, capsys, "--rows", "1", "3", "--dtypes", "float32", "--repeats", "2")
     # queries and output 32 x 32, keys and values 32 x 16, three times 32 x 48; the head is a table of 64 x 32
@@ -257,6 +285,17 @@ def test_sessions(monkeypatch, capsys):
     assert ratios["memory of the rows afterwards"] == 1
     assert all(ratio > 0 for ratio in ratios.values())
     assert "6 turns of 3 sessions" in text
+
+
+def test_host_rows(monkeypatch, capsys):
+    sizes = ("--rows", "1", "--requests", "3", "--prompt", "6", "--new", "12", "--budget", "8")
+    text, data = run("host_rows", monkeypatch, capsys, *sizes)
+    plain, turns = data["runs"]
+    assert (plain["host_rows"], plain["swaps"], turns["host_rows"]) == (0, 0, 2)
+    assert turns["swaps"] >= 1
+    assert turns["copy_s"] > 0 == plain["copy_s"]
+    assert all(len(one["first_s"]) == 3 and one["tokens_per_s"] > 0 for one in data["runs"])
+    assert "slots in main memory" in text
 
 
 def test_throughput(monkeypatch, capsys, here):
@@ -518,3 +557,16 @@ def test_a_mistake_is_a_line(monkeypatch, capsys, name, words, complaint):
     with pytest.raises(SystemExit) as error:
         run(name, monkeypatch, capsys, *words)
     assert complaint in f"{error.value} {capsys.readouterr().err}"
+
+
+def test_http_beside_the_engine(monkeypatch, capsys):
+    """Both ways write as many tokens, and a long prompt comes while others run."""
+    monkeypatch.delitem(sys.modules, "server", raising=False)  # the tests of the server
+    options = ["--streams", "2", "8", "--prompt", "4", "--new", "6", "--long", "32", "--chunk", "8", "--budget", "16"]
+    monkeypatch.setattr(import_module("server"), "settle", lambda: None)  # which is for whole processes
+    shown, data = run("server", monkeypatch, capsys, *options, "--repeats", "1", "--singles", "2")
+    assert all(words in shown for words in ("2 streams", "8 streams", "first token", "longest stall"))
+    assert [one["streams"] for one in data["speeds"]] == [2, 8]
+    assert all(len(seconds) == 1 for one in data["speeds"] for seconds in one["seconds"].values())
+    assert len(data["first"]["ms"]["http"]) == len(data["first"]["ms"]["alone"]) == 2
+    assert min(*data["stall"]["ms"]["alone"], *data["stall"]["ms"]["http"]) > 0

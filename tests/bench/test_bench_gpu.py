@@ -38,7 +38,7 @@ def test_all_parts(monkeypatch, capsys, tmp_path):
     out = tmp_path / "gpu.json"
     text, data = run(monkeypatch, capsys, "--out", str(out))
     assert data["notes"] == []
-    assert list(data["parts"]) == ["k", "a", "c", "d", "b", "f", "e"]
+    assert list(data["parts"]) == ["k", "a", "h", "c", "d", "b", "f", "e"]
     parts = data["parts"]
     assert len(parts["k"]) == 6 + 8 + 2 * 5 + 1  # outputs, fields of reports, policies, recorded steps
     assert all(one["error"] <= one["limit"] for one in parts["k"])
@@ -46,6 +46,8 @@ def test_all_parts(monkeypatch, capsys, tmp_path):
         (1, 2 * 8 * 2 * 16 * 4 + 8 * 2 * 8),
         (2, 2 * (2 * 8 * 2 * 16 * 4 + 8 * 2 * 8)),
     ]
+    assert [one["bits"] for one in parts["h"]] == 2 * ["16", "8", "4", "k8v4"]
+    assert all(one["faster"] > 0 and one["bytes"] < parts["h"][4]["bytes"] for one in parts["h"][5:])
     assert [one["name"] for one in parts["c"]] == ["SDPA", "local", "h2o", "ahakv", "scissorhands", "tova"]
     assert parts["c"][1]["vs local"] == 1.0
     assert parts["d"][0]["vs SDPA"]["SDPA"] == 1.0
@@ -56,7 +58,7 @@ def test_all_parts(monkeypatch, capsys, tmp_path):
     assert [one["history"] for one in parts["f"]] == [16, 16, 32, 32]
     assert {one["name"]: one["tokens"] for one in parts["e"]} == {"kvkeep h2o": 6, "transformers": 6}
     assert all(one["complete"] for one in parts["e"])
-    for title in ("(k)", "(a)", "(b)", "(c)", "(d)", "(e)", "(f)", "targets"):
+    for title in ("(k)", "(a)", "(b)", "(c)", "(d)", "(e)", "(f)", "(h)", "targets"):
         assert title in text
     assert json.loads(out.read_text())["parts"].keys() == parts.keys()
 
@@ -88,7 +90,7 @@ def test_what_is_done_is_not_done_again(monkeypatch, capsys, tmp_path):
         gpu, "PARTS", {name: (room, lambda b, n=name: done.append(n) or []) for name, (room, _) in gpu.PARTS.items()}
     )
     _, data = run(monkeypatch, capsys, "--out", str(out))
-    assert done == ["k", "c", "b", "f", "e"]
+    assert done == ["k", "h", "c", "b", "f", "e"]
     assert list(data["parts"]) == ["a", "d"]
     done.clear()
     run(monkeypatch, capsys, "--out", str(out), "--only", "a")
@@ -225,5 +227,5 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 def test_parts_have_names():
     gpu = import_module("gpu")
     assert gpu.letters("a,d") == ["a", "d"]
-    with pytest.raises(gpu.argparse.ArgumentTypeError, match="there are a,b,c,d,e,f,k"):
+    with pytest.raises(gpu.argparse.ArgumentTypeError, match="there are a,b,c,d,e,f,h,k"):
         gpu.letters("a,x")

@@ -13,6 +13,7 @@ if not BENCH.is_dir():
 sys.path.insert(0, str(BENCH))
 
 import hard  # noqa: E402
+import heads  # noqa: E402
 import quality  # noqa: E402
 
 for name in [name for name in sys.modules if name.partition(".")[0] == "lib"]:
@@ -53,6 +54,13 @@ def test_tables_have_what_stays_and_mark_what_is_not_clearly_worse(tmp_path):
     written = quality.markdown(title, body).splitlines()
     assert written[2] == "| policy | 4% | 10% |"  # columns without a cell are left out
     assert len(written) == 7
+
+
+def test_a_group_with_as_many_questions_does_not_replace_the_main_table(tmp_path):
+    saved(tmp_path / "main-later", ROWS)
+    saved(tmp_path / "heads-later", [ROWS[0], {**ROWS[1], "setup": "head-budget=profile:heads.json"}])
+    ((_, body),) = quality.tables(tmp_path).items()
+    assert [line[0] for line in body] == ["`blend`", "`leverage`", "`local`", "`blend` with a profile of heads"]
 
 
 def test_a_page_gets_the_tables_between_its_marks(tmp_path):
@@ -111,3 +119,29 @@ def test_where_the_full_cache_fails_all_questions_count(tmp_path):
     assert second[1] == "10 of 80"
     assert second[2].startswith("50 (")
     assert second[2].endswith(")*")
+
+
+def test_a_profile_is_compared_with_equal_heads_over_the_same_questions(tmp_path):
+    rule = "head-budget=profile:heads-1.json"
+    mine = [
+        row("full", "100%", lambda text, i: i > 0),
+        row("blend", "10%", lambda text, i: i > 3),
+        {**row("blend", "10%", lambda text, i: i > 1), "setup": rule},
+        {**row("blend", "10%", lambda text, i: True), "setup": "head-budget=profile:heads-2.json"},
+        row("leverage", "10%", lambda text, i: True),  # not measured with the profile
+    ]
+    saved(tmp_path / "later", mine)
+    ((line, change),) = heads.found(tmp_path, rule)
+    assert line[:3] == ["blend", "later 1024", "10%"]
+    assert [cell.partition(" ")[0] for cell in line[3:]] == ["57", "86", "+29", "70"]
+    assert change.only == (20, 0)
+    assert change.clear
+
+
+def test_results_of_a_profile_are_named_by_its_content(tmp_path):
+    (tmp_path / "heads.json").write_text("one")
+    first = heads.held(tmp_path / "out", tmp_path / "heads.json")
+    assert heads.held(tmp_path / "out", tmp_path / "heads.json") == first
+    (tmp_path / "heads.json").write_text("two")
+    assert heads.held(tmp_path / "out", tmp_path / "heads.json") != first
+    assert first.read_text() == "one"

@@ -9,13 +9,15 @@ from phases import phase_of
 
 import kvkeep
 from kvkeep import backends
+from kvkeep.codes import GREATEST
 from kvkeep.errors import BudgetError, ShapeError
-from kvkeep.store import Block, DenseStore, PooledStore, put_row, take_row
+from kvkeep.store import QUANTISED, Block, DenseStore, PooledStore, QuantisedStore, put_row, take_row
 from kvkeep.types import EMPTY, AttentionOptions
 
 from .dummy_store import DummyStore
 
-STORES = [DenseStore, DummyStore, PooledStore]
+EXACT = [DenseStore, DummyStore, PooledStore]
+STORES = [*EXACT, *QUANTISED.values()]
 B, HK, D, E, SLOTS = 3, 2, 8, 6, 7
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -50,6 +52,18 @@ def places():
     return itertools.product(range(B), range(HK), range(SLOTS))
 
 
+def alike(kind, found, wanted, part):
+    """Whether a store of this kind gives back a vector; ``part``: 0 for a key, 1 for a value.
+
+    Codes err by at most half a step of the greatest channel in each channel, before a key is turned back.
+    """
+    if not issubclass(kind, QuantisedStore):
+        return torch.equal(found.to(wanted.dtype), wanted)
+    step = wanted.float().norm() / GREATEST[kind.bits[part]]
+    rounding = 2 * torch.finfo(found.dtype).eps * wanted.float().norm()
+    return bool((found.float() - wanted.float()).norm() <= 0.505 * step * len(wanted) ** 0.5 + rounding)
+
+
 def same(store, keys, values, positions):
     """Whether the store holds these tokens in these slots, and nothing else."""
     found, n = store.slots(), positions.shape[-1]
@@ -57,8 +71,8 @@ def same(store, keys, values, positions):
         wanted = int(positions[row, head, slot]) if slot < n else EMPTY
         assert int(found.positions[row, head, slot]) == wanted
         if wanted != EMPTY:
-            assert torch.equal(found.keys[row, head, slot].to(keys.dtype), keys[row, head, slot])
-            assert torch.equal(found.values[row, head, slot].to(values.dtype), values[row, head, slot])
+            for part, held in enumerate((keys, values)):
+                assert alike(type(store), found[part][row, head, slot], held[row, head, slot], part)
 
 
 def test_a_new_store_is_empty(kind, dtype):
@@ -81,7 +95,7 @@ def test_fill_replaces_everything(kind, dtype):
     same(store, keys, values, torch.full((B, HK, 2), 9))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in STORES if kind is not PooledStore], indirect=True)
+@pytest.mark.parametrize("kind", [DenseStore, DummyStore], indirect=True)
 def test_slots_are_live(kind):
     store, (keys, values, positions) = filled(kind)
     slots = store.slots()
@@ -99,7 +113,7 @@ def test_beside_puts_new_tokens_behind_copies(kind, dtype, used):
         held[(store.positions < 0)[..., None].expand_as(held)] = torch.nan
     new = tokens(4, dtype, seed=2)
     found = store.beside(*new, used=used)
-    for joined, held, after in zip(found, (keys, values), new, strict=True):
+    for part, (joined, held, after) in enumerate(zip(found, (keys, values), new, strict=True)):
         assert joined.shape == (B, HK, used + 4, held.shape[-1])
         for row, head, slot in itertools.product(range(B), range(HK), range(used + 4)):
             place = (row, head, slot)
@@ -108,7 +122,9 @@ def test_beside_puts_new_tokens_behind_copies(kind, dtype, used):
             else:
                 is_held = slot < 5 and positions[place] >= 0
                 want = held[place] if is_held else torch.zeros_like(held[0, 0, 0])
-            assert torch.equal(joined[place].to(dtype), want)
+            assert torch.equal(joined[place].to(dtype), want) or (
+                slot < used and alike(kind, joined[place], want, part)
+            )
         joined.zero_()
     same(store, keys, values, positions)  # the copies were copies
 
@@ -190,6 +206,7 @@ def test_rows_of_a_block_are_moved_selected_shared_and_cleared(kind):
     assert block.store.used() == 0
 
 
+@pytest.mark.parametrize("kind", EXACT, indirect=True)  # codes refuse such budgets
 def test_heads_with_budgets_of_their_own_get_a_wider_store(kind):
     block = block_of(kind)
     opened = block.opened()
@@ -293,11 +310,12 @@ def test_a_layer_over_a_store_holds_the_originals(kind, policy, dtype, chunk):
             assert len(held) == len(set(held)) <= BUDGET
             if policy == "local":
                 assert sorted(held) == list(range(max(0, n - BUDGET), n))
-            for found, original in zip((keys, values), seen[row], strict=True):
-                assert torch.equal(found[row, head, at >= 0].to(dtype), original[head, held])
+            for part, (found, original) in enumerate(zip((keys, values), seen[row], strict=True)):
+                pairs = zip(found[row, head, at >= 0], original[head, held], strict=True)
+                assert all(alike(kind, one, want, part) for one, want in pairs)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in STORES if kind is not DenseStore])
+@pytest.mark.parametrize("kind", [DummyStore, PooledStore])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_layer_does_the_same_over_any_store(kind, policy, dtype, monkeypatch):
     """To the bit: the definition computes in float64, and what was rounded on its way in would show."""

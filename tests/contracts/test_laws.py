@@ -83,10 +83,14 @@ def chosen(pair):
 
 
 @pytest.mark.parametrize(("law", "policy"), sweep(PAIRS, chosen))
-@settings(max_examples=3, deadline=None, derandomize=True)
-@given(sizes=SIZES)
-def test_law(law, policy, sizes):
-    LAWS[law](kvkeep.parse(policy), Case(**sizes))
+def test_law(law, policy):
+    # One function for each case: Hypothesis nests a function's settings at every call, a thousand calls at most.
+    @settings(max_examples=3, deadline=None, derandomize=True)
+    @given(sizes=SIZES)
+    def holds(sizes):
+        LAWS[law](kvkeep.parse(policy), Case(**sizes))
+
+    holds()
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", "h2o:recent=3,sinks=2", "random:recent=2,sinks=2"])

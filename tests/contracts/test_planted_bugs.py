@@ -58,8 +58,8 @@ def test_sinks_found_by_slot_instead_of_position(monkeypatch):
 def test_state_not_moved_with_the_slots(monkeypatch):
     honest = layer.cut
 
-    def forgetful(policy, block, view, state, *, window):
-        return honest(policy, block, view, {name: tensor.flip(-1) for name, tensor in state.items()}, window=window)
+    def forgetful(policy, block, view, state, **others):
+        return honest(policy, block, view, {name: tensor.flip(-1) for name, tensor in state.items()}, **others)
 
     monkeypatch.setattr(layer, "cut", forgetful)
     assert breaks("slots_do_not_matter", H2O(recent=3))

@@ -45,20 +45,31 @@ def config(**changes):
 
 
 def test_heads_that_need_the_past_share_what_the_others_leave():
-    assert made().budgets(100, 12) == [[24, 24], [75, 227], [24, 226]]
+    assert made().budgets(100, 12) == [[12, 12], [79, 243], [12, 242]]
 
 
-def test_every_head_gets_its_first_and_newest_tokens():
-    """And up to twice as many, where this is no more than half of the budget."""
-    assert made(least=36).budgets(40)[0] == [36, 36]
-    assert made(least=36).budgets(100)[0] == [50, 50]
-    assert made(least=36).budgets(400)[0] == [72, 72]
-    assert made(least=36).budgets(400, 90)[0] == [90, 90]
+@pytest.mark.parametrize("budget", [40, 100, 400])
+def test_a_head_that_needs_nothing_gets_its_first_and_newest_tokens(budget):
+    assert made(least=36).budgets(budget)[0] == [36, 36]
+    assert made(least=36).budgets(budget, 38)[0] == [38, 38]
 
 
-def test_a_budget_that_is_smaller_than_the_least_is_the_same_for_all():
+@pytest.mark.parametrize("budget", range(1, 72))
+def test_no_head_that_needs_something_loses_slots_at_a_small_budget(budget):
+    (_, (some, much), _) = made(least=36).budgets(budget)
+    assert budget <= some <= much
+
+
+def test_a_budget_of_the_least_or_less_is_the_same_for_all():
+    assert made().budgets(12) == made().budgets(12, 12) == [[12, 12]] * 3
     assert made().budgets(5, 12) == [[5, 5]] * 3
     assert made().budgets(1) == [[1, 1]] * 3
+
+
+def test_heads_that_need_nothing_are_limited_unless_no_head_needs_anything():
+    assert made().limited() == [(True, True), (False, False), (True, False)]
+    assert made([[0.0, 0.0], [0.0, 1e-300]]).limited() == [(True, True), (True, False)]
+    assert made([[0.0, 0.0]] * 3).limited() == made([[0.3, 1.0]] * 3).limited() == [(False, False)] * 3
 
 
 def test_heads_that_all_need_the_same_get_the_same():
@@ -111,6 +122,7 @@ def test_a_file_comes_back_as_it_was_saved(tmp_path):
     before = made(weights="abc", measured={"tokens": 512, "loss": [float("nan")]})
     before.save(path)
     after = Profile.load(path)
+    assert after.sinks == 4
     assert (after.heads, after.least, after.weights, after.model) == (before.heads, 12, "abc", before.model)
     assert after.measured == {"tokens": 512, "loss": [None]}
     assert [file.name for file in tmp_path.iterdir()] == ["heads.json"]
@@ -142,6 +154,8 @@ def without(name):
         (json.dumps({**GOOD, "least": True}), '"least" is True'),
         (json.dumps({**GOOD, "least": 0}), '"least" is 0'),
         (json.dumps({**GOOD, "least": 2**60}), '"least" is 11529'),
+        (json.dumps({**GOOD, "sinks": -1}), '"sinks" is -1'),
+        (json.dumps({**GOOD, "sinks": 1.5}), '"sinks" is 1.5'),
         (json.dumps(without("heads")), "a list of layers"),
         (json.dumps({**GOOD, "heads": []}), "a list of layers"),
         (json.dumps({**GOOD, "heads": [[], [], []]}), "a list of layers"),

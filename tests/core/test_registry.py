@@ -163,6 +163,7 @@ print("found and lawful")
 """
 
 
+@pytest.mark.slow  # tests/docs/test_contributing.py shows the same with a whole package
 def test_a_third_party_package_is_found_through_its_entry_point(tmp_path):
     (tmp_path / "every_other.py").write_text(THIRD_PARTY)
     meta = tmp_path / "every_other-1.0.dist-info"

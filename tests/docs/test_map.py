@@ -38,6 +38,10 @@ def test_files_that_a_page_names_exist(page):
         assert (ROOT / name).exists(), name
 
 
+VIRTUAL = {"copy_keys", "copy_values"}
+"""Methods of `lazy.LazySlots` that its subclasses define in higher rooms."""
+
+
 def calls_between_rooms(work):
     """Every call from one room into another: the two rooms, and the name of what is called."""
     found = []
@@ -93,5 +97,5 @@ def test_a_key_goes_the_way_that_is_described(table, tokens, phase, layer):
     rest = iter(found)
     assert all(move in rest for move in way), found
     assert all(FLOOR[end] < FLOOR[start] for start, end, _ in way)
-    climbs = [(start, end, name) for start, end, name in found if FLOOR[end] > FLOOR[start]]
+    climbs = [move for move in found if FLOOR[move[1]] > FLOOR[move[0]] and move[2] not in VIRTUAL]
     assert len(climbs) <= 2, climbs

@@ -80,7 +80,7 @@ class Faults:
     @contextmanager
     def injected(self, network, monkeypatch):
         """Put the faults into a model, the layers' policies, the sampler and the rows."""
-        from kvkeep.engine import sampler
+        from kvkeep.engine import rotation, sampler
         from kvkeep.engine.rows import Rows
         from kvkeep.layer import Layer
 
@@ -103,6 +103,8 @@ class Faults:
             monkeypatch.setattr(Layer, "_view", self._failing(Layer._view, policy))
             monkeypatch.setattr(sampler, "draw", self._failing(sampler.draw, {"sampler": BoomError("in the sampler")}))
             monkeypatch.setattr(Rows, "begin", self._failing(Rows.begin, {"begin": MemoryError()}))
+            monkeypatch.setattr(rotation, "SHARE", 1e9)  # rows change hands whatever the copies take
+            monkeypatch.setattr(rotation, "LEAST", 1)
             monkeypatch.setattr(Rows, "allocate", self._failing(Rows.allocate, {"rows": MemoryError("no room")}))
             try:
                 yield
@@ -148,6 +150,7 @@ def schedule(seed, monkeypatch):
             layer_budget=layer_budget,
             graphs=rng.random() < 0.2,
             decode_every=random.Random(~seed).choice((1, 3, 128)),
+            host_rows=random.Random(seed + 0.5).choice((0, 0, 1, 4)),
         )
     except BudgetError:
         return {}, 0  # the layers of a pyramid are too small for what the policy protects

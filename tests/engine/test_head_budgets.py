@@ -1,12 +1,15 @@
 """Heads with budgets of their own in an engine: rows of other splits share a batch, and cost the same."""
 
 import json
+import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 import kvkeep
 from kvkeep import BoundedCache, BudgetError, InputError, UnsupportedOperationError
+from kvkeep.budget import by_head
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
@@ -111,6 +114,98 @@ def test_a_profile_decides_the_budget_of_every_head(profile):
     assert torch.equal(held, budgets.clamp(max=60 + NEW - 1))
 
 
+def near(tokens, pins=(), *, slots=8, sinks=2):
+    """The tokens that a head without need holds: the first, the pinned and the newest ones."""
+    held = {*range(sinks), *(at for span in pins for at in range(*span))}
+    newest = [at for at in range(tokens - 1, -1, -1) if at not in held]
+    return sorted(held | set(newest[: slots - len(held)]))
+
+
+@pytest.fixture
+def limits(tmp_path):
+    """A profile of the test model in which the first layer, and one head of each other layer, need nothing."""
+    return limiting(tmp_path / "limits.json")
+
+
+def limiting(file, *, least=8, sinks=2, heads=None):
+    config = model("llama").config
+    layers, width = config.num_hidden_layers, config.num_key_value_heads
+    needs = heads or [[float(bool(layer) and not head) for head in range(width)] for layer in range(layers)]
+    facts = {"model_type": config.model_type, "layers": layers, "kv_heads": width}
+    content = {"format": "kvkeep-profile", "version": 1, "model": facts, "weights": None, "heads": needs}
+    file.write_text(json.dumps({**content, "least": least, "sinks": sinks, "measured": {}}))
+    return f"profile:{file}"
+
+
+def held_by_head(cache):
+    """The positions in the slots of each head, by layer and head."""
+    return {
+        (number, head): sorted(at for at in row.tolist() if at >= 0)
+        for number in cache.bounded_layers()
+        for head, row in enumerate(cache.positions(number)[0])
+    }
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize(
+    "policy", [*KINDS, "blend:sinks=1,recent=2", "knorm", "random", "snapkv:window=3,decode=score"]
+)
+def test_a_head_without_need_holds_its_first_and_newest_tokens_under_every_policy(policy, chunk, limits):
+    _, cache = alone(prompt_of(3, 50), policy, limits, budget=12, chunk=chunk)
+    for (layer, head), held in held_by_head(cache).items():
+        if layer == 0 or head:
+            assert held == near(50 + NEW - 1), (layer, head)
+        else:
+            assert len(held) > 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves(kvkeep.Policy):
+    """Scores in half precision, in which large positions are not told apart, and NaN."""
+
+    def score(self, view, state):
+        return (view.positions % 3).bfloat16().masked_fill(view.positions % 5 == 0, math.nan)
+
+
+def test_a_policy_with_scores_in_half_precision_changes_nothing_for_a_head_without_need(limits):
+    assert held_by_head(alone(prompt_of(3, 400), Halves(), limits, budget=12)[1])[0, 0] == near(400 + NEW - 1)
+
+
+@pytest.mark.parametrize("policy", ["snapkv:window=3", "leverage:sinks=1,recent=2"])
+def test_pins_stay_in_a_head_without_need(policy, limits):
+    net, prompt, pins = model("llama"), torch.tensor([prompt_of(3, 50)]), [(10, 13)]
+    cache = BoundedCache(net.config, policy, 12, head_budget=limits, pins=pins)
+    net.generate(prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
+    assert held_by_head(cache)[0, 0] == near(50 + NEW - 1, pins)
+
+
+@pytest.mark.parametrize("budget", [4, 7])
+def test_a_budget_too_small_for_a_profile_gives_the_policy_all_heads(budget, limits):
+    prompt, policy = prompt_of(5, 40), "leverage:sinks=1,recent=2"
+    assert alone(prompt, policy, limits, budget=budget)[0] == alone(prompt, policy, None, budget=budget)[0]
+
+
+def test_the_limits_of_a_profile_do_not_follow_a_policy_to_another_cache(limits):
+    net, prompt = model("llama"), prompt_of(5, 40)
+    with_limits = BoundedCache(net.config, "knorm", 12, head_budget=limits).policy
+    assert with_limits.near is not None
+    assert BoundedCache(net.config, with_limits, 12).policy.near is None
+    assert alone(prompt, with_limits, None, budget=12)[0] == alone(prompt, "knorm", None, budget=12)[0]
+
+
+def test_more_first_tokens_than_slots_leave_one_slot_for_the_newest(tmp_path):
+    rule = limiting(tmp_path / "f.json", least=5, sinks=64)
+    held = held_by_head(alone(prompt_of(5, 40), "knorm", rule, budget=12)[1])
+    assert held[0, 1] == near(40 + NEW - 1, slots=5, sinks=4)
+
+
+def test_rows_with_budgets_above_and_below_the_limit_share_a_batch(limits):
+    requests = asked(KINDS, budgets=(BUDGET, 6, 14))
+    engine = Engine(model("llama"), policy=KINDS[0], budget=14, rows=3, head_budget=limits)
+    for request, got in zip(requests, run(engine, requests), strict=True):
+        assert got == alone(request.prompt, request.policy, limits, budget=request.budget)[0]
+
+
 def test_alpha_1_is_uniform():
     prompt = prompt_of(4, 40)
     assert alone(prompt, "snapkv:window=4", "ada:1")[0] == alone(prompt, "snapkv:window=4", None)[0]
@@ -132,9 +227,8 @@ def test_memory_goes_on_bit_for_bit_from_a_file(policy, kind, profile, tmp_path)
         wanted = [run(one, [Request(prompt=(5, 6), memory=held, sampling=sampling)]) for held in (snapshot, again)]
     assert wanted[0] == wanted[1] == run(other, [Request(prompt=(5, 6), memory=again, sampling=sampling)])
     cache = BoundedCache.from_snapshots(model("llama").config, [again, snapshot])
-    assert [tuple(layer.block.budget[0].tolist()) for layer in cache.bounded_layers().values()] == [
-        layer.budget for layer in again.contents.layers
-    ]
+    found = [tuple(layer.block.budget[0].tolist()) for layer in cache.bounded_layers().values()]
+    assert found == by_head([layer.budget for layer in again.contents.layers], len(found[0]))
     with pytest.raises(kvkeep.SnapshotError, match="head_budget"):
         BoundedCache(model("llama").config, policy, BUDGET).restore(0, again)
 

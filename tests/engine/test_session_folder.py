@@ -287,11 +287,12 @@ def talk_for_ever(folder, begun):
         os.write(begun, b".")
 
 
-def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file(tmp_path):
+@pytest.mark.parametrize("kills", sweep([6, 20], lambda kills: kills == 6))
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file(kills, tmp_path):
     """One process writes all the time. Whenever it is killed, the file is a whole one of some turn."""
     rng, before = random.Random(3), 0
     model("llama")
-    for _ in range(20):
+    for _ in range(kills):
         there, begun = os.pipe()
         child = os.fork()
         if not child:

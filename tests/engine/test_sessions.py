@@ -218,6 +218,18 @@ def test_sessions_of_several_policies_and_budgets_run_side_by_side():
     assert found == [answers(TURNS, policy=policy, budget=budget) for policy, budget in ways]
 
 
+def test_a_turn_in_rows_whose_heads_share_their_slots_goes_on_in_rows_whose_heads_do_not():
+    engine = engine_of("h2o", 14)
+    session, other = engine.session(), engine.session(policy="adakv:window=4")
+    stream = other.send(TURNS[1], short(40))
+    seen = [next(stream)]
+    found = [session.ask(TURNS[0], short()).token_ids]  # beside the other policy, in its rows
+    assert len(ids([*seen, *stream])) == 40
+    found += [engine.session().ask(TURNS[0], short()).token_ids, session.ask(TURNS[1], short()).token_ids]
+    (first, second) = answers(TURNS[:2], budget=14)
+    assert found == [first, first, second]
+
+
 # ------------------------------------------------------------------ forks, snapshots, rewinds
 
 

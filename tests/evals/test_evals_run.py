@@ -5,6 +5,7 @@ import errno
 import functools
 import json
 import os
+import re
 
 import model_folders
 import pytest
@@ -21,6 +22,7 @@ from kvkeep.evals.tasks import find
 from kvkeep.models import load as loading
 from kvkeep.models.load import quiet
 from kvkeep.models.text import Writer
+from kvkeep.profile import Profile
 
 OPTIONS = Options(limit=2, window=40, contexts=(300,), facts=2)
 BUDGETS = (Asked(ratio=0.2), Asked(tokens=12))
@@ -207,6 +209,7 @@ def test_other_setups_are_rows_of_their_own_and_full_is_run_once(tmp_path):
         "positions": None,
         "layer_budget": "ramp:0.5",
         "head_budget": None,
+        "kv_bits": None,
         "prefill_chunk": None,
     }
 
@@ -413,3 +416,17 @@ def test_a_policy_that_runs_out_of_room_names_its_cell(tmp_path):
     grid = dataclasses.replace(grid, parts=[Part(task, [short])])
     with pytest.raises(CapacityError, match="agreement prompt=35,new=5: full at 100%: Row 0"):
         run(grid, writer(), Records(tmp_path))
+
+
+def test_a_profile_of_heads_is_named_by_its_content(tmp_path):
+    checkpoint = loading.find(model_folders.folder())
+    shape = {"layers": checkpoint.config.num_hidden_layers, "kv_heads": checkpoint.config.num_key_value_heads}
+
+    def named(file, need):
+        heads = ((need,) * shape["kv_heads"],) * shape["layers"]
+        Profile(model=shape, heads=heads, least=5).save(tmp_path / file)
+        return Setup(head_budget=f"profile:{tmp_path / file}").differences(checkpoint, parse("h2o"))
+
+    first, copied, edited = named("a.json", 0.5), named("b.json", 0.5), named("a.json", 0.25)
+    assert first == copied != edited
+    assert re.fullmatch(r"head-budget=profile:[0-9a-f]{8}", first)

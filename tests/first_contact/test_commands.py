@@ -54,6 +54,7 @@ COMMANDS = [
     ["memory", "report.kvkeep"],
     ["remember", "-f", "prompts.jsonl", "-o", "new.kvkeep", "--budget", "12"],
     ["generate", MODEL, "--memory", "report.kvkeep", "-p", "Why", "-n", "4"],
+    ["explain", "-f", "prompts.jsonl", "--policies", "local", "-b", "8", "-n", "2", "--terminal"],
     ["chat", "--list"],
     ["chat", MODEL, "-s", "trip", "-n", "4"],
 ]
@@ -107,7 +108,7 @@ def test_pages_of_help_name_no_types(home):
 
 
 def test_every_command_has_an_example_and_every_example_its_command(home):
-    commands = re.findall(r"^  ([a-z]+)  ", run(["--help"], 80).stdout, flags=re.MULTILINE)
+    commands = re.findall(r"^  ([a-z-]+)  ", run(["--help"], 80).stdout, flags=re.MULTILINE)
     assert {name.split()[0] for name in NAMES} == set(commands)
     for name, examples in EXAMPLES.items():
         assert examples

@@ -10,6 +10,7 @@ import time
 
 import model_folders
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvkeep.cli import complete
@@ -45,25 +46,7 @@ def offered(line, shell="bash"):
     ("line", "words"),
     [
         ("kvkeep gen", ["generate"]),
-        (
-            "kvkeep ",
-            [
-                "demo",
-                "generate",
-                "remember",
-                "chat",
-                "serve",
-                "eval",
-                "tune",
-                "analyze",
-                "calibrate",
-                "theory",
-                "plan",
-                "memory",
-                "env",
-                "policies",
-            ],
-        ),
+        ("kvkeep ", [name for name, command in get_command(app).commands.items() if not command.hidden]),
         ("kvkeep policies s", ["show"]),
         ("kvkeep policies show scis", ["scissorhands", "scissorhands_release"]),
         ("kvkeep generate --max-n", ["--max-new-tokens"]),

@@ -173,6 +173,9 @@ MISTAKES = {
     "eval --report folder": "has no results",
     "analyze --text nothing.txt -o out": "nothing.txt cannot be read",
     "analyze {model} --text word.txt -o out": "Give a longer --text.",
+    "explain": "needs --text FILE",
+    "explain -f report.txt": "Give --output page.html, or --terminal",
+    "explain {model} -f empty.txt -o out": "Give some text to read",
     "theory --only ahakv-gian": "Did you mean ahakv-gain?",
     "theory --only x": "kvkeep theory without --only names all",
     # memories and conversations

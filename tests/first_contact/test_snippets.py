@@ -33,7 +33,10 @@ ANYWHERE = {
     "demo": ["--help"],
     "tune": ["--help"],
     "remember": ["--overwrite"],
+    "explain": ["--overwrite", "-n", "3"],
     "serve": ["--check"],
+    "bench-server": ["--help"],
+    "lm-eval": ["--help"],
 }
 """Options that make a command short, or that it needs here."""
 NEEDS_MORE = ("--load-in", "--device cuda")
@@ -58,7 +61,7 @@ def words_of(line: str) -> list[str]:
     names = {"Qwen/Qwen3-0.6B": folder, "MODEL": folder, "path/to/model": folder}
     names["path/to/config.json"] = f"{folder}/config.json"
     words = [names.get(word, word) for word in shlex.split(line.rpartition("| ")[2])]
-    if words[1] == "eval" and "Qwen/Qwen3-0.6B" in line:
+    if words[1] == "eval" and re.search("Qwen/Qwen3-0.6B|MODEL .*%", line):
         words.remove(folder)  # budgets in percent are too small for texts of its length
     return [*words[1:], *ANYWHERE.get(words[1], [])] if "--report" not in words else words[1:]
 
@@ -105,8 +108,8 @@ def test_the_command_runs(line, place):
         heads = {"model": {"layers": 2, "kv_heads": 2}, "heads": ((0.0, 1.0), (0.0, 1.0)), "least": 8}
         Profile(**heads).save(place / "heads.json")
     words = words_of(line)
-    if words[0] == "serve":
-        pytest.importorskip("fastapi")
+    if package := {"serve": "fastapi", "lm-eval": "lm_eval"}.get(words[0]):
+        pytest.importorskip(package)
     if "--system" in words:
         words[1] = str(model_folders.copy(place / "chat"))
         model_folders.edit_json(place / "chat" / "tokenizer_config.json", chat_template=model_folders.TEMPLATE)
@@ -131,12 +134,14 @@ def options_by_command() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name
+)
 def test_commands_in_the_text_have_the_options_that_it_names(page):
     options = options_by_command()
     for line in re.findall(r"`(kvkeep [^`]+)`", page.read_text()):
         _, name, *words = line.split()
-        if name.startswith("-"):
+        if name.startswith("-") or name == "COMMAND":
             continue
         assert name in options, line
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options[name], line

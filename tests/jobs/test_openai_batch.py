@@ -117,7 +117,7 @@ def test_bad_lines_go_to_a_file_of_errors_each_in_its_format(tmp_path, target):
     source = write(tmp_path / "in.jsonl", chat("a"), chat("b", tools=[1]), text("c", [10**6]), "{nope", {"prompt": ""})
     refused = run("-i", source, "-o", target, *SMALL)
     assert refused.exit_code == 2
-    assert "Line 2 cannot be run: the parameter tools cannot be [1] here; leave it out" in refused.said
+    assert "Line 2 cannot be run: the parameter tools[0] is not like" in refused.said
     result = run("-i", source, "-o", target, *SMALL, "--skip-bad")
     assert result.exit_code == 0, result.said
     assert list(answers(target)) == ["a"]
@@ -125,7 +125,7 @@ def test_bad_lines_go_to_a_file_of_errors_each_in_its_format(tmp_path, target):
     assert list(b) == ["id", "custom_id", "response", "error"]
     assert (b["custom_id"], b["error"], b["response"]["status_code"]) == ("b", None, 400)
     assert b["response"]["body"]["error"]["type"] == "invalid_request_error"
-    assert b["response"]["body"]["error"]["param"] == "tools"
+    assert b["response"]["body"]["error"]["param"] == "tools[0]"
     assert (c["custom_id"], "token 1000000" in c["response"]["body"]["error"]["message"]) == ("c", True)
     assert (nope["line"], nope["text"], empty["line"]) == (4, "{nope", 5)
     write(source, chat("a"), chat("b"))

@@ -10,6 +10,7 @@ import sys
 import model_folders
 import pytest
 
+from kvkeep.models import limits as limits_of
 from kvkeep.models import render
 
 resource = pytest.importorskip("resource", reason="limits of POSIX")
@@ -77,8 +78,8 @@ def test_the_process_says_that_it_is_ready_and_answers_line_by_line(
 
 
 def test_the_limit_is_above_the_memory_that_is_used_already(limits: list[tuple[int, int]]):
-    render._limit_memory(10**6)
-    render._limit_memory(10**9)
+    limits_of.limit_memory(10**6)
+    limits_of.limit_memory(10**9)
     (low, _), (high, both) = limits
     assert high == both
     assert low > 10**6
@@ -90,5 +91,5 @@ def test_a_system_that_sets_no_limit_answers_all_the_same(monkeypatch: pytest.Mo
         raise ValueError("not allowed to raise maximum limit")
 
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    render._limit_memory(10**6)
+    limits_of.limit_memory(10**6)
     assert answer("a") == {"text": "a"}

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -154,8 +155,8 @@ def test_a_forked_process_fills_in_templates_by_itself(tokenizer):
 
 def test_a_process_that_does_not_start(tokenizer, monkeypatch):
     tokenizer.chat_template = "x"
-    monkeypatch.setattr(templates, "_WORKER", templates._Worker())
-    monkeypatch.setattr(templates.sys, "executable", "/bin/false")
+    monkeypatch.setattr(templates, "_WORKER", templates._new())
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     start = time.monotonic()
     with pytest.raises(InputError, match="does not start"):
         templates.fill(tokenizer, MESSAGES)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -72,3 +73,30 @@ def test_weights_know_their_model_and_do_not_keep_it(model):
     gone = WeightsOf(copy.deepcopy(model))
     gc.collect()
     assert gone() is None
+
+
+def test_modules_that_are_replaced_removed_or_renamed_are_noticed(model):
+    seen, layer = [fingerprint(model)], model.model.layers[1].self_attn
+    layer.q_proj = nn.Linear(32, 32, bias=False)
+    seen.append(fingerprint(model))
+    layer.add_module("more", nn.Linear(32, 32, bias=False))
+    seen.append(fingerprint(model))
+    inner = layer._modules
+    inner["other"] = inner.pop("more")
+    seen.append(fingerprint(model))
+    inner["q_proj"], inner["other"] = inner["other"], inner["q_proj"]
+    seen.append(fingerprint(model))
+    layer.o_proj.weight = nn.Parameter(torch.ones(32, 32))
+    seen.append(fingerprint(model))
+    layer.k_proj.weight = None
+    seen.append(fingerprint(model))
+    assert len(set(seen)) == len(seen)
+    assert fingerprint(model) == fingerprint(copy.deepcopy(model)) == seen[-1]
+
+
+def test_modules_that_were_replaced_are_not_kept_alive(model):
+    fingerprint(model)
+    old = weakref.ref(model.lm_head)
+    model.lm_head = nn.Linear(32, 61)
+    gc.collect()
+    assert old() is None

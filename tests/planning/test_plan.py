@@ -296,3 +296,11 @@ def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]):
     (code,) = [part.partition("```")[0] for part in (DOCS / "plan.md").read_text().split("```python\n")[1:]]
     exec(code.replace('"Qwen/Qwen3-0.6B"', "folder"), {"folder": model_folders.folder()})
     assert len(capsys.readouterr().out.split()) >= 2
+
+
+def test_sequences_in_main_memory_take_the_bytes_of_rows():
+    found = plan(policy="h2o", budget=64, host_rows=3)
+    assert found.host_bytes == 3 * found.bounded.row_bytes > 0
+    assert plan(policy="h2o", budget=64).host_bytes == 0
+    with pytest.raises(InputError, match="host_rows=-1 is below 0"):
+        plan(host_rows=-1)

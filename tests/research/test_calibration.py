@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import model_folders
 import pytest
@@ -121,6 +122,21 @@ def test_a_limited_head_sees_its_first_and_newest_tokens(llama, hidden):
     (full,) = logits_of(llama, text_of(IDS, 39))
     assert torch.allclose(found, want, atol=1e-4)
     assert not torch.allclose(found, full, atol=1e-2)
+
+
+def test_inside_only_the_targets_are_limited(llama):
+    """The logits of each target are those of a pass in which that target's query alone is limited."""
+    limited, inside = {0: torch.tensor([[True, True]]), 1: torch.tensor([[True, False]])}, replace(NEAR, inside=True)
+    branched = Passage(IDS, 25, (6, 9), (1, 1))
+    found, _ = read(llama, branched, inside, limited)
+    for text, logits in zip((IDS[:31], torch.cat([IDS[:25], IDS[31:]])), found, strict=True):
+        (alone,), _ = read(llama, text_of(text, 1), inside, limited)
+        assert torch.allclose(logits, alone, atol=1e-4)
+        (later,), (full,) = logits_of(llama, text_of(text, 1), limited), logits_of(llama, text_of(text, 1))
+        assert not torch.allclose(logits, later, atol=1e-3)
+        assert not torch.allclose(logits, full, atol=1e-3)
+    (all_rows,), _ = read(llama, text_of(IDS, len(IDS) - 1), inside, limited)
+    assert torch.allclose(all_rows, logits_of(llama, text_of(IDS, len(IDS) - 1), limited)[0], atol=1e-4)
 
 
 def test_long_texts_are_computed_in_blocks(llama, monkeypatch):
@@ -364,6 +380,7 @@ def test_a_folder_in_the_place_of_the_progress_is_refused(tmp_path):
         ({"sinks": -1}, "sinks=-1"),
         ({"windows": 0}, "windows=0"),
         ({"questions": 17}, "more than the 16 facts"),
+        ({"case": "stream"}, "case='stream' is neither later nor inside"),
         ({"context": 40}, "context=40 is too short"),
     ],
 )

@@ -105,6 +105,7 @@ def test_check(tmp_path):
         (("--max-body", "5"), "--max-body '5' is not a size"),
         (("--max-model-len", "1"), "--max-model-len 1"),
         (("--prefix-memory", "1GiB"), "--prefill-chunk"),
+        (("--host-rows", "-1"), "--host-rows -1 is outside"),
         (("--tls-cert", "a.pem"), "--tls-key"),
         (("--tls-cert", "a.pem", "--tls-key", "b.pem"), "no certificate"),
         (("--key-file", str(tmp_path)), "cannot be read"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from .running import HELLO, NAME, WAIT_S, serve
 
 openai = pytest.importorskip("openai")
+pydantic = pytest.importorskip("pydantic")
+pytest.importorskip("llguidance")
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +58,75 @@ def test_extra_fields_and_errors(client):
     assert (caught.value.param, caught.value.type) == ("polici", "invalid_request_error")
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**{**asked, "model": "other"})
+
+
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=8)
+    age: Literal[1, 2, 3]
+
+
+class Weather(pydantic.BaseModel):
+    """Says the weather."""
+
+    city: str = pydantic.Field(max_length=8)
+
+
+def test_structured_output_is_parsed(client):
+    asked = {"model": NAME, "messages": HELLO, "response_format": Person, "max_tokens": 80}
+    found = client.chat.completions.parse(**asked).choices[0]
+    assert isinstance(found.message.parsed, Person)
+    assert found.finish_reason == "stop"
+    with client.chat.completions.stream(**asked) as stream:
+        kinds = {event.type for event in stream}
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+    assert {"content.delta", "content.done"} <= kinds
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(**{**asked, "max_tokens": 2})
+
+
+def test_tools_are_called_and_parsed(client):
+    tools = [openai.pydantic_function_tool(Weather)]
+    asked = {"model": NAME, "messages": HELLO, "tools": tools, "tool_choice": "required", "max_tokens": 120}
+    found = client.chat.completions.parse(**asked, parallel_tool_calls=False).choices[0]
+    (call,) = found.message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    assert found.finish_reason == "tool_calls"
+    with client.chat.completions.stream(**asked, parallel_tool_calls=False) as stream:
+        events = list(stream)
+        (last,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert isinstance(last.function.parsed_arguments, Weather)
+    assert "tool_calls.function.arguments.delta" in {event.type for event in events}
+    told = [*HELLO, found.message, {"role": "tool", "tool_call_id": call.id, "content": "It rains."}]
+    assert client.chat.completions.create(model=NAME, messages=told, tools=tools, max_tokens=4).choices[0].message
+
+
+def test_responses(client):
+    found = client.responses.create(model=NAME, input="Once upon a time", max_output_tokens=5)
+    assert found.output_text
+    on = client.responses.create(model=NAME, input="And then?", previous_response_id=found.id, max_output_tokens=5)
+    assert on.usage.input_tokens_details.cached_tokens > 0
+    with client.responses.stream(model=NAME, input="Once upon a time", max_output_tokens=5) as stream:
+        *events, last = stream
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert last.response.output_text == text
+    parsed = client.responses.parse(model=NAME, input="Who?", text_format=Person, max_output_tokens=80)
+    assert isinstance(parsed.output_parsed, Person)
+
+
+def test_tools_of_responses(client):
+    tools = [openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}]
+    asked = {"model": NAME, "input": "Who?", "tools": tools, "tool_choice": "required", "max_output_tokens": 120}
+    with client.responses.stream(**asked, parallel_tool_calls=False) as stream:
+        kinds = {event.type for event in stream}
+        (call,) = stream.get_final_response().output
+    assert "response.function_call_arguments.delta" in kinds
+    assert Weather.model_validate_json(call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}
+    follow = client.responses.create(model=NAME, input=[HELLO[0], call, result], max_output_tokens=4)
+    assert follow.output_text
+
+
+def test_a_schema_that_is_refused(client):
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}}
+    with pytest.raises(openai.BadRequestError, match="Invalid type: objekt"):
+        client.chat.completions.create(model=NAME, messages=HELLO, response_format=bad)

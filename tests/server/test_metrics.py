@@ -6,11 +6,13 @@ from .running import NAME, keys, serve
 
 VLLM = ("prompt_tokens_total", "generation_tokens_total", "request_success_total", "num_requests_running")
 VLLM += ("num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total", "prefix_cache_hits_total")
+VLLM += ("num_preemptions_total", "request_prompt_tokens_sum", "request_generation_tokens_sum")
 VLLM += tuple(
     f"{name}_seconds_count"
     for name in (
         *("time_to_first_token", "inter_token_latency", "e2e_request_latency"),
-        *("request_queue_time", "request_prefill_time", "request_decode_time"),
+        *("request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time"),
+        "request_time_per_output_token",
     )
 )
 
@@ -42,3 +44,20 @@ def test_numbers_need_a_key():
     with serve(keys=keys("anna-anna")) as server:
         server.refused(server.client.get("/metrics"), 401)
         assert server.client.get("/metrics", headers={"Authorization": "Bearer anna-anna"}).status_code == 200
+
+
+def test_bytes_of_sessions_are_counted_where_they_lie(tmp_path):
+    options = {"session_dir": str(tmp_path)}
+    with serve(engine=options, **options) as server:
+        names = [f'kvkeep_session_{place}_bytes{{model_name="{NAME}"}}' for place in ("row", "memory", "disk")]
+        assert [read(server)[name] for name in names] == [0, 0, 0]
+        server.post("/v1/sessions", {"id": "trip"})
+        server.chat(session_id="trip")
+        kept = server.client.get("/v1/sessions/trip").json()["kv_bytes"]
+        row, memory, disk = (read(server)[name] for name in names)
+        assert row == disk == 0
+        assert memory >= kept > 0
+        server.post("/v1/sessions/trip/save")
+        assert read(server)[names[2]] == sum(path.stat().st_size for path in tmp_path.glob("*.kvkeep")) > 0
+        server.client.delete("/v1/sessions/trip")
+        assert read(server)[names[2]] == 0

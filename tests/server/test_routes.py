@@ -257,3 +257,20 @@ def test_every_route_but_health_needs_a_key():
             server.refused(server.client.get("/v1/models", headers={"Authorization": header.encode("latin-1")}), 401)
         for key in ("0123456789", "abcdefghij"):
             assert server.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+
+
+def test_no_end_comes_before_the_least_number_of_tokens():
+    with serve() as server:
+        whole = server.complete(max_tokens=12, ignore_eos=True).json()["choices"][0]["text"]
+        stop = whole.split()[1]
+        asked = {"max_tokens": 12, "stop": [stop], "ignore_eos": True}
+        assert server.complete(**asked).json()["usage"]["completion_tokens"] < 5
+        later = server.complete(**asked, min_tokens=5).json()
+        assert stop in later["choices"][0]["text"]
+        assert later["usage"]["completion_tokens"] >= 5
+        (end,) = {server.engine.model.generation_config.eos_token_id}
+        ends = {"max_tokens": 12, "logit_bias": {str(end): 100}}
+        assert server.complete(**ends).json()["usage"]["completion_tokens"] == 1
+        assert server.complete(**ends, min_tokens=4).json()["usage"]["completion_tokens"] == 5
+        for wrong in (-1, 13):
+            assert server.refused(server.complete(max_tokens=12, min_tokens=wrong))["param"] == "min_tokens"

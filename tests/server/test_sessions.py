@@ -225,7 +225,7 @@ def test_old_responses_are_dropped():
         ({"input": [{"role": "wizard", "content": "x"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only texts"),
         ({"input": "x", "tools": [{}]}, "tools"),
-        ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text"),
+        ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens=0"),
         ({"input": "x", "temperature": 10**9}, "temperature"),
         ({"input": "x", "polici": "h2o"}, "did you mean policy"),
@@ -236,3 +236,24 @@ def test_old_responses_are_dropped():
 def test_responses_that_are_refused(server, body, words):
     answer = server.client.post("/v1/responses", content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert words in server.refused(answer)["message"]
+
+
+def test_a_seed_draws_the_same_texts_again():
+    asked = {"max_output_tokens": 12, "temperature": 3, "seed": 7}
+    with serve() as server:
+
+        def respond(**more):
+            found = server.post("/v1/responses", {"input": "Once upon a time", **asked, **more}).json()
+            return found["id"], found["output"][0]["content"][0]["text"]
+
+        (first, text), (second, again) = respond(), respond()
+        assert text == again != respond(seed=8)[1]
+        texts = [respond(previous_response_id=one)[1] for one in (first, first, second)]
+        assert texts[0] == texts[1] == texts[2]
+        for name in ("one", "other"):
+            server.post("/v1/sessions", {"id": name})
+        body = {"max_tokens": 12, "temperature": 3, "seed": 7}
+        two = ("one", "other")
+        turns = [[server.chat(session_id=name, **body).json()["choices"] for _ in range(2)] for name in two]
+        assert turns[0] == turns[1]
+        assert turns[0][0] != turns[0][1]

@@ -1,4 +1,4 @@
-"""A backend for slots in a pool: keys and values are copied side by side before attention starts."""
+"""Backends for slots that they cannot read where they lie: keys and values are copied before attention starts."""
 
 from __future__ import annotations
 
@@ -7,35 +7,47 @@ from torch import Tensor
 
 from kvkeep.backends.added import Limits
 from kvkeep.backends.protocol import Backend
-from kvkeep.ranges import PoolSlots
+from kvkeep.codes import CodedSlots, hadamard
+from kvkeep.lazy import LazySlots
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Statistic
-from kvkeep.types import AttentionOptions, Budget, Report, Slots
+from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
 
 def append(
-    slots: PoolSlots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
+    slots: LazySlots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B Hk 1"]:
-    """`Backend.append` for slots in a pool. The first empty slot of a head lies in the head's range."""
-    slot: Int[Tensor, "B Hk 1"] = slots.positions.argmin(dim=-1, keepdim=True)
-    slots.write(slot, keys, values)
-    slots.positions.scatter_(2, slot, now.to(slots.positions.dtype)[:, :, None].expand(slot.shape))
+    """`Backend.append` for such slots. A head that cannot use its token leaves its slot empty."""
+    slot: Int[Tensor, "B Hk 1"] = slots.positions.argmin(dim=-1, keepdim=True)  # in a pool: in the head's range
+    used = slots.write(slot, keys, values)
+    positions = now.to(slots.positions.dtype)[:, :, None].expand(slot.shape)
+    slots.positions.scatter_(2, slot, positions if used is None else positions.masked_fill(~used, EMPTY))
     return slot
 
 
 def in_pool(backend: Backend) -> Backend:
     """This backend for slots in a pool."""
-    return backend if backend.pools else InPool(backend)
+    return backend if backend.pools else Copying(backend)
 
 
-class InPool(Backend):
-    """Any backend over slots in a pool.
+def in_codes(backend: Backend, *, turned: bool) -> Backend:
+    """This backend for slots that hold codes.
+
+    Args:
+        backend: does the work.
+        turned: whether the backend turns keys to their ranks, which needs them as they were before `hadamard`.
+    """
+    return backend if backend.codes else Copying(backend) if turned else Decoding(backend)
+
+
+class Copying(Backend):
+    """Any backend over slots that are copied side by side before each step.
 
     Args:
         backend: does the work.
     """
 
-    name = "in_pool"
+    name = "copying"
 
     def __init__(self, backend: Backend):
         self.backend = backend
@@ -66,11 +78,28 @@ class InPool(Backend):
         there = _copied(slots)
         return self.backend.reread(query, there, now, length=length, rotation=rotation, options=options)
 
+    def attend_twice(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        length: Int[Tensor, "B #Hk"],
+        rotation: Rotation | None,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report, Float[Tensor, "B Hk S"]]:
+        """See `Backend.attend_twice`."""
+        there = _copied(slots)
+        return self.backend.attend_twice(
+            query, there, now, statistic=statistic, options=options, length=length, rotation=rotation
+        )
+
     def append(
         self, slots: Slots, keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"], now: Int[Tensor, "B 1"]
     ) -> Int[Tensor, "B Hk 1"]:
         """See `Backend.append`."""
-        if isinstance(slots, PoolSlots):
+        if isinstance(slots, LazySlots):
             return append(slots, keys, values, now)
         return self.backend.append(slots, keys, values, now)
 
@@ -87,5 +116,25 @@ class InPool(Backend):
         self.backend.evict(positions, score, limits)
 
 
+class Decoding(Copying):
+    """Any backend over slots that hold codes. The query is turned like the keys, which are not turned back."""
+
+    name = "decoding"
+
+    def attend(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        slots: Slots,
+        now: Int[Tensor, "B T"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+    ) -> tuple[Float[Tensor, "B Hq T E"], Report]:
+        """See `Backend.attend`."""
+        if isinstance(slots, CodedSlots):
+            query, slots = hadamard(query), slots.rotated()
+        return self.backend.attend(query, slots, now, statistic=statistic, options=options)
+
+
 def _copied(slots: Slots) -> Slots:
-    return slots.copied() if isinstance(slots, PoolSlots) else slots
+    return slots.copied() if isinstance(slots, LazySlots) else slots

@@ -27,6 +27,7 @@ class Backend(abc.ABC):
         fuses: whether `step` ever does anything.
         tallies: whether `step` knows `Added.ring`.
         pools: whether it reads and writes slots in a pool (`kvkeep.ranges.PoolSlots`) where they lie.
+        codes: whether it reads and writes slots that hold codes (`kvkeep.codes.CodedSlots`) where they lie.
         small: whether the functions of `kvkeep.backends.native.small_ops` run beside it.
     """
 
@@ -34,6 +35,7 @@ class Backend(abc.ABC):
     fuses: ClassVar[bool] = False
     tallies: ClassVar[bool] = False
     pools: ClassVar[bool] = False
+    codes: ClassVar[bool] = False
     small: ClassVar[bool] = False
 
     @abc.abstractmethod

@@ -44,6 +44,10 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "kvkeep eval --tasks recall --limit 5 -o results": "A first look at the embedded model",
         "kvkeep eval --report results": "Show the table and draw the plots again",
     },
+    "lm-eval": {
+        "kvkeep lm-eval -M kvkeep -t arc_easy -a budget=20%": "A task, scored under eviction",
+        "kvkeep lm-eval ls tasks": "List its tasks",
+    },
     "tune": {
         "kvkeep tune MODEL --text report.txt": "For questions that come after the text was cut",
         "kvkeep tune MODEL --text report.txt --case stream": "For text that goes on",
@@ -55,6 +59,15 @@ EXAMPLES: dict[str, dict[str, str]] = {
     },
     "analyze": {
         "kvkeep analyze MODEL --text report.txt -o page": "Write a page with figures and risks",
+    },
+    "explain": {
+        "kvkeep explain -f report.txt -p Why -o page.html": "A page about the embedded model and three policies",
+        "kvkeep explain MODEL -f report.txt -p Why --terminal": "Your model, and the text in the terminal",
+    },
+    "bench-server": {
+        "kvkeep bench-server http://127.0.0.1:8000": "100 requests, 4 per second",
+        "kvkeep bench-server URL --prompt-tokens 64-512 -n ~100": "Lengths that differ",
+        "kvkeep bench-server URL --turns 4 --sessions": "Conversations that kvkeep remembers",
     },
     "plan": {
         "kvkeep plan MODEL --memory 24GiB --budget 1024": "How many rows fit",

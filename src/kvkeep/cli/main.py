@@ -14,12 +14,15 @@ import typer
 
 from kvkeep.cli import (
     analyze,
+    bench_server,
     calibrate,
     chat,
     console,
     demo,
     env,
+    explain,
     generate,
+    harness,
     memory,
     plan,
     policies,
@@ -30,6 +33,7 @@ from kvkeep.cli import (
 )
 from kvkeep.cli import eval as evaluation
 from kvkeep.cli.commands import Command, Group
+from kvkeep.cli.noted import Noting, Passing
 from kvkeep.version import __version__
 
 _WIDTHS = {"COLUMNS": 20, "LINES": 1, "JUPYTER_COLUMNS": 20, "JUPYTER_LINES": 1, "TERMINAL_WIDTH": 20}
@@ -52,11 +56,14 @@ app.command("generate", cls=Command, rich_help_panel=_RUN)(generate.generate)
 app.command("remember", cls=Command, rich_help_panel=_RUN)(remember.remember)
 app.command("chat", cls=Command, rich_help_panel=_RUN)(chat.chat)
 app.command("serve", cls=Command, rich_help_panel=_RUN, context_settings={"auto_envvar_prefix": "KVKEEP"})(serve.serve)
-app.command("eval", cls=Command, rich_help_panel=_MEASURE)(evaluation.evaluate)
+app.command("eval", cls=Noting, rich_help_panel=_MEASURE)(evaluation.evaluate)
+app.command("lm-eval", cls=Passing, rich_help_panel=_MEASURE)(harness.lm_eval)
 app.command("tune", cls=Command, rich_help_panel=_MEASURE)(tune.tune)
 app.command("analyze", cls=Command, rich_help_panel=_MEASURE)(analyze.analyze)
 app.command("calibrate", cls=Command, rich_help_panel=_MEASURE)(calibrate.calibrate)
 app.command("theory", cls=Command, rich_help_panel=_MEASURE)(theory.theory)
+app.command("bench-server", cls=Command, rich_help_panel=_MEASURE)(bench_server.bench_server)
+app.command("explain", cls=Command, rich_help_panel=_LOOK)(explain.explain)
 app.command("plan", cls=Command, rich_help_panel=_LOOK)(plan.plan)
 app.add_typer(policies.app, name="policies", rich_help_panel=_LOOK)
 app.command("memory", cls=Command, rich_help_panel=_LOOK)(memory.memory)

@@ -88,6 +88,7 @@ def settled(request: Request, memory: Memory | None) -> Request:
         prefill_chunk=made.chunk,
         layer_budget=made.layer_budget if isinstance(made.layer_budget, str) else list(made.layer_budget),
         head_budget=made.head_budget,
+        kv_bits=made.kv_bits,
         positions="slot" if made.positions == "slot" else "true",
         dtype=made.dtype or request.dtype,
     )
@@ -102,6 +103,7 @@ def _settings(request: Request, made: Fingerprint) -> list[tuple[str, object, ob
         ("--prefill-chunk", request.prefill_chunk, made.chunk),
         ("--layer-budget", layer_budget, made.layer_budget),
         ("--head-budget", request.head_budget, made.head_budget),
+        ("--kv-bits", request.kv_bits, made.kv_bits or "16"),
         ("--positions", request.positions, made.positions),
         ("--dtype", None if request.dtype == "auto" else request.dtype, made.dtype or request.dtype),
     ]

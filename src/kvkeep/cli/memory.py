@@ -64,7 +64,8 @@ def _facts(size: int, snapshot: Snapshot) -> dict[str, str]:
     held = sum(int((layer.positions >= 0).sum()) for layer in layers) / sum(len(layer.positions) for layer in layers)
     return {
         "holds": _kind(snapshot.note),
-        "model": f"{made.model} in {made.dtype}, {console.count(len(layers), 'layer')} with slots{states}",
+        "model": f"{made.model} in {made.dtype}, {console.count(len(layers), 'layer')} with slots"
+        f"{_in_bits(made.kv_bits)}{states}",
         "weights": made.weights or "not known",
         "policy": made.policy,
         "budget": f"{console.count(made.budget, 'token')}, {_rule(made.layer_budget)}{_of_heads(made.head_budget)}",
@@ -102,13 +103,24 @@ def _of_heads(head_budget: str | None) -> str:
     return "" if head_budget is None else f", {head_budget} over heads"
 
 
+def _in_bits(kv_bits: str | None) -> str:
+    """The bits of keys and values, unless slots have the model's dtype."""
+    return "" if kv_bits is None else f" (kv_bits {kv_bits})"
+
+
 def full_bytes(snapshot: Snapshot) -> int:
     """Bytes of the keys and values of every token that was seen."""
-    per_token = 0
+    import torch
+
+    from kvkeep.codes import KV_BITS
+
+    made, per_token = snapshot.fingerprint, 0
     for layer in snapshot.contents.layers:
-        for name in ("store.keys", "store.values"):
-            tensor = layer.tensors[name]
-            per_token += tensor.shape[0] * tensor.shape[2] * tensor.element_size()
+        for name, bits in zip(("keys", "values"), KV_BITS.get(made.kv_bits or "", (None, None)), strict=True):
+            heads, _, width = layer.tensors[f"store.{name}"].shape
+            per_token += (
+                heads * (width if bits is None else width * 8 // bits) * getattr(torch, str(made.dtype)).itemsize
+            )
     return per_token * snapshot.seen
 
 

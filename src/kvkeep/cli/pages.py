@@ -17,7 +17,7 @@ from kvkeep.cli.options import OUTPUT
 
 _WIDEST = 120
 _OPTIONS, _ARGUMENTS, _COMMANDS = "Options", "Arguments", "Commands"
-_ORDER = {_ARGUMENTS: -1, OUTPUT: 1, _OPTIONS: 2}
+ORDER = {_ARGUMENTS: -1, OUTPUT: 1, _OPTIONS: 2}
 """Places of groups among the others, which stand in the order of the parameters."""
 
 
@@ -25,20 +25,20 @@ def show(command: Any, ctx: Any) -> None:
     """Print the page of a command or a group."""
     screen = console.out()
     screen.width = min(screen.width, _WIDEST)
-    screen.print(Text.assemble(("Usage: ", "bold"), " ".join((ctx.command_path, *_pieces(command)))))
+    screen.print(Text.assemble(("Usage: ", "bold"), " ".join((ctx.command_path, *pieces(command)))))
     for paragraph in (command.help or "").split("\n\n"):
         screen.print()
         screen.print(_text(paragraph))
     _show_examples(screen, ctx.command_path)
     rows: dict[str, list[tuple[Text, Text]]] = {}
-    for title, name, text in (*_commands(command), *_parameters(command, ctx)):
+    for title, name, text in (*_commands(command), *parameters(command, ctx)):
         rows.setdefault(title, []).append((name, text))
     width = max((name.cell_len for found in rows.values() for name, _ in found), default=0)
-    for title in sorted(rows, key=lambda title: _ORDER.get(title, 0)):
+    for title in sorted(rows, key=lambda title: ORDER.get(title, 0)):
         _show_section(screen, title, rows[title], width)
 
 
-def _pieces(command: Any) -> Iterator[str]:
+def pieces(command: Any) -> Iterator[str]:
     """The words after a command, as in ``[MODEL] [OPTIONS]``."""
     if hasattr(command, "commands"):
         yield "COMMAND"
@@ -78,7 +78,7 @@ def _commands(command: Any) -> Iterator[tuple[str, Text, Text]]:
             yield getattr(found, "rich_help_panel", None) or _COMMANDS, Text(name, "cyan"), _text(first)
 
 
-def _parameters(command: Any, ctx: Any) -> Iterator[tuple[str, Text, Text]]:
+def parameters(command: Any, ctx: Any) -> Iterator[tuple[str, Text, Text]]:
     """The arguments and options of a command: group, names, description."""
     for param in command.get_params(ctx):
         if getattr(param, "hidden", False):

@@ -11,11 +11,12 @@ from kvkeep import budget as budgets
 from kvkeep.engine import choice
 from kvkeep.engine.asked import usable
 from kvkeep.engine.generation import Generation
+from kvkeep.engine.grammars import Grammars
 from kvkeep.engine.identity import Identity
 from kvkeep.engine.past import Past
 from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.request import Request
-from kvkeep.engine.room import check_room, free_bytes, largest_budget
+from kvkeep.engine.room import check_host_rows, check_room, free_bytes, largest_budget
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Biases, Sampling
 from kvkeep.engine.stops import StopText
@@ -24,6 +25,7 @@ from kvkeep.errors import BudgetError, InputError, show_bytes
 from kvkeep.layout import Layout
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Model, Tokenizer, position_limit
+from kvkeep.models.offloaded import device_of
 from kvkeep.models.suitable import placeholders
 from kvkeep.pins import Spans, end, spans
 from kvkeep.policies.base import Policy
@@ -46,6 +48,7 @@ class Admission:
         budget: the most tokens that a request may keep.
         rows: number of rows that the user wants.
         kv_memory: bytes that all rows may take together.
+        host_rows: sequences that may wait in main memory after they have begun.
         chunk: prompt tokens per step; ``None``: a whole prompt.
         options: of the cache: ``layer_budget``, ``positions`` and ``prefill_chunk``, see `Rows`.
         guard: of requests that have none.
@@ -67,6 +70,7 @@ class Admission:
         budget: int,
         rows: int | None,
         kv_memory: int | None,
+        host_rows: int = 0,
         chunk: int | None,
         options: dict[str, Any],
         guard: float | None = None,
@@ -74,13 +78,14 @@ class Admission:
         if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
             raise InputError(f"A {type(tokenizer).__name__} is no tokenizer; give the object that AutoTokenizer loads.")
         self._model, self._tokenizer, self._policy, self._budget = model, tokenizer, policy, budget
-        self._wanted, self._kv_memory, self._options = rows, kv_memory, options
+        self._wanted, self._kv_memory, self._host_rows, self._options = rows, kv_memory, host_rows, options
         self._chunk, self._guard = options.get("prefill_chunk", chunk), checked_guard(guard)
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model))
         self._vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._placeholders = placeholders(model)
         self.identity = Identity(model, tokenizer, self._chunk)
+        self.grammars = Grammars(tokenizer, self._vocabulary, self._end_ids)
         self.words = Words(model, tokenizer, self._limit, self._end_ids)
         self._layouts = {policy: Layout.of(model.config, policy, **options)}
 
@@ -121,7 +126,8 @@ class Admission:
         ends = frozenset() if request.ignore_end else self._end_ids
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
         load = None if request.memory is None else partial(getattr, request.memory, "contents")
-        return Generation(number, request, policy, budget, ends, tail, levels=levels, load=load)
+        bound = self.grammars.constraint(request)
+        return Generation(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
 
     def _check_tokens(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse tokens that the model does not have.
@@ -210,13 +216,14 @@ class Admission:
         """
         rows = Rows(self._model, policy, self._budget, **self._options)
         count = self._rows_that_fit(rows)
-        free = free_bytes(self._model.device)
+        free = free_bytes(device_of(self._model))
         if free is not None and count * rows.row_bytes > free:
             raise BudgetError(
                 f"Out of memory: {policy} with a budget of {self._budget} takes {show_bytes(rows.row_bytes)} per row, "
                 f"and {count} of them do not fit into the {show_bytes(free)} that are free. Use fewer rows or a "
                 "smaller `budget`."
             )
+        check_host_rows(self._host_rows, rows.row_bytes, beside=0 if free is None else count)
         rows.allocate(count, most_bytes=self._kv_memory)
         self.identity.dtype = rows.dtype
         return rows

@@ -22,6 +22,7 @@ from kvkeep.store import (
     Block,
     PooledStore,
     RowCopy,
+    Store,
     add_state,
     check_row,
     check_rows,
@@ -71,13 +72,14 @@ class Blocks:
     Args:
         policy: the policy that they are made for.
         like: slots of each layer, which show shapes, dtype and device.
+        kv_bits: bits of keys and values in the slots, see `kvkeep.codes.KV_BITS`; ``None``: the dtype of ``like``.
 
     Attributes:
         version: incremented before tensors are replaced or added.
     """
 
-    def __init__(self, policy: Policy, like: Sequence[Slots]) -> None:
-        self._policy, self._like, self.version = policy, like, 0
+    def __init__(self, policy: Policy, like: Sequence[Slots], *, kv_bits: str | None = None) -> None:
+        self._policy, self._like, self._kv_bits, self.version = policy, like, kv_bits, 0
         self._stacks: list[Stack] = []
         self._blocks: list[Block] = []
 
@@ -105,7 +107,7 @@ class Blocks:
         alike: dict[tuple[object, ...], list[int]] = {}
         for layer, (budget, like) in enumerate(zip(budgets, self._like, strict=True)):
             kinds = ((tensor.shape[1], tensor.shape[3:], tensor.dtype, tensor.device) for tensor in like)
-            pooled = store_for(self._policy, [budget]) is PooledStore
+            pooled = self._kind(budget) is PooledStore
             alike.setdefault((budget, *kinds, layer if pooled else None), []).append(layer)
         for layers in alike.values():
             block = self._block(count * len(layers), budgets[layers[0]], self._like[layers[0]])
@@ -117,12 +119,16 @@ class Blocks:
         found = dict(pair for stack in self._stacks for pair in stack.parts())
         self._blocks = [found[layer] for layer in sorted(found)]
 
+    def _kind(self, budget: Number) -> type[Store]:
+        """The kind of store for a layer's budget."""
+        return store_for(self._policy, [budget], self._kv_bits)
+
     def _block(self, count: int, budget: Number, like: Slots) -> Block:
         """The slots of some rows, empty."""
         starts = {str(i): 0.0 for i in range(len(self._policy.slots))}  # a new token's state is written with it
         keys, values = (x[:, :, :1].expand(count, -1, -1, -1) for x in (like.keys, like.values))
-        store = store_for(self._policy, [budget])
-        block = Block(keys, values, numbers=[budget], starts=starts, heads=shared(self._policy.summaries), store=store)
+        heads, store = shared(self._policy.summaries), self._kind(budget)
+        block = Block(keys, values, numbers=[budget], starts=starts, heads=heads, store=store)
         reach(block, self._policy, [budget])
         return block
 

@@ -274,12 +274,12 @@ def chosen(layout: Layout, budget: int, held: Sequence[int | Sequence[int]]) -> 
 
 
 def _reduce(block: Block, positions: Int[Tensor, "Hk n"]) -> None:
-    """Reduce a block of one row, whose tokens lie in order, to some of them."""
+    """Reduce a block of one row to some of its tokens, in order."""
     held, n = block.store.positions, positions.shape[-1]
-    ordered, wanted = (x.masked_fill(x < 0, _LATER).contiguous() for x in (held, positions[None]))
-    index = torch.searchsorted(ordered, wanted).clamp(max=held.shape[-1] - 1)
+    (ordered, order), wanted = held.masked_fill(held < 0, _LATER).sort(dim=-1), positions[None]
+    wanted = wanted.masked_fill(wanted < 0, _LATER).contiguous()
+    index = order.gather(-1, torch.searchsorted(ordered, wanted).clamp(max=held.shape[-1] - 1))
     keys, values, _ = block.store.slots()
-    rows = [x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values)]
-    block.store.fill(rows[0], rows[1], positions[None])
+    block.store.take(keys, values, positions[None], index, held=held.shape[-1])
     for tensor in block.of_slots().values():
         tensor[..., :n] = tensor.gather(-1, index)

@@ -3,11 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
 
 from kvkeep.engine.request import Event
 from kvkeep.engine.service import Box
 from kvkeep.errors import InputError
+
+Sink: TypeAlias = "Callable[[Event | BaseException], object]"
+"""Takes an event, or the failure after which no more come, in the thread of the loop."""
+
+
+class _Post:
+    """Events on their way into one loop, which is woken once for all of them.
+
+    Args:
+        loop: the loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._bag: deque[tuple[LoopBox, Event | BaseException]] = deque()
+        self._called = False
+
+    def put(self, box: LoopBox, event: Event | BaseException) -> None:
+        """Append an event from any thread."""
+        self._bag.append((box, event))
+
+    def send(self) -> None:
+        """Wake the loop, unless it has been woken and has not come yet."""
+        if self._called or not self._bag:
+            return
+        self._called = True
+        try:
+            loop = self._loop()
+            assert loop is not None  # its boxes hold it
+            loop.call_soon_threadsafe(self._hand_out)
+        except RuntimeError:  # the loop has been closed, and its coroutines with it
+            self._called = False
+            while self._bag:
+                self._bag.popleft()[0].left = True
+
+    def _hand_out(self) -> None:
+        self._called = False  # before the bag is looked at: what comes later wakes the loop again
+        while self._bag:
+            box, event = self._bag.popleft()
+            box.sink(event)
+
+
+_posts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Post] = weakref.WeakKeyDictionary()
 
 
 class LoopBox(Box):
@@ -15,21 +61,25 @@ class LoopBox(Box):
 
     Args:
         loop: the loop that runs it.
+        sink: takes the events; by default they are kept until `next` takes them.
     """
 
     blocks = False
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sink: Sink | None = None) -> None:
         super().__init__()
         self._loop = loop
+        self._post = _posts.setdefault(loop, _Post(loop))
         self._ready: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+        self.sink: Sink = sink or self._ready.put_nowait
 
     def put(self, event: Event | BaseException) -> None:
         """Append an event from any thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._ready.put_nowait, event)
-        except RuntimeError:  # the loop has been closed, and its coroutines with it
-            self.left = True
+        self._post.put(self, event)
+
+    def wake(self) -> None:
+        """Wake the loop, if no other box has done so."""
+        self._post.send()
 
     async def next(self) -> Event:
         """Wait for the next event and return it.
@@ -78,21 +128,39 @@ class AsyncEvents(AsyncIterator[Event]):
         self._ended = event.result is not None
         return event
 
-    async def begin(self) -> None:
+    async def begin(self, sink: Sink | None = None) -> None:
         """Queue the request now, and not only when its first event is asked for.
+
+        Args:
+            sink: takes the events, which nobody can then wait for with ``async for``; see `taken`.
 
         Raises:
             KVKeepError: the engine refuses the request.
         """
         try:
             if self._box is None and not self._ended:
-                await self._queued()
+                await self._queued(sink)
         except BaseException:
             self._stop()
             raise
 
-    async def _queued(self) -> LoopBox:
-        self._box = box = LoopBox(asyncio.get_running_loop())
+    def taken(self, event: Event | BaseException) -> Event:
+        """Return an event that a sink has taken.
+
+        Raises:
+            BaseException: it is the failure of a step.
+        """
+        assert self._box is not None
+        try:
+            found = self._box.opened(event)
+        except BaseException:
+            self._stop()
+            raise
+        self._ended = self._ended or found.result is not None
+        return found
+
+    async def _queued(self, sink: Sink | None = None) -> LoopBox:
+        self._box = box = LoopBox(asyncio.get_running_loop(), sink)
         self.number = await asyncio.to_thread(self._enter, box)
         return box
 

@@ -16,28 +16,26 @@ from kvkeep.engine.asked import Asked, check_numbers, listed, request_of, usable
 from kvkeep.engine.configured import Source, configured
 from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.interrupts import Uninterrupted
+from kvkeep.engine.keeping import Keeping
 from kvkeep.engine.own import keeps_states
 from kvkeep.engine.prefixes import Prefixes, check_prefix_memory
 from kvkeep.engine.request import Event, Result
+from kvkeep.engine.rotation import Rotation, hosted_memory
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.service import Box
-from kvkeep.engine.session import Session
 from kvkeep.engine.sessions import Sessions
 from kvkeep.engine.shelf import Shelf
-from kvkeep.engine.work import Work
 from kvkeep.memory import Memory
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
-from kvkeep.models.opening import noted
+from kvkeep.models.offloaded import device_of
 from kvkeep.models.suitable import generator
-from kvkeep.pins import Span
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
-from kvkeep.snapshot import Snapshot
 
 
-class Engine(Work):
+class Engine(Keeping):
     """Runs many requests on one model, each in a row of KV memory that is allocated once.
 
     A request gets the tokens that it would get alone with the same ``prefill_chunk``, whatever runs beside it.
@@ -54,9 +52,10 @@ class Engine(Work):
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
         head_budget: how a layer's budget is divided among its KV heads, for all requests, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
+        kv_bits: bits of a number in the slots, see `BoundedCache`.
         decode_every: prompt tokens for which each running row gets a token; by default 128 on a CPU, 1024 elsewhere.
-        prefix_memory: bytes of main memory for common beginnings of prompts. Prompts that begin with the same chunks
-            read these once. Needs ``prefill_chunk``.
+        host_rows: sequences that may be in flight beyond ``rows``. They wait in main memory and take turns in the rows.
+        prefix_memory: bytes of main memory for common beginnings of prompts, read once. Needs ``prefill_chunk``.
         session_memory: bytes of main memory for idle sessions. The least recently used ones beyond it are moved to
             ``session_dir``; by default there is no limit.
         session_dir: a folder for these, and for sessions with a name; one engine at a time uses it.
@@ -81,7 +80,9 @@ class Engine(Work):
         layer_budget: str | Sequence[float] | None = None,
         head_budget: str | None = None,
         positions: str | None = None,
+        kv_bits: str | int | None = None,
         decode_every: int | None = None,
+        host_rows: int = 0,
         prefix_memory: int = 0,
         session_memory: int | None = None,
         session_dir: str | os.PathLike[str] | None = None,
@@ -93,20 +94,20 @@ class Engine(Work):
         prefix_memory = check_prefix_memory(prefix_memory, prefill_chunk)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
         self.policy, self.budget = usable(policy), budget
-        spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget}
+        spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget, "kv_bits": kv_bits}
         options = {**spread, "positions": positions}
         if has_states := keeps_states(self.model):
             options["prefill_chunk"], prefill_chunk = prefill_chunk, None
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
+        asked["host_rows"] = (rotation := Rotation(host_rows)).host_rows
         admission = Admission(self.model, tokenizer, **asked, chunk=prefill_chunk, guard=guard, options=options)
-        graphs = not has_states and (self.model.device.type == "cuda" if graphs is None else graphs)
-        runner = Runner(self.model, graphs=graphs)
+        graphs = not has_states and (device_of(self.model).type == "cuda" if graphs is None else graphs)
         prefixes = Prefixes(prefix_memory, prefill_chunk, lambda: admission.identity.weights)
-        first = admission.make_rows(self.policy)
+        runner, first = Runner(self.model, graphs=graphs), admission.make_rows(self.policy)
         rooms: dict[str, Any] = {"prefixes": prefixes, "sessions": Sessions(Shelf(session_memory, session_dir))}
-        paced: dict[str, Any] = {"decode_every": decode_every or scheduler.pace(self.model.device)}
-        paced["mixed_tokens"] = 0 if graphs else scheduler.MIXED_TOKENS.get(self.model.device.type, 0)
-        super().__init__(admission, runner, first, chunk=prefill_chunk, **paced, **rooms)
+        paced: dict[str, Any] = {"decode_every": decode_every or scheduler.pace(device_of(self.model))}
+        paced["mixed_tokens"] = 0 if graphs else scheduler.MIXED_TOKENS.get(device_of(self.model).type, 0)
+        super().__init__(admission, runner, first, chunk=prefill_chunk, rotation=rotation, **paced, **rooms)
 
     @classmethod
     def from_config(cls, source: Source, model: nn.Module | str | None = None, **options: Any) -> Engine:
@@ -119,8 +120,8 @@ class Engine(Work):
         return self._rows.row_bytes
 
     def memory(self) -> Memory:
-        """Return the bytes of all rows, summed over real tensors."""
-        return self._rows.memory()
+        """Return the bytes of all rows and of sequences in main memory, summed over real tensors."""
+        return self._rows.memory() + hosted_memory(self._scheduler.waiting)
 
     def generate(self, requests: Asked | Iterable[Asked], sampling: Sampling | None = None) -> list[Result]:
         """Run requests or texts to their ends and return their results in order; a single one gives a list of one.
@@ -190,9 +191,7 @@ class Engine(Work):
                 self._sessions.write()
                 self._sessions.close()
             self._closed = True
-            self._runner.forget()
-            self._prefixes.clear()
-            self._rows.allocate(0)
+            self._give_back()
         self._service.wait()
 
     def __enter__(self) -> Engine:
@@ -212,87 +211,11 @@ class Engine(Work):
         source = iter(enumerate(listed(requests)))
         yield from self._service.drain(source, add, lambda: self.has_room, step=self._step, end=self.cancel)
 
-    def session(
-        self,
-        *,
-        name: str | None = None,
-        policy: str | Policy | None = None,
-        budget: int | None = None,
-        sequence: int = 0,
-        memory: Snapshot | None = None,
-        pins: Sequence[Span] = (),
-    ) -> Session:
-        """Begin a conversation whose memory stays between its turns, or open the one of this name again.
-
-        Args:
-            name: by which it is found again, also by a later engine with the same ``session_dir``.
-            policy: the eviction policy; by default the memory's, or else the engine's.
-            budget: tokens kept per layer and head; by default the memory's, or else the engine's.
-            sequence: identity for everything random, see `Request`.
-            memory: a snapshot that it continues.
-            pins: spans of the first turn's positions that may never be evicted, see `Request`.
-
-        Raises:
-            InputError: the name cannot be used, or the engine is closed.
-            SnapshotError: the memory belongs to another model, policy, budget or other settings.
-            KVKeepError: the engine has no rows for the policy or the budget; see `add`.
-        """
-        with Uninterrupted(), self._service.turn:
-            return self._sessions.open(
-                self, name, policy=policy, budget=budget, sequence=sequence, memory=memory, pins=pins
-            )
-
-    @property
-    def session_names(self) -> list[str]:
-        """The names of all sessions that are open, or on the disk in ``session_dir``."""
-        with self._service.turn:
-            return self._sessions.names
-
-    def prefix(
-        self,
-        asked: str | Sequence[int],
-        *,
-        policy: str | Policy | None = None,
-        budget: int | None = None,
-        pins: Sequence[Span] = (),
-    ) -> Snapshot:
-        """Read a text once, and return its memory, which any number of requests and sessions may continue.
-
-        Args:
-            asked: a text, which is taken as it is, or token ids.
-            policy: the eviction policy; by default the engine's.
-            budget: tokens kept per layer and head; by default the engine's.
-            pins: spans of its positions that may never be evicted, see `Request`.
-
-        Raises:
-            KVKeepError: see `add`; or a step failed.
-        """
-        with self.session(policy=policy, budget=budget, pins=pins) as session:
-            session.read(asked)
-            return session.snapshot()
-
-    def remember(self, text: str, *, system: str | None = None, raw: bool = False) -> Snapshot:
-        """Read a text once, and return its memory, which any number of questions may follow.
-
-        A text and a question that follows it are one message of the user, with a blank line between them.
-
-        Args:
-            text: the text; white space around it is dropped.
-            system: a system message before it.
-            raw: take the text and its questions without the chat template, also with a blank line between them.
-
-        Raises:
-            KVKeepError: see `add`; or a step failed.
-        """
-        ids, opening = self._admission.words.opened(text, system=system, raw=raw)
-        with self.session() as session:
-            session.read(ids)
-            return noted(session.snapshot(), opening)
-
     def _add(self, asked: Asked, sampling: Sampling | None, box: Box | None = None) -> int:
+        request = self._admission.grammars.prepared(request_of(asked, sampling))
         with Uninterrupted(), self._service.turn:
             self._check_open()
-            one = self._admission.check(request_of(asked, sampling), self._count)
+            one = self._admission.check(request, self._count)
             if box is None or not box.left:
                 self._enter(one, box)
                 if not self._twins.joins(one):

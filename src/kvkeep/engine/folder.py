@@ -48,6 +48,15 @@ class Folder:
         found = (path.name.removesuffix(SUFFIX) for path in self.path.glob(f"*{SUFFIX}"))
         return sorted(name for name in found if not name.startswith("."))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files of memories."""
+        total = 0
+        for path in self.path.glob(f"*{SUFFIX}*"):
+            with suppress(OSError):  # removed meanwhile
+                total += path.stat().st_size
+        return total
+
     def write(self, kept: Kept) -> None:
         """Write a memory to a file that is removed together with it, unless `publish` gives it a name.
 

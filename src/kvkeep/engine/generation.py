@@ -10,6 +10,7 @@ from typing import cast
 
 from torch import Tensor
 
+from kvkeep.engine.constraint import Constraint
 from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
 from kvkeep.engine.stops import StopText
 from kvkeep.engine.writing import Pending
@@ -20,10 +21,23 @@ from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Contents
 
 _FREE = {
-    *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "logprobs"),
+    *("prompt", "messages", "raw", "sampling", "stop", "ignore_end", "structured_outputs", "logprobs"),
     *("policy", "budget", "sequence", "memory"),
 }
 """Fields of requests that do not change the memory of a prompt, or are taken care of elsewhere."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hosted:
+    """A sequence that has begun and waits in main memory for a row.
+
+    Attributes:
+        contents: its memory.
+        memory: bytes of the row that it had.
+    """
+
+    contents: Contents
+    memory: Memory
 
 
 @dataclass(eq=False)
@@ -37,6 +51,7 @@ class Generation:
         budget: tokens kept per layer and head.
         ends: tokens that end the text.
         tail: turns tokens into text and looks for stop texts; ``None`` without a tokenizer.
+        constraint: the tokens that its form allows next; ``None``: all.
         row: its row; ``None`` while it waits.
         fed: tokens that the model has seen, of the prompt and new ones; counted when a step has succeeded.
         token_ids: the new tokens.
@@ -54,6 +69,8 @@ class Generation:
         cached: tokens of the prompt that the model need not read, because their memory was there.
         borders: a hash of its prompt's tokens at each border of chunks, once it is needed.
         load: returns the memory that its row begins with; ``None`` for an empty row.
+        hosted: its memory in main memory, while it has given up its row to others.
+        resumed: the number of its new tokens when it last got a row.
         keep: takes the memory of its row when it ends well; its result may have to wait for the disk.
         left: told when it has ended in any way, and its row is free.
         times: seconds of a clock at which it was ``added``, ``started``, and had its ``first`` and ``last`` token.
@@ -65,6 +82,7 @@ class Generation:
     budget: int
     ends: frozenset[int]
     tail: StopText | None = None
+    constraint: Constraint | None = None
     row: int | None = None
     fed: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -82,6 +100,8 @@ class Generation:
     cached: int = 0
     borders: list[bytes] | None = None
     load: Callable[[], Contents | None] | None = None
+    hosted: Hosted | None = None
+    resumed: int = 0
     keep: Callable[[Generation, Contents], Pending | None] | None = None
     left: Callable[[Generation], None] | None = None
     times: dict[str, float] = field(default_factory=dict)
@@ -126,12 +146,19 @@ class Generation:
         return max(0, len(self.prompt) - self.fed)
 
     def take(self, token_id: int) -> Event:
-        """Add a new token, and end the request if this is its last one."""
+        """Add a new token, and end the request if this is its last one.
+
+        Raises:
+            KVKeepError: its form does not allow the token.
+        """
+        if self.constraint:
+            self.constraint.take(token_id)
         if not self.token_ids:
             self.mark("first")
         self.token_ids.append(token_id)
-        piece, stopped = self.tail.add(token_id) if self.tail else ("", False)
-        if stopped or token_id in self.ends:
+        looks = len(self.token_ids) > self.request.sampling.min_new_tokens
+        piece, stopped = self.tail.add(token_id, looks=looks) if self.tail else ("", False)
+        if stopped or token_id in self.ends or (self.constraint and self.constraint.complete):
             self.finish("stop")
         elif len(self.token_ids) >= self.request.sampling.max_new_tokens:
             self.finish("length")
@@ -142,7 +169,7 @@ class Generation:
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Note that it ends, and why."""
-        self.finish_reason, self.error = reason, error
+        self.finish_reason, self.error, self.hosted = reason, error, None
         self.mark("last")
 
     def rest(self) -> str:

@@ -69,6 +69,7 @@ class Identity:
             dtype=self.dtype,
             positions="true" if layout.rotation is None else "slot",
             chunk=self.chunk,
+            kv_bits=layout.kv_bits,
             weights=self.weights,
             tokenizer=self._tokenizer_hash,
         )

@@ -13,6 +13,7 @@ from kvkeep.cache import BoundedCache
 from kvkeep.hybrid import state_part
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.models.hf import Decoder
+from kvkeep.models.offloaded import device_of
 from kvkeep.snapshot import Contents
 from kvkeep.snapshot.contents import put_beside, take_beside
 from kvkeep.snapshot.states import StateCopy
@@ -64,7 +65,7 @@ def probed(model: Decoder) -> BoundedCache:
     """A cache that one token has gone through, which shows the shapes of every layer."""
     cache = BoundedCache(model.config, "full", 1)
     with torch.inference_mode():
-        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device_of(model)), past_key_values=cache)
     return cache
 
 

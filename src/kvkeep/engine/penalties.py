@@ -14,8 +14,8 @@ from kvkeep.engine.sampling import Biases, Sampling
 
 
 def changed(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
-    """Return the logits after bias, repetition penalty, and presence and frequency penalties, in the order of vLLM."""
-    logits = _biased(logits, generations)
+    """Return the logits after bias, ends that come too early, and penalties, in the order of vLLM."""
+    logits = _open(_biased(logits, generations), generations)
     logits = _repetition(logits, generations)
     return _counts(logits, generations)
 
@@ -34,6 +34,21 @@ def _biased(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> 
     rows, tokens, added = zip(*found, strict=True)
     at = torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)
     return logits.index_put(at, logits.new_tensor(added), accumulate=True)
+
+
+def _open(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:
+    """Return the logits with minus infinity for the ends of rows that must get more tokens."""
+    early = [
+        (i, token)
+        for i, one in enumerate(generations)
+        if len(one.token_ids) < one.request.sampling.min_new_tokens and not one.constraint
+        for token in one.ends
+    ]
+    if not early:
+        return logits
+    rows, tokens = zip(*early, strict=True)
+    at = torch.tensor(rows, device=logits.device), torch.tensor(tokens, device=logits.device)
+    return logits.index_put(at, logits.new_tensor(-torch.inf))
 
 
 def _repetition(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> Float[Tensor, "n V"]:

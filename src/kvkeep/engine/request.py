@@ -9,6 +9,7 @@ from typing import Literal
 from kvkeep import budget as budgets
 from kvkeep.engine.prompts import checked_guard, conversation, stop_texts, token_ids
 from kvkeep.engine.sampling import Sampling, whole_within
+from kvkeep.engine.structure import Structured, structure_of
 from kvkeep.errors import InputError
 from kvkeep.loss import LostMass
 from kvkeep.memory import Memory
@@ -32,6 +33,9 @@ class Request:
         budget: tokens kept per layer and head; by default, and at most, the engine's.
         stop: texts that end the generation; they are not part of the result. The engine needs a tokenizer for them.
         ignore_end: go on when the model wants to end its text.
+        structured_outputs: the form of the text, by one of ``{"json": schema}``, ``{"json_object": True}``, ``{"regex":
+            "[a-z]+"}``, ``{"choice": ["yes", "no"]}`` and ``{"grammar": "GBNF or Lark"}``. The text ends where the form
+            does. It needs the extra ``kvkeep[structured]``.
         logprobs: report each token's log-probability, and those of this many of the likeliest tokens.
         prompt_logprobs: report the log-probability of each token of the prompt but the first, and those of this many of
             the likeliest tokens. The prompt is then read in full, whatever prompts it shares a beginning with.
@@ -56,6 +60,7 @@ class Request:
     budget: int | None = None
     stop: tuple[str, ...] = ()
     ignore_end: bool = False
+    structured_outputs: Structured | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     sequence: int = 0
@@ -68,6 +73,7 @@ class Request:
         object.__setattr__(self, "pins", spans(self.pins))
         object.__setattr__(self, "guard", checked_guard(self.guard))
         object.__setattr__(self, "stop", stop_texts(self.stop))
+        object.__setattr__(self, "structured_outputs", structure_of(self.structured_outputs))
         object.__setattr__(self, "sequence", whole_within("sequence", self.sequence, -(2**63), 2**63 - 1))
         if not isinstance(self.sampling, Sampling):
             raise InputError(f"sampling={self.sampling!r} is no kvkeep.Sampling.")

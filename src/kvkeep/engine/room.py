@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvkeep.engine.rows import Rows
-from kvkeep.errors import BudgetError, CapacityError
+from kvkeep.errors import BudgetError, CapacityError, show_bytes
 from kvkeep.layout import Layout
 from kvkeep.models.load import Model
 from kvkeep.policies.base import Policy
@@ -56,6 +56,28 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cpu" or not source.exists():
         return None
     return 1024 * sum(map(int, re.findall(r"^(?:MemAvailable|SwapFree): *(\d+) kB$", source.read_text(), re.MULTILINE)))
+
+
+def check_host_rows(host_rows: int, row_bytes: int, *, beside: int) -> None:
+    """Refuse sequences that wait in main memory if there is no room for them.
+
+    Args:
+        host_rows: the most that wait.
+        row_bytes: bytes of a row.
+        beside: rows that are about to be allocated in main memory as well.
+
+    Raises:
+        BudgetError: there is no room.
+    """
+    free = free_bytes(torch.device("cpu")) if host_rows else None
+    if free is None or (host_rows + beside) * row_bytes <= free:
+        return
+    fits = max(0, free // row_bytes - beside)
+    rows = f" beside {beside} rows" if beside else ""
+    raise BudgetError(
+        f"host_rows={host_rows} takes up to {show_bytes(host_rows * row_bytes)} of main memory{rows}, and "
+        f"{show_bytes(free)} are free. Give `host_rows={fits}` or less, or a smaller `budget`."
+    )
 
 
 def largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:

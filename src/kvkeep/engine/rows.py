@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -40,8 +40,8 @@ class Rows:
         model: the model, attached.
         policy: the policy that the rows are made for.
         budget: the largest budget of a row; every row has memory for it.
-        layer_budget, head_budget, positions: see `BoundedCache`.
-        prefill_chunk: see `BoundedCache`; for a model that reads prompts whole.
+        options: ``layer_budget``, ``head_budget``, ``positions``, ``kv_bits``, and for a model that reads prompts whole
+            ``prefill_chunk``; see `BoundedCache`.
 
     Attributes:
         count: rows that are allocated; 0 before `allocate`.
@@ -53,22 +53,11 @@ class Rows:
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        policy: Policy,
-        budget: int,
-        *,
-        layer_budget: str | Sequence[float] | None = None,
-        head_budget: str | None = None,
-        positions: str | None = None,
-        prefill_chunk: int | None = None,
-    ) -> None:
+    def __init__(self, model: Decoder, policy: Policy, budget: int, **options: Any) -> None:
         self._renewals = 0
         self._config = model.config
         self._budget = budget
-        spread = {"layer_budget": layer_budget, "head_budget": head_budget}
-        self._options: dict[str, Any] = {**spread, "positions": positions, "prefill_chunk": prefill_chunk}
+        self._options = options
         self._layouts: dict[Policy, Layout] = {}
         self.policy = policy = self._layout(policy).policy
         self._layers: dict[Policy, list[Layer]] = {}
@@ -80,7 +69,7 @@ class Rows:
         self._first = min(layers, default=0)
         like = [layer.store.slots() for layer in layers.values()]
         self.dtype = str(like[0].keys.dtype).removeprefix("torch.") if like else None
-        self._blocks = Blocks(policy, like)
+        self._blocks = Blocks(policy, like, kv_bits=self._layout(policy).kv_bits)
         self._windows = {index: layer.window for index, layer in layers.items()}
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))

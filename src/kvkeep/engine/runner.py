@@ -19,6 +19,7 @@ from kvkeep.engine.scoring import is_scored, score
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.handing import PhasedCache
 from kvkeep.models.load import Model
+from kvkeep.models.offloaded import device_of
 
 _ALONE = {
     "kosmos-2.5": "counts positions in a way of its own",
@@ -64,7 +65,7 @@ class Runner:
             return logits
         trials = [Trial.of(batch, rows) for batch in run.batches]
         caches = [_part(batch, rows, trial) for batch, trial in zip(run.batches, trials, strict=True)]
-        given = [_Input.of(batch, self._model.device) for batch in run.batches]
+        given = [_Input.of(batch, device_of(self._model)) for batch in run.batches]
         last = self._last(given, caches, run if is_scored(run) else None)
         for trial in trials:
             if trial is not None:

@@ -1,8 +1,8 @@
 """From logits to tokens, for all rows at once; each row draws as it would alone.
 
 Randomness is counter-based: the number that decides the n-th token of a request depends on the request's seed, its
-sequence and n, not on the batch. The order of the steps is that of transformers: penalties, temperature, top-k, top-p,
-min-p.
+sequence and n, not on the batch. The order of the steps is that of transformers: penalties, the mask of a grammar,
+temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -13,22 +13,24 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.engine.constraint import failure, masked
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.penalties import changed
 from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling import Sampling
+from kvkeep.errors import KVKeepError, NoNumbersError
 from kvkeep.noise import spread, uniform
 
 
 def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> list[int | None]:
-    """Return the next token of every row; ``None`` where a logit is NaN, or the largest one infinite.
+    """Return the next token of every row; ``None`` where a logit is NaN, the largest one infinite, or none allowed.
 
     Args:
         logits: the model's logits, one row per generation.
         generations: the requests. Their `logprobs` get an entry for each token, if asked for.
     """
     logits = logits.float()
-    penalised = changed(logits, generations)
+    penalised = masked(changed(logits, generations), generations)
     best, tokens = penalised.max(dim=-1)  # NaN counts as the largest
     drawn = [i for i, one in enumerate(generations) if one.request.sampling.temperature > 0]
     if drawn:
@@ -40,6 +42,20 @@ def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> lis
     found: list[int] = tokens.masked_fill_(~best.isfinite(), -1).tolist()
     _note(logits, found, generations)
     return [None if token < 0 else token for token in found]
+
+
+def whole(token: int | None, one: Generation) -> int:
+    """Return the token that was drawn for a request.
+
+    Raises:
+        NoNumbersError: none was, because the logits are no numbers.
+        KVKeepError: none was, because the engine of its grammar has failed.
+    """
+    if token is None and one.constraint and one.constraint.error is not None:
+        raise KVKeepError(failure(one.constraint.error))
+    if token is None:
+        raise NoNumbersError
+    return token
 
 
 def choose(logits: Float[Tensor, "n V"], samplings: Sequence[Sampling], steps: Int[Tensor, " n"]) -> Int[Tensor, " n"]:

@@ -33,6 +33,8 @@ class Sampling:
 
     Attributes:
         max_new_tokens: stop after this many tokens, if the model has not stopped before.
+        min_new_tokens: end tokens and stop texts end nothing before there are this many tokens; the form of an answer
+            does.
         temperature: 0 takes the most probable token; above 0, and up to 1000, a token is drawn.
         top_p: draw among the most probable tokens that together have this probability, in [1e-6, 1].
         top_k: draw among this many most probable tokens.
@@ -49,6 +51,7 @@ class Sampling:
     """
 
     max_new_tokens: int = 256
+    min_new_tokens: int = 0
     temperature: float = 0.0
     top_p: float | None = None
     top_k: int | None = None
@@ -68,6 +71,11 @@ class Sampling:
             raise InputError(
                 f"max_new_tokens={shown['max_new_tokens']} is larger than {_MOST_TOKENS}, the last position there is."
             )
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            limit = shown["max_new_tokens"]
+            raise InputError(
+                f"min_new_tokens={shown['min_new_tokens']} is outside 0 … {limit}, which is max_new_tokens."
+            )
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"top_k={shown['top_k']} leaves no token to draw; give 1 or more.")
         if not 0 <= self.seed < 2**63:
@@ -78,7 +86,8 @@ class Sampling:
 
     def _take_numbers(self) -> None:
         """Replace every number by Python's own."""
-        for name, kind in (("max_new_tokens", whole), ("top_k", whole), ("seed", whole), *_NUMBERS):
+        wholes = ("max_new_tokens", "min_new_tokens", "top_k", "seed")
+        for name, kind in (*((name, whole) for name in wholes), *_NUMBERS):
             value = getattr(self, name)
             if value is not None or name not in ("top_p", "top_k", "min_p"):
                 object.__setattr__(self, name, kind(name, value))

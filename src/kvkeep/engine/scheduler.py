@@ -33,10 +33,11 @@ OTHER_STEP_TOKENS = 256
 PROMPT_SHARE = 4
 """While prompts are read beside running rows, they get so many times the time of the rows."""
 
-MIXED_TOKENS = {"cpu": 64}
+MIXED_TOKENS = {"cpu": 256}
 """Most prompt tokens that share a run with the running rows, by device; elsewhere a step of rows is a recorded graph.
 
-So few tokens take little longer than the weights take to be read, which the rows need in any case.
+A run saved is a reading of the weights and a walk through the model saved. With more tokens this is a small part of the
+run, and a prompt that fails, most likely for lack of memory, would end the running rows with it.
 """
 
 PATIENCE = 4
@@ -66,6 +67,14 @@ class Piece(NamedTuple):
     row: int
     owner: Generation
     tokens: Sequence[int]
+
+
+class Swap(NamedTuple):
+    """A sequence that gives up its row, and the one that takes it."""
+
+    row: int
+    leaving: Generation
+    coming: Generation
 
 
 class Scheduler:
@@ -122,6 +131,33 @@ class Scheduler:
             self.waiting.remove(one)
             admitted.append(one)
         return admitted
+
+    def swap(self, takes: Callable[[Policy], bool], host_rows: int, *, least: int) -> Swap | None:
+        """Return the running sequence with the longest slice and the one that shall have its row, if there are both.
+
+        Prompts are read to their ends before their rows are given up.
+
+        Args:
+            takes: as for `admit`.
+            host_rows: sequences that may wait after they have begun. If so many do, the coming one is one of them.
+            least: the fewest tokens of a slice.
+        """
+        full = sum(one.hosted is not None for one in self.waiting) >= host_rows
+        able = [one for one in self.waiting if takes(one.policy)]
+        coming = next((one for one in able if one.hosted or not full), None)
+        ripe = [one for one in self.running if not one.prompt_left and len(one.token_ids) - one.resumed >= least]
+        if coming is None or not ripe or self._passed_over > PATIENCE * len(self._rows):
+            return None
+        self._passed_over += able[0] is not self.waiting[0]
+        leaving = max(ripe, key=lambda one: (len(one.token_ids) - one.resumed, -one.id))
+        return Swap(cast(int, leaving.row), leaving, coming)
+
+    def exchange(self, swap: Swap) -> None:
+        """Give the row of one sequence to another one. The first waits behind all others."""
+        row, leaving, coming = swap
+        self.waiting.remove(coming)
+        self.waiting.append(leaving)
+        leaving.row, coming.row, self._rows[row] = None, row, coming
 
     def _free_row(self, policy: Policy) -> int | None:
         """Return a free row, preferably beside one of the same policy: a layer steps once per run of equal policies."""

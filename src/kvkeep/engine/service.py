@@ -48,6 +48,9 @@ class Box:
         """Append an event, or the failure that ends all requests of this listener."""
         self._events.put(event)
 
+    def wake(self) -> None:
+        """Tell the listener that there are events, if `put` has not done so."""
+
     def take(self) -> Event:
         """Wait for the next event and return it.
 
@@ -78,6 +81,8 @@ class Service:
         _services.add(self)
         self._boxes: dict[int, Box] = {}
         self._left: deque[Box] = deque()
+        self._fresh: list[Box] = []
+        self._serves = False  # a step runs in the thread that steps
         self._thread: threading.Thread | None = None
 
     @property
@@ -104,16 +109,29 @@ class Service:
         """Put an event into its listener's box; return whether there is one. The caller has the turn."""
         box = self._boxes.pop(event.id, None) if event.result else self._boxes.get(event.id)
         if box is not None:
-            box.put(event)
-            if box.left:
-                self._left.append(box)
+            self._put(box, event)
         return box is not None
 
     def refuse(self, number: int, error: Exception) -> None:
         """Raise an error in the listener of a request, of which no more events come. The caller has the turn."""
         box = self._boxes.pop(number, None)
         if box is not None:
-            box.put(error)
+            self._put(box, error)
+
+    def wake(self) -> None:
+        """Wake the listeners of all events since the last call. The caller has the turn."""
+        for box in self._fresh:
+            box.wake()
+            if box.left:
+                self._left.append(box)
+        self._fresh.clear()
+
+    def _put(self, box: Box, event: Event | BaseException) -> None:
+        """Put an event into a box. In the thread that steps its listener wakes later, with all others."""
+        box.put(event)
+        self._fresh.append(box)
+        if not self._serves:
+            self.wake()
 
     def events(self, box: Box, step: Callable[[], object]) -> Iterator[Event]:
         """Yield the next events of a box: all that are there, at least one. Without a thread that steps, step."""
@@ -183,13 +201,16 @@ class Service:
                 if not self._boxes:
                     self._thread = None
                     return
+                self._serves = True
                 try:
                     step()
                 except BaseException as error:
-                    boxes = set(self._boxes.values())
-                    for box in boxes:
+                    for box in set(self._boxes.values()):
                         self.leave(box)
-                        box.put(error)
+                        self._put(box, error)
+                finally:
+                    self._serves = False
+                    self.wake()
 
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()

@@ -243,7 +243,7 @@ class Session:
 
     def _enqueue(self, asked: Turn, sampling: Sampling | None, box: Box, *, reads: bool = False) -> int:
         """Start a turn, or let it wait for the one that runs, and return its number."""
-        request = turn_of(asked, sampling)
+        request = self._work._admission.grammars.prepared(turn_of(asked, sampling))
         with Uninterrupted(), self._work._service.turn:
             self._check_open()
             one = Generation(self._work._count, request, self.policy, self.budget, frozenset())

@@ -35,6 +35,11 @@ class Sessions:
         on_disk = self._shelf.folder.names() if self._shelf.folder else []
         return sorted({*self._named, *on_disk})
 
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of all memories in main memory, and of their files."""
+        return self._shelf.held_bytes, self._shelf.folder.nbytes if self._shelf.folder else 0
+
     def open(
         self,
         work: Work,

@@ -69,8 +69,17 @@ class StopText:
         """All text that is final."""
         return "".join(self._said)
 
-    def add(self, token_id: int) -> tuple[str, bool]:
-        """Return the text that one more token makes final, and whether a stop text has been reached."""
+    def add(self, token_id: int, *, looks: bool = True) -> tuple[str, bool]:
+        """Return the text that one more token makes final, and whether a stop text has been reached.
+
+        Args:
+            token_id: the token.
+            looks: whether stop texts are looked for; only the first tokens may go without.
+        """
+        if not looks:
+            piece = self._pieces.add(token_id)
+            self._said.append(piece)
+            return piece, False
         if self._stopped:
             return "", True
         return self._hand_out(self._pieces.add(token_id)), self._stopped

@@ -12,12 +12,14 @@ from typing import cast
 from kvkeep.engine import sampler
 from kvkeep.engine.admission import Admission
 from kvkeep.engine.batch import Run
+from kvkeep.engine.beginning import begin
 from kvkeep.engine.choice import measure
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.interrupts import Guard, Uninterrupted
 from kvkeep.engine.parked import Parked
 from kvkeep.engine.prefixes import Prefixes
 from kvkeep.engine.request import Event, Result
+from kvkeep.engine.rotation import Rotation
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.scheduler import Scheduler
@@ -25,7 +27,7 @@ from kvkeep.engine.service import Box, Service
 from kvkeep.engine.sessions import Sessions
 from kvkeep.engine.twins import Twins
 from kvkeep.engine.writing import Pending
-from kvkeep.errors import InputError, NoNumbersError
+from kvkeep.errors import InputError
 from kvkeep.models.device import reason_of
 from kvkeep.snapshot import Contents
 
@@ -46,10 +48,11 @@ class Work:
         decode_every: prompt tokens for which each running row gets a token.
         mixed_tokens: most prompt tokens that share a run with the running rows.
         prefixes: common beginnings of prompts.
+        rotation: decides when a sequence gives up its row.
         sessions: the sessions of the engine.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the parts of an engine
         self,
         admission: Admission,
         runner: Runner,
@@ -60,6 +63,7 @@ class Work:
         mixed_tokens: int,
         prefixes: Prefixes,
         sessions: Sessions,
+        rotation: Rotation,
     ) -> None:
         self._admission, self._runner = admission, runner
         self._schedule = partial(Scheduler, chunk=chunk, decode_every=decode_every, mixed_tokens=mixed_tokens)
@@ -69,7 +73,7 @@ class Work:
         self._twins = Twins()
         self._count, self._closed = 0, False
         self._service = Service()
-        self._prefixes, self._sessions = prefixes, sessions
+        self._prefixes, self._sessions, self._rotation = prefixes, sessions, rotation
         self._use(rows)
 
     @property
@@ -85,7 +89,7 @@ class Work:
     @property
     def has_room(self) -> bool:
         """Whether fewer requests wait than there are rows: time to add more."""
-        return len(self._scheduler.waiting) < max(1, self.rows) and not self._twins.full
+        return len(self._scheduler.waiting) < max(1, self.rows) + self._rotation.host_rows and not self._twins.full
 
     @property
     def n_waiting(self) -> int:
@@ -96,6 +100,11 @@ class Work:
     def n_running(self) -> int:
         """The number of requests that have a row, or have had one."""
         return len(self._all) - self.n_waiting
+
+    @property
+    def session_bytes(self) -> tuple[int, int]:
+        """The bytes of sessions' memories in main memory, and in files."""
+        return self._sessions.nbytes
 
     def waits(self, number: int) -> bool:
         """Whether the request of a number has no row yet. Never waits for a step."""
@@ -136,13 +145,14 @@ class Work:
         self._service.refuse(one.id, error)
 
     def _step(self) -> None:
-        with Uninterrupted(), self._service.turn:
+        with Uninterrupted(), self._service.turn, self._rotation:
             self._service.sweep(self.cancel)
             with Guard(self._recover, self._scheduler.beginning):
                 self._admit()
             for run in (runs := self._scheduler.plan()):
                 with Guard(self._recover, partial(getattr, run, "requests")):
                     self._advance(run)
+                self._service.wake()
             self._settle(wait=0.0 if runs else _A_MOMENT)
             self._service.sweep(self.cancel)
 
@@ -163,21 +173,17 @@ class Work:
                 self._runner.forget()  # recorded steps hold the memory that the new rows need
                 self._use(self._admission.replace(self._rows, turn), self._scheduler.waiting)
         for one in self._scheduler.admit(self._rows.takes):
-            with Guard(self._recover, partial(list, (one,))):
-                self._begin(one, cast(int, one.row))
+            with self._guarded(one):
+                begin(one, cast(int, one.row), self._rows, self._prefixes)
+        self._rotation.turn(self._scheduler, self._rows, self._prefixes, self._guarded)
         while (gap := self._scheduler.gap()) is not None:
-            with Guard(self._recover, partial(list, (gap.one,))):
+            with self._guarded(gap.one):
                 self._rows.move(gap.source, gap.target)
                 self._scheduler.move(gap)
 
-    def _begin(self, one: Generation, row: int) -> None:
-        """Begin a request in its row, with the memory that it continues if there is one."""
-        if not one.token_ids:
-            one.mark("started")
-        contents = one.load() if one.load else None if one.scored else self._prefixes.find(one)
-        sequence, pins = one.request.sequence, one.pins
-        self._rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence, pins=pins, contents=contents)
-        one.fed = one.cached = contents.seen if contents else 0
+    def _guarded(self, one: Generation) -> Guard:
+        """Return what keeps a failure within one request."""
+        return Guard(self._recover, partial(list, (one,)))
 
     def _advance(self, run: Run) -> None:
         """Run the model, then choose the next tokens of the rows that are ready for one."""
@@ -195,11 +201,11 @@ class Work:
         tokens = sampler.draw(chosen, requests)
         memories = {one.id: self._rows.take(cast(int, one.row)) for _, one, _ in twins}
         for n, (_, reader, twin) in enumerate(twins):
-            with Guard(self._recover, partial(list, (twin,))):
-                self._bear(twin, reader, memories[reader.id], _whole(tokens[n]), n)
+            with self._guarded(twin):
+                self._bear(twin, reader, memories[reader.id], sampler.whole(tokens[n], twin), n)
         for one, token in zip(requests[len(twins) :], tokens[len(twins) :], strict=True):
-            with Guard(self._recover, partial(list, (one,))):
-                self._take(one, _whole(token))
+            with self._guarded(one):
+                self._take(one, sampler.whole(token, one))
 
     def _bear(self, twin: Generation, reader: Generation, contents: Contents, token: int, place: int) -> None:
         """Begin a request whose prompt another one has read: it has its first token, and waits for a row.
@@ -273,6 +279,13 @@ class Work:
         """Run requests in these rows from now on."""
         self._rows, self._scheduler = rows, self._schedule(rows.count, alone=rows.alone, waiting=waiting)
 
+    def _give_back(self) -> None:
+        """Give up all memory."""
+        self._runner.forget()
+        self._prefixes.clear()
+        self._rows.allocate(0)
+        self._admission.grammars.close()
+
     def _recover(self, error: BaseException, touched: Sequence[Generation]) -> None:
         """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""
         self._rows.renew()  # a layer that was left half way refuses to go on
@@ -284,14 +297,3 @@ class Work:
             self._report(Event(one.id, None, one.rest(), one.result()))
         with suppress(Exception):  # a handler of the user
             _log.debug("A step failed.", exc_info=error)  # its requests say why they end
-
-
-def _whole(token: int | None) -> int:
-    """Return a token that was drawn.
-
-    Raises:
-        NoNumbersError: none was, because the logits are no numbers.
-    """
-    if token is None:
-        raise NoNumbersError
-    return token

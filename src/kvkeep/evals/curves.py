@@ -28,10 +28,13 @@ from kvkeep.evals.report import (
     seeds,
     shown,
 )
-from kvkeep.plots import Panel, Series, draw
+from kvkeep.plots import Heat, Panel, Series, draw
 
 MOST_INTERVALS = 8
 """Most lines in a panel whose intervals are drawn."""
+
+HIDDEN = ("needle", "passkey", "kv_retrieval", "conversation")
+"""Tasks that hide something at a depth of a text."""
 
 _DEPTHS = 5
 _SHARES = (-3.0, 103.0)
@@ -40,7 +43,7 @@ _SHARES = (-3.0, 103.0)
 Point: TypeAlias = tuple[float, float, Interval]
 """Place, value and 95 % interval."""
 
-PICTURES = ("quality.png", "depth.png", "kept.png")
+PICTURES = ("quality.png", "depth.png", "kept.png", "heat.png")
 """The files that `plots` writes."""
 
 
@@ -53,8 +56,37 @@ def plots(rows: Sequence[Row], folder: Path) -> list[Path]:
     Raises:
         InputError: matplotlib is missing, or a picture cannot be written.
     """
-    panels = zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=True)
-    return [draw(folder / name, drawn) for name, drawn in panels if drawn]
+    panels = dict(zip(PICTURES, (quality(rows), depth(rows), kept(rows)), strict=False))
+    drawn = [draw(folder / name, found) for name, found in panels.items() if found]
+    return [*drawn, *([draw(folder / PICTURES[-1], maps)] if (maps := heat(rows)) else [])]
+
+
+def heat(rows: Sequence[Row]) -> list[Heat]:
+    """What is found of hidden things by depth and context; one map per task, protocol, policy and budget."""
+    groups = grouped(
+        [row for row in rows if row["task"] in HIDDEN and row["score"].get("by_depth")],
+        lambda row: (row["task"], row["case"].partition(",")[2], next(iter(by_name([row]))), str(row["budget"])),
+    )
+    return [
+        _map(f"{name} at {budget}\n{shown(task, ','.join(filter(None, (task, how))))}", own)
+        for (task, how, name, budget), own in groups.items()
+    ]
+
+
+def _map(title: str, rows: Sequence[Row]) -> Heat:
+    by = grouped(rows, lambda row: row["case"].partition(",")[0].partition("=")[2])
+    lengths = sorted(by, key=lambda text: (len(text), text))
+    values = [
+        [_share([row["score"]["by_depth"][tenth] for row in by[length]]) for length in lengths]
+        for tenth in range(TENTHS)
+    ]
+    lines = [f"{10 * tenth}–{10 * tenth + 10}" for tenth in range(TENTHS)]
+    return Heat(title, "context, tokens", "depth, % of the text", lengths, lines, values)
+
+
+def _share(counts: Sequence[Sequence[float | int]]) -> float:
+    n = sum(count[1] for count in counts)
+    return 100 * sum(count[0] for count in counts) / n if n else math.nan
 
 
 def quality(rows: Sequence[Row]) -> list[Panel]:

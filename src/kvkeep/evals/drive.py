@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,10 +14,12 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep.cache import BoundedCache
+from kvkeep.codes import check_bits
 from kvkeep.errors import BudgetError
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
+from kvkeep.profile import Profile
 from kvkeep.rotary.embedding import rotation_for
 
 BATCH_TOKENS = 16_384
@@ -31,6 +34,7 @@ class Setup:
         positions: ``true`` or ``slot``; ``None`` for the policy's own mode.
         layer_budget: how the budget is spread over the layers; ``None`` for the policy's own rule.
         head_budget: how a layer's budget is divided among its heads; ``None`` for the policy's own rule.
+        kv_bits: bits of keys and values in the slots; ``None`` for the model's dtype.
         prefill_chunk: tokens of a prompt that a layer takes at once; ``None`` for all.
 
     Raises:
@@ -40,6 +44,7 @@ class Setup:
     positions: str | None = None
     layer_budget: str | tuple[float, ...] | None = None
     head_budget: str | None = None
+    kv_bits: str | None = None
     prefill_chunk: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +71,7 @@ class Setup:
             layer_budget=self.layer_budget,
             head_budget=self.head_budget,
             positions=self.positions,
+            kv_bits=self.kv_bits,
         )
 
     def differences(self, checkpoint: Checkpoint, policy: Policy) -> str:
@@ -78,7 +84,8 @@ class Setup:
         found = {
             "positions": (_mode(checkpoint, self.positions, policy), _mode(checkpoint, None, policy)),
             "layer-budget": (_rule(self.layer_budget or rule), _rule(rule)),
-            "head-budget": (self.head_budget or own, own),
+            "head-budget": (_shared(self.head_budget or own), own),
+            "kv-bits": (str(check_bits(self.kv_bits)), str(None)),
             "prefill-chunk": (str(self.prefill_chunk), str(None)),
         }
         return ",".join(f"{name}={asked}" for name, (asked, own) in found.items() if asked != own)
@@ -173,6 +180,15 @@ def left_padded(rows: Sequence[Int[Tensor, "_"]]) -> tuple[Int[Tensor, "B T"], B
 
 def _mode(checkpoint: Checkpoint, asked: str | None, policy: Policy) -> str:
     return "true" if rotation_for(checkpoint.config, asked, own=policy.defaults.positions) is None else "slot"
+
+
+def _shared(rule: str) -> str:
+    """The name of a rule for heads; a profile is named by its content, since a file may be made anew."""
+    name, _, file = rule.partition(":")
+    if name != "profile":
+        return rule
+    content = json.dumps(Profile.load(file).as_dict(), sort_keys=True)
+    return f"{name}:{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
 
 def _rule(how: str | tuple[float, ...]) -> str:

@@ -91,11 +91,16 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     """The share of the full cache's answers that stays, for every case of recall with rows of ``full``."""
     found = []
     for case, group in by_case(of_task(rows, "recall")).items():
-        full = answers(row for row in group if row["policy"] == "full")
-        others = [row for row in group if row["policy"] != "full" and "asked" in row["score"]]
+        full = answers(row for row in group if _is_full(row))
+        others = [row for row in group if not _is_full(row) and "asked" in row["score"]]
         if full and others:
             found.append(_table(case, others, full))
     return found
+
+
+def _is_full(row: Row) -> bool:
+    """Whether a row is that of the full cache in the model's dtype."""
+    return row["policy"] == "full" and not row.get("setup")
 
 
 def _table(case: str, rows: Sequence[Row], full: Answers) -> Table:

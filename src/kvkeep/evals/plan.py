@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvkeep import budget as ratios
+from kvkeep.codes import check_bits
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.evals.drive import PLAIN, Setup
 from kvkeep.evals.task import Task
@@ -59,20 +61,23 @@ class Wanted:
     Attributes:
         policies: the policies.
         budgets: the budgets.
-        setup: how caches are made; ignored for a policy that never evicts.
+        setup: how caches are made; of a policy that never evicts, only its ``kv_bits`` count.
+        kv_bits: of each policy, the bits of keys and values; ``None``, or no entry, for those of the setup.
     """
 
     policies: Sequence[Policy]
     budgets: Sequence[Asked]
     setup: Setup = PLAIN
+    kv_bits: Sequence[str | None] = ()
 
     def pairs(self) -> list[tuple[Policy, Asked, Setup]]:
         """The combinations to run. A policy that never evicts is run once, since it keeps all tokens in every setup."""
-        return [
-            (policy, asked, self.setup if policy.evicts else PLAIN)
-            for policy in self.policies
-            for asked in (dict.fromkeys(self.budgets) if policy.evicts else (EVERYTHING,))
-        ]
+        found = []
+        for policy, bits in itertools.zip_longest(self.policies, self.kv_bits):
+            setup = replace(self.setup if policy.evicts else PLAIN, kv_bits=check_bits(bits or self.setup.kv_bits))
+            budgets = dict.fromkeys(self.budgets) if policy.evicts else (EVERYTHING,)
+            found += [(policy, asked, setup) for asked in budgets]
+        return found
 
 
 @dataclass(frozen=True)
@@ -127,10 +132,19 @@ class Planned:
 
 
 def split_policies(text: str) -> list[Policy]:
-    """Read a list of policies; a bare ``option=value`` continues one, so ``h2o:recent=32,sinks=4,local`` has two.
+    """The policies of `split_arms`, each once."""
+    return list(dict.fromkeys(policy for policy, _ in split_arms(text)))
+
+
+def split_arms(text: str) -> list[tuple[Policy, str | None]]:
+    """Read a list of policies and the bits of their slots, each pair once.
+
+    A bare ``option=value`` continues a policy, so ``h2o:recent=32,sinks=4,local`` has two. ``h2o@4bit`` or ``h2o@4``
+    names bits, see `kvkeep.codes.check_bits`; ``None`` stands where none are named.
 
     Raises:
         PolicyError: the list is empty, or a policy in it is wrong.
+        InputError: there is no such number of bits.
     """
     pieces: list[str] = []
     for piece in filter(None, (part.strip() for part in text.split(","))):
@@ -140,7 +154,12 @@ def split_policies(text: str) -> list[Policy]:
             pieces.append(piece)
     if not pieces:
         raise PolicyError("The list of policies is empty; write e.g. full,local,h2o:recent=32,tova.")
-    return list(dict.fromkeys(map(parse, pieces)))
+    return list(dict.fromkeys(map(_arm, pieces)))
+
+
+def _arm(text: str) -> tuple[Policy, str | None]:
+    policy, at, bits = text.partition("@")
+    return parse(policy.strip()), (check_bits(bits.strip().removesuffix("bit")) or "16") if at else None
 
 
 def grid(checkpoint: Checkpoint, task: Task, wanted: Wanted, seed: int) -> list[Planned]:

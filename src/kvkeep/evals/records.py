@@ -16,7 +16,7 @@ from kvkeep.errors import InputError
 from kvkeep.evals.curves import PICTURES
 from kvkeep.evals.metrics import TENTHS
 from kvkeep.evals.plan import Cell
-from kvkeep.evals.report import MEASURES, Row
+from kvkeep.evals.report import ASKED, MEASURES, Row
 from kvkeep.results import MANIFEST, Results, check_same, read_rows
 from kvkeep.runs import Lock, finite, read_object, sync
 
@@ -150,7 +150,7 @@ def key_of(row: Row) -> Cell:
 def fault(row: Row) -> str | None:
     """The defect of a row, as part of a sentence; ``None`` if tables, plots and resuming can use the row."""
     place: Row = {"setup": "", **row}  # older rows have no setup
-    return _first(place, _ROW) or _first({"asked": [], **place["score"]}, _SCORES.get(place["task"], {}), "score.")
+    return _first(place, _ROW) or _first({**_RECORDED, **place["score"]}, _SCORES.get(place["task"], {}), "score.")
 
 
 def _first(found: dict[str, Any], wanted: dict[str, _Kind], of: str = "") -> str | None:
@@ -219,6 +219,18 @@ def _are_asked(value: object) -> bool:
     )
 
 
+def _are_grades(value: object) -> bool:
+    return isinstance(value, list) and all(_is_number(one) and 0 <= one <= 1 for one in value)
+
+
+def _are_sums(value: object) -> bool:
+    return value is None or (
+        isinstance(value, list)
+        and len(value) == TENTHS
+        and all(isinstance(one, list) and len(one) == 2 and _is_number(one[0]) and _is_whole(one[1]) for one in value)
+    )
+
+
 _Kind = tuple[Callable[[object], bool], str]
 
 _ROW: dict[str, _Kind] = {
@@ -234,8 +246,16 @@ _SCORES: dict[str, dict[str, _Kind]] = {
     task: {measure.key: (_is_score, "a number or null") for measure in MEASURES if measure.task == task}
     for task in dict.fromkeys(measure.task for measure in MEASURES)
 }
+_RECORDED: dict[str, Any] = {"asked": [], "grades": [], "by_depth": None}
+"""Entries of a score that a row may lack."""
+
+for _task in ASKED:
+    _SCORES[_task] |= {
+        "grades": (_are_grades, "a list of numbers from 0 to 1"),
+        "by_depth": (_are_sums, f"{TENTHS} pairs of a sum and a whole number"),
+        "asked": (_are_asked, "a list of document, number and 1 or 0 for each question"),
+    }
 _SCORES["recall"] |= {
     "by_depth": (_are_counts, f"{TENTHS} pairs of whole numbers"),
     "kept": (_are_shares, f"{TENTHS} numbers"),
-    "asked": (_are_asked, "a list of document, number and 1 or 0 for each question"),
 }

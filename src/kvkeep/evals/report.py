@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 Row = dict[str, Any]
 _Key = TypeVar("_Key", bound=Hashable)
@@ -69,6 +69,11 @@ class Measure:
     title: str
     decimals: int | None = None
 
+    @property
+    def graded(self) -> bool:
+        """Whether it is the mean of the grades of a task's questions."""
+        return self.task in ASKED and self.key in ("score", "accuracy")
+
     def of(self, rows: Sequence[Row]) -> Spread:
         """The number in rows that differ by the seed alone; shares in percent, NaN if a row has no such number."""
         values = [row["score"][self.key] for row in rows]
@@ -98,7 +103,27 @@ MEASURES = (
     Measure("agreement", "kl", "KL(full ‖ bounded), nats"),
     Measure("mass", "mass", "retained attention mass, %", 1),
     Measure("mass", "regret", "regret against the best set of each row, %", 1),
+    Measure("ruler", "score", "RULER, % of the asked strings", 1),
+    Measure("choice", "score", "multiple choice, % right", 1),
+    Measure("longbench", "score", "LongBench, %", 1),
+    Measure("needle", "score", "needle, % found", 0),
+    Measure("passkey", "score", "passkey, % found", 0),
+    Measure("kv_retrieval", "score", "key-value retrieval, % found", 0),
+    Measure("conversation", "score", "conversation, % of facts found", 0),
+    Measure("summary", "score", "summaries, ROUGE-L", 1),
+    Measure("summary", "rouge2", "summaries, ROUGE-2", 1),
+    Measure("diversity", "score", "different pairs of words in a text, %", 1),
+    Measure("diversity", "self_bleu", "Self-BLEU among texts"),
+    Measure("long_generation", "score", "long generation, ROUGE-L with the full cache's text", 1),
+    Measure("long_generation", "before_difference", "long generation, % before the first difference", 1),
+    Measure("long_generation", "length_ratio", "long generation, length relative to the full cache's"),
 )
+
+ASKED = (
+    *("recall", "ruler", "choice", "longbench", "needle", "passkey", "kv_retrieval"),
+    *("conversation", "summary", "diversity", "long_generation"),
+)
+"""Tasks with graded replies: questions are asked inside the text or later."""
 
 
 def of_task(rows: Sequence[Row], task: str) -> list[Row]:
@@ -120,11 +145,11 @@ def by_case(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def shown(task: str, case: str) -> str:
-    """A case in a title. A case of recall names its protocol.
+    """A case in a title. A case of a task with questions names its protocol.
 
     ``inside``: the question stands in the text when the text is cut. ``later``: the text is cut first.
     """
-    if task != "recall":
+    if task not in ASKED:
         return case
     context, later, rest = case.partition(",ask=later")
     return f"{context}{rest}, {'later' if later else 'inside'}"
@@ -189,10 +214,19 @@ class Table:
     rows: dict[str, list[str]]
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """A table for every measure of every case, and one of the bytes that caches held."""
+Sure: TypeAlias = Callable[[Sequence[Row]], tuple[float, float]]
+"""Returns the interval of rows that differ by the seed alone; NaN if there is none."""
+
+
+def tables(rows: Sequence[Row], sure: Sure | None = None) -> list[Table]:
+    """A table for every measure of every case, and one of the bytes that caches held.
+
+    Args:
+        rows: the rows.
+        sure: the interval to show in the cells of tasks with questions.
+    """
     found = [
-        _table(f"{measure.title} ({shown(measure.task, case)})", group, measure.show)
+        _table(f"{measure.title} ({shown(measure.task, case)})", group, measure.show, sure if measure.graded else None)
         for measure in MEASURES
         for case, group in by_case(of_task(rows, measure.task)).items()
     ]
@@ -208,11 +242,19 @@ def _memory(rows: Sequence[Row]) -> Table:
     return Table(f"KV memory held, % of a full cache ({task}, {shown(task, case)})", columns, cells)
 
 
-def _table(title: str, group: Sequence[Row], show: Callable[[Sequence[Row]], str]) -> Table:
+def _table(title: str, group: Sequence[Row], show: Callable[[Sequence[Row]], str], sure: Sure | None) -> Table:
     columns = list(by_budget(group))
     several = seeds(group)
     title = f"{title}, mean ± half of the range over {several}" if several else title
-    return Table(title, columns, _cells(group, columns, show))
+    if sure is None:
+        return Table(title, columns, _cells(group, columns, show))
+    cells = _cells(group, columns, lambda part: show(part) + _limits(sure(part)))
+    known = any("(" in cell for line in cells.values() for cell in line)
+    return Table(f"{title}, with 95 % intervals" if known else title, columns, cells)
+
+
+def _limits(interval: tuple[float, float]) -> str:
+    return "" if math.isnan(interval[0]) else f" ({interval[0]:.0f}–{interval[1]:.0f})"
 
 
 def _cells(group: Sequence[Row], columns: Sequence[str], show: Callable[[Sequence[Row]], str]) -> dict[str, list[str]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -63,6 +64,15 @@ class Grid:
         """Notes about the results for the user."""
         about_tasks = [note for part in self.parts for note in part.task.notes]
         return list(dict.fromkeys([*self.about_text, *about_tasks, *plan.notes(self.planned)]))
+
+    def shard(self, number: int, count: int) -> Grid:
+        """The same grid with every ``count``-th cell only, beginning with the ``number``-th."""
+        places = itertools.count()
+        parts = [
+            replace(part, planned=[planned for planned in part.planned if next(places) % count == number - 1])
+            for part in self.parts
+        ]
+        return replace(self, parts=parts)
 
 
 def lay_out(

@@ -20,6 +20,9 @@ from kvkeep.policies.base import Policy
 SHORTEST_WINDOW = 16
 """Fewest tokens of a perplexity window."""
 
+MOST_SHOTS = 1000
+"""Most solved examples before a question."""
+
 ASK = ("prompt", "inside", "later")
 """When a recall question is asked: with the text (two words for it), or after the text was cut to the budget."""
 
@@ -39,6 +42,9 @@ class Options:
         ask: ``prompt`` or ``inside``: the policy has read the question when the text is cut; ``later``: it has not.
         window: tokens of a perplexity window; by default 1024, or the trained length if that is less.
         stride: tokens that perplexity feeds at once.
+        data: folder with files of public data sets; ``None`` if there is none.
+        shots: solved examples before a question of choice.
+        parts: parts of a task that has several, e.g. ``vt`` of ``ruler``; empty for all that can be run.
     """
 
     seed: int = 0
@@ -51,6 +57,9 @@ class Options:
     ask: str = "prompt"
     window: int | None = None
     stride: int = 16
+    data: str | None = None
+    shots: int = 5
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -66,15 +75,15 @@ class Options:
             raise InputError(f"window={self.window} is too short to say anything; give {SHORTEST_WINDOW} or more.")
         if self.facts > (most := most_facts(HELD_OUT)):
             raise InputError(f"facts={self.facts} is more than there are names and things for; give {most} or fewer.")
-        for depth in self.depths:
-            if not 0 <= depth <= 1:
-                raise InputError(f"depths={depth:g} is outside the text; give shares from 0 (start) to 1 (end).")
+        if outside := [depth for depth in self.depths if not 0 <= depth <= 1]:
+            raise InputError(f"depths={outside[0]:g} is outside the text; give shares from 0 (start) to 1 (end).")
         if self.documents not in STYLES:
             raise InputError(f"documents={self.documents!r} is no look of texts; use one of {', '.join(STYLES)}.")
         if self.ask not in ASK:
             raise InputError(f"ask={self.ask!r} is no way to ask; use {', '.join(ASK[:-1])} or {ASK[-1]}.")
-        if not 0 <= self.seed < 2**31:
-            raise InputError(f"seed={self.seed} is outside 0 … 2^31 - 1.")
+        for name, number, most in (("shots", self.shots, MOST_SHOTS), ("seed", self.seed, 2**31 - 1)):
+            if not 0 <= number <= most:
+                raise InputError(f"{name}={number} is outside 0 … {most}.")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.structure import Structure
 from kvkeep.errors import InputError
 from kvkeep.pins import Spans, spans
 
@@ -15,12 +16,13 @@ OPTIONS = "options"
 """The field of a line that holds its options."""
 
 _SAMPLING = {field.name for field in dataclasses.fields(Sampling)}
-_REQUEST = {"policy", "budget", "stop", "ignore_end", "logprobs", "pins", "guard"}
+_REQUEST = {"policy", "budget", "stop", "ignore_end", "structured_outputs", "logprobs", "pins", "guard"}
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("max_new_tokens", "top_k", "seed", "budget", "logprobs"), (int,)),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "guard"), (int, float)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (int, float)),
     "logit_bias": (dict,),
+    "structured_outputs": (Structure, dict),
     "policy": (str,),
     "stop": (str, list),
     "pins": (list,),

@@ -15,6 +15,7 @@ from kvkeep import runs
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.structure import Structure, structure_of
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.jobs import batch
 from kvkeep.jobs.lines import BadLine, Line, digest, reason_of
@@ -41,6 +42,7 @@ class Shape(NamedTuple):
         is_batch_line: whether the line is in OpenAI's format.
         pins: of all.
         guard: of all.
+        structure: the form of all.
     """
 
     prompt_tokens: int
@@ -52,6 +54,7 @@ class Shape(NamedTuple):
     is_batch_line: bool
     pins: Spans
     guard: float | None
+    structure: Structure | None
 
 
 @dataclass
@@ -170,6 +173,7 @@ def _problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | Non
     sampling = Sampling(max_new_tokens=shape.max_new_tokens)
     try:
         own: dict[str, Any] = {"policy": shape.policy, "budget": shape.budget, "guard": shape.guard, "memory": memory}
+        own["structured_outputs"] = shape.structure
         engine.check(Request(prompt=[0] * shape.prompt_tokens, sampling=sampling, pins=shape.pins, **own))
     except KVKeepError as error:
         return reason_of(error)
@@ -181,8 +185,9 @@ def _shape(line: Line) -> Shape:
     policy = longest.policy if isinstance(longest.policy, str) else None
     prompt, new = len(longest.prompt or ()), longest.sampling.max_new_tokens
     work = Work(sum(len(one.prompt or ()) for one in line.requests), new * len(line.requests))
-    pins, guard = spans(longest.pins), longest.guard
-    return Shape(prompt, new, policy, longest.budget, len(line.requests), work, line.asked is not None, pins, guard)
+    pins, guard, form = spans(longest.pins), longest.guard, structure_of(longest.structured_outputs)
+    is_batch_line = line.asked is not None
+    return Shape(prompt, new, policy, longest.budget, len(line.requests), work, is_batch_line, pins, guard, form)
 
 
 def _key(custom_id: str) -> bytes:

@@ -22,6 +22,7 @@ from kvkeep.models.output import OutputOf
 from kvkeep.models.suitable import (
     check_attention,
     check_cache,
+    check_has_weights,
     check_placeholders,
     check_positions,
     text_config,
@@ -77,16 +78,23 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Tell a bounded cache which tokens the model is about to feed, see `BoundedCache.continue_with`.
 
     Raises:
-        InputError: a prompt has tokens that stand for an image, and there is none, or its positions would be wrong; or
-            the cache is not to be used.
+        InputError: a prompt has tokens that stand for an image, and there is none, or its positions would be wrong;
+            there is no new token; or the cache is not to be used.
     """
     cache = kwargs.get("past_key_values")
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(cache, BoundedCache) and isinstance(ids, Tensor) and not torch.compiler.is_compiling():
+        if not ids.is_meta:
+            check_has_weights(cast(PreTrainedModel, model))
         if kwargs.get("use_cache") is False:
             raise InputError(
                 "A cache was given together with use_cache=False, an argument or a line of the generation_config. Each "
                 "step would feed the whole text into it again. Pass use_cache=True, or no cache."
+            )
+        if ids.shape[-1] == 0:
+            raise InputError(
+                f"The cache already holds {cache.get_seq_length()} tokens, and the prompt has no token after them. For "
+                "another text call reset() on the cache or make a new one; for a next turn use cache.continue_with."
             )
         if not (isinstance(cache.weights, WeightsOf) and cache.weights.of(model)):
             cache.feeds(WeightsOf(model))

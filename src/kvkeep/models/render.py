@@ -1,26 +1,17 @@
 """The script of the process that fills in chat templates, one JSON line after another; see `templates`.
 
-Its memory is bounded, and it imports neither kvkeep nor torch.
+Its memory is bounded, and it does not import torch.
 """
 
 import json
 import sys
-from contextlib import suppress
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from kvkeep.models.limits import serve
+
 _LONGEST_BYTES, _GROWTH = 2**20, 4
 """Limits of a text: this many characters, plus this many times the characters that were given."""
-
-
-def _limit_memory(more_bytes: int) -> None:
-    """Limit the memory that this process may still allocate, if the system can."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        with open("/proc/self/statm", encoding="ascii") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + more_bytes, used + more_bytes))
 
 
 def _answer(line: str) -> dict[str, str]:
@@ -36,13 +27,5 @@ def _answer(line: str) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {error}"[:200]}
 
 
-def _serve(more_bytes: int) -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr
-    print("{}", file=answers, flush=True)
-    _limit_memory(more_bytes)
-    for line in sys.stdin:
-        print(json.dumps(_answer(line)), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    serve(_answer, int(sys.argv[1]))

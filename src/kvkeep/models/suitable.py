@@ -22,6 +22,7 @@ from transformers import (
 
 from kvkeep.cache import handing_cache
 from kvkeep.errors import InputError, UnsupportedModelError
+from kvkeep.models.offloaded import device_of
 
 _TEXT = {
     "input_ids",
@@ -66,7 +67,7 @@ def generator(model: nn.Module) -> PreTrainedModel:
     """The model of transformers that generates text, see `unwrapped`.
 
     Raises:
-        InputError: there is no model, or it computes no logits.
+        InputError: there is no model, it computes no logits, or it has no weights.
     """
     inner = unwrapped(model)
     if not inner.can_generate():
@@ -74,7 +75,21 @@ def generator(model: nn.Module) -> PreTrainedModel:
             f"A {type(inner).__name__} computes no logits for tokens, so it cannot generate. Load the whole model, for "
             "example with kvkeep.load or AutoModelForCausalLM."
         )
+    check_has_weights(inner)
     return inner
+
+
+def check_has_weights(model: PreTrainedModel) -> None:
+    """Refuse a model on the meta device, unless its weights lie elsewhere and accelerate brings them.
+
+    Raises:
+        InputError: its weights have no numbers.
+    """
+    if model.device.type == "meta" and device_of(model).type == "meta":
+        raise InputError(
+            f"This {type(model).__name__} is on the meta device: its weights have shapes, but no numbers. Load it with "
+            "kvkeep.load or from_pretrained. kvkeep.plan needs no weights."
+        )
 
 
 def check_cache(model: PreTrainedModel) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from kvkeep.models.offloaded import weights_of
 from kvkeep.models.packed import PackedLinear
 from kvkeep.models.quantised import parts
 from kvkeep.models.suitable import unwrapped
 
 _SAMPLES = 256
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[object, str]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
 class WeightsOf:
@@ -56,14 +57,48 @@ def fingerprint(model: nn.Module) -> str:
         The first call reads about 1 kB of each parameter. Later calls compare the parameters' addresses and versions.
     """
     model = unwrapped(model)
-    key = tuple(
-        (name, [(part.data_ptr(), _version(part)) for part in parts(tensor)])
-        for name, tensor in model.named_parameters()
-    )
     known = _known.get(model)
-    if known is None or known[0] != key:
-        known = _known[model] = (key, _hash(dict(sorted(_weights(model)))))
-    return known[1]
+    if known is None or known.modules.key() != known.key:
+        modules = _Modules(model)
+        known = _known[model] = _Known(modules, modules.key(), _hash(dict(sorted(_weights(model)))))
+    return known.hash
+
+
+class _Modules:
+    """The modules of a model, none of which is kept alive: to walk over the model again takes much longer.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._found = [(weakref.ref(one), _children(one)) for one in model.modules()]
+
+    def key(self) -> list[object] | None:
+        """The name, address and version of every parameter; ``None`` if modules were added, removed or replaced."""
+        found: list[object] = []
+        for reference, children in self._found:
+            module = reference()
+            if module is None or _children(module) != children:
+                return None
+            for name, tensor in module._parameters.items():
+                if tensor is not None:
+                    found += [name, *((part.data_ptr(), _version(part)) for part in parts(tensor))]
+            found.append(None)
+        return found
+
+
+def _children(module: nn.Module) -> list[tuple[str, int]]:
+    """The modules within a module, by name; a number belongs to one module as long as it lives."""
+    return [(name, id(child)) for name, child in module._modules.items()]
+
+
+class _Known(NamedTuple):
+    """A hash that was computed, and the parameters that it belongs to."""
+
+    modules: _Modules
+    key: list[object] | None
+    hash: str
 
 
 def _hash(weights: dict[str, Tensor]) -> str:
@@ -86,7 +121,7 @@ def _sample(flat: Tensor) -> Tensor:
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by name; a packed layer's weight in the plain layout."""
-    yield from model.named_parameters()
+    yield from weights_of(model)
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             yield f"{name}.weight", module.weight

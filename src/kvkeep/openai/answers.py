@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from kvkeep.engine.request import Logprob, Result
+from kvkeep.openai.calls import Calls
 from kvkeep.openai.requests import CHAT, Asked
 
 Show: TypeAlias = Callable[[int | None, int], str]
@@ -37,7 +38,10 @@ def answer(
         "created": created,
         "model": model,
         "choices": [
-            (_message if is_chat else _text)(index, one, show if wanted else None) for index, one in enumerate(results)
+            _message(asked, name, index, one, show if wanted else None)
+            if is_chat
+            else _text(index, one, show if wanted else None)
+            for index, one in enumerate(results)
         ],
         "usage": usage(results, asked.n),
     }
@@ -67,12 +71,30 @@ def error(message: str, *, status: int, param: str | None = None) -> dict[str, A
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
 
-def _message(index: int, result: Result, show: Show | None) -> dict[str, Any]:
+def calls_of(asked: Asked, name: str, index: int) -> Calls | None:
+    """What reads the calls of an answer's text; ``None`` if no tool may be called.
+
+    Args:
+        asked: the body of the request.
+        name: the answer's.
+        index: the place of the text in the answer.
+    """
+    return Calls(f"{name}_{index}", anywhere=not asked.begins_with_call) if asked.tools else None
+
+
+def reason_of(result: Result, calls: Calls | None) -> str:
+    """Why an answer has ended: ``tool_calls`` if it is complete and calls tools."""
+    return "tool_calls" if result.finish_reason == "stop" and calls and calls.count else result.finish_reason
+
+
+def _message(asked: Asked, name: str, index: int, result: Result, show: Show | None) -> dict[str, Any]:
+    calls = calls_of(asked, name, index)
+    said = calls.whole(result.text) if calls else {"content": result.text}
     return {
         "index": index,
-        "message": {"role": "assistant", "content": result.text, "refusal": None},
+        "message": {"role": "assistant", **said, "refusal": None},
         "logprobs": None if show is None else {"content": _content(result, show), "refusal": None},
-        "finish_reason": result.finish_reason,
+        "finish_reason": reason_of(result, calls),
     }
 
 

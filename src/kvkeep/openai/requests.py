@@ -14,7 +14,9 @@ from typing import Any, TypeAlias
 
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
+from kvkeep.openai.forms import form_of
 from kvkeep.openai.messages import ParameterError, messages_of, short, whole_text
+from kvkeep.openai.tools import Tools, tools_of
 from kvkeep.pins import spans
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -26,14 +28,14 @@ Prompt: TypeAlias = str | list[int] | list[dict[str, str]]
 
 _WHOLE, _NUMBER, _FLAG, _TEXT = (int,), (int, float), (bool,), (str,)
 _COMMON: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("max_tokens", "n", "seed", "top_k", "budget"), _WHOLE),
+    **dict.fromkeys(("max_tokens", "min_tokens", "n", "seed", "top_k", "budget"), _WHOLE),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "guard"), _NUMBER),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NUMBER),
     **dict.fromkeys(("stream", "ignore_eos"), _FLAG),
     **dict.fromkeys(("model", "policy", "user"), _TEXT),
     "stop": (str, list),
     "pins": (list,),
-    **dict.fromkeys(("logit_bias", "stream_options"), (dict,)),
+    **dict.fromkeys(("logit_bias", "stream_options", "response_format", "structured_outputs"), (dict,)),
 }
 _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     CHAT: {
@@ -41,7 +43,7 @@ _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
         **dict.fromkeys(("max_completion_tokens", "top_logprobs"), _WHOLE),
         **dict.fromkeys(("logprobs", "store", "parallel_tool_calls"), _FLAG),
         **dict.fromkeys(("messages", "tools", "functions", "modalities"), (list,)),
-        **dict.fromkeys(("response_format", "metadata", "audio", "prediction", "web_search_options"), (dict,)),
+        **dict.fromkeys(("metadata", "audio", "prediction", "web_search_options"), (dict,)),
         **dict.fromkeys(("tool_choice", "function_call"), (str, dict)),
         **dict.fromkeys(("service_tier", "reasoning_effort", "verbosity"), _TEXT),
         **dict.fromkeys(("safety_identifier", "prompt_cache_key", "prompt_cache_retention"), _TEXT),
@@ -57,11 +59,10 @@ _TYPES: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 _ASKS_FOR_NOTHING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("stream", "store", "echo"), (False,)),
-    **dict.fromkeys(("tools", "functions"), ([],)),
-    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
     **dict.fromkeys(("audio", "prediction", "web_search_options", "reasoning_effort", "verbosity"), ()),
     "stream_options": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
@@ -76,7 +77,7 @@ _SAME = (
     "budget",
     "guard",
 )
-_OPTIONS = {**{name: name for name in _SAME}, "ignore_eos": "ignore_end"}
+_OPTIONS = {**{name: name for name in _SAME}, "ignore_eos": "ignore_end", "min_tokens": "min_new_tokens"}
 _OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 """Values with which a parameter leaves all tokens to be drawn."""
 
@@ -93,6 +94,9 @@ class Asked:
         unset: sampling options that the body turns off.
         spelling: option → the parameter's name, where the two differ.
         model: the model that the body names.
+        tools: the tools that the model may call.
+        begins_with_call: whether an answer is either a text or calls, and no text comes before them.
+        form: the parameter that gives the answer its form, if one does.
     """
 
     url: str
@@ -102,15 +106,19 @@ class Asked:
     unset: frozenset[str]
     spelling: Mapping[str, str]
     model: str | None
+    tools: Tools | None = None
+    begins_with_call: bool = False
+    form: str | None = None
 
 
-def read(url: str, body: object, *, honoured: Collection[str] = ()) -> Asked:
+def read(url: str, body: object, *, honoured: Collection[str] = (), tells: bool = True) -> Asked:
     """Read a body.
 
     Args:
         url: the route that it was sent to.
         body: the JSON object.
         honoured: parameters that the caller itself honours, whatever they ask for.
+        tells: whether the model is told about tools; otherwise it knows them from an earlier turn.
 
     Raises:
         ParameterError: a parameter has another type, is unknown, or asks for something that kvkeep cannot do.
@@ -123,7 +131,9 @@ def read(url: str, body: object, *, honoured: Collection[str] = ()) -> Asked:
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         _check(name, value, _TYPES[url], honoured)
-    prompts = (messages_of(given),) if url == CHAT else _prompts(given)
+    form, tools = form_of(given), tools_of(given) if url == CHAT else None
+    messages = messages_of(given) if url == CHAT else []
+    prompts = (tools.told(messages) if tools and tells else messages,) if url == CHAT else _prompts(given)
     n = given.get("n", 1)
     if not 1 <= n * len(prompts) <= MOST_CHOICES:
         raise ParameterError("n", f"asks for {short(n * len(prompts))} texts; there may be 1 to {MOST_CHOICES}")
@@ -133,7 +143,15 @@ def read(url: str, body: object, *, honoured: Collection[str] = ()) -> Asked:
     same = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     shares, unset = _shares(given)
     options = length | same | shares | _stop(given) | _biases(given) | _logprobs(url, given) | _pins(given)
-    return Asked(url, prompts, n, options, unset, spelling, given.get("model"))
+    structure = tools.form(form) if tools else form
+    if structure is not None:
+        options["structured_outputs"] = structure
+    begins = tools is not None and (tools.choice == "required" or form is not None)
+    if "min_tokens" in given:
+        spelling["min_new_tokens"] = "min_tokens"
+    names = ("structured_outputs", "response_format")
+    named = "tools" if tools else next((name for name in names if structure is not None and given.get(name)), None)
+    return Asked(url, prompts, n, options, unset, spelling, given.get("model"), tools, begins, named)
 
 
 def in_words_of(asked: Asked, error: Exception) -> Exception:

@@ -6,49 +6,17 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvkeep.budget import Number
+from kvkeep.planning.slots import LayerShape
 
 _FLOAT32 = 4
-_POSITION = 4
-_COUNTERS = 24
-"""Bytes of a row's three int64 counters: tokens seen, tokens of the prompt, identity."""
-
-_LOST = 16
-"""Bytes of a head's four float32 sums of attention mass, evicted and all."""
-
 _ORDER = 32
 """Bytes per slot and head while a layer ranks its slots: scores, positions, indices, marks."""
 
 _TURN = 20
 """Bytes per number of a key while keys are rotated to their rank: angles and halves in float32, and the result."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """The shape of one layer's keys and values.
-
-    Attributes:
-        kv_heads: number of KV heads.
-        key_dim: numbers in a key.
-        value_dim: numbers in a value.
-        window: sliding window in tokens; ``None``: full attention.
-    """
-
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    window: int | None = None
-
-    def token_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values in all heads; a number has ``itemsize`` bytes."""
-        return self.kv_heads * (self.key_dim + self.value_dim) * itemsize
-
-    def widened_bytes(self, itemsize: int) -> int:
-        """Bytes of the float32 copy of a token that attention makes; 0 if the cache is float32."""
-        return self.token_bytes(_FLOAT32) if itemsize < _FLOAT32 else 0
 
 
 @dataclass(frozen=True)
@@ -133,53 +101,19 @@ class Workspace:
         blocks: number of blocks at once: logits, soft-capped logits, probabilities, and the noise of some policies.
         widened_slots: slots that a decode step widens to float32 at a time.
         turned: whether keys are rotated to their rank in the cache.
+        decoded: bytes of a number in the copies that a step makes of slots of codes; 0 if there are none.
     """
 
     block_bytes: int
     blocks: int
     widened_slots: int
     turned: bool = False
+    decoded: int = 0
 
     def slot_bytes(self, layer: LayerShape) -> int:
-        """Bytes that a layer needs for every slot while it ranks slots and rotates keys."""
-        return layer.kv_heads * (_ORDER + (_TURN * layer.key_dim if self.turned else 0))
-
-
-def full_bytes(layers: Iterable[LayerShape], tokens: int, itemsize: int) -> int:
-    """Bytes of one row in a full cache; a layer with a sliding window holds at most the window."""
-    return sum(
-        (tokens if layer.window is None else min(tokens, layer.window)) * layer.token_bytes(itemsize)
-        for layer in layers
-    )
-
-
-def block_bytes(
-    layer: LayerShape, budget: Number, itemsize: int, *, states: int = 0, per_head: int = 0, own_budgets: int = 0
-) -> int:
-    """Bytes that kvkeep allocates for one row in one layer: the formula of ``docs/layouts.md``.
-
-    Args:
-        layer: its shape.
-        budget: tokens that stay, at most the window; of each head where heads have budgets of their own.
-        itemsize: bytes of a number in keys and values.
-        states: float32 numbers of policy state per slot.
-        per_head: float32 numbers of policy state per KV head.
-        own_budgets: budgets that are stored for the row: one if rows differ, one per KV head if heads differ.
-    """
-    heads, beside = layer.kv_heads, _POSITION + _FLOAT32 * states
-    own = heads * (_LOST + _FLOAT32 * per_head) + _COUNTERS + 8 * own_budgets
-    if isinstance(budget, int):
-        return (budget + 1) * (layer.token_bytes(itemsize) + heads * beside) + own
-    pool = heads * (-(-sum(budget) // heads) + 1) + 1  # one entry belongs to no head
-    return pool * (layer.token_bytes(itemsize) // heads + beside) + own + 16 * heads
-
-
-def shared_bytes(first_budget: int, last_budget: int) -> int:
-    """Bytes that the layers of one row share under a policy that prunes from layer to layer.
-
-    These are the first layer's tokens with their importance, and the tokens that the last layer left.
-    """
-    return 12 * (first_budget + 1) + 8 * (last_budget + 1)
+        """Bytes that a layer needs for every slot while it ranks slots, rotates keys and decodes."""
+        copies = layer.token_bytes(self.decoded) + layer.kv_heads * layer.key_dim * _FLOAT32 if self.decoded else 0
+        return layer.kv_heads * (_ORDER + (_TURN * layer.key_dim if self.turned else 0)) + copies
 
 
 def prompt_bytes(

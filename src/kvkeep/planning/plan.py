@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from kvkeep import budget as budgets
+from kvkeep.codes import check_bits
 from kvkeep.errors import BudgetError, InputError, show_bytes
 from kvkeep.models.device import DTYPES, parse_dtype
 from kvkeep.models.load import embedded
@@ -41,6 +42,7 @@ class Plan:
         memory: bytes of memory for everything; ``None`` if unknown.
         rows: number of rows that was asked about; ``None`` if none was.
         bandwidth: bytes per second that the memory can be read with; ``None`` if unknown.
+        host_rows: sequences that wait in main memory, see `Engine`.
     """
 
     setting: Setting
@@ -49,6 +51,12 @@ class Plan:
     memory: int | None
     rows: int | None
     bandwidth: float | None
+    host_rows: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of main memory for the sequences that wait there."""
+        return self.host_rows * self.bounded.row_bytes
 
 
 def plan(  # noqa: PLR0913  each decides about bytes
@@ -61,6 +69,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
     prefill_chunk: int | None = None,
     layer_budget: str | list[float] | None = None,
     head_budget: str | None = None,
+    kv_bits: str | int | None = None,
     positions: Literal["true", "slot"] | None = None,
     dtype: str = "auto",
     weights_dtype: str | None = None,
@@ -68,6 +77,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
     memory: int | None = None,
     rows: int | None = None,
     bandwidth: float | None = None,
+    host_rows: int = 0,
 ) -> Plan:
     """Plan a model's memory and speed before it is loaded; no weights and no tokenizer are read.
 
@@ -80,6 +90,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
         prefill_chunk: prompt tokens that are fed in one step, of all rows together; ``None`` for a whole prompt.
         layer_budget: how the budget is spread over layers, see `BoundedCache`.
         head_budget: how a layer's budget is divided among its heads, see `BoundedCache`.
+        kv_bits: bits of keys and values in the slots, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.
         weights_dtype: dtype of the weights if it differs from the cache's; quantised ones are counted in it, too.
@@ -87,6 +98,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
         memory: bytes for weights, rows and working memory together.
         rows: a number of rows to plan for.
         bandwidth: bytes per second, e.g. from `measure_bandwidth`.
+        host_rows: sequences that wait in main memory, see `Engine`.
 
     Raises:
         InputError: an argument is out of range, or not one row fits into ``memory``.
@@ -100,6 +112,8 @@ def plan(  # noqa: PLR0913  each decides about bytes
     for name, tokens in {"context": context, "prefill_chunk": prefill_chunk}.items():
         if tokens is not None and tokens < 1:
             raise InputError(f"{name}={tokens} is not above 0; give 1 token or more.")
+    if host_rows < 0:
+        raise InputError(f"host_rows={host_rows} is below 0; give the number of sequences that wait in main memory.")
     if weights_memory is not None and weights_memory < 1:
         raise InputError(f"weights_memory={weights_memory} is not above 0; give the bytes of all weights.")
     found = outline(embedded() if model is None else model)
@@ -111,6 +125,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
         budget=_budget(budget, keep_ratio, chosen, length),
         layer_budget=layer_budget,
         head_budget=head_budget,
+        kv_bits=check_bits(kv_bits),
         positions=positions,
         context=length,
         chunk=min(prefill_chunk or length, length),
@@ -119,8 +134,8 @@ def plan(  # noqa: PLR0913  each decides about bytes
         scheme=found.scheme if weights_dtype in (None, "auto") else None,
         weights_memory=weights_memory,
     )
-    full, bounded = setting.full(), setting.bounded()
-    made = Plan(setting=setting, full=full, bounded=bounded, memory=memory, rows=rows, bandwidth=bandwidth)
+    costs = {"full": setting.full(), "bounded": setting.bounded()}
+    made = Plan(setting=setting, **costs, memory=memory, rows=rows, bandwidth=bandwidth, host_rows=host_rows)
     _check_rows(made)
     return made
 

@@ -10,10 +10,11 @@ import torch
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
 from kvkeep.budget import Number, by_head
 from kvkeep.cache import BoundedCache
-from kvkeep.planning import cost
-from kvkeep.planning.cost import Cost, LayerShape, Packed
+from kvkeep.planning import cost, slots
+from kvkeep.planning.cost import Cost, Packed
 from kvkeep.planning.quantised import Scheme
 from kvkeep.planning.shapes import Outline
+from kvkeep.planning.slots import LayerShape
 from kvkeep.policies.base import Policy
 from kvkeep.store.heads import numbers
 
@@ -32,6 +33,7 @@ class Setting:
         budget: tokens per layer and head on average.
         layer_budget: how the budget is spread over the layers; ``None``: the policy's own rule.
         head_budget: how a layer's budget is divided among its heads; ``None``: by the policy's own rule.
+        kv_bits: bits of keys and values in the slots of kvkeep's cache; ``None``: its dtype.
         positions: ``true`` or ``slot``; ``None``: the policy's own mode.
         context: tokens of a row, prompt and new ones.
         chunk: prompt tokens that are fed in one step, of all rows together.
@@ -53,11 +55,12 @@ class Setting:
     scheme: Scheme | None = None
     weights_memory: int | None = None
     head_budget: str | None = None
+    kv_bits: str | None = None
 
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token in all layers."""
-        return cost.full_bytes(self.outline.shape.layers, 1, self.dtype.itemsize)
+        return slots.full_bytes(self.outline.shape.layers, 1, self.dtype.itemsize)
 
     @property
     def reads_whole(self) -> bool:
@@ -73,6 +76,7 @@ class Setting:
             layer_budget=self.layer_budget,
             head_budget=self.head_budget,
             positions=self.positions,
+            kv_bits=self.kv_bits,
         )
 
     def layer_budgets(self) -> list[int]:
@@ -92,22 +96,24 @@ class Setting:
         model, size, per_layer = self.outline.shape, self.dtype.itemsize, self.layer_budgets()
         divided = self.numbers()
         blocks = [
-            cost.block_bytes(
+            slots.block_bytes(
                 layer,
                 budget,
                 size,
                 states=len(self.policy.slots),
                 per_head=numbers(self.policy.summaries, key_dim=layer.key_dim, value_dim=layer.value_dim),
                 own_budgets=layer.kv_heads if isinstance(budget, tuple) else 0,
+                kv_bits=self.kv_bits,
             )
             for layer, budget in zip(model.layers, divided, strict=True)
         ]
-        shared = cost.shared_bytes(per_layer[0], per_layer[-1]) if self.policy.cascades else 0
+        shared = slots.shared_bytes(per_layer[0], per_layer[-1]) if self.policy.cascades else 0
         workspace = cost.Workspace(
             block_bytes=BLOCK_BYTES,
             blocks=_BLOCKS_WITH_NOISE if self.policy.stochastic else _BLOCKS,
             widened_slots=WIDEN_SLOTS,
             turned=self.cache().position_mode == "slot",
+            decoded=0 if self.kv_bits is None else size,
         )
         return Cost(
             **self._weights(),
@@ -123,7 +129,7 @@ class Setting:
         model, size = self.outline.shape, self.dtype.itemsize
         return Cost(
             **self._weights(),
-            row_bytes=cost.full_bytes(model.layers, self.context, size),
+            row_bytes=slots.full_bytes(model.layers, self.context, size),
             prompt_bytes=cost.full_prompt_bytes(model, self.chunk, size),
             step_bytes=cost.full_step_bytes(model, size),
         )

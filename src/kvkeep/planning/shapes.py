@@ -16,8 +16,9 @@ from kvkeep.layer import Layer
 from kvkeep.models.files import locate
 from kvkeep.models.hub import cached_if_unreachable
 from kvkeep.models.load import build_empty, position_limit, read_config, trained_length
-from kvkeep.planning.cost import Experts, LayerShape, ModelShape, Packed
+from kvkeep.planning.cost import Experts, ModelShape, Packed
 from kvkeep.planning.quantised import Scheme, is_quantised, pack, scheme_of
+from kvkeep.planning.slots import LayerShape
 
 
 @dataclass(frozen=True)

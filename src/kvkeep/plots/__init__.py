@@ -14,10 +14,10 @@ from types import ModuleType
 from typing import Any
 
 from kvkeep.errors import InputError
-from kvkeep.plots.panel import Panel, Series
+from kvkeep.plots.panel import Heat, Panel, Series
 from kvkeep.runs import write_whole
 
-__all__ = ["MISSING", "Panel", "Series", "available", "check", "draw", "picture"]
+__all__ = ["MISSING", "Heat", "Panel", "Series", "available", "check", "draw", "picture"]
 
 MISSING = "matplotlib is not installed: pip install 'kvkeep[plots]'"
 """How to install matplotlib, for messages."""
@@ -50,8 +50,10 @@ def check() -> None:
         raise InputError(_BROKEN.format(error=f"{error!s:.200}")) from error
 
 
-def draw(path: Path, panels: Sequence[Panel]) -> Path:
-    """Draw panels side by side with one legend, and write them as PNG. A name has the same colour in all panels.
+def draw(path: Path, panels: Sequence[Panel] | Sequence[Heat]) -> Path:
+    """Draw panels side by side with one legend, or heat maps with one scale, and write them as PNG.
+
+    A name has the same colour in all panels.
 
     Returns:
         The path.
@@ -66,7 +68,8 @@ def draw(path: Path, panels: Sequence[Panel]) -> Path:
     lines = _lines()
     drawn = io.BytesIO()
     try:
-        lines.chart(panels).savefig(drawn, format="png")
+        room = import_module(f"{__name__}.heat") if isinstance(panels[0], Heat) else lines
+        room.chart(panels).savefig(drawn, format="png")
     except (ValueError, ArithmeticError) as error:  # for too many panels, or numbers out of range
         raise InputError(f"The plot {path} cannot be drawn: {str(error)[:200]}.") from error
     try:

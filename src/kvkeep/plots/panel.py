@@ -1,4 +1,4 @@
-"""The content of a picture: panels with lines, as plain data."""
+"""The content of a picture: panels with lines, and heat maps, as plain data."""
 
 from __future__ import annotations
 
@@ -53,3 +53,22 @@ class Panel:
             values = [f"{y:.6g}" for y in series.y]
             groups.setdefault((series.reference, *series.x, *values), []).append(series.name)
         return [names for names in groups.values() if len(names) > 1]
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A map of numbers from 0 to 100.
+
+    Attributes:
+        title: the quantity and the policy.
+        x_label, y_label: the quantities of the axes.
+        columns, lines: names of the columns from left to right, and of the lines from top to bottom.
+        values: line by line; NaN where nothing was measured, which stays white.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    columns: Sequence[str]
+    lines: Sequence[str]
+    values: Sequence[Sequence[float]]

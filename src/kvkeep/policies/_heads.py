@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor
 from kvkeep import scores
 from kvkeep.budget import table
 from kvkeep.errors import BudgetError, UnsupportedOperationError
-from kvkeep.policies.abilities import HeadBudgets
+from kvkeep.policies.abilities import HeadBudgets, Near
 from kvkeep.policies.base import Policy
+from kvkeep.profile import Profile
 from kvkeep.types import State, View
 
 RULES = {"uniform": "", "ada": "0.2"}
@@ -43,6 +45,25 @@ def under(policy: Policy, rule: str | None) -> Policy:
         _check(policy)
     found = copy.copy(policy)
     object.__setattr__(found, "spreads", ada(share) if name == "ada" else None)
+    return found
+
+
+def beside(policy: Policy, profile: Profile | None, layers: Sequence[int]) -> Policy:
+    """The policy beside heads that a profile limits to their first and newest tokens; ``None``: no head is limited.
+
+    Args:
+        policy: the policy.
+        profile: the needs of all heads.
+        layers: numbers of the layers with keys in the model.
+    """
+    near = None
+    if profile is not None and any(map(any, limited := profile.limited())):
+        slots = max(policy.least, profile.least)
+        near = Near(dict(zip(layers, limited, strict=True)), min(profile.sinks, slots - 1), slots)
+    if policy.near == near:
+        return policy
+    found = copy.copy(policy)
+    object.__setattr__(found, "near", near)
     return found
 
 

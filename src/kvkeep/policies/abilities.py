@@ -5,14 +5,16 @@ Some objects hold a function. It is a method of the policy, and is called with t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.budget import table
 from kvkeep.store import Cascade
 from kvkeep.types import Budget, Phase, State, Top, View
 
@@ -59,6 +61,37 @@ class HeadBudgets:
 
     heads: Callable[[Any, View, State], Int[Tensor, "B Hk"]]
     most: Callable[[Any, int, int], int]
+
+
+@dataclass(frozen=True)
+class Near:
+    """KV heads that keep their first and their newest tokens, whatever the policy. A profile of heads names them.
+
+    Attributes:
+        heads: number of a layer in the model → whether each of its KV heads is such a head.
+        sinks: first tokens that such a head keeps.
+        slots: the budget of such a head. Under another budget it follows the policy.
+    """
+
+    heads: Mapping[int, tuple[bool, ...]]
+    sinks: int
+    slots: int
+
+    def score(self, view: View, own: Float[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
+        """The policy's score, and in these heads the order of positions after the first ones."""
+        if not any(self.heads[view.layer]):
+            return own
+        near = marks(self.heads[view.layer], own.device) & (table(view.budget, view.seen) == self.slots)
+        exact = torch.promote_types(own.dtype, torch.float32)  # half precision cannot tell positions apart
+        order = view.positions.to(exact).masked_fill(view.positions < self.sinks, torch.finfo(exact).max)
+        return torch.where(near[:, :, None], order, own)
+
+
+@functools.cache
+def marks(heads: tuple[bool, ...], device: torch.device) -> Bool[Tensor, " Hk"]:
+    """The same marks on a device, made once."""
+    with torch.inference_mode(False):
+        return torch.tensor(heads, device=device)
 
 
 @dataclass(frozen=True)
@@ -128,6 +161,7 @@ class Abilities:
         bursts: set if it may drop several tokens in one decode step. Other policies drop at most one.
         grows: set if it evicts in prefill only.
         spreads: set if KV heads get budgets of their own.
+        near: set if some KV heads keep their first and newest tokens only, under a profile of heads.
         focuses: set if generated tokens attend to a part of the slots.
         cascades: set if it prunes through the layers: the class of the table that the layers share.
         sums: set if the rule for generated tokens can run within an attention kernel.
@@ -144,6 +178,7 @@ class Abilities:
     bursts: ClassVar[Bursts | None] = None
     grows: ClassVar[Growth | None] = None
     spreads: ClassVar[HeadBudgets | None] = None
+    near: ClassVar[Near | None] = None
     focuses: ClassVar[Focus | None] = None
     cascades: ClassVar[type[Cascade] | None] = None
     sums: ClassVar[Sums | None] = None

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request, Response
@@ -22,6 +23,7 @@ from kvkeep.server.gate import Gate
 from kvkeep.server.generating import Generator
 from kvkeep.server.looking import Looker
 from kvkeep.server.metrics import Metrics
+from kvkeep.server.page import add_page
 from kvkeep.server.replies import refused
 from kvkeep.server.responding import Responder
 from kvkeep.server.schema import (
@@ -53,13 +55,14 @@ def make_app(served: Served, settings: Settings, origins: Sequence[str] = ()) ->
         settings: how clients are treated.
         origins: origins of web pages that may call it.
     """
+    served = replace(served, longest=settings.max_model_len)
     desk = Desk(served.engine, settings)
     app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan)
     app.state.desk = desk
     looker, generator = Looker(served, desk, settings), Generator(served, desk, settings)
     book = Book(served.engine, settings.max_sessions, settings.session_dir)
     talks = Conversations(book, generator, settings)
-    _add(app, "GET", "/metrics", Metrics(served.engine, desk, settings.name, lambda: book.count).show)
+    _add(app, "GET", "/metrics", Metrics(served.engine, desk, settings.name, book).show)
     _add(app, "GET", "/health", looker.health)
     _add(app, "GET", "/version", looker.version)
     _add(app, "GET", "/v1/models", looker.models)
@@ -74,6 +77,8 @@ def make_app(served: Served, settings: Settings, origins: Sequence[str] = ()) ->
     _add(app, "POST", "/v1/responses", responder.respond, ResponseBody)
     _add(app, "GET", "/v1/responses/{name}", responder.look)
     _add(app, "DELETE", "/v1/responses/{name}", responder.remove)
+    if settings.page:
+        add_page(app)
     for kind in (RefusalError, GoneError, ClientDisconnect, KVKeepError, HTTPException):
         app.add_exception_handler(kind, _failed)
     app.add_middleware(Gate, settings=settings)
@@ -88,6 +93,7 @@ def _add_sessions(app: FastAPI, talks: Conversations) -> None:
     _add(app, "POST", "/v1/sessions", talks.make, SessionBody)
     _add(app, "GET", "/v1/sessions", talks.all)
     _add(app, "GET", one, talks.one)
+    _add(app, "GET", f"{one}/positions", talks.positions)
     _add(app, "POST", f"{one}/fork", talks.fork, ForkBody)
     _add(app, "POST", f"{one}/rewind", talks.rewind, RewindBody)
     _add(app, "POST", f"{one}/save", talks.save)

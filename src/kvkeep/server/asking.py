@@ -89,7 +89,7 @@ def turn_of(body: Generating, served: Served, settings: Settings, *, before: int
     Raises:
         KVKeepError: a parameter cannot be honoured.
     """
-    asked, *_ = _read(CHAT, body)
+    asked, *_ = _read(CHAT, body, tells=not before)
     if asked.n != 1:
         raise ParameterError("n", "is more than 1, and a session goes on with one answer; fork it for more")
     for name in ("policy", "budget", "keep_ratio"):
@@ -101,7 +101,7 @@ def turn_of(body: Generating, served: Served, settings: Settings, *, before: int
     return Job(asked, (_request(asked, sampling, wishes),))
 
 
-def _read(url: str, body: Generating) -> tuple[Asked, bool, bool]:
+def _read(url: str, body: Generating, *, tells: bool = True) -> tuple[Asked, bool, bool]:
     """A body as OpenAI's parameters; whether its prompts are echoed, and nothing else is asked for."""
     fields = body.openai_fields()
     echo = isinstance(body, CompletionBody) and bool(body.echo)
@@ -110,7 +110,7 @@ def _read(url: str, body: Generating) -> tuple[Asked, bool, bool]:
         fields["max_tokens"] = 1
     if body.stream_options is not None and not body.stream:
         raise ParameterError("stream_options", "has no effect without stream: true")
-    return openai.read(url, fields, honoured=_HONOURED), echo, scores_only
+    return openai.read(url, fields, honoured=_HONOURED, tells=tells), echo, scores_only
 
 
 def sampling_of(asked: Asked, settings: Settings) -> Sampling:
@@ -200,8 +200,8 @@ def sampling_request(
     names: Mapping[str, str],
     own: Mapping[str, Any],
     before: int,
-) -> Request:
-    """One request of a body with other names than a chat's.
+) -> tuple[Asked, Request]:
+    """A body with other names than a chat's as a chat's, and its request.
 
     Args:
         served: counts the tokens of the messages.
@@ -214,9 +214,9 @@ def sampling_request(
     Raises:
         KVKeepError: a parameter is out of range, in the words of the body.
     """
-    asked = openai.read(CHAT, {name: value for name, value in fields.items() if value is not None})
+    asked = openai.read(CHAT, {name: value for name, value in fields.items() if value is not None}, tells=not before)
     spelling = {option: names.get(name, name) for option, name in asked.spelling.items()}
     asked = dataclasses.replace(asked, spelling=spelling)
     tokens = before + (len(served.encode(asked.prompts[0])) if settings.max_model_len else 0)
     sampling = fitted(sampling_of(asked, settings), asked, tokens, settings)
-    return _request(asked, sampling, {**own, "messages": asked.prompts[0]})
+    return asked, _request(asked, sampling, {**own, "messages": asked.prompts[0]})

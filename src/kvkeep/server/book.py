@@ -87,6 +87,11 @@ class Book:
         """The number of open sessions."""
         return len(self._open)
 
+    @property
+    def running(self) -> int:
+        """The number of open sessions of which a turn runs or waits."""
+        return sum(one.session.running for one in list(self._open.values()))
+
     def names(self, owner: str) -> list[str]:
         """The names of an owner's sessions, open or saved."""
         mine = f"{owner}--"
@@ -210,7 +215,6 @@ class Book:
         made = self._engine.session(
             name=_full(owner, name),
             memory=memory,
-            sequence=secrets.randbits(62),
             **options,  # type: ignore[arg-type]
         )
         found = self._open[owner, name] = Entry(name, made)

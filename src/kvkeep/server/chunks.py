@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkeep.engine import Event, Result
 from kvkeep.engine.request import Logprob
-from kvkeep.openai.answers import Show, column_of, content_of
+from kvkeep.openai.answers import Show, calls_of, column_of, content_of, reason_of
 from kvkeep.server.asking import Job
 from kvkeep.server.desk import Run
 from kvkeep.server.usage import usage_of
@@ -45,12 +45,14 @@ class _Choice:
 
     Args:
         job: the body.
+        name: the answer's.
         index: its place.
         show: returns the text of a token; ``None`` if no log-probabilities are asked for.
     """
 
-    def __init__(self, job: Job, index: int, show: Show | None) -> None:
+    def __init__(self, job: Job, name: str, index: int, show: Show | None) -> None:
         self._chat, self._index, self._show = job.is_chat, index, show
+        self._calls = calls_of(job.asked, name, index)
         self._before: int | None = None
         self._offset = 0
         self._pending: list[dict[str, Any]] = []
@@ -60,16 +62,26 @@ class _Choice:
         self._offset = len(text)
         return self._piece({"role": "assistant", "content": ""} if self._chat else text)
 
-    def next(self, event: Event) -> dict[str, Any] | None:
-        """The piece of an event, if it has one to send."""
+    def next(self, event: Event) -> list[dict[str, Any]]:
+        """The pieces of an event, if it has some to send."""
         if self._show is not None and event.logprob is not None:
             self._pending.append(self._entry(event.logprob, self._show))
-        reason = None if event.result is None else event.result.finish_reason
-        if not event.text and reason is None:
-            return None
-        delta = ({"content": event.text} if event.text else {}) if self._chat else event.text
+        deltas, reason = self._deltas(event), None
+        if event.result is not None:
+            reason = reason_of(event.result, self._calls)
+            deltas = deltas or [{} if self._chat else ""]
+        if not deltas:
+            return []
         found, self._pending = self._pending, []
-        return self._piece(delta, reason, found)
+        *first, last = deltas
+        return [*(self._piece(one) for one in first), self._piece(last, reason, found)]
+
+    def _deltas(self, event: Event) -> list[Any]:
+        """What an event adds to the text, or to content and calls."""
+        if self._calls is None:
+            return [{"content": event.text} if self._chat else event.text] if event.text else []
+        ended = () if event.result is None else self._calls.end()
+        return [*self._calls.add(event.text), *ended]
 
     def _entry(self, logprob: Logprob, show: Show) -> dict[str, Any]:
         before, self._before = self._before, logprob.token_id
@@ -106,7 +118,7 @@ async def pieces(
     """
     head = Head(job, model)
     more: dict[str, Any] = {"usage": None} if with_usage else {}
-    made = [_Choice(job, place, show if job.wants_logprobs else None) for place in range(len(job.requests))]
+    made = [_Choice(job, head.name, place, show if job.wants_logprobs else None) for place in range(len(job.requests))]
     results: dict[int, Result] = {}
     try:
         async for found in run:
@@ -119,7 +131,7 @@ async def pieces(
             place, event = found
             if event.result is not None:
                 results[place] = event.result
-            if (piece := made[place].next(event)) is not None:
+            for piece in made[place].next(event):
                 yield head.piece([piece], **more)
     finally:
         await run.aclose()

@@ -12,6 +12,7 @@ from kvkeep.server.bodies import body_of
 from kvkeep.server.book import Book, Entry, listed
 from kvkeep.server.desk import in_thread
 from kvkeep.server.generating import Generator
+from kvkeep.server.held import held
 from kvkeep.server.replies import owner_of, reply
 from kvkeep.server.schema import ChatBody, ForkBody, RewindBody, SessionBody
 from kvkeep.server.settings import Settings
@@ -42,6 +43,11 @@ class Conversations:
     async def one(self, request: Request) -> Response:
         """Describe a session."""
         return reply(card(await in_thread(lambda: self._book.find(owner_of(request), name(request)))))
+
+    async def positions(self, request: Request) -> Response:
+        """Show what the memory of a session holds."""
+        served = self._generator.served
+        return reply(await in_thread(lambda: held(self._book.find(owner_of(request), name(request)), served)))
 
     async def fork(self, request: Request) -> Response:
         """Copy a session."""

@@ -10,13 +10,16 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 from kvkeep.engine import Engine, Event, Result
+from kvkeep.engine.constraint import TOO_COMPLEX
 from kvkeep.engine.coroutines import AsyncEvents
+from kvkeep.engine.grammars import FormError
 from kvkeep.errors import KVKeepError
 from kvkeep.server.errors import RefusalError, refusal_of
 from kvkeep.server.limits import Limits
 from kvkeep.server.settings import Settings
 
-Found: TypeAlias = "tuple[int, Event] | BaseException"
+Found: TypeAlias = "tuple[int, Event | BaseException]"
+"""The place of a request, and its event or the reason why there are no more."""
 Run: TypeAlias = "AsyncGenerator[tuple[int, Event] | None, None]"
 """Yields ``None`` as soon as a request has a row, then the place of each event's request and the event."""
 
@@ -36,6 +39,7 @@ class Desk:
         active: the number of requests that wait or run.
         draining: whether new requests are refused, because the server is about to end.
         ended: called with every result.
+        refused: called with every refusal.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -44,6 +48,7 @@ class Desk:
         self.active = 0
         self.draining = False
         self.ended: list[Callable[[Result], object]] = []
+        self.refused: list[Callable[[RefusalError], object]] = []
         self._seconds = 1.0  # that a request took, as a moving mean
 
     async def run(self, streams: Sequence[AsyncEvents], owner: str) -> Run:
@@ -52,23 +57,24 @@ class Desk:
         Raises:
             RefusalError: the queue is full, a request waits too long for a row or takes too long, cannot run, or fails.
         """
-        with self._limits.request(owner), self._place(len(streams)):
+        with self._noted(), self._limits.request(owner), self._place(len(streams)):
             events: asyncio.Queue[Found] = asyncio.Queue()
-            tasks = [asyncio.ensure_future(_pump(place, one, events)) for place, one in enumerate(streams)]
+            begun = [asyncio.ensure_future(_begin(place, one, events)) for place, one in enumerate(streams)]
+            limit = self._settings.request_timeout_s
+            timer = asyncio.get_running_loop().call_later(limit, events.put_nowait, (0, _late(limit)))
             try:
-                deadline = time.monotonic() + self._settings.request_timeout_s
-                await self._started(streams[0], events)
-                early = [] if events.empty() else [await self._next(events, deadline)]
+                early = await self._started(streams, events)
                 yield None
                 left = len(streams)
                 while left:
-                    place, event = early.pop() if early else await self._next(events, deadline)
+                    place, event = early.pop() if early else _opened(streams, await events.get())
                     if event.result is not None:
                         left -= 1
                         self._end(event.result, owner)
                     yield place, event
             finally:
-                await _stop(tasks, streams)
+                timer.cancel()
+                await _stop(begun, streams)
 
     async def results(self, streams: Sequence[AsyncEvents], owner: str) -> list[Result]:
         """Run requests of a key together, and return their results.
@@ -85,6 +91,16 @@ class Desk:
         finally:
             await run.aclose()
         return [found[place] for place in range(len(streams))]
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Tell of a refusal."""
+        try:
+            yield
+        except RefusalError as refusal:
+            for told in self.refused:
+                told(refusal)
+            raise
 
     @contextmanager
     def _place(self, count: int) -> Iterator[None]:
@@ -117,31 +133,18 @@ class Desk:
         message = f"{why} Try again in {wait} s."
         return RefusalError(429, message, code="queue_full", headers={"Retry-After": str(wait)})
 
-    async def _started(self, stream: AsyncEvents, events: asyncio.Queue[Found]) -> None:
-        """Wait until a request has a row, or an event is there."""
+    async def _started(self, streams: Sequence[AsyncEvents], events: asyncio.Queue[Found]) -> list[tuple[int, Event]]:
+        """Wait until the first request has a row, or an event is there; return the event."""
         limit = time.monotonic() + self._settings.queue_timeout_s
-        pause = _LOOK_S / 16
-        while events.empty() and (stream.number is None or self._engine.waits(stream.number)):
+        pause, first = _LOOK_S / 16, streams[0]
+        while events.empty() and (first.number is None or self._engine.waits(first.number)):
             if time.monotonic() > limit:
                 raise self._busy(f"No row was free within {self._settings.queue_timeout_s:g} s.")
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    return [_opened(streams, await events.get())]
             pause = min(2 * pause, _LOOK_S)
-
-    async def _next(self, events: asyncio.Queue[Found], deadline: float) -> tuple[int, Event]:
-        """The next event of a run."""
-        try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                found = await events.get()
-        except TimeoutError as error:
-            seconds = self._settings.request_timeout_s
-            raise RefusalError(
-                503,
-                f"The request took longer than {seconds:g} s and was cancelled. Ask for fewer tokens.",
-                code="timeout",
-            ) from error
-        if isinstance(found, BaseException):
-            raise _raised(found)
-        return found
+        return [] if events.empty() else [_opened(streams, events.get_nowait())]
 
     def _end(self, result: Result, owner: str) -> None:
         """Count a request that has ended.
@@ -153,23 +156,47 @@ class Desk:
         for told in self.ended:
             told(result)
         if result.finish_reason == "error":
-            raise RefusalError(500, f"The request failed: {result.error}")
+            status = 400 if str(result.error).startswith(TOO_COMPLEX) else 500  # the grammar is the client's
+            param = FormError.param if status == 400 else None
+            raise RefusalError(status, f"The request failed: {result.error}", param=param)
         if result.finish_reason == "cancelled":
             raise RefusalError(
                 503, "The request was cancelled: its session was deleted, or the server is about to end."
             )
 
 
-async def _pump(place: int, stream: AsyncEvents, events: asyncio.Queue[Found]) -> None:
-    """Put the events of one request into a queue, or the reason why there are none."""
+async def _begin(place: int, stream: AsyncEvents, events: asyncio.Queue[Found]) -> None:
+    """Send the events of one request to a queue, or the reason why there are none."""
+
+    def sink(found: Event | BaseException) -> None:
+        events.put_nowait((place, found))
+
     try:
-        await stream.begin()
-        async for event in stream:
-            events.put_nowait((place, event))
+        await stream.begin(sink)
     except asyncio.CancelledError:
         raise
     except BaseException as error:
-        events.put_nowait(error)
+        sink(error)
+
+
+def _opened(streams: Sequence[AsyncEvents], found: Found) -> tuple[int, Event]:
+    """An event that was taken out of a queue.
+
+    Raises:
+        BaseException: it is a failure; one of kvkeep is a refusal.
+    """
+    place, event = found
+    if isinstance(event, RefusalError):
+        raise event
+    try:
+        return place, streams[place].taken(event)
+    except KVKeepError as error:
+        raise refusal_of(error) from error
+
+
+def _late(limit: float) -> RefusalError:
+    message = f"The request took longer than {limit:g} s and was cancelled. Ask for fewer tokens."
+    return RefusalError(503, message, code="timeout")
 
 
 async def _stop(tasks: Sequence[asyncio.Future[Any]], streams: Sequence[AsyncEvents]) -> None:
@@ -180,10 +207,6 @@ async def _stop(tasks: Sequence[asyncio.Future[Any]], streams: Sequence[AsyncEve
         await stream.aclose()
     with suppress(asyncio.CancelledError):
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _raised(error: BaseException) -> BaseException:
-    return refusal_of(error) if isinstance(error, KVKeepError) else error
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:

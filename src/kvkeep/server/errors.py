@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+from kvkeep.engine.grammars import FormError
 from kvkeep.errors import KVKeepError, PolicyError
 from kvkeep.openai.messages import ParameterError
 
@@ -16,6 +18,7 @@ _KINDS = {
     429: "rate_limit_error",
 }
 _TOO_LONG = ("has learned positions for", "This server takes")
+_BUSY = "wait to be compiled already"
 _LONGEST = 500
 """Characters of a message; values of clients may be part of it."""
 
@@ -62,9 +65,26 @@ def refusal_of(error: KVKeepError) -> RefusalError:
     sentence = text[:1].upper() + text[1:]
     if not sentence.endswith((".", "!", "?")):
         sentence += "."
+    if _BUSY in text:
+        return RefusalError(429, sentence, code="queue_full", headers={"Retry-After": "5"})
     code = "context_length_exceeded" if any(words in text for words in _TOO_LONG) else None
     param = "policy" if isinstance(error, PolicyError) else _argument(text)
     return RefusalError(400, sentence, param=getattr(error, "param", None) or param, code=code)
+
+
+@contextmanager
+def in_words_of(form: str | None) -> Iterator[None]:
+    """Refuse the form of an answer by the name that its parameter has in the body.
+
+    Args:
+        form: the parameter.
+    """
+    try:
+        yield
+    except RefusalError as refusal:
+        if refusal.param == FormError.param and form is not None:
+            refusal.param = form
+        raise
 
 
 def unknown(name: str, value: str, remedy: str) -> RefusalError:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvkeep.server.errors import RefusalError
 from kvkeep.server.keys import EVERYBODY
+from kvkeep.server.page import FILES
 from kvkeep.server.replies import refused
 from kvkeep.server.settings import Settings
 
@@ -29,6 +30,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._settings = app, settings
+        self._open = (*OPEN, *FILES) if settings.page else OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -44,7 +46,7 @@ class Gate:
 
         owner = EVERYBODY
         try:
-            if scope["path"] not in OPEN:
+            if scope["path"] not in self._open:
                 owner = self._settings.keys.owner(Headers(scope=scope).get("authorization"))
             scope.setdefault("state", {})["owner"] = owner
             await self._app(scope, receive, watched)

@@ -10,6 +10,7 @@ from kvkeep.errors import InputError
 from kvkeep.models import text
 from kvkeep.openai import requests as openai
 from kvkeep.openai.requests import CHAT
+from kvkeep.registry import available
 from kvkeep.server.bodies import body_of
 from kvkeep.server.desk import Desk, in_thread
 from kvkeep.server.errors import parameter, unknown
@@ -104,7 +105,7 @@ class Looker:
             "created": self._served.created,
             "owned_by": "kvkeep",
             **length,
-            "kvkeep": own,
+            "kvkeep": {**own, "policies": sorted(available())},
         }
 
     def _ids(self, body: TokenizeBody) -> list[int]:
@@ -112,7 +113,7 @@ class Looker:
             raise InputError("Give either a prompt or messages.")
         if body.messages is not None:
             (messages,) = openai.read(CHAT, {"messages": body.messages}).prompts
-            return self._served.encode(messages)
+            return self._served.encode(messages, bounded=False)
         if not body.prompt:
             return []
         if body.add_special_tokens is False:
@@ -120,7 +121,7 @@ class Looker:
             return plain
         if not body.prompt.strip():
             raise parameter("prompt", "has no text but white space")
-        return self._served.encode(body.prompt, raw=True)
+        return self._served.encode(body.prompt, raw=True, bounded=False)
 
 
 def _plain(found: object) -> str | None:

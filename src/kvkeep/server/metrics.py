@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from fastapi import Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvkeep.engine import Engine, Result
+from kvkeep.server.book import Book
 from kvkeep.server.desk import Desk
+from kvkeep.server.errors import RefusalError
 
 _LABEL = "model_name"
 _TIMES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_COUNTS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -24,17 +34,18 @@ class Metrics:
         engine: the engine.
         desk: tells of every result.
         name: the model's name.
-        sessions: returns the number of open sessions.
+        book: the sessions.
     """
 
-    def __init__(self, engine: Engine, desk: Desk, name: str, sessions: Callable[[], int]) -> None:
-        self._engine, self._name, self._sessions = engine, name, sessions
+    def __init__(self, engine: Engine, desk: Desk, name: str, book: Book) -> None:
+        self._engine, self._name, self._book = engine, name, book
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Gauges(self._gauges, name))
         self._prompt = self._counter("vllm:prompt_tokens", "Tokens of prompts.")
         self._new = self._counter("vllm:generation_tokens", "New tokens.")
         self._queries = self._counter("vllm:prefix_cache_queries", "Tokens of prompts.")
         self._hits = self._counter("vllm:prefix_cache_hits", "Tokens of prompts that were not read again.")
+        self._counter("vllm:num_preemptions", "Always 0: no request is preempted.").labels(name)
         labels = (_LABEL, "finished_reason")
         self._ended = Counter("vllm:request_success", "Requests that ended.", labels, registry=self._registry)
         times = {
@@ -44,10 +55,21 @@ class Metrics:
             "vllm:request_queue_time_seconds": "Time from arrival to a row.",
             "vllm:request_prefill_time_seconds": "Time from a row to the first token.",
             "vllm:request_decode_time_seconds": "Time from the first token to the last.",
+            "vllm:request_inference_time_seconds": "Time from a row to the last token.",
+            "vllm:request_time_per_output_token_seconds": "Mean time per token after the first, of a request.",
         }
         self._times = {each: self._histogram(each, text, _TIMES) for each, text in times.items()}
+        self._sizes = {
+            "prompt": self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _COUNTS),
+            "new": self._histogram("vllm:request_generation_tokens", "New tokens of a request.", _COUNTS),
+        }
         self._lost = self._histogram("kvkeep_lost_mass_prompt", "Attention that a prompt's cut lost.", _SHARES)
+        labels = (_LABEL, "code")
+        words = "Requests that were refused after their body was read, or cancelled."
+        self._refused = Counter("kvkeep_requests_refused", words, labels, registry=self._registry)
+        ProcessCollector(registry=self._registry)
         desk.ended.append(self.note)
+        desk.refused.append(self.note_refusal)
 
     async def show(self, request: Request) -> Response:
         """Answer with all numbers."""
@@ -61,14 +83,22 @@ class Metrics:
         self._queries.labels(self._name).inc(result.prompt_tokens)
         self._hits.labels(self._name).inc(result.cached_tokens)
         self._ended.labels(self._name, result.finish_reason).inc()
+        for name, number in (("prompt", result.prompt_tokens), ("new", new)):
+            self._sizes[name].labels(self._name).observe(number)
         decode = None if result.tpot_s is None else result.tpot_s * (new - 1)
         whole = None if result.ttft_s is None else result.ttft_s + (decode or 0.0)
-        found = (result.ttft_s, result.tpot_s, whole, result.queued_s, result.prefill_s, decode)
+        inference = None if result.prefill_s is None else result.prefill_s + (decode or 0.0)
+        parts = (result.queued_s, result.prefill_s, decode, inference)
+        found = (result.ttft_s, result.tpot_s, whole, *parts, result.tpot_s)
         for histogram, seconds in zip(self._times.values(), found, strict=True):
             if seconds is not None:
                 histogram.labels(self._name).observe(seconds)
         if result.lost_mass.prompt is not None:
             self._lost.labels(self._name).observe(result.lost_mass.prompt)
+
+    def note_refusal(self, refusal: RefusalError) -> None:
+        """Count a request that was refused, by its code, or by its status if it has none."""
+        self._refused.labels(self._name, refusal.code or str(refusal.status)).inc()
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         """The numbers of this moment: name, meaning, value."""
@@ -79,7 +109,12 @@ class Metrics:
         yield "vllm:kv_cache_usage_perc", "Rows that are taken, as a share.", min(1.0, running / rows)
         yield "kvkeep_rows", "Sequences that run at once.", engine.rows
         yield "kvkeep_row_bytes", "Bytes of a row.", engine.row_bytes
-        yield "kvkeep_sessions_open", "Sessions that are open.", self._sessions()
+        yield "kvkeep_sessions_open", "Sessions that are open.", self._book.count
+        in_memory, on_disk = engine.session_bytes
+        in_rows = engine.row_bytes * self._book.running
+        yield "kvkeep_session_row_bytes", "Bytes of the rows in which turns of sessions run.", in_rows
+        yield "kvkeep_session_memory_bytes", "Bytes of sessions in main memory, with turns to rewind.", in_memory
+        yield "kvkeep_session_disk_bytes", "Bytes of the files of sessions.", on_disk
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, (_LABEL,), registry=self._registry)

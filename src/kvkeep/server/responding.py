@@ -12,22 +12,19 @@ from typing import Any
 from fastapi import Request, Response
 
 from kvkeep.engine import Engine, Session
-from kvkeep.engine import Request as Asked
-from kvkeep.errors import InputError
-from kvkeep.openai.messages import ParameterError
-from kvkeep.server.asking import own_options, sampling_request
+from kvkeep.engine import Request as Turn
+from kvkeep.openai.answers import calls_of
+from kvkeep.openai.requests import Asked
+from kvkeep.server.asking_responses import turn_of
 from kvkeep.server.bodies import body_of
 from kvkeep.server.desk import Desk, in_thread
-from kvkeep.server.errors import unknown
+from kvkeep.server.errors import in_words_of, unknown
 from kvkeep.server.generating import Generator
 from kvkeep.server.replies import owner_of, reply, unless_gone
 from kvkeep.server.response_events import Answer
-from kvkeep.server.schema import Generating, ResponseBody
-from kvkeep.server.served import Served
+from kvkeep.server.schema import ResponseBody
 from kvkeep.server.settings import Settings
 from kvkeep.server.streaming import begun
-
-_ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass(eq=False)
@@ -102,17 +99,19 @@ class Responder:
         self._generator.check_model(body.model)
         who = owner_of(request)
         previous = None if body.previous_response_id is None else self._shelf.find(who, body.previous_response_id)
-        asked = await in_thread(lambda: self._turn(body, previous))
+        asked, turn = await in_thread(lambda: self._turn(body, previous))
         session = await in_thread(lambda: self._begin(body, previous))
-        answer = Answer(f"resp_{secrets.token_hex(16)}", body, self._settings.name)
-        chunks = self._chunks(who, session, asked, answer)
-        ready = await unless_gone(request, begun(chunks))
+        name = secrets.token_hex(16)
+        answer = Answer(f"resp_{name}", body, self._settings.name, calls_of(asked, name, 0))
+        chunks = self._chunks(who, session, turn, answer)
+        with in_words_of({"response_format": "text.format"}.get(asked.form or "", asked.form)):
+            ready = await unless_gone(request, begun(chunks))
         if body.stream:
             return self._generator.stream(request, ready, done=False, named=True)
         return reply(await unless_gone(request, _last(ready)))
 
-    def _turn(self, body: ResponseBody, previous: Kept | None) -> Asked:
-        """The request of a body."""
+    def _turn(self, body: ResponseBody, previous: Kept | None) -> tuple[Asked, Turn]:
+        """A body as a chat's, and its request."""
         before = None if previous is None else len(previous.session.token_ids)
         return turn_of(body, self._generator.served, self._settings, before=before)
 
@@ -131,12 +130,12 @@ class Responder:
     def _begin(self, body: ResponseBody, previous: Kept | None) -> Session:
         """A session for an answer: a copy of the previous answer's, or a new one."""
         if previous is None:
-            return self._engine.session(policy=body.policy, budget=body.budget, sequence=secrets.randbits(62))
-        (fork,) = previous.session.fork()
-        return fork
+            return self._engine.session(policy=body.policy, budget=body.budget)
+        before = previous.session  # the numbers of a fork depend on how many there were, a copy's on the seed alone
+        return self._engine.session(policy=before.policy, budget=before.budget, memory=before.snapshot())
 
     async def _chunks(
-        self, who: str, session: Session, asked: Asked, answer: Answer
+        self, who: str, session: Session, asked: Turn, answer: Answer
     ) -> AsyncGenerator[Mapping[str, Any], None]:
         """The events of an answer, after an empty one."""
         kept = False
@@ -175,57 +174,3 @@ async def _last(chunks: AsyncGenerator[Mapping[str, Any], None]) -> Mapping[str,
         await chunks.aclose()
     found: Mapping[str, Any] = last["response"]
     return found
-
-
-def turn_of(body: ResponseBody, served: Served, settings: Settings, *, before: int | None) -> Asked:
-    """The request of a body.
-
-    Args:
-        body: the body.
-        served: the model.
-        settings: of the server.
-        before: tokens of the answer that is continued; ``None`` without one.
-
-    Raises:
-        KVKeepError: a parameter cannot be honoured.
-    """
-    if body.tools:
-        raise ParameterError("tools", "cannot be used here; leave it out")
-    if body.text and body.text.get("format", {"type": "text"}) != {"type": "text"}:
-        raise ParameterError("text", "asks for a format that cannot be written here; leave it out")
-    if before is not None and (body.policy or body.budget or body.guard is not None):
-        raise ParameterError("previous_response_id", "brings its own policy, budget and guard; leave them out")
-    own = own_options(Generating.model_validate(body.model_dump(include={"policy", "pins", "guard"})), ())
-    messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _messages(body.input)
-    wishes = {"max_tokens": body.max_output_tokens, "temperature": body.temperature, "top_p": body.top_p}
-    fields = {"messages": messages, "seed": body.seed, **wishes}
-    names = {"max_tokens": "max_output_tokens"}
-    return sampling_request(served, fields, settings, names=names, own=own, before=before or 0)
-
-
-def _messages(given: list[Any]) -> list[dict[str, Any]]:
-    """The messages of an input, whose parts are named in another way than those of a chat."""
-    found = []
-    for place, one in enumerate(given):
-        name = f"input[{place}]"
-        if not isinstance(one, dict) or one.get("type", "message") != "message" or one.get("role") not in _ROLES:
-            raise ParameterError(name, 'is not like {"role": "user", "content": "a text"}')
-        content = one.get("content")
-        parts = [content] if isinstance(content, str) else content
-        if not isinstance(parts, list):
-            raise ParameterError(f"{name}.content", "is no text and no list of parts")
-        found.append({"role": one["role"], "content": "".join(_text(name, part) for part in parts)})
-    if not found:
-        raise InputError("The input has no message.")
-    return found
-
-
-def _text(name: str, part: object) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text"):
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
-    raise ParameterError(f"{name}.content", "has a part that is no text; only texts are read")

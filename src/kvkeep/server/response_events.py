@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from kvkeep.engine import Event, Result
+from kvkeep.openai.calls import Calls
+from kvkeep.server.response_items import Call, Message
 from kvkeep.server.schema import ResponseBody
 from kvkeep.server.usage import kept_of
 
@@ -20,41 +21,63 @@ class Answer:
         name: its id.
         body: what was asked for.
         model: the model's name.
+        calls: reads calls of tools from the text; ``None``: there are none.
 
     Attributes:
         stored: whether it can be continued later.
     """
 
-    def __init__(self, name: str, body: ResponseBody, model: str) -> None:
+    def __init__(self, name: str, body: ResponseBody, model: str, calls: Calls | None) -> None:
         self.name, self.stored = name, body.store is not False
-        self._body, self._model = body, model
-        self._item = f"msg_{secrets.token_hex(16)}"
+        self._body, self._model, self._calls = body, model, calls
+        self._items: list[Message | Call] = []
         self._created = int(time.time())
         self._numbers = itertools.count()
 
     def beginning(self) -> Iterator[dict[str, Any]]:
         """The events before the first token."""
-        yield self._event("response.created", response=self._whole("in_progress", []))
-        yield self._event("response.in_progress", response=self._whole("in_progress", []))
-        item = {"id": self._item, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._part("response.content_part.added", part=_part(""))
+        for kind in ("response.created", "response.in_progress"):
+            yield self._numbered({"type": kind, "response": self._whole("in_progress", [])})
 
     def more(self, event: Event) -> Iterator[dict[str, Any]]:
         """The events of a token."""
-        if event.text:
-            yield self._part("response.output_text.delta", delta=event.text, logprobs=[])
+        for delta in self._deltas(event):
+            if "content" in delta:
+                yield from self._text(delta["content"])
+            for part in delta.get("tool_calls", ()):
+                if "id" in part:
+                    yield from self._begun(Call(len(self._items), part["function"]["name"], part["id"]))
+                else:
+                    yield from map(self._numbered, self._items[-1].more(part["function"]["arguments"]))
+        if event.result is not None and not self._items:
+            yield from self._begun(Message(0))
+
+    def _deltas(self, event: Event) -> list[dict[str, Any]]:
+        """What an event adds to content and calls."""
+        if self._calls is None:
+            return [{"content": event.text}] if event.text else []
+        return [*self._calls.add(event.text), *(self._calls.end() if event.result is not None else ())]
+
+    def _text(self, text: str) -> Iterator[dict[str, Any]]:
+        if not self._items:
+            yield from self._begun(Message(0))
+        yield from map(self._numbered, self._items[-1].more(text))
+
+    def _begun(self, item: Message | Call) -> Iterator[dict[str, Any]]:
+        """The events between two items. An item is complete when another one begins."""
+        if self._items:
+            yield from map(self._numbered, self._items[-1].end("completed"))
+        self._items.append(item)
+        yield from map(self._numbered, item.begin())
 
     def end(self, result: Result) -> Iterator[dict[str, Any]]:
         """The events after the last token."""
-        yield self._part("response.output_text.done", text=result.text, logprobs=[])
-        yield self._part("response.content_part.done", part=_part(result.text))
-        yield self._event("response.output_item.done", output_index=0, item=self._message(result))
+        yield from map(self._numbered, self._items[-1].end(_status(result)))
         kind = "response.completed" if result.finish_reason == "stop" else "response.incomplete"
-        yield self._event(kind, response=self.body(result))
+        yield self._numbered({"type": kind, "response": self.body(result)})
 
     def body(self, result: Result) -> dict[str, Any]:
-        """The whole answer."""
+        """The whole answer, when all events of tokens have been made."""
         new = len(result.token_ids)
         usage = {
             "input_tokens": result.prompt_tokens,
@@ -64,11 +87,9 @@ class Answer:
             "total_tokens": result.prompt_tokens + new,
             "kvkeep": kept_of([result]),
         }
-        return {**self._whole(_status(result), [self._message(result)]), "usage": usage}
-
-    def _message(self, result: Result) -> dict[str, Any]:
-        inner = {"status": _status(result), "role": "assistant", "content": [_part(result.text)]}
-        return {"id": self._item, "type": "message", **inner}
+        *before, last = self._items
+        items = [*(one.shown("completed") for one in before), last.shown(_status(result))]
+        return {**self._whole(_status(result), items), "usage": usage}
 
     def _whole(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self._body
@@ -85,29 +106,22 @@ class Answer:
             "max_output_tokens": body.max_output_tokens,
             "model": self._model,
             "output": output,
-            "parallel_tool_calls": False,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "store": self.stored,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
             "truncation": "disabled",
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "usage": None,
             "user": body.user,
         }
 
-    def _part(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return self._event(kind, item_id=self._item, output_index=0, content_index=0, **fields)
-
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return {"type": kind, "sequence_number": next(self._numbers), **fields}
+    def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
+        return {"type": event["type"], "sequence_number": next(self._numbers), **event}
 
 
 def _status(result: Result) -> str:
     return "completed" if result.finish_reason == "stop" else "incomplete"
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

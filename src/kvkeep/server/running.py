@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvkeep.errors import InputError
 
 _MOST_HEADER_BYTES = 2**16
+_SWITCH_S = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,9 @@ def _unix(path: str) -> socket.socket:
     before = os.umask(0o177)
     try:
         made.bind(path)
+    except BaseException:
+        made.close()
+        raise
     finally:
         os.umask(before)
     made.setblocking(False)
@@ -114,6 +120,17 @@ def check_tls(place: Place) -> None:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise InputError(f"{place.tls_cert} and {place.tls_key} are no certificate and key in PEM: {why}.") from error
+
+
+def settle() -> None:
+    """Prepare a process that serves until it ends, so that its threads do not stop each other for long.
+
+    The objects that are there now are left out of later collections of garbage, and the engine's thread gets the
+    interpreter back from the web's thread after a millisecond.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(_SWITCH_S)
 
 
 class Server(uvicorn.Server):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from kvkeep.server.described import Messages, Prompts, Tool
 
 Span = Annotated[list[int], Field(min_length=2, max_length=2)]
 OWN = ("budget", "policy", "keep_ratio", "pins", "guard", "session_id")
 """Fields of kvkeep in the bodies of OpenAI's API."""
+
+
+def _within(least: int | float, most: int | float | None = None, description: str | None = None) -> Any:
+    """A number that may be left out; its range is described here, and checked where it is used."""
+    limits = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
+    return Field(None, description=description, json_schema_extra=cast("dict[str, Any]", limits))
 
 
 class Body(BaseModel):
@@ -27,28 +35,34 @@ class StreamOptions(Body):
 class Generating(Body):
     """What bodies share that ask for new tokens."""
 
+    own: ClassVar[tuple[str, ...]] = (*OWN, "structured_outputs")
     model: str | None = None
-    max_tokens: int | None = Field(None, description="The most new tokens.")
-    temperature: float | None = Field(None, description="0: the likeliest token. By default 1.")
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    max_tokens: int | None = _within(0, description="The most new tokens.")
+    min_tokens: int | None = _within(0, description="No end token and no stop text ends a text with fewer tokens.")
+    temperature: float | None = _within(0, 1000, "0: the likeliest token. By default 1.")
+    top_p: float | None = _within(1e-6, 1)
+    top_k: int | None = _within(-1)
+    min_p: float | None = _within(0, 1)
+    repetition_penalty: float | None = _within(0.01, 100)
+    presence_penalty: float | None = _within(-2, 2)
+    frequency_penalty: float | None = _within(-2, 2)
     logit_bias: dict[str, float] | None = Field(None, description="Token id → what is added to its logit.")
-    n: int | None = None
-    seed: int | None = Field(None, description="The same seed draws the same tokens. By default another one each time.")
+    n: int | None = _within(1, 128)
+    seed: int | None = _within(0, 2**63 - 1, "The same seed draws the same tokens. By default another one each time.")
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     user: str | None = None
-    budget: int | None = Field(None, description="Tokens kept per layer and KV head.")
-    keep_ratio: float | None = Field(None, description="The budget as a share of the prompt, in (0, 1].")
+    response_format: dict[str, Any] | None = Field(None, description="text, json_object or json_schema.")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="vLLM's: one of json, json_object, regex, choice and grammar."
+    )
+    budget: int | None = _within(1, description="Tokens kept per layer and KV head.")
+    keep_ratio: float | None = _within(0, 1, "The budget as a share of the prompt, in (0, 1].")
     policy: str | None = Field(None, description="The eviction policy, such as h2o:recent=32.")
     pins: list[Span] | None = Field(None, description="Spans of the prompt's positions that are never evicted.")
-    guard: float | None = Field(None, description="The largest share of attention that the prompt's cut may lose.")
+    guard: float | None = _within(0, 1, "The largest share of attention that the prompt's cut may lose.")
 
     def openai_fields(self) -> dict[str, Any]:
         """The fields that `kvkeep.openai.requests.read` knows."""
@@ -58,13 +72,14 @@ class Generating(Body):
 class ChatBody(Generating):
     """The body of a chat."""
 
-    messages: list[Any] | None = None
-    max_completion_tokens: int | None = None
+    model_config = ConfigDict(json_schema_extra={"required": ["messages"]})
+    messages: Messages = None
+    max_completion_tokens: int | None = _within(1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    top_logprobs: int | None = _within(0, 20)
+    tools: list[Tool] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or a function.")
+    parallel_tool_calls: bool | None = None
     modalities: list[Any] | None = None
     session_id: str | None = Field(None, description="Continue the conversation of this session with new messages.")
 
@@ -72,8 +87,9 @@ class ChatBody(Generating):
 class CompletionBody(Generating):
     """The body of a completion."""
 
-    prompt: Any = Field(None, description="A text, token ids, or a list of either.")
-    logprobs: int | None = None
+    model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
+    prompt: Prompts = Field(None, description="A text, token ids, or a list of either.")
+    logprobs: int | None = _within(0, 20)
     echo: bool | None = None
     best_of: int | None = None
     suffix: str | None = None
@@ -85,7 +101,7 @@ class TokenizeBody(Body):
     own: ClassVar[tuple[str, ...]] = ()
     model: str | None = None
     prompt: str | None = None
-    messages: list[Any] | None = None
+    messages: Messages = None
     add_special_tokens: bool | None = None
 
 
@@ -138,6 +154,7 @@ class ResponseBody(Body):
     user: str | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     seed: int | None = None
     policy: str | None = None

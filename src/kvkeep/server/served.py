@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,13 @@ class Served:
         engine: runs it.
         checkpoint: its configuration and tokenizer.
         created: seconds since 1970 at which it was loaded.
+        longest: the most tokens of a prompt; ``None``: no limit.
     """
 
     engine: Engine
     checkpoint: Checkpoint
     created: int = field(default_factory=lambda: int(time.time()))
+    longest: int | None = None
 
     @property
     def max_model_len(self) -> int | None:
@@ -38,16 +41,24 @@ class Served:
         size: int = self.checkpoint.config.get_text_config(decoder=True).vocab_size
         return size
 
-    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The number of characters of the longest token."""
+        return max(map(len, self.checkpoint.tokenizer.get_vocab()))
+
+    def encode(self, prompt: Prompt, *, raw: bool = False, bounded: bool = True) -> list[int]:
         """The token ids of a prompt.
 
         Args:
             prompt: a text, token ids, or messages.
             raw: take a text as it is, without the chat template.
+            bounded: refuse a prompt that is too long at a glance, before it is tokenized.
 
         Raises:
             KVKeepError: the prompt cannot be encoded.
         """
+        if bounded:
+            self._check_length(prompt)
         if isinstance(prompt, str):
             plain: list[int] = text.encode(self.checkpoint, prompt, raw=raw)[0].tolist()
             return plain
@@ -55,9 +66,31 @@ class Served:
             return self.known([one for one in prompt if isinstance(one, int)])
         messages = [one for one in prompt if isinstance(one, dict)]
         if self.checkpoint.tokenizer.chat_template is None and len(messages) == 1 and messages[0]["role"] == "user":
-            return self.encode(messages[0]["content"])  # as everywhere in kvkeep, a text without a template
+            return self.encode(
+                messages[0]["content"], bounded=bounded
+            )  # as everywhere in kvkeep, a text without a template
         chat: list[int] = text.encode_chat(self.checkpoint, messages)[0].tolist()
         return chat
+
+    def _check_length(self, prompt: Prompt) -> None:
+        """Refuse a text of more characters than all tokens that are taken could have. Tokenizing it takes seconds.
+
+        Raises:
+            InputError: it is that long.
+        """
+        if self.longest is None:
+            return
+        texts = (
+            [prompt]
+            if isinstance(prompt, str)
+            else [one.get("content") or "" for one in prompt if isinstance(one, dict)]
+        )
+        characters, most = sum(map(len, texts)), self.longest * self.longest_token
+        if characters > most:
+            raise InputError(
+                f"This server takes {self.longest} tokens, which are at most {most} characters; the prompt has "
+                f"{characters}. Shorten the prompt."
+            )
 
     def known(self, ids: Sequence[int]) -> list[int]:
         """Token ids, after a check that the model has all of them.
@@ -65,9 +98,10 @@ class Served:
         Raises:
             InputError: it does not have one.
         """
-        wrong = next((one for one in ids if not 0 <= one < self.vocabulary), None)
+        size = self.vocabulary
+        wrong = next((one for one in ids if not 0 <= one < size), None)
         if wrong is not None:
-            raise InputError(f"The prompt has token {wrong}, and the model knows 0 to {self.vocabulary - 1}.")
+            raise InputError(f"The prompt has token {wrong}, and the model knows 0 to {size - 1}.")
         return list(ids)
 
     def text_of(self, ids: Sequence[int], *, special: bool = True) -> str:

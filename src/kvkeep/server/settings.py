@@ -27,6 +27,7 @@ class Settings:
         session_dir: the engine's folder of saved sessions.
         key_requests: requests of a key that may wait or run at once.
         key_tokens: tokens that a key may use per minute.
+        page: whether there is a page at ``/``.
     """
 
     name: str
@@ -44,3 +45,4 @@ class Settings:
     session_dir: str | None = None
     key_requests: int | None = None
     key_tokens: int | None = None
+    page: bool = True

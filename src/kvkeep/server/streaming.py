@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -18,6 +19,8 @@ Chunks: TypeAlias = AsyncGenerator[Mapping[str, Any], None]
 """The JSON objects of an answer."""
 After: TypeAlias = Callable[[], Awaitable[object]]
 """What is done when an answer is complete."""
+_LOOKS = 4
+"""Looks at a stream within the shortest of its times."""
 _PING = b": still reading\n\n"
 _DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -49,66 +52,65 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._request, self._chunks, self._ping_s, self._write_s = request, chunks, ping_s, write_s
         self._done, self._named = done, named
+        self._sent = 0.0
+        self._sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
-        writing = asyncio.ensure_future(self._write(send))
-        watch = asyncio.ensure_future(gone(self._request))
+        self._sent = time.monotonic()
+        work = [self._write(send), self._watch(send), gone(self._request)]
+        writing, *_ = tasks = [asyncio.ensure_future(one) for one in work]
         try:
-            await asyncio.wait({writing, watch}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 with suppress(GoneError):
                     writing.result()
         finally:
-            for one in (writing, watch):
+            for one in tasks:
                 one.cancel()
-            await asyncio.gather(writing, watch, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._chunks.aclose()
 
     async def _write(self, send: Send) -> None:
-        """Send all chunks, and comments while there are none. A failure is the last chunk."""
+        """Send all chunks. A failure is the last one."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            async for piece in self._pieces():
-                await self._send(send, piece)
+            async for chunk in self._chunks:
+                await self._send(send, self._event(chunk))
         except (RefusalError, KVKeepError) as error:
             refusal = error if isinstance(error, RefusalError) else refusal_of(error)
             await self._send(send, self._event({"type": "error", **refusal.body} if self._named else refusal.body))
         if self._done:
             await self._send(send, _DONE)
+        self._sending = True  # no comment after the end
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _pieces(self) -> AsyncGenerator[bytes, None]:
-        """The events of the answer, and comments between them."""
+    async def _watch(self, send: Send) -> None:
+        """Send a comment whenever there is no chunk for long; return when the client does not take what is sent."""
         while True:
-            chunk = asyncio.ensure_future(anext(self._chunks, None))
-            try:
-                while not (await asyncio.wait({chunk}, timeout=self._ping_s))[0]:
-                    yield _PING
-                found = chunk.result()
-            finally:
-                if not chunk.done():
-                    chunk.cancel()
-                    await asyncio.gather(chunk, return_exceptions=True)
-            if found is None:
+            await asyncio.sleep(min(self._ping_s, self._write_s) / _LOOKS)
+            waited = time.monotonic() - self._sent
+            if self._sending and waited > self._write_s:
                 return
-            yield self._event(found)
+            if not self._sending and waited > self._ping_s:
+                await self._send(send, _PING)
 
     def _event(self, value: Mapping[str, Any]) -> bytes:
         name = f"event: {value['type']}\n".encode() if self._named else b""
         return b"%bdata: %b\n\n" % (name, encoded(value))
 
     async def _send(self, send: Send, piece: bytes) -> None:
-        """Send a piece.
+        """Send a piece, and note when.
 
         Raises:
-            GoneError: the client does not take it.
+            GoneError: the client has closed the connection.
         """
+        self._sent, self._sending = time.monotonic(), True
         try:
-            async with asyncio.timeout(self._write_s):
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except (TimeoutError, OSError) as error:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except OSError as error:
             raise GoneError from error
+        self._sending = False
 
 
 async def begun(chunks: Chunks) -> Chunks:

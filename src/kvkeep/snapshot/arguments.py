@@ -31,6 +31,7 @@ class Settings:
         layer_budget: rule by which the budget is spread over the layers, or one weight per layer.
         head_budget: rule by which heads share a layer's budget; ``None``: the policy's own.
         chunk: tokens of the prompt that are taken at once.
+        kv_bits: bits of keys and values in the slots; ``None``: the model's dtype.
         cascade: the tables that the layers share.
     """
 
@@ -39,6 +40,7 @@ class Settings:
     layer_budget: str | tuple[float, ...]
     head_budget: str | None
     chunk: int | None
+    kv_bits: str | None
     cascade: Cascade | None
 
     @functools.cached_property
@@ -57,7 +59,7 @@ class Settings:
     ) -> Settings:
         """The settings, with numbers of other libraries as Python's own."""
         rules, size = (rule(layout.layer_budget), layout.head_budget), None if chunk is None else int(chunk)
-        return cls(config, check_rows(budget), *rules, size, cascade)
+        return cls(config, check_rows(budget), *rules, size, layout.kv_bits, cascade)
 
     def budget_of(self, layer: Layer, row: int) -> int:
         """The budget of a row, also after rows were selected.

@@ -135,6 +135,7 @@ class SnapshotCache(PhasedCache):
             layer_budget=made.layer_budget,
             head_budget=made.head_budget,
             positions=made.positions,
+            kv_bits=made.kv_bits,
         )
         for row, snapshot in enumerate(snapshots):
             snapshot.fingerprint.check(replace(made, budget=snapshot.fingerprint.budget))
@@ -160,7 +161,9 @@ class SnapshotCache(PhasedCache):
         layers, states = self._slot_layers(), self._states()
         told = self._ids_after(rows, count)
         try:
-            blocks = blocks_for(layers, [snapshot.contents for snapshot in rows.values()], count)
+            made = next(iter(rows.values())).fingerprint
+            dtype = getattr(torch, made.dtype) if made.dtype else None
+            blocks = blocks_for(layers, [snapshot.contents for snapshot in rows.values()], count, dtype=dtype)
             for snapshot in rows.values():
                 check(snapshot.contents, blocks, states)
         except ShapeError as error:
@@ -209,6 +212,7 @@ class SnapshotCache(PhasedCache):
             dtype=str(layer.store.dtype).removeprefix("torch.") if layer.allocated else None,
             positions=self.position_mode,
             chunk=made.chunk,
+            kv_bits=made.kv_bits,
             weights=weights,
         )
 

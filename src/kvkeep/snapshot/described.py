@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvkeep.codes import KV_BITS
 from kvkeep.errors import InputError
 from kvkeep.pins import Spans, spans
 from kvkeep.snapshot.fingerprint import FORMAT, Fingerprint
@@ -16,6 +17,7 @@ from kvkeep.snapshot.states import Flag, Place
 
 _MOST_LAYERS, _MOST_HEADS, _MOST = 4096, 2**16, 2**40
 _LONGEST = 1000
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
 _COUNTERS = ("seen", "prompt", "sequences")
 
 
@@ -59,7 +61,7 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
     version = found.get("version")
     if type(version) is int and version > FORMAT:
         raise NotASnapshotError(f"it has format {version}, and this kvkeep reads formats up to {FORMAT}; update kvkeep")
-    found = {"head_budget": None, **found}  # files that know of no such rule
+    found = {"head_budget": None, "kv_bits": None, **found}  # files that know of no such setting
     names = {field.name for field in dataclasses.fields(Fingerprint)}
     check(found.keys() == names and version == FORMAT, "its fingerprint does not have the parts of this format")
     if isinstance(found["layer_budget"], list):
@@ -69,6 +71,9 @@ def fingerprint_of(about: Mapping[str, Any]) -> Fingerprint:
         check(_is_a(value, kinds[name]), f"the {name} of its fingerprint is {value!r:.40}")
     check(1 <= found["budget"] <= _MOST, f"its budget is {found['budget']}")
     check(found["positions"] in ("true", "slot"), f"its positions mode is {found['positions']!r:.40}")
+    if found["kv_bits"] is not None:
+        check(found["kv_bits"] in KV_BITS, f"its kv_bits are {found['kv_bits']!r:.40}")
+        check(found["dtype"] in _FLOATS, f"its dtype is {found['dtype']!r:.40}")
     return Fingerprint(**found)
 
 

@@ -35,6 +35,7 @@ _NAMES = {
     "head_budget": "head_budget",
     "positions": "positions mode",
     "chunk": "prefill_chunk",
+    "kv_bits": "kv_bits",
 }
 """Part → its name in messages, in the order in which parts are compared."""
 
@@ -53,6 +54,7 @@ class Fingerprint:
         dtype: dtype of the keys; ``None`` if nothing is cached yet.
         positions: ``true`` or ``slot``.
         chunk: tokens of the prompt that are taken at once.
+        kv_bits: bits of keys and values in the slots; ``None``: the dtype of the keys.
         weights: hash of the model's weights; ``None`` if the model is not known.
         tokenizer: hash of the tokenizer; ``None`` if it is not known.
         version: version of kvkeep's format.
@@ -67,6 +69,7 @@ class Fingerprint:
     dtype: str | None = None
     positions: str = "true"
     chunk: int | None = None
+    kv_bits: str | None = None
     weights: str | None = None
     tokenizer: str | None = None
     version: int = FORMAT
@@ -74,7 +77,7 @@ class Fingerprint:
     def differences(self, other: Fingerprint) -> dict[str, tuple[object, object]]:
         """The parts that differ, by name, with both values. Parts that one side does not know are not compared."""
         pairs = {name: (getattr(self, key), getattr(other, key)) for key, name in _NAMES.items()}
-        strict = {_NAMES["chunk"], _NAMES["head_budget"]}  # None is a choice, too
+        strict = {_NAMES["chunk"], _NAMES["head_budget"], _NAMES["kv_bits"]}  # None is a choice, too
         return {
             name: (mine, theirs)
             for name, (mine, theirs) in pairs.items()

@@ -14,7 +14,14 @@ from kvkeep.store import Block, PooledStore, RowCopy, inference
 
 
 @inference
-def new_block(layer: Layer, copies: Sequence[RowCopy], rows: int, device: torch.device | None = None) -> Block:
+def new_block(
+    layer: Layer,
+    copies: Sequence[RowCopy],
+    rows: int,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> Block:
     """An empty block for a layer, with at least as many slots as the blocks had from which the copies were taken.
 
     Args:
@@ -22,6 +29,7 @@ def new_block(layer: Layer, copies: Sequence[RowCopy], rows: int, device: torch.
         copies: what will be put into the block.
         rows: rows of the block.
         device: where the block shall be; by default the first copy's device.
+        dtype: the model's, which slots of codes do not show.
 
     Raises:
         ShapeError: the copies come from a store that is not the default one, or there is no memory for the block.
@@ -29,8 +37,7 @@ def new_block(layer: Layer, copies: Sequence[RowCopy], rows: int, device: torch.
     tensors = copies[0].tensors
     if not {"store.keys", "store.values"} <= tensors.keys():
         raise ShapeError("Rows of another store than the default one need a cache that holds such a store already.")
-    keys, values = (tensors[f"store.{name}"][None, :, :0].to(device) for name in ("keys", "values"))
-    keys, values = (tensor.expand(rows, -1, -1, -1) for tensor in (keys, values))
+    keys, values = (tensor.to(device).expand(rows, -1, -1, -1) for tensor in layer.like(copies[0], dtype))
     budget = largest(layer.budgets)
     try:
         block = layer.new_block(keys, values)
@@ -50,7 +57,9 @@ def _widen(block: Block, layer: Layer, copies: Sequence[RowCopy]) -> None:
 
 
 @inference
-def blocks_for(layers: Sequence[Layer], contents: Sequence[Contents], rows: int) -> list[Block]:
+def blocks_for(
+    layers: Sequence[Layer], contents: Sequence[Contents], rows: int, *, dtype: torch.dtype | None = None
+) -> list[Block]:
     """The block of each layer, with enough slots for what will be put in; a new one for a layer that has none.
 
     A new block is not yet the layer's own.
@@ -59,6 +68,7 @@ def blocks_for(layers: Sequence[Layer], contents: Sequence[Contents], rows: int)
         layers: the layers with slots.
         contents: what will be put in.
         rows: rows of a new block.
+        dtype: the model's, for a new block whose slots hold codes.
 
     Raises:
         ShapeError: the contents have another number of layers.
@@ -69,7 +79,7 @@ def blocks_for(layers: Sequence[Layer], contents: Sequence[Contents], rows: int)
         if len(copies) < len(contents):
             raise ShapeError(f"It does not have {len(layers)} layers with slots, as this model has.")
         if not layer.allocated:
-            blocks.append(new_block(layer, copies, rows))
+            blocks.append(new_block(layer, copies, rows, dtype=dtype))
             continue
         if any(max(copy.used, copy.most + 1) > layer.block.store.capacity for copy in copies):
             _widen(layer.block, layer, copies)

@@ -35,6 +35,7 @@ KEY = "kvkeep"
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
+    "I8": torch.int8,
     "I32": torch.int32,
     "I64": torch.int64,
     "F16": torch.float16,
@@ -53,7 +54,10 @@ SHARED = re.compile(r"shared\.([a-z]{1,20})")
 STATE = re.compile(r"states\.(\d{1,4})\.([a-z_]{1,40})(?:\.(\d{1,4}))?")
 """Names of tensors: of a layer with slots, of the tables that layers share, and of a layer with a state."""
 
-CUT = ("store.keys", "store.values", "store.positions")
+SCALES = ("store.key_scales", "store.value_scales")
+"""Tensors that slots of codes have besides their numbers, see `kvkeep.codes`."""
+
+CUT = ("store.keys", "store.values", "store.positions", *SCALES)
 """Tensors with one entry per slot, besides the policy's state."""
 
 

@@ -11,12 +11,14 @@ import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
+from kvkeep.codes import KV_BITS, NUMBERS, groups
 from kvkeep.errors import SnapshotError
 from kvkeep.runs import in_full
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.described import LayerDescription, described_flags, described_layers, fingerprint_of, whole
+from kvkeep.snapshot.fingerprint import Fingerprint
 from kvkeep.snapshot.header import Entry, NotASnapshotError, check, opened, read_header, read_tensor
-from kvkeep.snapshot.layout import LAYER, OCCUPIED, SHARED, STATE, TOKENS, Parts, is_cut
+from kvkeep.snapshot.layout import LAYER, OCCUPIED, SCALES, SHARED, STATE, TOKENS, Parts, is_cut
 from kvkeep.snapshot.states import Place, StateCopy
 from kvkeep.store import Cascade, RowCopy
 from kvkeep.types import EMPTY
@@ -53,7 +55,8 @@ def _read(file: IO[bytes], size: int) -> Parts:
     groups = _by_layer(header.entries, len(layers))
     seen = layers[0].numbers["seen"]
     for number, (layer, entries) in enumerate(zip(layers, groups, strict=True)):
-        _check_shapes(f"layer {number}", layer, entries, fingerprint.dtype)
+        _check_shapes(f"layer {number}", layer, entries)
+        _check_vectors(f"layer {number}", entries, fingerprint)
         expanded = (
             layer.heads
             * layer.used
@@ -102,14 +105,12 @@ def _by_layer(entries: Mapping[str, Entry], layers: int) -> list[dict[str, Entry
     return groups
 
 
-def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Entry], dtype: str | None) -> None:
+def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Entry]) -> None:
     """Refuse a layer whose tensors do not fit its description or each other."""
     missing = {OCCUPIED, "store.keys", "store.values", "store.positions"} - entries.keys()
     check(not missing, f"{shown} lacks {', '.join(sorted(missing))}")
     keys, values, bits = entries["store.keys"], entries["store.values"], entries[OCCUPIED]
     check(len(keys.shape) == len(values.shape) == 2, f"{shown} has keys or values of a wrong shape")
-    for entry in (keys, values):
-        check(str(entry.dtype) == f"torch.{dtype}", f"{shown} has {entry.dtype}, and its fingerprint says {dtype}")
     slots, n = layer.heads * layer.used, keys.shape[0]
     check((bits.dtype, bits.shape) == (torch.uint8, (-(-slots // 8),)), f"{shown} has not one bit for each slot")
     check(1 <= n <= slots, f"{shown} has {n} tokens in {slots} slots")
@@ -117,9 +118,23 @@ def _check_shapes(shown: str, layer: LayerDescription, entries: Mapping[str, Ent
     for name in (one for one in entries if is_cut(one, layer.whole)):
         kind, shape = entries[name].dtype, entries[name].shape
         check(shape[:1] == (n,), f"{shown} has {n} tokens, and its {name} the shape {list(shape)}")
-        if name not in ("store.keys", "store.values"):
+        if name not in ("store.keys", "store.values", *SCALES):
             wanted = torch.int32 if name == "store.positions" else torch.float32
             check((kind, len(shape)) == (wanted, 1), f"{name} of {shown} is no list of {wanted}")
+
+
+def _check_vectors(shown: str, entries: Mapping[str, Entry], made: Fingerprint) -> None:
+    """Refuse keys and values that do not have the dtype of the fingerprint, or its bits and the scales for them."""
+    scales = entries.keys() & set(SCALES)
+    check(len(scales) == (0 if made.kv_bits is None else 2), f"{shown} has {len(scales)} of two tensors of scales")
+    for name, bits in zip(("keys", "values"), KV_BITS.get(made.kv_bits or "", (None, None)), strict=True):
+        entry = entries[f"store.{name}"]
+        wanted = f"torch.{made.dtype}" if bits is None else str(NUMBERS[bits])
+        check(str(entry.dtype) == wanted, f"{shown} has {entry.dtype}, and its fingerprint says {wanted[6:]}")
+        if bits is not None:
+            found, (n, width) = entries[f"store.{name[:-1]}_scales"], entry.shape
+            shape = (n, groups(width * 8 // bits))
+            check((found.dtype, found.shape) == (torch.float16, shape), f"{shown} has not the scales of its {name}")
 
 
 def _slot_bytes(entry: Entry) -> int:

@@ -2,23 +2,28 @@
 
 from kvkeep.store.block import Block
 from kvkeep.store.cascade import Alone, Cascade
+from kvkeep.store.chunk import beside, settle
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.pooled import PooledStore
 from kvkeep.store.protocol import Store, inference
+from kvkeep.store.quantised import QUANTISED, QuantisedStore
 from kvkeep.store.row import RowCopy, check_row, has_room, pin_row, put_row, take_row
 from kvkeep.store.several import check_rows, put_rows, take_rows
 from kvkeep.store.sharing import add_state, lacks
 from kvkeep.store.view import view_of
 
 __all__ = [
+    "QUANTISED",
     "Alone",
     "Block",
     "Cascade",
     "DenseStore",
     "PooledStore",
+    "QuantisedStore",
     "RowCopy",
     "Store",
     "add_state",
+    "beside",
     "check_row",
     "check_rows",
     "has_room",
@@ -27,6 +32,7 @@ __all__ = [
     "pin_row",
     "put_row",
     "put_rows",
+    "settle",
     "take_row",
     "take_rows",
     "view_of",

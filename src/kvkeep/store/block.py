@@ -18,7 +18,7 @@ from kvkeep.store.dense import DenseStore
 from kvkeep.store.heads import empty, places
 from kvkeep.store.pooled import PooledStore
 from kvkeep.store.protocol import Store
-from kvkeep.types import EMPTY, Budget, Phase, Slots, State
+from kvkeep.types import EMPTY, Budget, Phase, State
 
 
 class Block:
@@ -124,32 +124,6 @@ class Block:
             self.prompt.copy_(self.seen if isinstance(coming, int) else torch.where(coming > 0, self.seen, self.prompt))
         return positions
 
-    def beside(
-        self,
-        keys: Float[Tensor, "B Hk T D"],
-        values: Float[Tensor, "B Hk T E"],
-        positions: Int[Tensor, "B 1 T"],
-        *,
-        starts: Mapping[str, float],
-        used: int,
-    ) -> tuple[Slots, State]:
-        """Copies of the first ``used`` slots, followed by new tokens, and the policy's state of both and of the heads.
-
-        Args:
-            keys: keys of the new tokens.
-            values: values of the new tokens.
-            positions: their positions, the same in all heads.
-            starts: the state of a new token.
-            used: number of slots to copy; 0 if all are empty.
-        """
-        new = Slots(keys, values, positions.expand(keys.shape[:3]))
-        state = {name: self.state[name].new_full(keys.shape[:3], start) for name, start in starts.items()}
-        heads = {name: self.state[name] for name in self.heads}
-        if not used:
-            return new, state | heads
-        held = Slots(*self.store.beside(keys, values, used=used), _joined(self.store.positions, new.positions, used))
-        return held, {name: _joined(self.state[name], chunk, used) for name, chunk in state.items()} | heads
-
     def opened(self) -> Block:
         """The block as a step works on it, with slots and state side by side. What it writes is kept by `close`."""
         store = self.store.opened()
@@ -217,8 +191,7 @@ class Block:
         """Give every head more slots, and keep the content. The tensors are replaced."""
         missing = capacity - self.store.capacity
         if missing > 0:
-            held, self.store = self.store.slots(), self.store.wider(capacity)
-            self.store.fill(*held)
+            self.store = self.store.widened(capacity)
             self._pad(missing)
 
     def _pad(self, missing: int) -> None:
@@ -282,8 +255,3 @@ class Block:
         self.seen, self.prompt, self.sequences = (tensors[name] for name in ("seen", "prompt", "sequences"))
         self.lost = tensors["lost"]
         self.budget, self.pins = tensors.get("budget", self.budget), tensors.get("pins", self.pins)
-
-
-def _joined(slots: Tensor, chunk: Tensor, used: int) -> Tensor:
-    """The numbers of the first ``used`` slots, followed by the numbers of a chunk."""
-    return torch.cat([slots[:, :, :used], chunk], dim=2)

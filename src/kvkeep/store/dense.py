@@ -45,6 +45,12 @@ class DenseStore(Store):
         """The slots themselves, as attention reads them."""
         return Slots(self.keys, self.values, self.positions)
 
+    def lying(self, used: int) -> Slots | None:
+        """The first ``used`` slots where they lie, in main memory."""
+        if not self.positions.is_cpu:
+            return None
+        return Slots(self.keys[:, :, :used], self.values[:, :, :used], self.positions[:, :, :used])
+
     def fill(
         self,
         keys: Float[Tensor, "B Hk n D"],

@@ -33,6 +33,18 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int): ...
 
+    @classmethod
+    def like(
+        cls, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
+        """Keys and values of no token, from which a store for other rows of the same kind can be made.
+
+        Args:
+            tensors: named as in `per_row`.
+            dtype: the model's, where the tensors do not show it.
+        """
+        return tensors["keys"][:, :, :0], tensors["values"][:, :, :0]
+
     @property
     def capacity(self) -> int:
         """Slots per row and head."""
@@ -96,6 +108,13 @@ class Store(abc.ABC):
     def slots(self) -> Slots:
         """The slots themselves, as a backend reads and writes them."""
 
+    def lying(self, used: int) -> Slots | None:
+        """The first ``used`` slots where they lie, for code that reads them there and writes them through `slots`.
+
+        ``None`` if keys and values can only be copied, or moved one by one at a cost, as on a GPU.
+        """
+        return None
+
     @abc.abstractmethod
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
@@ -110,6 +129,29 @@ class Store(abc.ABC):
         positions: Int[Tensor, "B Hk n"],
     ) -> None:
         """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
+
+    def take(
+        self,
+        keys: Float[Tensor, "B Hk S D"],
+        values: Float[Tensor, "B Hk S E"],
+        positions: Int[Tensor, "B Hk n"],
+        order: Int[Tensor, "B Hk n"],
+        *,
+        held: int,
+    ) -> None:
+        """Replace the content with some tokens of slots and chunk, in place. The other slots become empty.
+
+        A store that rounds moves the tokens that it holds, and never rounds them twice.
+
+        Args:
+            keys: what `beside` has returned, or the slots.
+            values: the same.
+            positions: positions of the tokens in their new slots.
+            order: which tokens, in the order of their new slots.
+            held: the number of slots among the tokens; they come first.
+        """
+        keys, values = (x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
+        self.fill(keys, values, positions)
 
     @abc.abstractmethod
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
@@ -132,6 +174,12 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def wider(self, capacity: int) -> Store:
         """An empty store with more slots, for the same rows."""
+
+    def widened(self, capacity: int) -> Store:
+        """A store with more slots and the same content."""
+        wide = self.wider(capacity)
+        wide.fill(*self.slots())
+        return wide
 
     @abc.abstractmethod
     def per_row(self) -> dict[str, Tensor]:

@@ -253,7 +253,10 @@ def _set_budget(block: Block, row: int, budget: int | Sequence[int]) -> None:
 
 
 def budgets_of(block: Block, rows: slice) -> list[int | tuple[int, ...]]:
-    """The budget of each row."""
+    """The budget of each row, as one number where all heads have the same.
+
+    A policy without budgets per head may have run in a pool. Its rows must also fit a block without one.
+    """
     if isinstance(block.budget, int):
         return [block.budget] * len(block.seen[rows])
-    return [numbers[0] if len(numbers) == 1 else tuple(numbers) for numbers in block.budget[rows].tolist()]
+    return [numbers[0] if len(set(numbers)) == 1 else tuple(numbers) for numbers in block.budget[rows].tolist()]

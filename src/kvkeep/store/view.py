@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.ranges import PoolSlots, PoolView
+from kvkeep.lazy import LazySlots, LazyView
 from kvkeep.store.block import Block
 from kvkeep.types import Phase, Slots, Turning, View
 
@@ -23,7 +23,7 @@ def view_of(
     rotation: Turning | None = None,
     turned: bool = True,
 ) -> View:
-    """Slots of a block, or copies of them beside a chunk, as a policy sees them. Counters are live.
+    """Slots of a block, alone or beside a chunk, as a policy sees them. Counters are live.
 
     Args:
         block: the block.
@@ -49,6 +49,6 @@ def view_of(
         "rotation": rotation,
         "turned": turned,
     }
-    if isinstance(slots, PoolSlots):
-        return PoolView.of(slots, **others)
+    if isinstance(slots, LazySlots):
+        return LazyView.of(slots, **others)
     return View(slots.positions, slots.keys, slots.values, **others)

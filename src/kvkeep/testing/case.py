@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvkeep import scores
 from kvkeep.backends import reference
+from kvkeep.codes import KV_BITS, decode, encode, encode_keys, hadamard
 from kvkeep.eviction import head_budgets, limit
 from kvkeep.layer import Layer
 from kvkeep.pins import Spans, table
@@ -36,6 +37,7 @@ class Case:
         padding: padding of row 1. It must leave every row at least one real token.
         seed: seed of the random tensors.
         pins: spans of positions that may not be evicted, in every row.
+        kv_bits: bits of keys and values in the slots; ``None``: those of the model's dtype.
     """
 
     rows: int = 2
@@ -49,6 +51,7 @@ class Case:
     padding: int = 3
     seed: int = 0
     pins: Spans = ()
+    kv_bits: str | None = None
 
     @property
     def options(self) -> AttentionOptions:
@@ -87,6 +90,22 @@ class Tape:
         query, keys, values = (t[index : index + 1, :, real] for t in (self.query, self.keys, self.values))
         return Tape(query, keys, values, real[None, real])
 
+    def held(self, kv_bits: str | None, *, exact: int | None = None) -> Tape:
+        """The tape with keys and values as slots of so many bits give them back.
+
+        Args:
+            kv_bits: see `Case`.
+            exact: columns from this one on are not in slots yet; ``None``: all are.
+        """
+        if kv_bits is None:
+            return self
+        key_bits, value_bits = KV_BITS[kv_bits]
+        keys = hadamard(decode(encode_keys(self.keys, key_bits), torch.float32))
+        values, n = decode(encode(self.values, value_bits), torch.float32), exact
+        if n is not None:
+            keys[:, :, n:], values[:, :, n:] = self.keys[:, :, n:], self.values[:, :, n:]
+        return Tape(self.query, keys, values, self.real)
+
 
 @dataclass
 class Moment:
@@ -100,7 +119,7 @@ class Moment:
 def run(policy: Policy, case: Case, tape: Tape | None = None) -> Iterator[Moment]:
     """Feed a case to a real layer: the prompt, then one token at a time."""
     tape = Tape.random(case) if tape is None else tape
-    layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk, pins=[case.pins])
+    layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk, pins=[case.pins], kv_bits=case.kv_bits)
     columns = tape.real.shape[1]
     bounds = [0, *range(columns - case.steps, columns + 1)]
     for start, stop in itertools.pairwise(bounds):
@@ -135,7 +154,8 @@ def replay(policy: Policy, case: Case, tape: Tape) -> Iterator[tuple[Tensor, Ten
         positions = torch.cat([kept, torch.arange(start, stop, dtype=torch.int32).expand(1, heads, -1)], dim=-1)
         index = positions.long().masked_fill(positions == EMPTY, n)  # the last column of `memory` belongs to nobody
         past, alive = cascade.enter(1, positions[:, 0])
-        view = replace(_view(case, tape, positions, stop - start, turn, phase), budget=budget, past=past, alive=alive)
+        seen = tape.held(case.kv_bits, exact=start if phase is Phase.PREFILL else None)
+        view = replace(_view(case, seen, positions, stop - start, turn, phase), budget=budget, past=past, alive=alive)
         now, slots = torch.arange(start, stop)[None], Slots(view.keys, view.values, positions)
         query = tape.query[:, :, start:stop]
         out, report = reference.attend(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +26,8 @@ class Fed:
     def __init__(self, policy: Policy, case: Case) -> None:
         self.case = case
         self.cascade = policy.cascades(1) if policy.cascades else None
-        self.layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk, cascade=self.cascade)
+        options: dict[str, Any] = {"prefill_chunk": case.chunk, "kv_bits": case.kv_bits}
+        self.layer = Layer(policy, case.budget, index=1, cascade=self.cascade, **options)
 
     def feed(self, tape: Tape, stop: int) -> Tensor:
         """Feed the columns up to ``stop``: the prompt, or a generated token. Return the output, 0 for padding."""
@@ -38,17 +40,18 @@ class Fed:
     def move_to(self, other: Fed) -> None:
         """Save every row to a file, and put what the files hold into a layer that was never fed."""
         rows = [take([self.layer.block], row, cascade=self.cascade) for row in range(self.case.rows)]
-        read = [_through_a_file(row, self.case) for row in rows]
-        block = new_block(other.layer, [row.layers[0] for row in read], self.case.rows)
+        read = [self._through_a_file(row) for row in rows]
+        dtype = self.layer.store.dtype
+        block = new_block(other.layer, [row.layers[0] for row in read], self.case.rows, dtype=dtype)
         for number, row in enumerate(read):
             put(row, [block], number, cascade=other.cascade)
         other.layer.hold(block, columns=self.layer.columns)
 
-
-def _through_a_file(contents: Contents, case: Case) -> Contents:
-    """A row as a file holds it."""
-    dtype = str(contents.layers[0].tensors["store.keys"].dtype).removeprefix("torch.")
-    made = Fingerprint(model="a law", config="", policy="", budget=case.budget, dtype=dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        Snapshot(contents, made).save(Path(folder, "row"))
-        return Snapshot.load(Path(folder, "row")).contents
+    def _through_a_file(self, contents: Contents) -> Contents:
+        """A row as a file holds it."""
+        settings: dict[str, Any] = {"budget": self.case.budget, "kv_bits": self.case.kv_bits}
+        dtype = str(self.layer.store.dtype).removeprefix("torch.")
+        made = Fingerprint(model="a law", config="", policy="", dtype=dtype, **settings)
+        with tempfile.TemporaryDirectory() as folder:
+            Snapshot(contents, made).save(Path(folder, "row"))
+            return Snapshot.load(Path(folder, "row")).contents

@@ -1,7 +1,7 @@
 """Attention and decode steps in C++, compiled for this machine at first use.
 
 `build` compiles and loads the kernel. `ops` are its functions on tensors, `prefill_ops` those for many tokens per row,
-`slot_ops` those on slots, `small_ops` the operators between two attentions.
+`slot_ops` those on slots, `small_ops` the operators between two attentions. `coding` shows it slots that hold codes.
 `native` returns the kernel, or why there is none.
 """
 
@@ -17,12 +17,14 @@ from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.again import turned
 from kvkeep.backends.native import ops, prefill_ops, slot_ops
 from kvkeep.backends.native.build import Native, native
+from kvkeep.backends.native.coding import coding_of
 from kvkeep.backends.native.turn import Turn, turn_of
-from kvkeep.backends.pool import InPool
+from kvkeep.backends.pool import Copying
 from kvkeep.backends.protocol import AtRanks, Backend
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.wanted import is_known, wanted
-from kvkeep.ranges import PoolSlots, lying
+from kvkeep.lazy import LazySlots
+from kvkeep.ranges import lying
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
@@ -38,12 +40,15 @@ class NativeBackend(Backend):
             it; a prompt's keys are rotated before. ``None`` for true positions.
 
     Cost of `attend`:
-        for one token, the visible part of ``B·Hk·S·(D + E)`` elements is read once. For more, ``2·B·Hq·T·S·(D + E)``
-        FLOPs, half of it for a causal chunk; extra memory for a float32 copy of the keys and values of some heads.
+        for one token, the visible part of ``B·Hk·S·(D + E)`` elements, or of their codes and scales, is read once. For
+        more, ``2·B·Hq·T·S·(D + E)`` FLOPs, half of it for a causal chunk; extra memory for a float32 copy of the keys
+        and values of some heads. Over slots that hold codes, a chunk attends to a copy of the layer's slots in the
+        model's dtype, ``B·Hk·S·(D + E)`` elements.
     """
 
     name = "native"
     pools = True
+    codes = True
     fuses = True
     tallies = True
     small = True
@@ -69,9 +74,11 @@ class NativeBackend(Backend):
             return read or self._others.attend(query, slots, now, statistic=statistic, options=options)
         found = None
         if options.top is None and is_known(statistic):
-            (keys, values, positions), ranges = lying(slots)
-            given, turn = (query, keys, values, now, positions), self._turn(positions, keys.dtype)
-            found = ops.attend(*given, options=options, wanted=wanted(statistic), turn=turn, ranges=ranges)
+            there, ranges = lying(slots)
+            (keys, values, positions), codes = coding_of(there)
+            given, turn = (query, keys, values, now, positions), self._turn(positions, query.dtype)
+            asked: dict[str, Any] = {"options": options, "wanted": wanted(statistic), "turn": turn}
+            found = ops.attend(*given, **asked, ranges=ranges, codes=codes)
         if found is None:
             return self._others.attend(query, slots, now, statistic=statistic, options=options)
         out, *sums = found
@@ -113,10 +120,11 @@ class NativeBackend(Backend):
     ) -> Int[Tensor, "B Hk 1"]:
         """See `Backend.append`."""
         there, ranges = lying(slots)
-        slot = slot_ops.write(*there, new=(keys, values), now=now, starts=ranges and ranges[0])
+        there, codes = coding_of(there)
+        slot = slot_ops.write(*there, new=(keys, values), now=now, starts=ranges and ranges[0], codes=codes)
         if slot is None:
-            return InPool(self._others).append(slots, keys, values, now)
-        if isinstance(slots, PoolSlots):
+            return Copying(self._others).append(slots, keys, values, now)
+        if isinstance(slots, LazySlots):
             slots.forget()
         return slot
 
@@ -152,7 +160,8 @@ class NativeBackend(Backend):
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
         there, ranges = lying(slots)
-        turn = self._turn(there.positions, there.keys.dtype, rotated_at=now)
+        there, codes = coding_of(there)
+        turn = self._turn(there.positions, query.dtype, rotated_at=now)
         report, token = wanted(statistic) if added.states else None, (query, *new)
         out = ops.step(
             *(token, there, now),
@@ -162,8 +171,9 @@ class NativeBackend(Backend):
             limits=limits,
             turn=turn,
             ranges=ranges,
+            codes=codes,
         )
-        if isinstance(slots, PoolSlots):
+        if isinstance(slots, LazySlots):
             slots.forget()
         return out
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvkeep.backends.added import Added, Ring
+from kvkeep.backends.native.coding import Coding, decodable
 from kvkeep.backends.native.turn import Turn
 from kvkeep.backends.wanted import Wanted
 from kvkeep.types import AttentionOptions, Budget
@@ -27,10 +28,15 @@ def attendable(  # noqa: PLR0913  all that the kernel relies on
     wanted: Wanted | None,
     turn: Turn | None = None,
     pooled: bool = False,
+    coding: Coding | None = None,
 ) -> bool:
     """Whether dtypes and shapes are those that `attend` promises to the kernel."""
     B, _, T, _ = query.shape
-    if T != 1 or now.shape != (B, 1) or not _is_cache(query, keys, values, positions, pooled=pooled):
+    if T != 1 or now.shape != (B, 1):
+        return False
+    if coding is None and not _is_cache(query, keys, values, positions, pooled=pooled):
+        return False
+    if coding is not None and (pooled or not _is_coded(query, coding, positions)):
         return False
     if not _is_asked(query, options):
         return False
@@ -63,6 +69,17 @@ def _is_cache(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *,
     return positions.shape in ((B, Hk, S), (B, 1, S))
 
 
+def _is_coded(query: Tensor, coding: Coding, positions: Tensor) -> bool:
+    """Whether these codes of keys and values can be attended to by the queries."""
+    (B, Hq, _, D), (keys, values), shape = query.shape, coding, positions.shape
+    if query.dtype not in TYPES or positions.dtype not in _WHOLE or len(shape) != 3 or keys.numbers.ndim != 4:
+        return False
+    slots = B, keys.numbers.shape[1], shape[2]
+    if slots[2] == 0 or slots[1] == 0 or Hq % slots[1] or shape not in (slots, (B, 1, slots[2])):
+        return False
+    return decodable(keys, slots, D) and decodable(values, slots, values.dim)
+
+
 def _is_asked(query: Tensor, options: AttentionOptions) -> bool:
     """Whether window and sinks are as the kernel expects them."""
     if options.window is not None and options.window < 0:
@@ -81,18 +98,27 @@ def writable(
     now: Tensor,
     *,
     pooled: bool = False,
+    coding: Coding | None = None,
 ) -> bool:
     """Whether dtypes and shapes are those that `write` promises to the kernel."""
     B, Hk, S = positions.shape
-    D, E = keys.shape[-1], values.shape[-1]
+    D, E = (keys.shape[-1], values.shape[-1]) if coding is None else (coding[0].dim, coding[1].dim)
     if positions.dtype != torch.int32 or now.dtype not in _WHOLE or now.shape != (B, 1) or S == 0:
         return False
     S = keys.shape[2] if pooled else S
-    if keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
-        return False
-    if keys.dtype != new[0].dtype or values.dtype != new[1].dtype:
+    if coding is not None:
+        if pooled or new[0].dtype not in TYPES or new[0].dtype != new[1].dtype:
+            return False
+        if not (decodable(coding[0], (B, Hk, S), D) and decodable(coding[1], (B, Hk, S), E)):
+            return False
+    elif (keys.shape, values.shape) != ((B, Hk, S, D), (B, Hk, S, E)) or not _is_same(new, keys, values):
         return False
     return new[0].shape == (B, Hk, 1, D) and new[1].shape == (B, Hk, 1, E)
+
+
+def _is_same(new: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> bool:
+    """Whether new keys and values have the dtypes of the slots."""
+    return keys.dtype == new[0].dtype and values.dtype == new[1].dtype
 
 
 def addable(added: Added, positions: Tensor, wanted: Wanted | None) -> bool:

@@ -2,6 +2,7 @@
 // in the same order, and returns -1 if there was no memory; then nothing has been done.
 
 #include "attend.h"
+#include "coded.h"
 #include "prompt.h"
 #include "ring.h"
 #include "small.h"
@@ -31,14 +32,24 @@ extern "C" struct Step {
 
 namespace {
 
-template <class X>
-int64_t attend_as(const Attend &a) {
-    const int64_t bytes = a.rows * a.kv_heads * a.slots * (a.dim + a.value_dim) * (int64_t)sizeof(typename X::T);
+// Call with the element type of this number.
+template <class Call>
+int64_t by_type(int64_t type, const Call &call) {
+    return type == 0 ? call(Float32()) : type == 1 ? call(BFloat16()) : call(Float16());
+}
+
+// Bytes of keys and values with so many for each number. Codes take as long as numbers of two bytes.
+int64_t work_of(const Attend &a, int64_t each) {
+    return a.rows * a.kv_heads * a.slots * (a.dim + a.value_dim) * each;
+}
+
+template <class AnyHead>
+int64_t attend_as(const Attend &a, int64_t each) {
     const auto work = [&](int64_t i, float *scratch) {
         float *mass = a.mass ? a.mass + i * a.slots : nullptr, *extra = a.extra ? a.extra + i * a.slots : nullptr;
-        Head<X>(a, i, scratch, mass, extra).run();
+        AnyHead(a, i, scratch, mass, extra).run();
     };
-    return for_each(a.rows * a.kv_heads, bytes, a.threads, Layout(a).size, work) ? 0 : -1;
+    return for_each(a.rows * a.kv_heads, work_of(a, each), a.threads, AnyHead::layout(a).size, work) ? 0 : -1;
 }
 
 // Fade a sum and add to it; a new token, in slot `own`, starts at 0.
@@ -57,16 +68,15 @@ inline float mass_held(const int32_t *positions, const float *mass, int64_t slot
     return sum(total);
 }
 
-template <class X>
 Write write_of(const Step &s) {
     const Attend &a = s.attend;
-    constexpr int64_t bytes = sizeof(typename X::T);
+    const int64_t bytes = a.key_codes.bits ? 1 : bytes_of(a.type);
     return {a.rows, a.kv_heads, a.slots, a.dim, a.value_dim, bytes, bytes, a.threads,
             const_cast<char *>(a.keys), a.key_row, a.key_head, a.key_slot,
             const_cast<char *>(a.values), a.value_row, a.value_head, a.value_slot,
             const_cast<int32_t *>(a.positions), a.position_row, a.position_head,
             s.new_keys, s.new_key_row, s.new_key_head, s.new_values, s.new_value_row, s.new_value_head,
-            a.now, a.now_row, nullptr, a.starts};
+            a.now, a.now_row, nullptr, a.starts, a.type, a.key_codes, a.value_codes, a.back, a.half};
 }
 
 Slots slots_of(const Step &s) {
@@ -88,20 +98,19 @@ void unrotate(const Step &s, int64_t row, int64_t head, int64_t own) {
     unturn_key<X>(key, (const T *)a.back + row * 2 * a.half, a.half, to);
 }
 
-template <class X>
-int64_t step_as(const Step &s) {
+// A step. put(write, row, head, scratch), with so many scratch floats, writes a token and returns its slot.
+template <class AnyHead, class Put>
+int64_t step_as(const Step &s, int64_t each, int64_t floats, const Put &put) {
     const Attend &a = s.attend;
-    const Write write = write_of<X>(s);
+    const Write write = write_of(s);
     const Slots held = slots_of(s);
-    const int64_t bytes = a.rows * a.kv_heads * a.slots * (a.dim + a.value_dim) * (int64_t)sizeof(typename X::T);
-    const int64_t attention = up(Layout(a).size, W), slots = up(a.slots, W);
+    const int64_t attention = up(std::max(AnyHead::layout(a).size, floats), W), slots = up(a.slots, W);
     const auto work = [&](int64_t i, float *scratch) {
         const int64_t row = i / a.kv_heads, head = i % a.kv_heads;
-        const int64_t own = write_head(write, row, head);
-        if (a.back) unrotate<X>(s, row, head, own);
+        const int64_t own = put(write, row, head, scratch);
         float *mass = s.ring.words ? s.ring.mass + i * a.slots : scratch + attention;
         float *spare = scratch + attention + slots;
-        Head<X>(a, i, scratch, mass, spare).run();
+        AnyHead(a, i, scratch, mass, spare).run();
         float *lost = s.lost ? s.lost + row * s.lost_row + head * s.lost_head : nullptr;
         if (s.ring.words) {
             const int64_t at = row * s.sum_row + head * s.sum_head;
@@ -118,7 +127,20 @@ int64_t step_as(const Step &s) {
         const int64_t victim = evict_head(held, row, head, spare);
         if (lost && victim >= 0) lost[0] += mass[victim];
     };
-    return for_each(a.rows * a.kv_heads, bytes, a.threads, attention + 2 * slots, work) ? 0 : -1;
+    return for_each(a.rows * a.kv_heads, work_of(a, each), a.threads, attention + 2 * slots, work) ? 0 : -1;
+}
+
+template <class X>
+int64_t plain_step(const Step &s) {
+    return step_as<Head<X>>(s, sizeof(typename X::T), 0, [&](const Write &write, int64_t row, int64_t head, float *) {
+        const int64_t own = write_head(write, row, head);
+        if (s.attend.back) unrotate<X>(s, row, head, own);
+        return own;
+    });
+}
+
+int64_t coded_step(const Step &s) {
+    return step_as<CodedHead>(s, 2, coding_floats(s.attend.dim, s.attend.value_dim), code_head);
 }
 
 // Call work(row, head, scratch) for every head of every row.
@@ -132,57 +154,36 @@ bool for_each_head(const Slots &s, int64_t floats, const Work &work) {
 }  // namespace
 
 extern "C" int64_t kvkeep_attend(const Attend *a) {
-    switch (a->type) {
-        case 0: return attend_as<Float32>(*a);
-        case 1: return attend_as<BFloat16>(*a);
-        default: return attend_as<Float16>(*a);
-    }
+    if (a->key_codes.bits) return attend_as<CodedHead>(*a, 2);
+    return by_type(a->type, [=](auto x) { return attend_as<Head<decltype(x)>>(*a, sizeof(typename decltype(x)::T)); });
 }
 
 extern "C" int64_t kvkeep_prefill(const Prefill *a) {
-    switch (a->type) {
-        case 0: return prefill_as<Float32>(*a);
-        case 1: return prefill_as<BFloat16>(*a);
-        default: return prefill_as<Float16>(*a);
-    }
+    return by_type(a->type, [=](auto x) { return prefill_as<decltype(x)>(*a); });
 }
 
 extern "C" int64_t kvkeep_step(const Step *s) {
-    switch (s->attend.type) {
-        case 0: return step_as<Float32>(*s);
-        case 1: return step_as<BFloat16>(*s);
-        default: return step_as<Float16>(*s);
-    }
+    if (s->attend.key_codes.bits) return coded_step(*s);
+    return by_type(s->attend.type, [=](auto x) { return plain_step<decltype(x)>(*s); });
 }
 
 extern "C" int64_t kvkeep_products(const Products *p) {
-    switch (p->type) {
-        case 0: return products_as<Float32>(*p);
-        case 1: return products_as<BFloat16>(*p);
-        default: return products_as<Float16>(*p);
-    }
+    return by_type(p->type, [=](auto x) { return products_as<decltype(x)>(*p); });
 }
 
 extern "C" int64_t kvkeep_gated(const Gated *g) {
-    switch (g->type) {
-        case 0: return gated_as<Float32>(*g);
-        case 1: return gated_as<BFloat16>(*g);
-        default: return gated_as<Float16>(*g);
-    }
+    return by_type(g->type, [=](auto x) { return gated_as<decltype(x)>(*g); });
 }
 
 extern "C" int64_t kvkeep_norm(const Norm *n) {
-    switch (n->type) {
-        case 0: return norm_as<Float32>(*n);
-        case 1: return norm_as<BFloat16>(*n);
-        default: return norm_as<Float16>(*n);
-    }
+    return by_type(n->type, [=](auto x) { return norm_as<decltype(x)>(*n); });
 }
 
 extern "C" int64_t kvkeep_write(const Write *w) {
-    const int64_t n = w->rows * w->kv_heads;
-    return for_each(n, n * w->slots * 4, w->threads, 0, [&](int64_t i, float *) {
-        w->slot[i] = write_head(*w, i / w->kv_heads, i % w->kv_heads);
+    const int64_t n = w->rows * w->kv_heads, floats = w->key_codes.bits ? coding_floats(w->dim, w->value_dim) : 0;
+    return for_each(n, n * w->slots * 4, w->threads, floats, [=](int64_t i, float *scratch) {
+        const int64_t row = i / w->kv_heads, head = i % w->kv_heads;
+        w->slot[i] = floats ? code_head(*w, row, head, scratch) : write_head(*w, row, head);
     }) ? 0 : -1;
 }
 

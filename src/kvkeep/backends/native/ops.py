@@ -7,14 +7,14 @@ relies on: devices, dtypes, shapes and strides.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from kvkeep.backends.added import Added, Limits, Ring
-from kvkeep.backends.native import checks
+from kvkeep.backends.native import checks, coding
 from kvkeep.backends.native.packing import LAST, bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.backends.native.turn import Turn
 from kvkeep.backends.wanted import Wanted
@@ -31,8 +31,8 @@ _RING = struct.Struct("6q 2q")
 
 def attend(  # noqa: PLR0913  all that the kernel is told
     query: Float[Tensor, "B Hq 1 D"],
-    keys: Float[Tensor, "B Hk P D"],
-    values: Float[Tensor, "B Hk P E"],
+    keys: Shaped[Tensor, "B Hk P _D"],
+    values: Shaped[Tensor, "B Hk P _E"],
     now: Int[Tensor, "B 1"],
     positions: Int[Tensor, "B #Hk S"],
     *,
@@ -40,10 +40,11 @@ def attend(  # noqa: PLR0913  all that the kernel is told
     wanted: Wanted | None,
     turn: Turn | None = None,
     ranges: Ranges | None = None,
+    codes: coding.Coding | None = None,
 ) -> list[Tensor] | None:
     """Attention of one token per row, in one pass over keys and values; with a ``turn`` keys are unrotated.
 
-    With ``ranges``, keys and values are pools as `kvkeep.ranges.PoolSlots.lying` shows them.
+    With ``ranges``, keys and values are pools as `kvkeep.ranges.lying` shows them; with ``codes``, the codes' numbers.
 
     A padded query (position -1), and a query that sees nothing, give zeros. `AttentionOptions.top` is ignored.
 
@@ -51,14 +52,14 @@ def attend(  # noqa: PLR0913  all that the kernel is told
         The output ``(B, Hq, 1, E)`` in the query's dtype; if wanted, then the mass and the second field of the report,
         ``(B, Hk, S)`` float32.
     """
-    library = library_for(query, keys, values, now, positions)
-    if library is None or not checks.attendable(
-        query, keys, values, now, positions, options=options, wanted=wanted, turn=turn, pooled=ranges is not None
-    ):
+    library, pooled = library_for(query, keys, values, now, positions, *coding.scales_of(codes)), ranges is not None
+    asked: dict[str, Any] = {"options": options, "wanted": wanted, "turn": turn}
+    given = query, keys, values, now, positions
+    if library is None or not checks.attendable(*given, **asked, pooled=pooled, coding=codes):
         return None
     positions, now = cast_to(positions, torch.int32), cast_to(now, torch.int64)
     slots = keys, values, positions
-    call = _attention(query, slots, now, options=options, wanted=wanted, turn=turn, ranges=ranges)
+    call = _attention(query, slots, now, **asked, ranges=ranges, codes=codes)
     return None if library.kvkeep_attend(call.packed) else call.results
 
 
@@ -73,20 +74,20 @@ def step(  # noqa: PLR0913  all that the kernel is told
     limits: Limits,
     turn: Turn | None = None,
     ranges: Ranges | None = None,
+    codes: coding.Coding | None = None,
 ) -> Float[Tensor, "B Hq 1 E"] | None:
-    """`Backend.step` in one pass over keys and values, where both windows are the same; ``ranges`` as in `attend`.
+    """`Backend.step` in one pass, where both windows are the same; ``ranges`` and ``codes`` as in `attend`.
 
     ``wanted`` asks for the mass alone, with a ring for low as well; it is ``None`` if the policy has no sums. With a
     ``turn`` the slots' keys are unrotated, and the token is rotated to its position.
     """
     (query, *new), (keys, values, positions) = token, slots
-    library = library_for(query, *slots, *new, now, limits.seen, *added.tensors)
-    pooled = ranges is not None
-    if library is None or not checks.attendable(
-        query, keys, values, now, positions, options=options, wanted=wanted, turn=turn, pooled=pooled
-    ):
+    library = library_for(query, *slots, *new, now, limits.seen, *added.tensors, *coding.scales_of(codes))
+    asked: dict[str, Any] = {"options": options, "wanted": wanted, "turn": turn}
+    lying: dict[str, Any] = {"pooled": ranges is not None, "coding": codes}
+    if library is None or not checks.attendable(query, keys, values, now, positions, **asked, **lying):
         return None
-    if not checks.writable(*slots, token[1:], now, pooled=pooled) or not checks.addable(added, positions, wanted):
+    if not checks.writable(*slots, token[1:], now, **lying) or not checks.addable(added, positions, wanted):
         return None
     if not checks.countable(positions, limits.seen, limits.recent, limits.stay):
         return None
@@ -95,7 +96,7 @@ def step(  # noqa: PLR0913  all that the kernel is told
     most, limit = either(bounded(limits.stay), torch.int64)
     total, other = (*added.states, None, None)[:2]
     lost = None if wanted is None else added.lost
-    call = _attention(query, slots, now, options=options, wanted=wanted, turn=turn, reports=False, ranges=ranges)
+    call = _attention(query, slots, now, **asked, reports=False, ranges=ranges, codes=codes)
     marks, sizes = _marks(added.ring, len(query))
     packed = call.packed + _STEP.pack(
         *(new[0].data_ptr(), *new[0].stride()[:2]),
@@ -140,9 +141,9 @@ class _Attention(NamedTuple):
     tensors: tuple[Tensor | None, ...]
 
 
-def _attention(
+def _attention(  # noqa: PLR0913  all that the kernel is told
     query: Float[Tensor, "B Hq 1 D"],
-    slots: tuple[Float[Tensor, "B Hk P D"], Float[Tensor, "B Hk P E"], Int[Tensor, "B #Hk S"]],
+    slots: tuple[Shaped[Tensor, "B Hk P _D"], Shaped[Tensor, "B Hk P _E"], Int[Tensor, "B #Hk S"]],
     now: Int[Tensor, "B 1"],
     *,
     options: AttentionOptions,
@@ -150,12 +151,14 @@ def _attention(
     turn: Turn | None,
     reports: bool = True,
     ranges: Ranges | None = None,
+    codes: coding.Coding | None = None,
 ) -> _Attention:
     """Pack the arguments of attention; without ``reports`` the kernel keeps the mass to itself."""
     (keys, values, positions), (B, Hq, _, D) = slots, query.shape
     Hk, S = keys.shape[1], positions.shape[2]
+    E = values.shape[-1] if codes is None else codes[1].dim
     kind = _KINDS[wanted.second] if wanted else 0
-    results = [query.new_empty((B, Hq, 1, values.shape[-1]))]
+    results = [query.new_empty((B, Hq, 1, E))]
     results += [torch.empty((B, Hk, S), dtype=torch.float32) for _ in range(min(kind, 2) if reports else 0)]
     out, mass, second = (*(result.data_ptr() for result in results), 0, 0)[:3]
     wanted = wanted or _NOTHING
@@ -164,7 +167,7 @@ def _attention(
     gains, gain = either(1.0 if wanted.gain is None else wanted.gain, torch.float32)
     newest, last = either(wanted.last, torch.int64)
     packed = _ATTEND.pack(
-        *(B, Hk, Hq // Hk, S, D, values.shape[-1], torch.get_num_threads(), checks.TYPES[keys.dtype]),
+        *(B, Hk, Hq // Hk, S, D, E, torch.get_num_threads(), checks.TYPES[query.dtype]),
         *(query.data_ptr(), *query.stride()[:2]),
         *(keys.data_ptr(), *keys.stride()[:3]),
         *(values.data_ptr(), *values.stride()[:3]),
@@ -178,4 +181,5 @@ def _attention(
         *((0, 0, 0) if turn is None else turn.packed()),
         *((0, 0) if ranges is None else (ranges[0].data_ptr(), ranges[1].data_ptr())),
     )
+    packed += coding.packed(codes)
     return _Attention(packed, results, (sinks, counted, gains, newest, *(turn or ()), *(ranges or ())))

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvkeep.backends.native import checks
 from kvkeep.backends.native.packing import LAST, library_for, pointer
 from kvkeep.backends.wanted import sums_wanted
+from kvkeep.copies import pieces
 from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Report, Slots
 
@@ -58,14 +59,19 @@ def attend_twice(
         options: arguments of the model's attention.
         again: queries of the second reading; ``None``: there is none, and the last tensor is empty.
     """
-    keys, values, positions = slots
-    library = library_for(query, keys, values, positions)
-    if library is None or not checks.readable(query, keys, values, now, positions, options=options):
+    parts = pieces(slots)
+    library = library_for(query, *(tensor for part in parts for tensor in part))
+    if library is None:
+        return None
+    if not all(checks.readable(query, *part[:2], now, part.positions, options=options) for part in parts):
         return None
     if (wanted := sums_wanted(statistic, now)) is None:
         return None
-    (B, Hq, T, D), (Hk, S, E) = query.shape, values.shape[1:]
-    now, positions = now.to(torch.int64).contiguous(), positions.to(torch.int32)
+    (B, Hq, T, D), (Hk, E), S = query.shape, parts[0].values.shape[1::2], slots.positions.shape[2]
+    now, parts = (
+        now.to(torch.int64).contiguous(),
+        tuple(part._replace(positions=part.positions.int()) for part in parts),
+    )
     sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
     every = [*wanted.masses, *wanted.lows]
     weights = torch.stack(every).float().contiguous() if every else None
@@ -77,7 +83,7 @@ def attend_twice(
         *(B, Hk, Hq // Hk, T, D, E, torch.get_num_threads(), checks.TYPES[query.dtype]),
         *(query.data_ptr(), *query.stride()[:3]),
     )
-    packed += _NO_PIECE + _piece(keys, values, positions)
+    packed += _NO_PIECE * (2 - len(parts)) + b"".join(map(_piece, parts))
     packed += _REST.pack(
         *(now.data_ptr(), out.data_ptr(), pointer(sinks), min(options.window or 0, LAST)),
         *(len(wanted.masses), len(wanted.lows), pointer(weights), sums.data_ptr()),
@@ -89,10 +95,9 @@ def attend_twice(
     return out, Report(dict(zip(statistic.fields, sums, strict=True))), shares
 
 
-def _piece(
-    keys: Float[Tensor, "B Hk S D"], values: Float[Tensor, "B Hk S E"], positions: Int[Tensor, "B H S"]
-) -> bytes:
+def _piece(slots: Slots) -> bytes:
     """Keys and values that lie together, with their positions: per head, or one row of them for all heads."""
+    keys, values, positions = slots
     step = positions.stride(1) if positions.shape[1] > 1 else 0
     return _PIECE.pack(
         keys.shape[2],

@@ -10,39 +10,40 @@ import struct
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from kvkeep.backends.native import checks
+from kvkeep.backends.native import checks, coding
 from kvkeep.backends.native.packing import bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.types import Budget
 
-_WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q q")
+_WRITE = struct.Struct("8q 4q 4q 3q 3q 3q 2q q q q")
 _SLOTS = struct.Struct("4q 3q 3q 3q q 4q 4q")
 
 
 def write(
-    keys: Float[Tensor, "B Hk capacity D"],
-    values: Float[Tensor, "B Hk capacity E"],
+    keys: Shaped[Tensor, "B Hk capacity _D"],
+    values: Shaped[Tensor, "B Hk capacity _E"],
     positions: Int[Tensor, "B Hk S"],
     *,
     new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
     now: Int[Tensor, "B 1"],
     starts: Int[Tensor, "B Hk"] | None = None,
+    codes: coding.Coding | None = None,
 ) -> Int[Tensor, "B Hk 1"] | None:
     """`Backend.append`, where the new token has the dtype of the slots.
 
-    With ``starts``, keys and values are pools as `kvkeep.ranges.PoolSlots.lying` shows them.
+    With ``starts``, keys and values are pools as `kvkeep.ranges.lying` shows them; with ``codes``, the codes' numbers.
     """
-    library = library_for(keys, values, positions, *new, now)
+    library, pooled = library_for(keys, values, positions, *new, now, *coding.scales_of(codes)), starts is not None
     new_keys, new_values = new
-    if library is None or not checks.writable(keys, values, positions, new, now, pooled=starts is not None):
+    if library is None or not checks.writable(keys, values, positions, new, now, pooled=pooled, coding=codes):
         return None
     B, Hk, S = positions.shape
     now = cast_to(now, torch.int64)
     slot = torch.empty((B, Hk, 1), dtype=torch.int64)
     call = _WRITE.pack(
-        *(B, Hk, S, keys.shape[-1], values.shape[-1], keys.element_size(), values.element_size()),
+        *(B, Hk, S, new_keys.shape[-1], new_values.shape[-1], keys.element_size(), values.element_size()),
         torch.get_num_threads(),
         *(keys.data_ptr(), *keys.stride()[:3]),
         *(values.data_ptr(), *values.stride()[:3]),
@@ -50,8 +51,9 @@ def write(
         *(new_keys.data_ptr(), *new_keys.stride()[:2]),
         *(new_values.data_ptr(), *new_values.stride()[:2]),
         *(now.data_ptr(), now.stride(0), slot.data_ptr(), pointer(starts)),
+        checks.TYPES.get(new_keys.dtype, 0),
     )
-    return None if library.kvkeep_write(call) else slot
+    return None if library.kvkeep_write(call + coding.packed(codes) + bytes(16)) else slot
 
 
 def expire(positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> bool | None:

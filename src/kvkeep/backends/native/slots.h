@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "codes.h"
 #include "heads.h"
 #include "vectors.h"
 
@@ -26,6 +27,10 @@ extern "C" struct Write {
     int64_t now_row;
     int64_t *slot;  // dense
     const int64_t *starts;  // as in Attend
+    int64_t type;           // of the new token, as in Attend, where the slots hold codes
+    Coded key_codes, value_codes;
+    const char *back;  // as in Attend, and `half` as well, where the slots hold codes
+    int64_t half;
 };
 
 extern "C" struct Slots {
@@ -44,15 +49,29 @@ extern "C" struct Slots {
 
 namespace {
 
-// Put a row's token into the first free slot of a head. Returns the slot.
-inline int64_t write_head(const Write &w, int64_t row, int64_t head) {
-    int32_t *positions = w.positions + row * w.position_row + head * w.position_head;
+inline int32_t *positions_of(const Write &w, int64_t row, int64_t head) {
+    return w.positions + row * w.position_row + head * w.position_head;
+}
+
+// Give the first free slot of a head the position of the row's token. Returns the slot.
+inline int64_t take_slot(const Write &w, int64_t row, int64_t head) {
+    int32_t *positions = positions_of(w, row, head);
     int32_t least = positions[0];
     for (int64_t s = 0; s < w.slots; s++) least = positions[s] < least ? positions[s] : least;
     int64_t slot = 0;
     while (positions[slot] != least) slot++;
     positions[slot] = (int32_t)w.now[row * w.now_row];
-    const int64_t entry = slot + (w.starts ? w.starts[row * w.kv_heads + head] : 0);
+    return slot;
+}
+
+// Where a head's slot lies among keys and values.
+inline int64_t entry_of(const Write &w, int64_t row, int64_t head, int64_t slot) {
+    return slot + (w.starts ? w.starts[row * w.kv_heads + head] : 0);
+}
+
+// Put a row's token into the first free slot of a head. Returns the slot.
+inline int64_t write_head(const Write &w, int64_t row, int64_t head) {
+    const int64_t slot = take_slot(w, row, head), entry = entry_of(w, row, head, slot);
     const int64_t key = row * w.key_row + head * w.key_head + entry * w.key_slot;
     const int64_t new_key = row * w.new_key_row + head * w.new_key_head;
     std::memcpy(w.keys + key * w.key_bytes, w.new_keys + new_key * w.key_bytes, w.dim * w.key_bytes);

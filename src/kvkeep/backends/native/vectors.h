@@ -77,6 +77,7 @@ struct Pair {
 
 struct Float32 {
     typedef float T;
+    static constexpr int EACH = 2 * W;  // elements that make a pair
     static Pair widen(const T *from) { return {load<Floats>(from), load<Floats>(from + W)}; }
     static void narrow(Pair x, T *to) {
         store(to, x.a);
@@ -86,6 +87,7 @@ struct Float32 {
 
 struct BFloat16 {
     typedef uint16_t T;
+    static constexpr int EACH = 2 * W;
     static Pair widen(const T *from) {
         const Bits both = load<Bits>(from);
         return {(Floats)(both << 16), (Floats)(both & 0xffff0000)};
@@ -99,6 +101,7 @@ struct BFloat16 {
 
 struct Float16 {
     typedef uint16_t T;
+    static constexpr int EACH = 2 * W;
     static Pair widen(const T *from) {
         const Ints both = load<Ints>(from);
         return {widen(both << 16), widen(both)};
@@ -119,25 +122,25 @@ struct Float16 {
     }
 };
 
-// A vector of `dim` elements as pairs of 2 W. The last pair ends where the vector ends, so it overlaps the pair before
-// unless dim is a multiple of 2 W. Only vectors shorter than 2 W are not read in place.
+// A vector of `dim` elements as pairs made of `each` elements. The last pair ends where the vector ends, so it overlaps
+// the pair before unless dim is a multiple of `each`. Only vectors shorter than `each` are not read in place.
 struct Pairs {
-    int64_t dim, n;
+    int64_t dim, each, n;
 
-    explicit Pairs(int64_t dim) : dim(dim), n((dim + 2 * W - 1) / (2 * W)) {}
-    bool in_place() const { return dim >= 2 * W; }
+    explicit Pairs(int64_t dim, int64_t each = 2 * W) : dim(dim), each(each), n((dim + each - 1) / each) {}
+    bool in_place() const { return dim >= each; }
     int64_t floats() const { return n * 2 * W; }
-    int64_t elements() const { return in_place() ? 2 * W : dim; }  // of each pair
+    int64_t elements() const { return in_place() ? each : dim; }  // of each pair
     int64_t begin(int64_t i) const {
-        const int64_t at = i * 2 * W;
-        return in_place() && at + 2 * W > dim ? dim - 2 * W : at;
+        const int64_t at = i * each;
+        return in_place() && at + each > dim ? dim - each : at;
     }
 };
 
 // The first n elements, padded with zeros; the first `without` of them become zeros, too.
 template <class X>
 inline Pair widen(const typename X::T *from, int64_t n, int64_t without = 0) {
-    typename X::T part[2 * W] = {};
+    typename X::T part[X::EACH] = {};
     std::memcpy(part, from, n * sizeof *from);
     std::memset(part, 0, without * sizeof *from);
     return X::widen(part);
@@ -145,7 +148,7 @@ inline Pair widen(const typename X::T *from, int64_t n, int64_t without = 0) {
 
 template <class X>
 inline void narrow(Pair x, typename X::T *to, int64_t n) {
-    typename X::T part[2 * W];
+    typename X::T part[X::EACH];
     X::narrow(x, part);
     std::memcpy(to, part, n * sizeof *to);
 }

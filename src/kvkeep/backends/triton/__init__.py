@@ -2,7 +2,9 @@
 
 ===============================  ====================================================================================
 `gpu`                            where kernels run, which tensors they take, their tile sizes
-`slots`, `decode`, `merge`       kernels of a decode step; `ops` are their functions on tensors
+`slots`, `decode`, `merge`       kernels of a decode step; `ops` are their functions on tensors, `arguments` show them
+                                 tensors and numbers
+`codes`                          how they read and write slots of 8 or 4 bits
 `prefill`                        kernels of a prompt; `prefill_ops` are their functions on tensors
 ===============================  ====================================================================================
 
@@ -15,10 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.backends.added import Added, Limits
+from kvkeep.backends.pool import Copying
 from kvkeep.backends.protocol import Backend
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import gpu, ops, prefill_ops
 from kvkeep.backends.wanted import is_known, wanted
+from kvkeep.lazy import LazySlots
 from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
@@ -30,6 +34,7 @@ class TritonBackend(Backend):
 
     name = "triton"
     fuses = True
+    codes = True
 
     def __init__(self) -> None:
         self._torch = TorchBackend()
@@ -52,7 +57,7 @@ class TritonBackend(Backend):
     ) -> Int[Tensor, "B Hk 1"]:
         """See `Backend.append`."""
         slot = ops.write(slots, (keys, values), now)
-        return self._torch.append(slots, keys, values, now) if slot is None else slot
+        return Copying(self._torch).append(slots, keys, values, now) if slot is None else slot
 
     def expire(self, positions: Int[Tensor, "B Hk S"], seen: Int[Tensor, " B"], window: int) -> None:
         """See `Backend.expire`."""
@@ -99,6 +104,7 @@ def _by_kernels(
     if not gpu.runs(query):
         return None
     if query.shape[2] > 1:
+        slots = slots.copied() if isinstance(slots, LazySlots) else slots
         return prefill_ops.attend(query, slots, now, statistic=statistic, options=options)
     if options.top is not None or not is_known(statistic):
         gpu.notice(f"it uses only its largest probabilities, or reports {type(statistic).__name__} with what it needs")

@@ -19,6 +19,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from kvkeep.backends.triton.codes import vectors
 from kvkeep.backends.triton.slots import free_slot
 
 
@@ -71,25 +72,30 @@ def finite(x):
 @triton.jit
 @no_type_check
 def attend_split(
-    query, keys, values, positions, now, new_keys, new_values,
+    query, keys, values, positions, now, new_keys, new_values, key_scales, value_scales,
     mixes, bounds, logits, slots,
     query_row, query_head, key_row, key_head, key_slot, value_row, value_head, value_slot,
     position_row, position_head, now_row, new_key_row, new_key_head, new_value_row, new_value_head,
+    key_scale_row, key_scale_head, key_scale_slot, value_scale_row, value_scale_head, value_scale_slot,
     Hk, S, scaling, softcap, window,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
     SCAN: tl.constexpr, CAPPED: tl.constexpr, KEEPS: tl.constexpr, APPENDS: tl.constexpr, WIDE: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, KEY_GROUP: tl.constexpr, VALUE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Attention over one split of a head's slots, for all query heads that share them; grid ``(B·Hk, splits)``.
 
     The last split takes a rest of at most a tile as well: with a new token there is one slot more than the budget.
     `APPENDS`: the row's new token is first written into the head's free slot. Its key and value take part from
     registers, `slots` receives the slot, and the next kernel writes the position. `KEEPS`: `logits` are written.
+    With 8 or 4 bits, keys and values are codes with `key_scales` and `value_scales`, see `codes.vectors`; with 16 they
+    are not. There is no `APPENDS` with codes.
 
     Layout: query ``(B, Hq, 1, D)``, keys ``(B, Hk, S, D)``, values ``(B, Hk, S, E)``, positions ``(B, #Hk, S)``, any
     strides but dense in the last axis; `BLOCK_G`, `BLOCK_D`, `BLOCK_E` are powers of two from 16; padding is not read.
-    Bytes: reads keys and values of the visible slots once, ``(D + E)`` elements each, and 4 for a position (`APPENDS`:
-    all positions of the head once more); writes ``4·G·(E + 2)`` per split and, with `KEEPS`, ``4·G`` per visible slot.
+    Bytes: reads keys and values of the visible slots once, ``(D + E)`` elements each or codes with their scales, and 4
+    for a position (`APPENDS`: all positions of the head once more); writes ``4·G·(E + 2)`` per split and, with `KEEPS`,
+    ``4·G`` per visible slot.
     FLOPs: ``2·G·S·(D + 2·E)``, in float32 ``2·G·S·(D + E)``; with padding, those of `BLOCK_G` heads instead of G.
     Error: a logit errs by ``(D + 3)·u·Σ|q·k|·scaling``, and a cap adds ``8·u·softcap``: products of halves are exact,
     and float32 adds them up (tensor cores truncate where others round, and err twice as much). A weight errs, relative
@@ -106,6 +112,8 @@ def attend_split(
     q = tl.load(heads + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
     keys += row * key_row + group * key_head
     values += row * value_row + group * value_head
+    key_scales += row * key_scale_row + group * key_scale_head
+    value_scales += row * value_scale_row + group * value_scale_head
     positions += row * position_row + group * position_head
     logits += head.to(tl.int64) * G * S
     peak, total = tl.full((BLOCK_G,), float("-inf"), tl.float32), tl.zeros((BLOCK_G,), tl.float32)
@@ -139,13 +147,12 @@ def attend_split(
         slot = begin + start + tl.arange(0, TILE)
         position = tl.load(positions + slot, mask=slot < S, other=-1).to(tl.int32)
         shown = (position >= 0) & (position <= at) & (position > at - window) & (slot != own)
-        each = slot.to(tl.int64)[:, None]
-        k = tl.load(keys + each * key_slot + d[None, :], mask=shown[:, None] & (d[None, :] < D), other=0.0)
+        k = vectors(keys, key_scales, slot, key_slot, key_scale_slot, d, shown, q, D, KEY_BITS, KEY_GROUP)
         x = binary_logits(product(q, k.trans(), WIDE), scaling, softcap, CAPPED)
         x = tl.where(shown[None, :], x, float("-inf"))
         if KEEPS:
             tl.store(logits + g[:, None] * S + slot[None, :], x, mask=shown[None, :] & (g[:, None] < G))
-        v = tl.load(values + each * value_slot + e[None, :], mask=shown[:, None] & (e[None, :] < E), other=0.0)
+        v = vectors(values, value_scales, slot, value_slot, value_scale_slot, e, shown, q, E, VALUE_BITS, VALUE_GROUP)
         higher = tl.maximum(peak, tl.max(x, 1))
         weight, fade = tl.exp2(x - finite(higher)[:, None]), tl.exp2(peak - finite(higher))
         total = total * fade + tl.sum(weight, 1)

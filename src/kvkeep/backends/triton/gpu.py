@@ -8,9 +8,11 @@ among others.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +21,9 @@ from torch import Tensor
 
 INTERPRET = "TRITON_INTERPRET"
 """Triton's own environment variable. ``1``, set before Triton is first imported, runs kernels in numpy, slowly."""
+
+OLDEST = (3, 6)
+"""The oldest Triton that the kernels run on; the extra ``gpu`` asks for it."""
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that the kernels take."""
@@ -50,9 +55,25 @@ def kernels() -> Kernels:
     """Where the kernels run: on CUDA if Triton is installed, on a CPU only in its interpreter, which is for tests."""
     if importlib.util.find_spec("triton") is None:
         return Kernels(frozenset(), "Triton is not installed; pip install kvkeep[gpu]")
+    if _numbers(version := _installed()) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        return Kernels(frozenset(), f"Triton {version} is older than {oldest}; a newer torch brings a newer one along")
     if interprets():
         return Kernels(frozenset({"cuda", "cpu"}), "interpreted, slow: for tests")
     return Kernels(frozenset({"cuda"}), f"on CUDA, compiled when first used; on a CPU only with {INTERPRET}=1")
+
+
+def _installed() -> str:
+    """The version of Triton. Builds under another name have none here and are taken for new."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ".".join(map(str, OLDEST))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def interprets() -> bool:

@@ -5,7 +5,7 @@ None of them asks the device for a number, and no shape depends on one, so all c
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.backends.added import Added, Limits
-from kvkeep.backends.triton import gpu
+from kvkeep.backends.triton import arguments, gpu
 from kvkeep.backends.wanted import Wanted
+from kvkeep.codes import CodedSlots, hadamard
 from kvkeep.types import AttentionOptions, Slots
 
 _ENDLESS = 2**31 - 1
@@ -33,23 +34,28 @@ def attend(
     """Attention of one token per row; the results are those of `kvkeep.backends.native.ops.attend`.
 
     Cost:
-        two kernels: `decode.attend_split` and `merge.merge`.
+        two kernels: `decode.attend_split` and `merge.merge`. Over codes, a product of the query with `kvkeep.codes`'
+        matrix before.
     """
-    keys, values, _ = slots
-    if not gpu.runs(query, *slots, now) or not _takes(query, keys, values):
+    if isinstance(slots, CodedSlots):
+        like = query.new_empty((0, slots.positions.shape[1], *arguments.dims(slots)))
+        if not _runs_over(slots, query, now) or not _takes(query, like):
+            return None
+        query = turned(query)
+    elif not gpu.runs(query, *slots, now) or not _takes(query, slots.keys, slots.values):
         return None
     from kvkeep.backends.triton import merge
 
     scratch = Scratch(query, slots, now, options, keeps=wanted is not None)
     scratch.fill()
     kind = _KINDS[wanted.second] if wanted else 0
-    results = [_output(query, values)]
-    results += [keys.new_empty(keys.shape[:3], dtype=torch.float32) for _ in range(min(kind, 2))]
+    results = [_output(query, arguments.dims(slots)[1])]
+    results += [query.new_empty(scratch.shape, dtype=torch.float32) for _ in range(min(kind, 2))]
     _launch(
         merge.merge,
         (scratch.heads,),
         **scratch.tensors(results[0]),
-        **_row(wanted or _NOTHING, now),
+        **arguments.row(wanted or _NOTHING, now),
         mass=results[min(kind, 1)],
         extra=results[-1],
         theta=1.0 if wanted is None else wanted.theta,
@@ -75,6 +81,8 @@ def step(
     Cost:
         two kernels: `decode.attend_split` and `merge.merge_evict`.
     """
+    if isinstance(slots, CodedSlots):
+        return None
     keys, values, positions = slots
     if not gpu.runs(query, *slots, *new, now, *added.states) or not _takes(query, *new, keys, values):
         return None
@@ -82,21 +90,21 @@ def step(
 
     scratch = Scratch(query, slots, now, options, keeps=wanted is not None)
     scratch.fill(new)
-    out = _output(query, values)
+    out = _output(query, values.shape[-1])
     total, other = (*added.states, positions, positions)[:2]
     lost = total if wanted is None or added.lost is None else added.lost
     _launch(
         merge.merge_evict,
         (scratch.heads,),
         **scratch.tensors(out),
-        **_row(wanted or _NOTHING, now),
-        **_limits(limits),
+        **arguments.row(wanted or _NOTHING, now),
+        **arguments.limits(limits),
         slots=scratch.slots,
         total=total,
         other=other,
-        **_heads("state", total),
+        **arguments.heads("state", total),
         lost=lost,
-        **_heads("lost", lost),
+        **arguments.heads("lost", lost),
         LOSES=lost is not total,
         keep=float((wanted or _NOTHING).decay),
         STATES=len(added.states),
@@ -109,7 +117,9 @@ def step(
 def write(
     store: Slots, new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]], now: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B Hk 1"] | None:
-    """`Backend.append`, where the new token has the dtype of the slots."""
+    """`Backend.append`, where the new token has the dtype of the slots, or is coded."""
+    if isinstance(store, CodedSlots):
+        return _write_codes(store, new, now)
     keys, values, positions = store
     if not gpu.runs(*store, *new, now) or not _takes(keys, values, *new):
         return None
@@ -120,12 +130,38 @@ def write(
     _launch(
         slots.append,
         (B * Hk,),
-        **_store(*store),
-        **_new(*new),
+        **arguments.store(store),
+        **arguments.new(*new),
         now=now,
         now_row=now.stride(0),
         slots=found,
         SCAN=gpu.scan_tile(S),
+    )
+    return found
+
+
+def _write_codes(
+    slots: CodedSlots, new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]], now: Int[Tensor, "B 1"]
+) -> Int[Tensor, "B Hk 1"] | None:
+    if not _runs_over(slots, *new, now) or not _takes(*new):
+        return None
+    from kvkeep.backends.triton import codes
+
+    (B, Hk, S), arranged = slots.positions.shape, arguments.codes(slots)
+    found = torch.empty((B, Hk, 1), dtype=torch.int64, device=now.device)
+    lying = {name: value for name, value in arguments.store(slots).items() if not name.startswith("BLOCK")}
+    _launch(
+        codes.append_codes,
+        (B * Hk,),
+        **lying,
+        **arranged,
+        **arguments.new(turned(new[0].float()), new[1]),
+        now=now,
+        now_row=now.stride(0),
+        slots=found,
+        SCAN=gpu.scan_tile(S),
+        KEY_BLOCK=gpu.power(arranged["KEY_GROUP"] * slots.coded_keys.bits // 8),
+        VALUE_BLOCK=gpu.power(arranged["VALUE_GROUP"] * slots.coded_values.bits // 8),
     )
     return found
 
@@ -141,11 +177,11 @@ def evict(positions: Int[Tensor, "B Hk S"], scores: Float[Tensor, "B Hk S"] | No
     _launch(
         slots.evict,
         (B * Hk,),
-        **_limits(limits),
+        **arguments.limits(limits),
         positions=positions,
-        **_heads("position", positions),
+        **arguments.heads("position", positions),
         scores=scored,
-        **_heads("score", scored),
+        **arguments.heads("score", scored),
         Hk=Hk,
         S=S,
         window=limits.window or _ENDLESS,
@@ -160,9 +196,10 @@ class Scratch:
 
     def __init__(self, query: Tensor, slots: Slots, now: Tensor, options: AttentionOptions, *, keeps: bool) -> None:
         self.query, self.store, self.options, self.keeps = query, slots, options, keeps
-        (B, Hk, S, D), E = slots.keys.shape, slots.values.shape[-1]
+        (B, Hk, S), (D, E) = arguments.lying(slots)[0].numbers.shape[:3], arguments.dims(slots)
+        self.shape = B, Hk, S
         self.G, self.S = query.shape[1] // Hk, S
-        self.sizes = gpu.decode_sizes(query.device, D * slots.keys.element_size(), S)
+        self.sizes = gpu.decode_sizes(query.device, D * query.element_size(), S)
         self.splits = max(1, -(-(S - self.sizes.slots) // self.sizes.split))  # a rest of a tile is no split
         self.heads, parts = B * Hk, B * Hk * self.splits * self.G
         self.slots = query.new_empty(self.heads, dtype=torch.int32)
@@ -171,7 +208,7 @@ class Scratch:
             "bounds": query.new_empty(parts * 2, dtype=torch.float32),
             "logits": query.new_empty(self.heads * self.G * S if keeps else 1, dtype=torch.float32),
             "positions": slots.positions,
-            **_heads("position", slots.positions),
+            **arguments.heads("position", slots.positions),
             "now": now,
             "now_row": now.stride(0),
             "window": options.window or _ENDLESS,
@@ -184,10 +221,10 @@ class Scratch:
         _launch(
             decode.attend_split,
             (self.heads, self.splits),
-            **{**self.both, **_store(*self.store)},
-            **_new(*(new or self.store[:2])),
+            **{**self.both, **arguments.store(self.store), **arguments.codes(self.store)},
+            **arguments.new(*(new or (self.query, self.query))),
             query=self.query,
-            **_heads("query", self.query),
+            **arguments.heads("query", self.query),
             slots=self.slots,
             scaling=float(self.options.scaling),
             softcap=float(self.options.softcap or 0.0),
@@ -227,70 +264,27 @@ def _takes(query: Tensor, *others: Tensor) -> bool:
     return reason is None
 
 
-def _output(query: Tensor, values: Tensor) -> Tensor:
+@functools.cache
+def _matrix(dim: int, device: torch.device) -> Float[Tensor, "D D"]:
+    with torch.inference_mode(False):  # it outlives the mode in which it is first asked for
+        return hadamard(torch.eye(dim)).to(device)
+
+
+def turned(query: Float[Tensor, "B Hq 1 D"]) -> Float[Tensor, "B Hq 1 D"]:
+    """`kvkeep.codes.hadamard` as one product of matrices, which has fewer kernels."""
+    found: Tensor = query.float() @ _matrix(query.shape[-1], query.device)
+    return found.to(query.dtype)
+
+
+def _runs_over(slots: CodedSlots, *others: Tensor) -> bool:
+    """`gpu.runs` for slots that hold codes."""
+    return gpu.runs(*others, *slots.coded_keys[:2], *slots.coded_values[:2], slots.positions)
+
+
+def _output(query: Tensor, width: int) -> Tensor:
     """Memory for the output; float32 for the interpreter, which truncates where bfloat16 should round."""
     dtype = torch.float32 if gpu.interprets() else query.dtype
-    return query.new_empty((*query.shape[:3], values.shape[-1]), dtype=dtype)
-
-
-def _row(wanted: Wanted, now: Tensor) -> dict[str, Any]:
-    """How a row counts, as the kernels take it."""
-    return {
-        **_either("counted", "counts", wanted.counts, now, dtype=torch.int64),
-        **_either("gains", "gain", 1.0 if wanted.gain is None else wanted.gain, now, dtype=torch.float32),
-        **_either("newest", "last", wanted.last, now, dtype=torch.int64),
-        "TEMPERED": wanted.gain is not None,
-        "log_decay": math.log2(wanted.decay) if wanted.decay > 0 else -math.inf,
-    }
-
-
-def _limits(limits: Limits) -> dict[str, Any]:
-    """Limits as the kernels take them."""
-    recent, stay = limits.recent, limits.stay
-    return {
-        "ages": limits.seen,
-        "age_row": limits.seen.stride(0),
-        "first_ones": limits.sinks,
-        **_either("recents", "recent", recent, limits.seen),
-        "recent_row": recent.stride(0) if isinstance(recent, Tensor) else 0,
-        **_either("limits", "limit", stay, limits.seen),
-        **(_heads("limit", stay) if isinstance(stay, Tensor) else {"limit_row": 0, "limit_head": 0}),
-        "SLIDES": limits.window is not None,
-    }
-
-
-def _either(
-    table: str, number: str, value: int | float | Tensor, unread: Tensor, *, dtype: torch.dtype | None = None
-) -> dict[str, Any]:
-    """A table, dense if a dtype is given, or one number for all; then ``unread`` takes the place of the table."""
-    if not isinstance(value, Tensor):
-        return {table: unread, number: value, table.upper(): False}
-    return {table: value if dtype is None else value.to(dtype).contiguous(), number: 0, table.upper(): True}
-
-
-def _store(keys: Tensor, values: Tensor, positions: Tensor) -> dict[str, Any]:
-    """Slots, their strides and sizes; `BLOCK_D` and `BLOCK_E` are the powers of two that head dims are padded to."""
-    (_, Hk, S, D), E = keys.shape, values.shape[-1]
-    return {
-        "keys": keys,
-        **_heads("key", keys),
-        "key_slot": keys.stride(2),
-        "values": values,
-        **_heads("value", values),
-        "value_slot": values.stride(2),
-        "positions": positions,
-        **_heads("position", positions),
-    } | {"Hk": Hk, "S": S, "D": D, "E": E, "BLOCK_D": gpu.power(D), "BLOCK_E": gpu.power(E)}
-
-
-def _new(keys: Tensor, values: Tensor) -> dict[str, Any]:
-    """A token's key and value, and their strides."""
-    return {"new_keys": keys, **_heads("new_key", keys), "new_values": values, **_heads("new_value", values)}
-
-
-def _heads(name: str, tensor: Tensor) -> dict[str, int]:
-    """Strides from row to row and from head to head; the latter is 0 where one is for all heads."""
-    return {f"{name}_row": tensor.stride(0), f"{name}_head": tensor.stride(1) if tensor.shape[1] > 1 else 0}
+    return query.new_empty((*query.shape[:3], width), dtype=dtype)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:

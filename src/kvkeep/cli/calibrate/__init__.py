@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli import complete
 from kvkeep.cli.calibrate.request import Request, target
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import (
@@ -62,7 +63,17 @@ def calibrate(
     recent: Annotated[
         int,
         typer.Option(min=1, metavar="N", help="Newest tokens that it still sees.", rich_help_panel=_MEASURE),
-    ] = 24,
+    ] = 32,
+    case: Annotated[
+        str,
+        typer.Option(
+            metavar="CASE",
+            help="later: questions come after the text was cut. inside: the question ends the text, so a limited head "
+            "still reads it with all of the past.",
+            autocompletion=complete.words("later", "inside"),
+            rich_help_panel=_MEASURE,
+        ),
+    ] = "later",
     documents: Annotated[
         int, typer.Option(min=0, metavar="N", help="Texts with planted facts.", rich_help_panel=_MEASURE)
     ] = 6,
@@ -123,6 +134,7 @@ def calibrate(
         context=None if context is None else parse_tokens(context, "--context"),
         sinks=sinks,
         recent=recent,
+        case=case,
         documents=documents,
         questions=questions,
         windows=windows,

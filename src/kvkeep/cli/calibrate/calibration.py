@@ -91,6 +91,7 @@ def prepare(request: Request) -> Job:
     settings = Settings(
         sinks=request.sinks,
         recent=request.recent,
+        case=request.case,
         context=request.context or min(DEFAULT_CONTEXT, trained),
         documents=request.documents,
         questions=request.questions,

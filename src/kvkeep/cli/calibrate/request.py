@@ -21,6 +21,7 @@ class Request:
     context: int | None
     sinks: int
     recent: int
+    case: str
     documents: int
     questions: int
     windows: int

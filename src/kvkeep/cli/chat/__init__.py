@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli import complete
+from kvkeep.cli.bits import KvBits, parse_kv_bits
 from kvkeep.cli.chat.sessions import Folder, complete_names
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
@@ -99,6 +100,7 @@ def chat(
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
     head_budget: HeadBudget = None,
+    kv_bits: KvBits = None,
     positions: Positions = None,
     max_new_tokens: MaxNewTokens = "1024",
     temperature: Temperature = 0.0,
@@ -147,6 +149,7 @@ def chat(
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
         head_budget=parse_head_budget(head_budget),
+        kv_bits=parse_kv_bits(kv_bits),
         positions=parse_positions(positions),
         compare=False,
         max_new_tokens=parse_tokens(max_new_tokens, "--max-new-tokens"),

@@ -16,13 +16,14 @@ from rich.table import Column
 
 from kvkeep import plots
 from kvkeep.cli import console
+from kvkeep.cli.eval import expected, recipes
 from kvkeep.cli.eval.tables import parts
 from kvkeep.cli.files import read_text
 from kvkeep.errors import InputError
-from kvkeep.evals import curves, paired, tasks
+from kvkeep.evals import certainty, curves, leaderboard, merging, paired, tasks, versus
 from kvkeep.evals import report as reports
 from kvkeep.evals.drive import Setup
-from kvkeep.evals.plan import Asked, Cell, Planned, Wanted, split_policies
+from kvkeep.evals.plan import Asked, Cell, Planned, Wanted, split_arms
 from kvkeep.evals.records import Records
 from kvkeep.evals.run import Grid, lay_out, manifest, run
 from kvkeep.evals.task import Options
@@ -53,6 +54,9 @@ class Request:
 
     model: str | None
     output: Path
+    recipe: str | None
+    dry_run: bool
+    shard: tuple[int, int] | None
     policies: str
     budgets: tuple[float | int, ...]
     tasks: str
@@ -66,9 +70,13 @@ class Request:
     ask: str
     window: int | None
     stride: int
+    data: str | None
+    shots: int
+    parts: tuple[str, ...]
     positions: Literal["true", "slot"] | None
     layer_budget: str | tuple[float, ...] | None
     head_budget: str | None
+    kv_bits: str | None
     prefill_chunk: int | None
     plots: bool
     dtype: str
@@ -86,6 +94,12 @@ def serve(request: Request) -> None:
         KVKeepError: the request, the model or the folder cannot be used.
     """
     with quiet(), threads.restored():
+        if request.dry_run:
+            grid = prepare(request)
+            for note in grid.notes:
+                console.note(note)
+            expected.show(grid.checkpoint.name, grid, request.dtype, request.device)
+            return
         records = Records(request.output)
         grid = prepare(request)
         records.check_free()
@@ -118,19 +132,45 @@ def report(request: Request) -> None:
     _show(request, records)
 
 
+def merge(request: Request, folders: Sequence[Path]) -> None:
+    """Join folders of results, and show them.
+
+    Raises:
+        InputError: they are of different runs, or cannot be read or written.
+    """
+    records, doubled = merging.merge(folders, request.output)
+    if doubled:
+        console.note(f"{console.count(doubled, 'cell')} had other scores in a later folder; the first one's stay.")
+    _show(request, records)
+
+
+def page(request: Request, folders: Sequence[Path]) -> None:
+    """Write the leaderboard of folders of results.
+
+    Raises:
+        InputError: they cannot stand in one table, or cannot be read or written.
+    """
+    paths = leaderboard.write(leaderboard.board(merging.read(folders)), request.output)
+    if request.json:
+        console.write_json({"output": str(request.output), "pages": [str(path) for path in paths]})
+    else:
+        console.err().print(console.facts({"pages": ", ".join(map(str, paths))}))
+
+
 def prepare(request: Request) -> Grid:
     """Check a request, cheap tests first, without reading weights.
 
     Raises:
         KVKeepError: the request or the model cannot be used.
     """
-    policies = split_policies(request.policies)
+    policies, kv_bits = zip(*split_arms(request.policies), strict=True)
     kinds = tasks.find(request.tasks)
     budgets = [Asked(ratio=b) if isinstance(b, float) else Asked(tokens=b) for b in request.budgets]
     setup = Setup(
         positions=request.positions,
         layer_budget=request.layer_budget,
         head_budget=request.head_budget,
+        kv_bits=request.kv_bits,
         prefill_chunk=request.prefill_chunk,
     )
     options = _options(request)
@@ -140,8 +180,9 @@ def prepare(request: Request) -> Grid:
     name = request.model or embedded()
     console.progress(f"loading {name} …")
     checkpoint = find(name, allow_pickle=request.allow_pickle)
-    wanted = Wanted(policies=policies, budgets=budgets, setup=setup)
-    return lay_out(checkpoint, as_text(request.model or EMBEDDED), kinds, wanted, options)
+    wanted = Wanted(policies=policies, budgets=budgets, setup=setup, kv_bits=kv_bits)
+    grid = lay_out(checkpoint, as_text(request.model or EMBEDDED), kinds, wanted, options)
+    return grid if request.shard is None else grid.shard(*request.shard)
 
 
 def _options(request: Request) -> list[Options]:
@@ -157,6 +198,9 @@ def _options(request: Request) -> list[Options]:
         ask=request.ask,
         window=request.window,
         stride=request.stride,
+        data=request.data,
+        shots=request.shots,
+        parts=request.parts,
     )
     return [options, *(replace(options, seed=seed) for seed in request.seeds[1:])]
 
@@ -197,14 +241,23 @@ def _show(request: Request, records: Records) -> None:
     pictures = _draw(request, records)
     if request.json:
         paths = [str(path) for path in pictures]
-        console.write_json({"output": str(request.output), "plots": paths, "rows": records.rows})
+        sure = certainty.as_json(records.rows)
+        console.write_json({"output": str(request.output), "plots": paths, "rows": records.rows, **sure})
         return
     screen = console.out()
-    for found in [*reports.tables(records.rows), *paired.tables(records.rows)]:
+    if request.recipe is not None:
+        recipes.show_table(request.recipe, records.rows)
+    for found in [
+        *reports.tables(records.rows, certainty.of_cell),
+        *paired.tables(records.rows),
+        *versus.tables(records.rows),
+    ]:
         screen.print(console.visible(found.title), style="bold")
         for part in parts(found, screen.width):
             screen.print(part)
         screen.print()
+    for note in versus.notes(records.rows):
+        console.note(note)
     console.err().print(console.facts(_places(request, pictures)))
 
 

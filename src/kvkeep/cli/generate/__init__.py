@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli import complete
+from kvkeep.cli.bits import KvBits, parse_kv_bits
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
 from kvkeep.cli.generate.parse import parse_batch, parse_budget, parse_memory
-from kvkeep.cli.generate.prompt import read_prompt, standard_input, word_of_prompt
+from kvkeep.cli.generate.prompt import read_prompt, read_schema, standard_input, word_of_prompt
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
@@ -36,7 +37,7 @@ from kvkeep.cli.options import (
     parse_threads,
     parse_tokens,
 )
-from kvkeep.cli.sampling import MaxNewTokens, MinP, RepetitionPenalty, Seed, Temperature, TopK, TopP
+from kvkeep.cli.sampling import SAMPLING, MaxNewTokens, MinP, RepetitionPenalty, Seed, Temperature, TopK, TopP
 from kvkeep.errors import InputError, ModelFileError
 from kvkeep.policies import DEFAULT
 
@@ -162,6 +163,7 @@ def generate(
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
     head_budget: HeadBudget = None,
+    kv_bits: KvBits = None,
     positions: Positions = None,
     pin_system: Annotated[
         bool,
@@ -184,6 +186,15 @@ def generate(
         bool,
         typer.Option("--compare", help="Run a full cache too, and show both side by side.", rich_help_panel=MEMORY),
     ] = False,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            "--json-schema",
+            metavar="FILE",
+            help="The answer is JSON that follows this schema. Needs the extra kvkeep[structured].",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
     max_new_tokens: MaxNewTokens = "256",
     temperature: Temperature = 0.0,
     top_p: TopP = None,
@@ -205,9 +216,10 @@ def generate(
     """
     model, prompt_file = standard_input(model, source, prompt, prompt_file)
     batch = parse_batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
-    if batch and (compare or any(one is not None for one in (prompt, prompt_file, system, keep_ratio))):
+    if batch and (compare or any(one is not None for one in (prompt, prompt_file, system, keep_ratio, json_schema))):
         raise InputError(
-            "--input runs a file of prompts; --prompt, --system, --compare and --keep-ratio are for a single one."
+            "--input runs a file of prompts; --prompt, --system, --json-schema, --compare and --keep-ratio are for a "
+            "single one."
         )
     if system is not None and raw:
         raise InputError("--system and --raw were both given; --raw leaves out the chat template, its only place.")
@@ -231,10 +243,12 @@ def generate(
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
         head_budget=parse_head_budget(head_budget),
+        kv_bits=parse_kv_bits(kv_bits),
         positions=parse_positions(positions),
         pin_system=pin_system,
         guard=guard,
         compare=compare,
+        json_schema=read_schema(json_schema),
         max_new_tokens=parse_tokens(max_new_tokens, "--max-new-tokens"),
         temperature=temperature,
         top_p=top_p,

@@ -52,9 +52,9 @@ def _run_bounded(job: Job, on_text: Callable[[str], object]) -> Result:
 def _run_full(job: Job) -> Result:
     """Run the same prompt with a full cache, without the request's options about the bounded one."""
     total = len(job.prompt) + job.sampling.max_new_tokens
-    options = {"policy": "full", "layer_budget": None, "head_budget": None, "positions": None, "guard": None}
+    options = dict.fromkeys(("layer_budget", "head_budget", "positions", "kv_bits", "guard"))
     asked = replace(job.asked, pins=())
-    return _run(asked, engine_for(job.writer, job.request, budget=total, rows=1, **options), _ignore)
+    return _run(asked, engine_for(job.writer, job.request, policy="full", budget=total, rows=1, **options), _ignore)
 
 
 def _run(asked: engines.Request, engine: Engine, on_text: Callable[[str], object]) -> Result:
@@ -128,6 +128,7 @@ def _describe(job: Job) -> dict[str, object]:
         "prefill_chunk": job.request.prefill_chunk,
         "layer_budget": job.request.layer_budget or job.policy.defaults.layer_budget,
         "head_budget": job.request.head_budget,
+        "kv_bits": job.request.kv_bits,
         "positions": job.position_mode,
         "pins": job.pins,
         "guard": job.request.guard,

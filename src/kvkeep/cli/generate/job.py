@@ -20,6 +20,7 @@ from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, run
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memories import Memory, settled
 from kvkeep.cli.options import MAX_TOKENS
+from kvkeep.codes import check_bits
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.engine.prompts import checked_guard
@@ -171,6 +172,7 @@ def _settings(
         "load_in": request.load_in,
         "layer_budget": request.layer_budget,
         "head_budget": request.head_budget,
+        "kv_bits": check_bits(request.kv_bits),
         "positions": request.positions,
         "prefill_chunk": request.prefill_chunk,
         "pin_system": request.pin_system,

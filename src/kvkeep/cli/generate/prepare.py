@@ -20,6 +20,7 @@ from kvkeep.engine.choice import levels
 from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.room import check_room
 from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.structure import json_structure
 from kvkeep.errors import InputError
 from kvkeep.layout import Layout
 from kvkeep.models import text
@@ -62,14 +63,17 @@ class Job:
     @property
     def asked(self) -> engines.Request:
         """The prompt as a request to an engine."""
+        schema = self.request.json_schema
+        form = None if schema is None else json_structure(schema)
         if self.memory is None:
-            return engines.Request(prompt=self.prompt, sampling=self.sampling, pins=self.pins)
+            return engines.Request(prompt=self.prompt, sampling=self.sampling, pins=self.pins, structured_outputs=form)
         return engines.Request(
             prompt=self.prompt,
             raw=self.request.raw,
             sampling=self.sampling,
             memory=self.memory.snapshot,
             policy=self.policy,
+            structured_outputs=form,
         )
 
     @property
@@ -90,6 +94,8 @@ def prepare(request: Request) -> Job:
         KVKeepError: the request or the model cannot be used.
     """
     sampling = sampling_of(request)
+    if request.json_schema is not None:
+        json_structure(request.json_schema)
     memory = None if request.memory is None else Memory.read(request.memory)
     request = settled(request, memory)
     policy = parse(request.policy)
@@ -109,7 +115,7 @@ def prepare(request: Request) -> Job:
     text.check_length(checkpoint, tokens, sampling.max_new_tokens)
     budget = _choose_budget(request, policy, tokens)
     spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
-    layout = Layout.of(checkpoint.config, policy, positions=request.positions, **spread)
+    layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
     check_room(layout, budget, tokens, sampling.max_new_tokens)  # checks the numbers, too
     layout.check_pins(budget, pins)
     if request.guard is not None:
@@ -148,6 +154,7 @@ def engine_for(writer: text.Writer, request: Request, **options: Any) -> Engine:
         "prefill_chunk": request.prefill_chunk,
         "layer_budget": request.layer_budget,
         "head_budget": request.head_budget,
+        "kv_bits": request.kv_bits,
         "positions": request.positions,
         "guard": request.guard,
     }

@@ -56,6 +56,17 @@ def read_prompt(prompt: str | None, file: str | None, *, model: str | None = Non
     return read_text(file, kind="prompt file", purpose=_PURPOSE)
 
 
+def read_schema(file: str | None) -> str | None:
+    """The JSON schema of a file; ``None`` without a file.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    if file is None:
+        return None
+    return read_text(file, kind="JSON schema", purpose='Give a schema such as {"type": "object"}.')
+
+
 def word_of_prompt(model: str | None, prompt: str | None) -> str | None:
     """The remedy where a model that cannot be found may be the second word of a prompt without quotes."""
     if not model or not prompt or "/" in model or " " in prompt or exists(model):

@@ -12,6 +12,7 @@ class Request:
 
     Attributes:
         memory: the file of a memory that prompts follow.
+        json_schema: the schema that the answer follows.
         names_policy: whether the user has named the policy.
     """
 
@@ -25,6 +26,7 @@ class Request:
     prefill_chunk: int | None
     layer_budget: str | list[float] | None
     head_budget: str | None
+    kv_bits: str | None
     positions: Literal["true", "slot"] | None
     pin_system: bool = False
     guard: float | None = None
@@ -43,6 +45,7 @@ class Request:
     allow_pickle: bool
     json: bool
     memory: str | None = None
+    json_schema: str | None = None
     names_policy: bool = False
 
 

@@ -25,6 +25,8 @@ def settled(request: Request, file: str) -> Request:
     found = Config.read(file).settings()
     if isinstance(weights := found.get("layer_budget"), tuple):
         found["layer_budget"] = list(weights)
+    if "kv_bits" in found:
+        found["kv_bits"] = str(found["kv_bits"])
     if request.keep_ratio is not None:
         found.pop("budget", None)
     named = request.names_policy or "policy" in found

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvkeep.cli import complete
+from kvkeep.cli.bits import KvBits, parse_kv_bits
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
@@ -58,6 +59,7 @@ def plan(
     ] = None,
     layer_budget: LayerBudget = None,
     head_budget: HeadBudget = None,
+    kv_bits: KvBits = None,
     positions: Positions = None,
     context: Annotated[
         str | None,
@@ -79,6 +81,9 @@ def plan(
         int | None,
         typer.Option(metavar="N", help="Show whether N rows fit, and how fast they can be.", rich_help_panel=MEMORY),
     ] = None,
+    host_rows: Annotated[
+        int, typer.Option(metavar="N", help="Sequences that wait in main memory.", rich_help_panel=MEMORY)
+    ] = 0,
     dtype: Annotated[
         str,
         typer.Option(
@@ -133,10 +138,12 @@ def plan(
         "keep_ratio": kept if isinstance(kept, float) else None,
         "layer_budget": parse_layer_budget(layer_budget),
         "head_budget": parse_head_budget(head_budget),
+        "kv_bits": parse_kv_bits(kv_bits),
         "positions": parse_positions(positions),
         "context": None if context is None else parse_tokens(context, "--context"),
         "prefill_chunk": parse_prefill_chunk(prefill_chunk),
         "rows": rows,
+        "host_rows": host_rows,
         "dtype": dtype,
         "weights_dtype": weights_dtype,
         "weights_memory": None if weights_memory is None else parse_bytes(weights_memory, "--weights-memory"),

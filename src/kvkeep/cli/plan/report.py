@@ -105,8 +105,11 @@ def describe(made: Plan, measured: Measured | None) -> dict[str, object]:
         "prefill_chunk": setting.chunk,
         "policy": spec(setting.policy),
         "budget": setting.budget,
+        "kv_bits": setting.kv_bits,
         "layer_budgets": setting.layer_budgets(),
         "memory_bytes": made.memory,
+        "host_rows": made.host_rows,
+        "host_bytes": made.host_bytes,
         "bandwidth": _describe_bandwidth(made, measured),
         "full": _describe_cost(made, made.full),
         "bounded": {
@@ -164,11 +167,13 @@ def _head(made: Plan, measured: Measured | None) -> dict[str, str]:
         f"{setting.weights_format}",
         "cache": f"{console.count(len(shape.layers), 'layer')}, {show_bytes(setting.token_bytes)} "
         f"per token in {name_of(setting.dtype)}",
-        "policy": f"{spec(setting.policy)}, budget {setting.budget}{_spread(made)}",
+        "policy": f"{spec(setting.policy)}, budget {setting.budget}{_spread(made)}{_bits(setting)}",
         "rows": f"{setting.context} tokens each, {_reading(setting)}",
     }
     if made.memory is not None:
         cells["memory"] = f"{show_bytes(made.memory)} ({made.memory / 2**30:.4g} GiB)"
+    if made.host_rows:
+        cells["host rows"] = f"{made.host_rows}, {show_bytes(made.host_bytes)} of main memory while they wait"
     if made.bandwidth is not None:
         how = "given" if measured is None else f"measured on {measured.device}"
         cells["bandwidth"] = f"{show_bytes(round(made.bandwidth))}/s, {how}"
@@ -193,6 +198,11 @@ def _show_count(number: int) -> str:
 def _reading(setting: Setting) -> str:
     """How prompts are read."""
     return "prompts read whole" if setting.reads_whole else f"prompts in chunks of {setting.chunk}"
+
+
+def _bits(setting: Setting) -> str:
+    """The bits of keys and values, unless slots have the cache's dtype."""
+    return "" if setting.kv_bits is None else f", kv_bits {setting.kv_bits}"
 
 
 def _spread(made: Plan) -> str:

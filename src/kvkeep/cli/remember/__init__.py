@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli.bits import KvBits, parse_kv_bits
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
 from kvkeep.cli.heads import HeadBudget, parse_head_budget
@@ -93,6 +94,7 @@ def remember(
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
     head_budget: HeadBudget = None,
+    kv_bits: KvBits = None,
     positions: Positions = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -121,6 +123,7 @@ def remember(
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
         head_budget=parse_head_budget(head_budget),
+        kv_bits=parse_kv_bits(kv_bits),
         positions=parse_positions(positions),
         dtype=dtype,
         device=device,

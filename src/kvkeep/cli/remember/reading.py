@@ -90,6 +90,7 @@ def _serve(request: Request) -> None:
         prefill_chunk=request.prefill_chunk,
         layer_budget=request.layer_budget,
         head_budget=request.head_budget,
+        kv_bits=request.kv_bits,
         positions=request.positions,
     )
     start = time.perf_counter()
@@ -112,7 +113,7 @@ def _prepare(checkpoint: Checkpoint, request: Request, policy: Policy, content: 
     check_length(checkpoint, len(ids), 1)
     budget = request.budget or (DEFAULT_BUDGET if policy.evicts else len(ids) + ROOM)
     spread: dict[str, Any] = {"layer_budget": request.layer_budget, "head_budget": request.head_budget}
-    layout = Layout.of(checkpoint.config, policy, positions=request.positions, **spread)
+    layout = Layout.of(checkpoint.config, policy, positions=request.positions, kv_bits=request.kv_bits, **spread)
     check_room(layout, budget, len(ids), 1)
     mode = "true" if layout.rotation is None else "slot"
     trained = checkpoint.trained_length
@@ -158,6 +159,7 @@ def _report(request: Request, writer: Writer, text: _Text, result: Result, secon
                 "prefill_chunk": request.prefill_chunk,
                 "layer_budget": request.layer_budget or text.policy.defaults.layer_budget,
                 "head_budget": request.head_budget,
+                "kv_bits": request.kv_bits,
                 "positions": text.position_mode,
                 "tokens": len(text.ids),
                 "seconds": seconds,

@@ -26,6 +26,7 @@ class Request:
     prefill_chunk: int | None
     layer_budget: str | list[float] | None
     head_budget: str | None
+    kv_bits: str | None
     positions: Literal["true", "slot"] | None
     dtype: str
     device: str

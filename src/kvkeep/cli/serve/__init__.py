@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
+from kvkeep.cli.bits import KvBits, parse_kv_bits
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
@@ -29,6 +31,8 @@ from kvkeep.cli.serve.request import Request
 from kvkeep.errors import InputError
 from kvkeep.policies import DEFAULT
 
+_WAITING = "passive"
+"""How torch's threads wait for work. Active ones spin on the cores that the web's thread and clients need."""
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 
 
@@ -43,8 +47,10 @@ def serve(
     prefill_chunk: PrefillChunk = None,
     layer_budget: LayerBudget = None,
     head_budget: HeadBudget = None,
+    kv_bits: KvBits = None,
     positions: Positions = None,
     guard: own.Guard = None,
+    host_rows: own.HostRows = 0,
     prefix_memory: own.PrefixMemory = None,
     session_memory: own.SessionMemory = None,
     session_dir: own.SessionDir = None,
@@ -71,6 +77,7 @@ def serve(
     grace: own.Grace = 30.0,
     max_body: own.MaxBody = "16MiB",
     access_log: own.AccessLog = True,
+    page: own.LivePage = True,
     config: own.Config = None,
     check: own.Check = False,
     debug: Debug = False,
@@ -82,6 +89,7 @@ def serve(
     """
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise InputError(f"The server needs {missing[0]}, which is not installed: pip install 'kvkeep[server]'.")
+    os.environ.setdefault("OMP_WAIT_POLICY", _WAITING)
     request = Request(
         model=model,
         served_name=served_name,
@@ -92,8 +100,10 @@ def serve(
         prefill_chunk=parse_prefill_chunk(prefill_chunk),
         layer_budget=parse_layer_budget(layer_budget),
         head_budget=parse_head_budget(head_budget),
+        kv_bits=parse_kv_bits(kv_bits),
         positions=parse_positions(positions),
         guard=guard,
+        host_rows=host_rows,
         prefix_memory=_size(prefix_memory, "--prefix-memory") or 0,
         session_memory=_size(session_memory, "--session-memory"),
         session_dir=session_dir,
@@ -120,6 +130,7 @@ def serve(
         grace=grace,
         max_body=parse_bytes(max_body, "--max-body", example="16MiB"),
         access_log=access_log,
+        page=page,
         check=check,
     )
     from kvkeep.cli.serve import serving  # imports torch, transformers and fastapi

@@ -80,6 +80,7 @@ Config = Annotated[
 ]
 Check = Annotated[bool, typer.Option("--check", help="Check all settings and stop.", rich_help_panel=OUTPUT)]
 AccessLog = Annotated[bool, typer.Option(help="Log a line for each request, without its text.", rich_help_panel=OUTPUT)]
+LivePage = Annotated[bool, typer.Option("--page/--no-page", help="Show a chat at /.", rich_help_panel=OUTPUT)]
 ServedName = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="The model's name in the API. Default: MODEL.", rich_help_panel=MODEL),
@@ -105,6 +106,14 @@ KvMemory = Annotated[
 Guard = Annotated[
     float | None,
     typer.Option(metavar="SHARE", help="Share of attention that a prompt's cut may lose.", rich_help_panel=MEMORY),
+]
+HostRows = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="Sequences that may be in flight beyond the rows. They wait in main memory and take turns.",
+        rich_help_panel=MEMORY,
+    ),
 ]
 PrefixMemory = Annotated[
     str | None,

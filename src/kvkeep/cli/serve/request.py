@@ -19,8 +19,10 @@ class Request:
     prefill_chunk: int | None
     layer_budget: str | list[float] | None
     head_budget: str | None
+    kv_bits: str | None
     positions: Literal["true", "slot"] | None
     guard: float | None
+    host_rows: int
     prefix_memory: int
     session_memory: int | None
     session_dir: str | None
@@ -47,4 +49,5 @@ class Request:
     grace: float
     max_body: int
     access_log: bool
+    page: bool
     check: bool

@@ -20,7 +20,8 @@ from kvkeep.cli.serve.request import Request
 from kvkeep.engine import Engine
 from kvkeep.engine.prefixes import check_prefix_memory
 from kvkeep.engine.prompts import checked_guard
-from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.rotation import MOST_HOST_ROWS
+from kvkeep.engine.sampling import Sampling, whole_within
 from kvkeep.errors import InputError
 from kvkeep.layout import Layout
 from kvkeep.models import threads
@@ -31,7 +32,7 @@ from kvkeep.registry import parse as parse_policy
 from kvkeep.server.app import make_app
 from kvkeep.server.gate import log
 from kvkeep.server.keys import Keys
-from kvkeep.server.running import Place, Server, check_tls, listen
+from kvkeep.server.running import Place, Server, check_tls, listen, settle
 from kvkeep.server.served import Served
 from kvkeep.server.settings import Settings
 
@@ -71,6 +72,7 @@ def _serve(served: Served, settings: Settings, place: Place, socket: Any, reques
         console.err().print(f"{settings.name} at {place.url(port)}/v1: {rows}. Ctrl-C ends.", soft_wrap=True)
 
     server = Server(make_app(served, settings, request.allow_origin), place, ready)
+    settle()
     asyncio.run(server.serve([socket]))
     if server.interrupted:
         raise typer.Exit(console.INTERRUPTED)
@@ -111,6 +113,7 @@ def _settings(request: Request, keys: Keys, limit: int | None) -> Settings:
         key_requests=request.key_requests,
         key_tokens=request.key_tokens,
         session_dir=request.session_dir,
+        page=request.page,
     )
 
 
@@ -141,6 +144,7 @@ def _checkpoint(request: Request) -> tuple[Checkpoint, int | None]:
             budgets.check_one(number, name)
     budgets.check_one(request.budget)
     checked_guard(request.guard)
+    whole_within("host_rows", request.host_rows, 0, MOST_HOST_ROWS)
     check_prefix_memory(request.prefix_memory, request.prefill_chunk)
     check_weights(request)
     name = request.model or embedded()
@@ -150,6 +154,7 @@ def _checkpoint(request: Request) -> tuple[Checkpoint, int | None]:
         *(checkpoint.config, policy),
         layer_budget=request.layer_budget,
         head_budget=request.head_budget,
+        kv_bits=request.kv_bits,
         positions=request.positions,
     )
     layout.slots(request.budget)
@@ -168,8 +173,10 @@ def _engine(writer: Writer, request: Request) -> Engine:
         prefill_chunk=request.prefill_chunk,
         layer_budget=request.layer_budget,
         head_budget=request.head_budget,
+        kv_bits=request.kv_bits,
         positions=request.positions,
         guard=request.guard,
+        host_rows=request.host_rows,
         prefix_memory=request.prefix_memory,
         session_memory=request.session_memory,
         session_dir=request.session_dir,

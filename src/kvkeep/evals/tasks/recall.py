@@ -2,51 +2,29 @@
 
 The prompt without its last token is one chunk (the papers' semantics) and is then cut to the budget. With ``ask=later``
 this chunk is the text alone: it is read and cut once, and each of its questions follows as a chunk of its own in a copy
-of that memory. The last token and the reply are decoded greedily under the budget. The last token is fed apart because
-its attention chooses the first token of the reply: with the whole prompt in one chunk, a reply of one word would not
-depend on the policy.
+of that memory. The last token and the reply are decoded greedily under the budget, see `kvkeep.evals.replies`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from kvkeep.evals import metrics
+from kvkeep.evals import metrics, replies
 from kvkeep.evals.asking import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
-from kvkeep.evals.drive import PLAIN, Drive, Setup, batches, left_padded
+from kvkeep.evals.drive import PLAIN, Drive, Setup
+from kvkeep.evals.replies import Replies
 from kvkeep.evals.task import Options, Outcome, Task, check_positions, past_training
 from kvkeep.memory import Memory
-from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
 from kvkeep.policies.base import Policy
 
 QUESTIONS = 30
 """Default number of questions per context."""
-
-_Make = Callable[[Sequence[int], int], Drive]
-"""Makes a cache for some questions, given by their numbers; the second number is the identity of its first row."""
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """The results of one batch of questions.
-
-    Attributes:
-        replies: the reply to each question.
-        kept: share of the tokens kept in each tenth of the text, for each question.
-        memory: bytes that the caches held at the end.
-    """
-
-    replies: list[str]
-    kept: Float[Tensor, "B 10"]
-    memory: Memory
 
 
 @final
@@ -112,8 +90,8 @@ class Recall(Task):
     ) -> Outcome:
         """Ask all questions of a context."""
         questions, done = self.questions[case], list(self._ask(writer, case, policy, budgets, setup))
-        replies = [reply for batch in done for reply in batch.replies]
-        rights = [right(self.wording, q.question, reply) for q, reply in zip(questions, replies, strict=True)]
+        texts = [text for batch in done for text in batch.texts]
+        rights = [right(self.wording, q.question, text) for q, text in zip(questions, texts, strict=True)]
         kept = torch.cat([batch.kept for batch in done]).mean(dim=0)
         score = {**_score(questions, rights), "kept": [round(share, 6) for share in kept.tolist()]}
         return Outcome(score, sum((batch.memory for batch in done), Memory()))
@@ -124,74 +102,12 @@ class Recall(Task):
 
     def _ask(
         self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], setup: Setup = PLAIN
-    ) -> Iterator[_Batch]:
+    ) -> Iterator[Replies]:
         def drive(at: Sequence[int], first: int) -> Drive:
             return Drive(writer, policy, [budgets[i] for i in at], first=first, setup=setup)
 
-        ask = self._later if self.options.ask == "later" else self._inside
-        return ask(writer, self.questions[case], drive)
-
-    def _inside(self, writer: Writer, questions: Sequence[Prompted], drive: _Make) -> Iterator[_Batch]:
-        """Read each prompt, cut it and decode the reply."""
-        for at in batches([len(asked.ids) for asked in questions]):
-            part = questions[at]
-            bounded = drive(range(len(questions))[at], at.start)
-            kept = _read(bounded, part)
-            yield _Batch(self._replies(writer, bounded, part), kept, bounded.cache.memory())
-
-    def _later(self, writer: Writer, questions: Sequence[Prompted], drive: _Make) -> Iterator[_Batch]:
-        """Read each text once, cut it, and ask all its questions in copies of that memory."""
-        heads = [i for i, asked in enumerate(questions) if not asked.number]
-        for at in batches([questions[i].first for i in heads]):
-            read = drive(heads[at], at.start)
-            kept = _read(read, [questions[i] for i in heads[at]])
-            row = {questions[i].document: place for place, i in enumerate(heads[at])}
-            part = [asked for asked in questions if asked.document in row]
-            for few in batches([max(read.budgets) + len(asked.ids) - asked.first for asked in part]):
-                copies = read.copies([row[asked.document] for asked in part[few]])
-                replies = self._replies(writer, copies, part[few])
-                rows = [row[asked.document] for asked in part[few]]
-                yield _Batch(replies, kept[rows], copies.cache.memory())
-
-    def _replies(self, writer: Writer, drive: Drive, questions: Sequence[Prompted]) -> list[str]:
-        """Feed the rest of the prompts and decode the replies."""
-        between = [asked.ids[asked.first : -1] for asked in questions]
-        if any(map(len, between)):
-            drive.feed(*left_padded(between), last_only=True)
-        logits = drive.feed(*left_padded([asked.ids[-1:] for asked in questions]), last_only=True)
-        tokens = decode_greedily(drive, logits, NEW_TOKENS[self.wording], ends_of(writer.model))
-        return [writer.text_of(row) for row in tokens]
-
-
-def _read(drive: Drive, questions: Sequence[Prompted]) -> Float[Tensor, "B 10"]:
-    """Feed the first part of each prompt, which is then cut; returns where in it the kept tokens stand."""
-    drive.feed(*left_padded([asked.ids[: asked.first] for asked in questions]), last_only=True)
-    lengths, cache = [asked.first for asked in questions], drive.cache
-    return (
-        torch.stack([metrics.kept_by_tenth(cache.positions(i), lengths) for i in cache.bounded_layers()]).mean(0).cpu()
-    )
-
-
-def decode_greedily(drive: Drive, logits: Float[Tensor, "B 1 V"], most: int, ends: set[int]) -> list[list[int]]:
-    """Greedy replies of at most ``most`` tokens; a row that has ended is fed nothing more.
-
-    Args:
-        drive: the model and its cache, after the prompts.
-        logits: logits of each prompt's last token.
-        most: most tokens of a reply.
-        ends: tokens that end a reply.
-    """
-    replies: list[list[int]] = [[] for _ in logits]
-    running = torch.ones(len(replies), dtype=torch.bool)
-    for step in range(most):
-        best = logits[:, -1].argmax(dim=-1).cpu()
-        for row in running.nonzero().flatten().tolist():
-            replies[row].append(int(best[row]))
-        running &= torch.tensor([int(token) not in ends for token in best])
-        if step == most - 1 or not running.any():
-            break
-        logits = drive.feed(best[:, None], running[:, None], last_only=True)
-    return replies
+        ask = replies.later if self.options.ask == "later" else replies.inside
+        return ask(writer, self.questions[case], drive, NEW_TOKENS[self.wording])
 
 
 def _score(questions: Sequence[Prompted], rights: Sequence[bool]) -> dict[str, Any]:

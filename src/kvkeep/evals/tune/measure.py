@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.evals.drive import Drive, batches, left_padded
+from kvkeep.evals.replies import decode_greedily
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
-from kvkeep.evals.tasks.recall import decode_greedily
 from kvkeep.evals.tune.candidates import Arm
 from kvkeep.evals.tune.documents import Asked, Documents
 from kvkeep.evals.tune.quality import Kind, Tally

@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import torch
 
+from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.evals import texts
 from kvkeep.evals.drive import PLAIN, Setup
-from kvkeep.evals.plan import Asked, split_policies
+from kvkeep.evals.plan import Asked, split_arms
 from kvkeep.evals.task import Options, check_positions, past_training
 from kvkeep.evals.tune.candidates import CASES, POLICIES, SHARES, Arm, Case, Ladder, budgets_of, ladder
 from kvkeep.evals.tune.documents import own, planted
@@ -127,16 +128,13 @@ def _case(name: str) -> Case:
 
 def _arms(checkpoint: Checkpoint, case: Case, wanted: Wanted) -> list[Arm]:
     """The policies with the setup; of the default ones, those that run with it on this model."""
-    if wanted.policies is None:
-        chosen = [parse(policy) for policy in POLICIES[case]]
-    else:
-        chosen = split_policies(wanted.policies)
+    chosen = split_arms(",".join(POLICIES[case]) if wanted.policies is None else wanted.policies)
     arms = []
-    for policy in chosen:
+    for policy, bits in chosen:
         if not policy.evicts:
             raise PolicyError(f"{spec(policy)} evicts nothing: it is what the others are compared with. Leave it out.")
         for rule in dict.fromkeys(wanted.head_budgets):
-            setup = replace(wanted.setup, head_budget=rule)
+            setup = replace(wanted.setup, head_budget=rule, kv_bits=check_bits(bits or wanted.setup.kv_bits))
             try:
                 setup.cache(checkpoint, policy, [_EVERY])
                 arms.append(Arm(spec(policy), setup, _differences(checkpoint, policy, setup)))
@@ -188,6 +186,7 @@ def _ladders(
             budget=budget,
             layer_budget=_listed(arm.setup.layer_budget),
             head_budget=arm.setup.head_budget,
+            kv_bits=arm.setup.kv_bits,
             positions=cast(Any, arm.setup.positions),
             context=measure.length,
             chunk=measure.length,

@@ -50,6 +50,7 @@ def imported(path: str, config: Any, *, name: str, sparsity: float | None = None
         model={"name": as_text(name), **about, "layers": len(heads), "kv_heads": len(heads[0])},
         heads=heads,
         least=sum(sizes.values()),
+        sinks=sizes["sink_size"],
         measured={"source": "DuoAttention", "file": as_text(file.name), "sparsity": sparsity, **sizes},
     )
 

@@ -33,10 +33,13 @@ class Near:
     Attributes:
         sinks: number of first tokens.
         recent: number of newest tokens, the query's own among them.
+        inside: whether the limit holds for the targets alone, as if the memory were cut after the question. Otherwise
+            it holds for the whole passage.
     """
 
     sinks: int
     recent: int
+    inside: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,17 @@ class Limited(WholeText):
                 rows = self._limited[:, head].nonzero().flatten().to(query.device)
                 group = slice(head * (G := query.shape[1] // self.heads), (head + 1) * G)
                 own = query[rows, group], keys[rows, head, None], values[rows, head, None]
-                whole[rows, group] = self._of_head(*own, places, _for_heads(options, group)).to(whole.dtype)
+                found = self._of_head(*own, places, _for_heads(options, group)).to(whole.dtype)
+                whole[rows, group] = torch.where(self._counts().to(query.device), found, whole[rows, group])
         return whole
+
+    def _counts(self) -> Bool[Tensor, "T 1"]:
+        """The columns whose queries are limited."""
+        if not self._near.inside:
+            return torch.ones(self.columns, 1, dtype=torch.bool)
+        counts = torch.zeros(self.columns, 1, dtype=torch.bool)
+        counts[torch.cat(self._passage.columns())] = True
+        return counts
 
     def _of_head(
         self,

@@ -15,8 +15,8 @@ from torch import Tensor
 from kvkeep.evals import texts
 from kvkeep.evals.asking import NEW_TOKENS, Prompted, ask, right, wording_of
 from kvkeep.evals.drive import Drive, batches, left_padded
+from kvkeep.evals.replies import decode_greedily
 from kvkeep.evals.task import Options
-from kvkeep.evals.tasks.recall import decode_greedily
 from kvkeep.models.generation import ends_of
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer

@@ -42,6 +42,9 @@ _ROOM = 24
 _STEPS = 12
 """Numbers of heads that are limited together."""
 
+CASES = ("later", "inside")
+"""When the memory is cut: before a question about the text is read, or after it."""
+
 OnStage: TypeAlias = Callable[[str, float], object]
 """Called with the name of the current stage and its finished share."""
 
@@ -53,6 +56,7 @@ class Settings:
     Attributes:
         sinks: first tokens that a limited head still sees.
         recent: newest tokens that it still sees.
+        case: one of `CASES`. Inside, a limited head still reads the question with all of the past.
         context: tokens of each text.
         documents: number of texts with planted facts.
         questions: questions about each of them.
@@ -61,7 +65,8 @@ class Settings:
     """
 
     sinks: int = 4
-    recent: int = 24
+    recent: int = 32
+    case: str = "later"
     context: int = 1024
     documents: int = 6
     questions: int = 16
@@ -69,11 +74,13 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the numbers and the case.
 
         Raises:
-            InputError: one is out of range.
+            InputError: one is out of range, or there is no such case.
         """
+        if self.case not in CASES:
+            raise InputError(f"case={self.case!r:.40} is neither later nor inside.")
         least = {"sinks": 0, "recent": 1, "documents": 0, "questions": 1, "windows": 1, "seed": 0}
         for name, low in least.items():
             if (number := getattr(self, name)) < low:
@@ -155,6 +162,7 @@ def calibrate(job: Job, writer: Writer, part: Part, on_stage: OnStage = lambda w
         model={**model, "layers": len(heads), "kv_heads": len(heads[0])},
         heads=heads,
         least=near,
+        sinks=job.settings.sinks,
         weights=about["weights"],
         measured={
             **job.manifest(),
@@ -205,7 +213,7 @@ def _bench(job: Job, writer: Writer, on_stage: OnStage) -> Bench:
         on_stage(name, index / (len(made) + 1))
         asked += passages.answered(writer, document, together=together)
     on_stage(name, len(made) / (len(made) + 1))
-    return Bench(writer.model, Near(s.sinks, s.recent), asked, job.windows)
+    return Bench(writer.model, Near(s.sinks, s.recent, s.case == "inside"), asked, job.windows)
 
 
 def _alone(bench: Bench, part: Part, on_stage: OnStage) -> list[list[Loss]]:

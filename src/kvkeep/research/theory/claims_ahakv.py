@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from kvkeep.planning.cost import LayerShape, full_bytes
+from kvkeep.planning.slots import LayerShape, full_bytes
 from kvkeep.research.theory import ahakv
 from kvkeep.research.theory.ahakv import gain, prefill_scores, sg_softmax, top_k
 from kvkeep.research.theory.claim import Claim, Outcome, claim, judge

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from kvkeep.planning.cost import LayerShape, full_bytes
+from kvkeep.planning.slots import LayerShape, full_bytes
 from kvkeep.research.theory import claims_drift, drift, transformer
 from kvkeep.research.theory.claim import Claim, Outcome, claim, judge
 from kvkeep.research.theory.scissorhands import Reading, algorithm_1

@@ -17,8 +17,8 @@ from kvkeep import budget as budgets
 from kvkeep.errors import InputError
 from kvkeep.evals.asking import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
 from kvkeep.evals.drive import Drive, left_padded
+from kvkeep.evals.replies import decode_greedily
 from kvkeep.evals.task import Options
-from kvkeep.evals.tasks.recall import decode_greedily
 from kvkeep.models.generation import ends_of
 from kvkeep.models.text import Writer
 from kvkeep.models.tiny.recall import Question

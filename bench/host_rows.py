@@ -1,0 +1,133 @@
+"""When does KV memory in main memory pay?
+
+    python bench/host_rows.py [--rows 4] [--requests 16] [--budget 512] [--prompt 256] [--new 128] [--policy h2o]
+
+Two ways to use main memory for more sequences than rows fit beside the model, and what each of them copies:
+
+- `Engine(host_rows=N)`: sequences take turns in the rows. A turn copies two rows, one out and one in. The first table
+  shows times to the first token and throughput, without and with turns, and the share of the time that copies took.
+- H2O's setting (arXiv:2306.14048): the slots of all rows stay in main memory, and every step copies what
+  it reads. The second table has the bytes of both ways, and the shortest turn whose copies take 5 % of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from lib import arguments, finish, policy, positive, show, speed_model
+
+import kvkeep
+from kvkeep.engine import rotation
+
+
+@dataclass(frozen=True)
+class Run:
+    """Requests that came at once.
+
+    Attributes:
+        host_rows: sequences that could wait in main memory.
+        first_s: seconds to the first token of each request, sorted.
+        tokens_per_s: new tokens of all requests per second.
+        swaps: how often a row changed hands.
+        share: of the time of all steps, taken by copies.
+        copy_s: seconds of a swap.
+        step_s: seconds of a step.
+    """
+
+    host_rows: int
+    first_s: list[float]
+    tokens_per_s: float
+    swaps: int
+    share: float
+    copy_s: float
+    step_s: float
+
+
+def run(model: kvkeep.models.load.Model, options: argparse.Namespace, host_rows: int) -> Run:
+    """Answer all requests once."""
+    engine = kvkeep.Engine(
+        model, policy=options.policy, budget=options.budget, rows=options.rows, host_rows=host_rows, graphs=False
+    )
+    ids = torch.randint(0, model.config.vocab_size, (options.requests, options.prompt), generator=seeded())
+    sampling = kvkeep.Sampling(max_new_tokens=options.new)
+    asked = [kvkeep.Request(prompt=one.tolist(), sampling=sampling, ignore_end=True) for one in ids]
+    engine.generate(asked[:1])
+    began, steps = time.perf_counter(), 0
+    for one in asked:
+        engine.add(one)
+    found: list[kvkeep.Result] = []
+    while engine.busy:
+        found += [event.result for event in engine.step() if event.result]
+        steps += 1
+    took, turns = time.perf_counter() - began, engine._rotation
+    first = sorted(one.ttft_s or 0.0 for one in found)
+    copy_s = turns.copied_s / turns.swaps if turns.swaps else 0.0
+    share = turns.copied_s / (turns.copied_s + turns.worked_s)
+    return Run(host_rows, first, options.requests * options.new / took, turns.swaps, share, copy_s, took / steps)
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def line(one: Run) -> list[str]:
+    """A run as a line of the table."""
+    first = [statistics.median(one.first_s), one.first_s[-1]]
+    return [
+        str(one.host_rows),
+        *(f"{seconds:.2f}" for seconds in first),
+        f"{one.tokens_per_s:.1f}",
+        str(one.swaps),
+        f"{100 * one.share:.1f}",
+        f"{1e3 * one.copy_s:.2f}" if one.swaps else "–",
+        f"{1e3 * one.step_s:.2f}",
+    ]
+
+
+def bytes_of(row_bytes: int, bus: float, step_s: float, rows: int) -> list[list[str]]:
+    """The bytes that each way copies, the seconds on the bus, and a step's time with them.
+
+    Args:
+        row_bytes: bytes of a row.
+        bus: bytes per second between main memory and the device.
+        step_s: seconds of a step whose slots lie on the device.
+        rows: rows of a step.
+    """
+    swap, all_rows = 2 * row_bytes / bus, rows * row_bytes / bus
+    turn = swap / (rotation.SHARE * step_s)
+    return [
+        ["a turn (two rows)", f"{2 * row_bytes / 1e6:.2f}", f"{1e3 * swap:.3f}", f"every {max(1, round(turn))} steps"],
+        ["slots in main memory", f"{rows * row_bytes / 1e6:.2f}", f"{1e3 * all_rows:.3f}", "in every step"],
+    ]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--policy", type=policy, default="h2o")
+    parser.add_argument("--budget", type=positive, default=512)
+    parser.add_argument("--rows", type=positive, default=4)
+    parser.add_argument("--requests", type=positive, default=16)
+    parser.add_argument("--prompt", type=positive, default=256, help="tokens of each prompt")
+    parser.add_argument("--new", type=positive, default=128, help="new tokens of each request")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model = speed_model(getattr(torch, options.dtype), options.layers).to(options.device)
+    beyond = max(1, options.requests - options.rows)
+    found = [run(model, options, host_rows) for host_rows in (0, beyond)]
+    title = f"{options.requests} requests in {options.rows} rows, {options.policy}, {options.budget} slots"
+    columns = ["host_rows", "first token, median s", "latest", "tokens/s", "swaps", "copies, %", "swap, ms", "step, ms"]
+    show(title, columns, [line(one) for one in found])
+    row = kvkeep.Engine(model, policy=options.policy, budget=options.budget, rows=1, graphs=False).row_bytes
+    bus = 2 * row / found[1].copy_s if found[1].copy_s else float("inf")
+    cells = bytes_of(row, bus, found[0].step_s, options.rows)
+    show(f"Bytes at {bus / 1e9:.2f} GB/s, as measured by swaps", ["", "MB", "ms", "how often"], cells)
+    finish({"row_bytes": row, "bus_bytes_per_s": bus, "runs": [asdict(one) for one in found]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+// Attention of one token per row over slots that hold codes, which are widened in registers.
+//
+// Each product with a group of codes is multiplied with the group's scale once: a key's after the sum, a value's before.
+
+#pragma once
+
+#include "codes.h"
+#include "inner.h"
+#include "ranks.h"
+#include "report.h"
+#include "slots.h"
+
+namespace {
+
+// The attention of the query heads of one row that share a KV head, as Head's in attend.h. Types are told apart when it
+// runs, as only queries and outputs depend on them.
+class CodedHead : Reporter {
+    const Grouping keys, values;
+    const Halves halves;
+    float *vector;        // room for a query, a key or an output, in its own order
+    float *own, *turned;  // under slot positions: angles, and the keys of a block
+    Ranks ranks;
+
+    static int64_t room(const Attend &a) { return up(std::max(a.dim, a.value_dim), 2 * W); }
+
+   public:
+    static Layout layout(const Attend &a) {
+        const int64_t value_width = Grouping(a.value_codes, a.value_dim).floats();
+        if (!a.angles) return Layout(a, Grouping(a.key_codes, a.dim).floats(), value_width, room(a));
+        const int64_t width = Halves(a.dim, a.half).floats();
+        return Layout(a, width, value_width, 2 * room(a) + W * width + Ranks::FLOATS * up(a.slots, W));
+    }
+
+    CodedHead(const Attend &a, int64_t index, float *scratch, float *mass, float *extra)
+        : Reporter(a, layout(a), index, scratch, mass, extra), keys(a.key_codes, a.dim),
+          values(a.value_codes, a.value_dim), halves(a.dim, a.half), vector(scratch + at.own),
+          own(vector + room(a)), turned(own + room(a)), ranks(a.slots, turned + W * at.width) {}
+
+    void run() {
+        std::memset(out, 0, a.group * at.value_width * sizeof *out);
+        if (now >= 0) {
+            if (a.angles) {
+                ranks.read(positions, slots);
+                read_unrotated_query();
+                by_bits(keys.bits, [&](auto code) { score_turned<decltype(code)>(); });
+            } else {
+                read_query();
+                by_bits(keys.bits, [&](auto code) { score<decltype(code)>(); });
+            }
+            for (int64_t g = 0; g < a.group; g++) soften(g);
+            by_bits(values.bits, [&](auto code) { weigh_values<decltype(code)>(); });
+        }
+        write_out();
+        if (a.kind != NOTHING) report(now < 0 ? 0.0f : weight());
+    }
+
+   private:
+    // Turn the queries as the keys were turned, and put them into the order of widened codes.
+    void read_query() {
+        const int64_t first = row * a.query_row + head * a.group * a.query_head;
+        std::memset(query, 0, a.group * at.width * sizeof *query);
+        for (int64_t g = 0; g < a.group; g++) {
+            widen_all(a.type, a.query + (first + g * a.query_head) * bytes_of(a.type), a.dim, vector);
+            hadamard(vector, a.dim);
+            float *to = query + g * at.width;
+            keys.each_run([&](int64_t i, int64_t channel, int64_t n) {
+                for (int64_t k = 0; k < n; k++) to[i + k] = vector[channel + k] * (float)a.scaling;
+            });
+        }
+    }
+
+    // The angles of a rank, or of a query's position.
+    void read_angles(const char *table, int64_t index, float *to) const {
+        widen_all(a.type, table + index * 2 * a.half * bytes_of(a.type), 2 * a.half, to);
+    }
+
+    void read_unrotated_query() {
+        const int64_t first = row * a.query_row + head * a.group * a.query_head;
+        float *back = a.back ? turned : nullptr;  // no key is there yet
+        if (back) read_angles(a.back, row, back);
+        read_angles(a.angles, ranks.of((int32_t)now), own);
+        for (int64_t g = 0; g < a.group; g++) {
+            widen_all(a.type, a.query + (first + g * a.query_head) * bytes_of(a.type), a.dim, vector);
+            turn_query<Float32>(vector, back, own, halves, (float)a.scaling, query + g * at.width);
+        }
+    }
+
+    // Widen the key of a slot, undo the Hadamard matrix, and turn the key to its rank.
+    template <class C>
+    void turn_key_of(int64_t s, float *to) {
+        const auto *codes = first_key<C>() + s * a.key_slot;
+        const uint16_t *scale = scales(a.key_codes, s);
+        const Pairs pairs = keys.pairs;
+        const int64_t second = C::BITS == 8 ? W : keys.bytes;  // from a pair's first vector to its second one
+        for (int64_t j = 0; j < keys.groups; j++) {
+            const float by = scales_of(scale + j, 0, 1)[0];
+            for (int64_t i = 0; i < pairs.n; i++) {
+                const int64_t begin = pairs.begin(i);
+                const auto *from = codes + j * keys.bytes + begin;
+                float *at = vector + j * keys.group + begin;
+                const Pair x = pairs.in_place() ? C::widen(from) : widen<C>(from, pairs.dim);
+                store(at, x.a * by, pairs.in_place() ? W : keys.bytes);
+                if (pairs.in_place() || C::BITS == 4) store(at + second, x.b * by, pairs.in_place() ? W : keys.bytes);
+                else if (keys.bytes > W) store(at + second, x.b * by, keys.bytes - W);
+            }
+        }
+        hadamard(vector, a.dim);
+        read_angles(a.angles, ranks.of(positions[s]), own);
+        if (halves.part.in_place()) turn_key<Float32, true>(vector, own, halves, to);
+        else turn_key<Float32, false>(vector, own, halves, to);
+    }
+
+    // Logits, under slot positions, of every block in which the query sees a slot.
+    template <class C>
+    void score_turned() {
+        each_block([&](int64_t s) {
+            const int64_t n = slots - s < W ? slots - s : W;
+            for (int64_t i = 0; i < n; i++) turn_key_of<C>(s + i, turned + i * at.width);
+            by_group(a.group, [&](int64_t g, auto heads) {
+                Floats found[heads.value];
+                const Rows<float> block = {turned, at.width};
+                dots<Float32, heads.value, true>(query + g * at.width, at.width, Pairs(at.width), block, n, {}, found);
+                for (int i = 0; i < heads.value; i++) store(logits + (g + i) * at.slots + s, found[i]);
+            });
+        });
+    }
+
+    template <class C>
+    const typename C::T *first_key() const {
+        return (const typename C::T *)a.keys + row * a.key_row + head * a.key_head + start * a.key_slot;
+    }
+
+    const uint16_t *scales(const Coded &coded, int64_t s) const {
+        const int64_t at = row * coded.scale_row + head * coded.scale_head + (start + s) * coded.scale_slot;
+        return (const uint16_t *)coded.scales + at;
+    }
+
+    // Logits of every block in which the query sees a slot.
+    template <class C>
+    void score() {
+        typedef Rows<typename C::T> Codes;
+        const Codes first = {first_key<C>(), a.key_slot};
+        const int64_t ahead = rows_ahead<C>(keys.groups * keys.bytes);
+        const Pairs pairs = keys.pairs;
+        each_block([&](int64_t s) {
+            const Codes later = first.from(std::min(s + ahead, slots - 1));
+            by_group(a.group, [&](int64_t g, auto n) {
+                Floats found[n.value], total[n.value] = {};
+                for (int64_t j = 0; j < keys.groups; j++) {
+                    const float *q = query + g * at.width + j * pairs.floats();
+                    const Codes block = {first.at(s) + j * keys.bytes, a.key_slot};
+                    const Codes next = {later.first + j * keys.bytes, a.key_slot};
+                    if (pairs.in_place())
+                        dots<C, n.value, true>(q, at.width, pairs, block, slots - s, next, found);
+                    else
+                        dots<C, n.value, false>(q, at.width, pairs, block, slots - s, next, found);
+                    const Floats scale = scales_of(scales(a.key_codes, s) + j, a.key_codes.scale_slot, slots - s);
+                    for (int i = 0; i < n.value; i++) total[i] += found[i] * scale;
+                }
+                for (int i = 0; i < n.value; i++) store(logits + (g + i) * at.slots + s, total[i]);
+            });
+        });
+    }
+
+    template <class C>
+    void weigh_values() {
+        typedef Rows<typename C::T> Codes;
+        const char *first = a.values + row * a.value_row + head * a.value_head + start * a.value_slot;
+        const Pairs pairs = values.pairs;
+        float weights[GROUP * SPAN];
+        for (int64_t s = 0; s < slots; s += SPAN) {
+            const int64_t n = slots - s < SPAN ? slots - s : SPAN;
+            by_group(a.group, [&](int64_t g, auto heads) {
+                for (int64_t j = 0; j < values.groups; j++) {
+                    scale_weights<heads.value>(g, s, n, j, weights);
+                    const char *from = first + s * a.value_slot + j * values.bytes;
+                    const Codes block = {(const typename C::T *)from, a.value_slot};
+                    float *to = out + g * at.value_width + j * pairs.floats();
+                    by_pairs(pairs, [&](int64_t pair, auto count, auto in_place) {
+                        mix<C, heads.value, count.value, in_place.value>(weights, SPAN, shown + s, block, n, pairs,
+                                                                         pair, at.value_width, to);
+                    });
+                }
+            });
+        }
+    }
+
+    // The weights of N query heads for group j of the values of n slots.
+    template <int N>
+    void scale_weights(int64_t g, int64_t s, int64_t n, int64_t j, float *weights) const {
+        for (int64_t t = 0; t < n; t += W) {
+            const Floats scale = scales_of(scales(a.value_codes, s + t) + j, a.value_codes.scale_slot, n - t);
+            for (int i = 0; i < N; i++)
+                store(weights + i * SPAN + t, load<Floats>(logits + (g + i) * at.slots + s + t) * scale);
+        }
+    }
+
+    void write_out() {
+        for (int64_t g = 0; g < a.group; g++) {
+            char *to = a.out + ((row * a.kv_heads + head) * a.group + g) * a.value_dim * bytes_of(a.type);
+            const float *from = out + g * at.value_width, factor = now < 0 ? 0.0f : scale[g];
+            values.each_run([&](int64_t i, int64_t channel, int64_t n) {
+                for (int64_t k = 0; k < n; k++) vector[channel + k] = from[i + k] * factor;
+            });
+            narrow_all(a.type, vector, a.value_dim, to);
+        }
+    }
+};
+
+// Code a token into slot `entry` of a head. `scratch`: see `coding_floats`. Returns whether it is finite.
+inline bool code_token(const Write &w, int64_t row, int64_t head, int64_t entry, float *scratch) {
+    float *key = scratch, *value = key + up(w.dim, W);
+    int32_t *codes = (int32_t *)(value + up(w.value_dim, W));
+    const auto read = [=](const char *from, int64_t at, int64_t dim, float *to) {
+        widen_all(w.type, from + at * bytes_of(w.type), dim, to);
+    };
+    read(w.new_keys, row * w.new_key_row + head * w.new_key_head, w.dim, key);
+    read(w.new_values, row * w.new_value_row + head * w.new_value_head, w.value_dim, value);
+    const bool finite = all_finite(key, w.dim) && all_finite(value, w.value_dim);
+    if (w.back) {
+        float *angles = (float *)codes, *rotated = angles + up(w.dim, W);
+        read(w.back, row * 2 * w.half, 2 * w.half, angles);
+        std::memcpy(rotated, key, up(w.dim, W) * sizeof *key);
+        unturn_key<Float32>(rotated, angles, w.half, key);
+    }
+    hadamard(key, w.dim);
+    const auto put = [=](const float *x, const Coded &to, int64_t dim, char *numbers) {
+        uint16_t *scales = (uint16_t *)to.scales + row * to.scale_row + head * to.scale_head + entry * to.scale_slot;
+        by_bits(to.bits, [&](auto code) { code_vector<decltype(code)>(x, Grouping(to, dim), codes, numbers, scales); });
+    };
+    put(key, w.key_codes, w.dim, w.keys + row * w.key_row + head * w.key_head + entry * w.key_slot);
+    put(value, w.value_codes, w.value_dim, w.values + row * w.value_row + head * w.value_head + entry * w.value_slot);
+    return finite;
+}
+
+// Put a row's token, as codes, into the first free slot of a head, which stays empty if the token holds NaN or an
+// infinity there. Returns the slot.
+inline int64_t code_head(const Write &w, int64_t row, int64_t head, float *scratch) {
+    const int64_t slot = take_slot(w, row, head);
+    if (!code_token(w, row, head, entry_of(w, row, head, slot), scratch)) positions_of(w, row, head)[slot] = -1;
+    return slot;
+}
+
+// Scratch floats of `code_head`: a key, a value, and codes or, before, angles and a key.
+inline int64_t coding_floats(int64_t dim, int64_t value_dim) {
+    return up(dim, W) + up(value_dim, W) + std::max(2 * up(dim, W), up(value_dim, W));
+}
+
+}  // namespace

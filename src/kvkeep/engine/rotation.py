@@ -1,0 +1,118 @@
+"""Rows in time slices: sequences that have had their slice wait in main memory, and others go on in their rows.
+
+A slice ends when the time spent on copies is again a small share of the time of all steps. Both are measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from kvkeep.engine.beginning import begin
+from kvkeep.engine.generation import Generation, Hosted
+from kvkeep.engine.interrupts import Guard
+from kvkeep.engine.prefixes import Prefixes
+from kvkeep.engine.rows import Rows
+from kvkeep.engine.sampling import whole_within
+from kvkeep.engine.scheduler import Scheduler, Swap
+from kvkeep.memory import Memory
+
+SHARE = 0.05
+"""The largest share of the time of steps that copies take in the long run."""
+
+LEAST = 8
+"""The fewest tokens of a slice: a sequence that comes and goes faster makes little progress."""
+
+MOST_HOST_ROWS = 2**31 - 1
+"""More sequences than any memory holds."""
+
+_SAVED = 2
+"""Swaps that steps without a swap may pay for in advance, so that swaps never come in bursts."""
+
+_log = logging.getLogger(__name__)
+
+
+class Rotation:
+    """Decides when a sequence gives up its row. It is entered around every step, and measures the step.
+
+    Args:
+        host_rows: the most sequences that may wait in main memory after they have begun; 0: rows are never given up.
+
+    Attributes:
+        copied_s, worked_s: seconds of all copies, and of everything else in all steps.
+        swaps: the number of sequences that have given up their rows.
+    """
+
+    def __init__(self, host_rows: int = 0) -> None:
+        self.host_rows = whole_within("host_rows", host_rows, 0, MOST_HOST_ROWS)
+        self.copied_s = self.worked_s = 0.0
+        self.swaps = 0
+        self._saved_s = self._cost_s = self._began = self._copying_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began, self._copying_s = time.perf_counter(), 0.0
+
+    def __exit__(self, *error: object) -> None:
+        worked = time.perf_counter() - self._began - self._copying_s
+        self.worked_s += worked
+        self._saved_s = min(self._saved_s + SHARE * worked, _SAVED * self._cost_s)
+
+    def turn(
+        self, scheduler: Scheduler, rows: Rows, prefixes: Prefixes, guarded: Callable[[Generation], Guard]
+    ) -> None:
+        """Let a waiting request have the row of a sequence whose time slice is over.
+
+        Args:
+            scheduler: knows who waits and who runs.
+            rows: the rows.
+            prefixes: common beginnings of prompts.
+            guarded: returns what keeps a failure within one request.
+        """
+        if (swap := self.due(scheduler, rows)) is None:
+            return
+        with self.timed(), guarded(swap.coming):
+            with guarded(swap.leaving):
+                self.leave(swap, scheduler, rows)
+            if swap.coming.row is not None:
+                begin(swap.coming, swap.row, rows, prefixes)
+
+    def due(self, scheduler: Scheduler, rows: Rows) -> Swap | None:
+        """Return the sequence whose slice is over, and the one that takes its row; ``None``: nobody moves."""
+        if not self.host_rows or not scheduler.waiting or self._saved_s < self._cost_s:
+            return None
+        return scheduler.swap(rows.takes, self.host_rows, least=LEAST)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of the body as the time of one swap."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._cost_s = time.perf_counter() - began
+            self._copying_s += self._cost_s
+            self.copied_s += self._cost_s
+            self._saved_s -= self._cost_s
+
+    def leave(self, swap: Swap, scheduler: Scheduler, rows: Rows) -> None:
+        """Copy the memory of a sequence into main memory, and give its row away. If there is no room, it stays."""
+        one, row = swap.leaving, swap.row
+        try:
+            held = Hosted(rows.take(row), rows.memory_of(row))
+        except Exception as error:  # most likely no memory: the sequence is as it was
+            _log.debug("A sequence keeps its row.", exc_info=error)
+            one.resumed = len(one.token_ids)
+            return
+        one.hosted = held
+        rows.end(row)
+        scheduler.exchange(swap)
+        self.swaps += 1
+
+
+def hosted_memory(waiting: Iterable[Generation]) -> Memory:
+    """Return the bytes of all sequences in main memory."""
+    found = (held for one in list(waiting) if (held := one.hosted) is not None)
+    return sum((replace(held.memory, allocated_bytes=held.contents.nbytes) for held in found), Memory())

@@ -1,0 +1,160 @@
+"""How replies are graded: the metrics of RULER and LongBench, ROUGE, and diversity. Every score is in [0, 1]."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+Grade = Callable[[str, Sequence[str], Sequence[str]], float]
+"""Grades a reply, given the right answers and all classes."""
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text in lower case, without punctuation and articles."""
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def overlap(found: Counter[object], wanted: Counter[object]) -> float:
+    """F1 of two bags: the harmonic mean of precision and recall."""
+    common = (found & wanted).total()
+    return 2 * common / (found.total() + wanted.total()) if common else 0.0
+
+
+def f1(reply: str, answer: str) -> float:
+    """F1 over words, as in SQuAD."""
+    return overlap(Counter(words_of(reply)), Counter(words_of(answer)))
+
+
+def exact(reply: str, answer: str) -> float:
+    """Whether both have the same words."""
+    return float(words_of(reply) == words_of(answer))
+
+
+def contains_all(reply: str, answers: Sequence[str]) -> float:
+    """The share of the answers that the reply contains, letter case aside (RULER)."""
+    return sum(answer.lower() in reply.lower() for answer in answers) / len(answers)
+
+
+def contains_any(reply: str, answers: Sequence[str]) -> float:
+    """Whether the reply contains one of the answers, letter case aside (RULER's questions)."""
+    return float(any(answer.lower() in reply.lower() for answer in answers))
+
+
+def tokens_of(text: str) -> list[str]:
+    """The words and numbers of a text in lower case, as rouge-score splits it."""
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def rouge_n(reply: str, answer: str, n: int) -> float:
+    """ROUGE-N: F1 over runs of ``n`` words, without stemming."""
+    return overlap(Counter(_runs(tokens_of(reply), n)), Counter(_runs(tokens_of(answer), n)))
+
+
+def rouge_l(reply: str, answer: str) -> float:
+    """ROUGE-L: F1 of the longest common subsequence of words, without stemming."""
+    one, other = tokens_of(reply), tokens_of(answer)
+    common = _common(one, other)
+    return 2 * common / (len(one) + len(other)) if common else 0.0
+
+
+def _runs(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
+    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+
+def _common(one: Sequence[object], other: Sequence[object]) -> int:
+    """The length of the longest common subsequence."""
+    before = [0] * (len(other) + 1)
+    for item in one:
+        row = [0]
+        for j, there in enumerate(other):
+            row.append(before[j] + 1 if item == there else max(row[j], before[j + 1]))
+        before = row
+    return before[-1]
+
+
+def count(reply: str, answer: str) -> float:
+    """The share of the numbers in a reply that are the answer."""
+    numbers = re.findall(r"\d+", reply)
+    return numbers.count(answer.strip()) / len(numbers) if numbers else 0.0
+
+
+def retrieval(reply: str, answer: str) -> float:
+    """The share of the numbers in a reply that are the paragraph's number, as in ``Paragraph 7``."""
+    number = re.search(r"Paragraph (\d+)", answer)
+    return count(reply, number.group(1)) if number else 0.0
+
+
+def code_similarity(reply: str, answer: str) -> float:
+    """How alike the answer and the reply's first line of code are: 1 − indel distance / both lengths, in whole
+    percent.
+    """
+    lines = reply.lstrip("\n").split("\n")
+    line = next((one for one in lines if not ("`" in one or "#" in one or "//" in one)), "")
+    both = len(line) + len(answer)
+    return round(100 * 2 * _common(line, answer) / both) / 100 if both else 0.0
+
+
+def classification(reply: str, answer: str, classes: Sequence[str]) -> float:
+    """One over the number of classes that a reply names, if the right one is among them.
+
+    A class whose name is a part of the right one's does not count.
+    """
+    named = [name for name in classes if name in reply and not (name in answer and name != answer)]
+    return 1 / len(named) if answer in named else 0.0
+
+
+def best(grade: Callable[[str, str], float], reply: str, answers: Sequence[str]) -> float:
+    """The best grade of a reply over several right answers."""
+    return max((grade(reply, answer) for answer in answers), default=0.0)
+
+
+# -- diversity ---------------------------------------------------------------------------------------------------------
+
+
+def distinct(texts: Sequence[Sequence[object]], n: int) -> float:
+    """The share of different runs of ``n`` tokens in all texts together; 0 without such a run."""
+    runs = [tuple(text[i : i + n]) for text in texts for i in range(len(text) - n + 1)]
+    return len(set(runs)) / len(runs) if runs else 0.0
+
+
+def repeated(text: Sequence[object], n: int) -> float:
+    """The share of runs of ``n`` tokens in a text that occurred before in it."""
+    return 1 - distinct([text], n) if len(text) >= n else 0.0
+
+
+def self_bleu(texts: Sequence[Sequence[object]], order: int, smoothing: float = 0.1) -> float:
+    """The mean BLEU of each text with all others as references; low values mean diverse texts.
+
+    Args:
+        texts: two texts or more, as tokens.
+        order: the longest runs that are compared, all with equal weights.
+        smoothing: counts that are 0 become this (method 1 of Chen and Cherry, 2014); 0 leaves them.
+    """
+    scores = [
+        bleu(text, [other for j, other in enumerate(texts) if j != i], order, smoothing) for i, text in enumerate(texts)
+    ]
+    return sum(scores) / len(scores)
+
+
+def bleu(text: Sequence[object], references: Sequence[Sequence[object]], order: int, smoothing: float = 0.1) -> float:
+    """BLEU of a text: the geometric mean of its clipped n-gram precisions, with the brevity penalty."""
+    if not text or not references:
+        return 0.0
+    logs = 0.0
+    for n in range(1, order + 1):
+        own = Counter(tuple(text[i : i + n]) for i in range(len(text) - n + 1))
+        most: Counter[tuple[object, ...]] = Counter()
+        for other in references:
+            most |= Counter(tuple(other[i : i + n]) for i in range(len(other) - n + 1))
+        matched = (own & most).total() or smoothing
+        if not matched:
+            return 0.0
+        logs += math.log(matched / max(1, own.total())) / order
+    closest = min((len(other) for other in references), key=lambda length: (abs(length - len(text)), length))
+    return math.exp(logs) * (1.0 if len(text) > closest else math.exp(1 - closest / len(text)))

@@ -1,0 +1,101 @@
+"""A conversation of many turns with a fact in each; the memory is cut after every turn, and a fact is asked at the end.
+
+The next turn is never known when the memory is cut, whatever ``ask`` says about the last one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+
+from kvkeep.evals import grading, metrics
+from kvkeep.evals import replies as replying
+from kvkeep.evals.answered import Answered, Case, Item, Prompt, fitting, prompt_of
+from kvkeep.evals.drive import Drive, Setup, left_padded
+from kvkeep.evals.replies import Replies
+from kvkeep.evals.synthetic.words import Haystack, values, words
+from kvkeep.evals.task import Options
+from kvkeep.evals.texts import describe
+from kvkeep.models.load import Checkpoint
+from kvkeep.models.text import Writer, encode
+from kvkeep.policies.base import Policy
+
+_NEW = 16
+_TURN = "\nUser: "
+
+
+@final
+@dataclass(frozen=True)
+class Conversation(Answered):
+    """Share of asked facts that the reply has, by the turn in which they were told."""
+
+    name: ClassVar[str] = "conversation"
+    VERSION: ClassVar[int] = 1
+
+    @classmethod
+    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+        """A case for each context, with as many turns as facts; asked turns are spread evenly."""
+        about |= {"text": describe(options), "depths": list(options.depths) or "spread"}
+        n, made = options.limit or cls.items, {}
+        for length in dict.fromkeys(options.contexts):
+            named = f"conversation with a context of {length}, {options.facts} turns and {_NEW} new tokens"
+            depths = options.depths or [(i + 0.5) / n for i in range(n)]
+            prompts = []
+            for number in range(n):
+                depth = depths[number % len(depths)]
+                maker = _maker(options, number, depth)
+                item = fitting(checkpoint, maker, length - _NEW, 0, named)
+                prompts.append(prompt_of(checkpoint, item, options.ask, number))
+            made[f"length={length},turns={options.facts}"] = Case(
+                prompts, _NEW, lambda item, reply: grading.contains_all(reply, item.answers)
+            )
+        return made
+
+    def _ask(
+        self, writer: Writer, case: str, policy: Policy, budgets: Sequence[int], setup: Setup
+    ) -> Iterator[Replies]:
+        for number, prompt in enumerate(self.made[case].prompts):
+            drive = Drive(writer, policy, [budgets[number]], first=number, setup=setup)
+            edges = [*_edges(writer.checkpoint, prompt), prompt.first]
+            for start, stop in zip([0, *edges], edges, strict=False):
+                if stop > start:
+                    drive.feed(*left_padded([prompt.ids[start:stop]]), last_only=True)
+            lengths, cache = [prompt.first], drive.cache
+            tenths = [metrics.kept_by_tenth(cache.positions(i), lengths) for i in cache.bounded_layers()]
+            texts = replying.texts(writer, drive, [prompt], self.made[case].new)
+            yield Replies(texts, torch.stack(tenths).mean(0).cpu(), drive.cache.memory())
+
+
+def _maker(options: Options, number: int, depth: float) -> Any:
+    """Makes a conversation whose turns have a number of further sentences in all."""
+    drawn = random.Random(f"conversation {options.seed} {number}")
+    names, codes = words(drawn, options.facts), values("numbers", drawn, options.facts)
+    asked = min(options.facts - 1, int(depth * options.facts))
+    haystack = Haystack(options.text, options.seed * 1009 + number)
+
+    def item(size: int) -> Item:
+        filler, said = haystack.first(size), []
+        for turn, (name, code) in enumerate(zip(names, codes, strict=True)):
+            own = filler[turn :: options.facts]
+            said.append(f"{_TURN}{' '.join([*own, f'The code of {name} is {code}.'])}\nAssistant: I see.")
+        question = f"{_TURN}What is the code of {names[asked]}?"
+        lead = f"\nAssistant: The code of {names[asked]} is"
+        return Item(text="".join(said), question=question, lead=lead, answers=(codes[asked],), depth=depth, chat=False)
+
+    return item
+
+
+def _edges(checkpoint: Checkpoint, prompt: Prompt) -> list[int]:
+    """The number of tokens before each turn but the first, as far as they lie in the first part of a prompt."""
+    found, text = [], ""
+    for turn in prompt.item.text.split(_TURN)[1:]:
+        text += f"{_TURN}{turn}"
+        ids = encode(checkpoint, text, raw=True)[0]
+        size = min(len(ids), len(prompt.ids))
+        differs = (ids[:size] != prompt.ids[:size]).nonzero()
+        found.append(min(int(differs[0]) if len(differs) else size, prompt.first))
+    return found

@@ -1,0 +1,68 @@
+"""Diversity of written text: distinct n-grams within each continuation, and Self-BLEU among all of them.
+
+H2O (appendix C.1) reports Self-BLEU of texts of equal length. Continuations are greedy here, so nothing depends on
+chance; the paper does not say how it samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from kvkeep.evals import grading
+from kvkeep.evals.answered import Answered, Case, Item, fitting, prompt_of
+from kvkeep.evals.synthetic.words import Haystack
+from kvkeep.evals.task import Options
+from kvkeep.evals.texts import describe
+from kvkeep.models.load import Checkpoint
+
+NEW = 64
+"""Tokens of a continuation."""
+
+_ORDER = 4
+
+
+def continued(checkpoint: Checkpoint, options: Options, length: int, new: int, n: int, about: str) -> list[Item]:
+    """Texts to continue, of at most ``length`` tokens with their continuation; each begins at another sentence."""
+    items = []
+    for number in range(n):
+        seed = options.seed * n + number
+        haystack = Haystack(options.text, seed)
+        skip = 0 if options.text is None else 16 * seed
+
+        def item(size: int, haystack: Haystack = haystack, skip: int = skip) -> Item:
+            text = " ".join(haystack.first(skip + size)[skip:])
+            return Item(text=text, question="", answers=(), chat=False)
+
+        items.append(fitting(checkpoint, item, length - new, 1, about))
+    return items
+
+
+@final
+@dataclass(frozen=True)
+class Diversity(Answered):
+    """Share of different pairs of words in each continuation; Self-BLEU and distinct-n over all of a case."""
+
+    name: ClassVar[str] = "diversity"
+    VERSION: ClassVar[int] = 1
+
+    @classmethod
+    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+        """A case for each context."""
+        about["text"] = describe(options)
+        n, made = options.limit or cls.items, {}
+        for length in dict.fromkeys(options.contexts):
+            named = f"diversity with a context of {length} and {NEW} new tokens"
+            items = continued(checkpoint, options, length, NEW, n, named)
+            prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(items)]
+            made[f"length={length}"] = Case(
+                prompts, NEW, lambda item, reply: grading.distinct([grading.tokens_of(reply)], 2)
+            )
+        return made
+
+    def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
+        """Self-BLEU, and distinct-1 to distinct-3 over all continuations; null for a single one."""
+        words = [grading.tokens_of(text) for text in texts]
+        found: dict[str, Any] = {f"distinct_{n}": grading.distinct(words, n) for n in (1, 2, 3)}
+        return {**found, "self_bleu": grading.self_bleu(words, _ORDER) if len(words) > 1 else None}

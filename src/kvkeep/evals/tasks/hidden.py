@@ -1,0 +1,130 @@
+"""What is hidden in a long text: a needle at every depth, a passkey, and a value in a dictionary."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from kvkeep.evals import grading
+from kvkeep.evals.answered import Answered, Case, Item, fitting, prompt_of
+from kvkeep.evals.synthetic.words import NOISE, Haystack, planted, values
+from kvkeep.evals.task import Options
+from kvkeep.evals.texts import describe
+from kvkeep.models.load import Checkpoint
+
+_NEW = 32
+_CITIES = (
+    *("Lisbon", "Oslo", "Vienna", "Prague", "Dublin", "Athens", "Warsaw"),
+    *("Madrid", "Helsinki", "Cairo", "Lima", "Quito", "Seoul", "Hanoi"),
+)
+_Maker = Callable[[random.Random, float, int], Item]
+
+
+def _cases(checkpoint: Checkpoint, options: Options, task: type[Answered], make: _Maker, least: int) -> dict[str, Case]:
+    """A case for each context, with items at depths in turn."""
+    made = {}
+    for length in dict.fromkeys(options.contexts):
+        n = options.limit or task.items
+        depths = options.depths or [(i + 0.5) / n for i in range(n)]
+        about = f"{task.name} with a context of {length} and {_NEW} new tokens"
+        prompts = []
+        for number in range(n):
+            seed, depth = f"{task.name} {options.seed} {number}", depths[number % len(depths)]
+
+            def item(size: int, seed: str = seed, depth: float = depth) -> Item:
+                return make(random.Random(seed), depth, size)
+
+            prompts.append(
+                prompt_of(checkpoint, fitting(checkpoint, item, length - _NEW, least, about), options.ask, number)
+            )
+        made[f"length={length}"] = Case(prompts, _NEW, lambda item, reply: grading.contains_all(reply, item.answers))
+    return made
+
+
+@final
+@dataclass(frozen=True)
+class Needle(Answered):
+    """Needle in a haystack: a sentence at a depth of a text; its score by depth and context is the heat map."""
+
+    name: ClassVar[str] = "needle"
+    VERSION: ClassVar[int] = 1
+
+    @classmethod
+    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+        """A case for each context."""
+        about |= {"text": describe(options), "depths": list(options.depths) or "spread"}
+        haystack = Haystack(options.text, options.seed)
+
+        def item(drawn: random.Random, depth: float, size: int) -> Item:
+            (number,), city = values("numbers", drawn, 1), drawn.choice(_CITIES)
+            needle = f"The special magic {city} number is: {number}."
+            text = planted(haystack.first(size), [needle], [depth])
+            return Item(
+                text=f"Read the text and answer the question about it.\n\n{text}",
+                question=f"\n\nWhat is the special magic {city} number? Answer with the number alone.",
+                lead=f" The special magic {city} number is",
+                answers=(number,),
+                depth=depth,
+            )
+
+        return _cases(checkpoint, options, cls, item, least=1)
+
+
+@final
+@dataclass(frozen=True)
+class Passkey(Answered):
+    """Passkey retrieval (Mohtashami and Jaggi, 2023): a number in noise that repeats."""
+
+    name: ClassVar[str] = "passkey"
+    VERSION: ClassVar[int] = 1
+
+    @classmethod
+    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+        """A case for each context."""
+        about |= {"depths": list(options.depths) or "spread"}
+
+        def item(drawn: random.Random, depth: float, size: int) -> Item:
+            key = str(drawn.randint(10000, 99999))
+            lines = [NOISE] * size
+            lines.insert(round(depth * size), f"The pass key is {key}. Remember it. {key} is the pass key.")
+            task = "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
+            return Item(
+                text=f"{task}I will quiz you about the important information there.\n\n" + "\n".join(lines),
+                question="\n\nWhat is the pass key?",
+                lead=" The pass key is",
+                answers=(key,),
+                depth=depth,
+            )
+
+        return _cases(checkpoint, options, cls, item, least=1)
+
+
+@final
+@dataclass(frozen=True)
+class KeyValue(Answered):
+    """Key-value retrieval (Liu et al., 2023): the value of a UUID in a JSON object of UUIDs."""
+
+    name: ClassVar[str] = "kv_retrieval"
+    VERSION: ClassVar[int] = 1
+
+    @classmethod
+    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+        """A case for each context."""
+        about |= {"depths": list(options.depths) or "spread"}
+
+        def item(drawn: random.Random, depth: float, size: int) -> Item:
+            found = values("uuids", drawn, 2 * size)
+            pairs = list(zip(found[::2], found[1::2], strict=True))
+            key, value = pairs[min(size - 1, int(depth * size))]
+            return Item(
+                text=f"Extract the value of the key in the JSON object below.\n\n{json.dumps(dict(pairs))}",
+                question=f'\n\nKey: "{key}"',
+                lead="\nCorresponding value:",
+                answers=(value,),
+                depth=depth,
+            )
+
+        return _cases(checkpoint, options, cls, item, least=1)

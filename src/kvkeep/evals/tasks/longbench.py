@@ -1,0 +1,123 @@
+"""LongBench (Bai et al., 2024): the 16 English and code tasks, from the files of its authors.
+
+Each task is a file such as ``hotpotqa.jsonl`` in the folder ``data``. As in LongBench itself, a prompt that is longer
+than the model was trained for loses the middle of its text.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+from kvkeep.errors import InputError
+from kvkeep.evals import grading, parts, sources
+from kvkeep.evals.answered import Answered, Case, Item, prompt_of, tokens_of
+from kvkeep.evals.sources import Source
+from kvkeep.evals.task import Options
+from kvkeep.models.load import Checkpoint
+
+_METRICS: Mapping[str, Callable[[str, str], float]] = {
+    "f1": grading.f1,
+    "rouge_l": grading.rouge_l,
+    "count": grading.count,
+    "retrieval": grading.retrieval,
+    "code_similarity": grading.code_similarity,
+}
+
+
+@cache
+def described() -> dict[str, dict[str, Any]]:
+    """The tasks: wording, reply length and metric of each."""
+    text = (resources.files("kvkeep.evals.tasks") / "longbench.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def source(name: str) -> Source:
+    """The file of a task."""
+    return Source((f"{name}.jsonl",), "LongBench (THUDM/LongBench, data.zip): a JSON object per line")
+
+
+@final
+@dataclass(frozen=True)
+class LongBench(Answered):
+    """Each task's own metric, one case per task."""
+
+    name: ClassVar[str] = "longbench"
+    VERSION: ClassVar[int] = 1
+
+    @classmethod
+    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+        """A case for each task, by default for each whose file is there.
+
+        Raises:
+            InputError: a file is missing or of another format.
+        """
+        known = tuple(described())
+        there = [name for name in known if options.data is not None and Path(options.data, f"{name}.jsonl").is_file()]
+        chosen = parts.chosen(cls.name, options.parts, known, there or known)
+        files = [name for part in known for name in source(part).names]
+        about |= {"items": options.limit or "all", "data": sources.fingerprint(options.data, files)}
+        return {name: _case(checkpoint, options, name, notes) for name in chosen}
+
+
+def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> Case:
+    task = described()[name]
+    path = sources.found(options.data, source(name), f"longbench's {name}")
+    rows = sources.lines(path, {"context": str, "input": str, "answers": list})
+    n = min(options.limit or len(rows), len(rows))
+    if task["metric"] == "classification" and not all(row.get("all_classes") for row in rows):
+        raise InputError(f"{path} has a line without 'all_classes', by which {name} is graded.")
+    items = [_item(task, rows[(options.seed * n + i) % len(rows)]) for i in range(n)]
+    room = None if checkpoint.trained_length is None else checkpoint.trained_length - int(task["new"])
+    short = [item if room is None else _shortened(checkpoint, item, room, name) for item in items]
+    if cut := sum(one is not other for one, other in zip(items, short, strict=True)):
+        notes.append(f"longbench {name}: {cut} of {n} texts lose their middle, to fit into {room} tokens.")
+    prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(short)]
+    return Case(prompts, int(task["new"]), lambda item, reply: grade(task, item, reply))
+
+
+def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
+    before, after = str(task["prompt"]).split("{context}")
+    classes = row.get("all_classes") or ()
+    return Item(
+        text=before + row["context"],
+        question=after.replace("{input}", row["input"]),
+        answers=tuple(str(answer) for answer in row["answers"]),
+        classes=tuple(str(name) for name in classes) if isinstance(classes, list) else (),
+        chat=not task.get("few_shot", False),
+    )
+
+
+def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item:
+    """An item of at most ``room`` tokens; the middle of a text that is too long is left out."""
+    if (size := len(tokens_of(checkpoint, item))) <= room:
+        return item
+    ids = checkpoint.tokenizer.encode(item.text, add_special_tokens=False)
+    keep = len(ids) - (size - room)
+    while keep > 0:
+        half = keep // 2
+        ends = (
+            checkpoint.tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[half - keep :])
+        )
+        text = "".join(map(str, ends))
+        made = replace(item, text=text)
+        if len(tokens_of(checkpoint, made)) <= room:
+            return made
+        keep -= max(1, keep // 50)
+    raise InputError(
+        f"longbench's {name} has a question that fills the {room} tokens of {checkpoint.name}; choose other `parts`."
+    )
+
+
+def grade(task: Mapping[str, Any], item: Item, reply: str) -> float:
+    """The grade of a reply by a task's metric, for the best of its answers."""
+    if task.get("first_line"):
+        reply = reply.lstrip("\n").split("\n")[0]
+    if task["metric"] == "classification":
+        return max((grading.classification(reply, answer, item.classes) for answer in item.answers), default=0.0)
+    return grading.best(_METRICS[task["metric"]], reply, item.answers)

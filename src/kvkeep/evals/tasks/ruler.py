@@ -1,0 +1,98 @@
+"""RULER (Hsieh et al., 2024): 13 tasks of any length, made by rule, and graded by matching strings.
+
+Eleven tasks need no file. ``qa_1`` and ``qa_2`` need SQuAD and HotpotQA in the folder ``data``. Essays are the text of
+``text``, or the package's own plain sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from kvkeep.errors import InputError
+from kvkeep.evals import grading, parts, sources
+from kvkeep.evals.answered import Answered, Case, Item, TooShortError, fitting, prompt_of
+from kvkeep.evals.synthetic import counting, documents, needles
+from kvkeep.evals.synthetic.words import Haystack
+from kvkeep.evals.task import Options
+from kvkeep.evals.texts import describe
+from kvkeep.models.load import Checkpoint
+
+_NEW = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
+_NEW_OF_NEEDLES = 128
+_LEAST = {"cwe": 1, "fwe": 30, "qa_1": 0, "qa_2": 0}
+
+PARTS = (*needles.TASKS, "vt", "cwe", "fwe", "qa_1", "qa_2")
+
+
+@final
+@dataclass(frozen=True)
+class Ruler(Answered):
+    """Share of the asked strings in the replies, one case per task and context."""
+
+    name: ClassVar[str] = "ruler"
+    VERSION: ClassVar[int] = 1
+
+    @classmethod
+    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+        """The cases of every task and context. Without a choice, tasks that cannot be made are left out with a note.
+
+        Raises:
+            InputError: an unknown task, a missing file, or a context that is too short.
+        """
+        without = PARTS if options.data is not None else PARTS[:-2]
+        chosen = parts.chosen(cls.name, options.parts, PARTS, without)
+        files = [name for source in documents.SOURCES.values() for name in source.names]
+        about |= {"text": describe(options), "data": sources.fingerprint(options.data, files)}
+        made: dict[str, Case] = {}
+        for length in dict.fromkeys(options.contexts):
+            for name in chosen:
+                try:
+                    made[f"{name},length={length}"] = _case(checkpoint, options, name, length)
+                except TooShortError as error:
+                    if options.parts:
+                        raise
+                    notes.append(f"{error} It is left out.")
+        if not made:
+            raise InputError(f"No task of ruler fits into {max(options.contexts)} tokens. Give longer `contexts`.")
+        if not options.parts and options.data is None:
+            notes.append("ruler: qa_1 and qa_2 are left out; they need SQuAD and HotpotQA in the folder `data`.")
+        return made
+
+
+_Maker = Callable[[int, int, int], Callable[[int], Item]]
+"""Makes the maker of an item from its number, the context, and the room of its prompt."""
+
+
+def _makers(name: str, options: Options) -> _Maker:
+    def seed(number: int) -> str:
+        return f"{name} {options.seed} {number}"
+
+    if name in needles.TASKS:
+        haystack = Haystack(options.text, options.seed)
+        return lambda number, context, room: needles.items(needles.TASKS[name], haystack, seed(number))
+    if name in documents.SOURCES:
+        found = documents.library(name, options.data)
+        asked = found.questions
+        return lambda number, context, room: documents.items(
+            found, asked[(number + options.seed * 1009) % len(asked)], seed(number)
+        )
+    if name == "vt":
+        return lambda number, context, room: counting.chain(seed(number))
+    if name == "cwe":
+        return lambda number, context, room: counting.common(seed(number), context)
+    return lambda number, context, room: counting.coded(seed(number), room)
+
+
+def _case(checkpoint: Checkpoint, options: Options, name: str, length: int) -> Case:
+    maker = _makers(name, options)
+    new = _NEW.get(name, _NEW_OF_NEEDLES)
+    room = length - new
+    prompts = []
+    for number in range(options.limit or Ruler.items):
+        about = f"ruler's {name} with a context of {length} and {new} new tokens"
+        item = fitting(checkpoint, maker(number, length, room), room, _LEAST.get(name, 1), about)
+        prompts.append(prompt_of(checkpoint, item, options.ask, number))
+    grade = grading.contains_any if name.startswith("qa") else grading.contains_all
+    return Case(prompts, new, lambda item, reply: grade(reply, item.answers))

@@ -1,0 +1,98 @@
+"""Summaries of XSUM and CNN/DailyMail, graded by ROUGE, as in H2O's Figure 4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+
+from kvkeep.errors import InputError
+from kvkeep.evals import parts, rouge, sources
+from kvkeep.evals.answered import Answered, Case, Item, prompt_of, tokens_of
+from kvkeep.evals.sources import Source
+from kvkeep.evals.task import Options
+from kvkeep.models.load import Checkpoint
+
+_NEW = {"xsum": 64, "cnn_dailymail": 128}
+_FIELDS = (("document", "summary"), ("article", "highlights"), ("article", "summary_gt"))
+_ASK = {
+    "xsum": "\n\nSummarize the above article in 1 sentence.\n",
+    "cnn_dailymail": "\n\nSummarize the above article in 3 sentences.\n",
+}
+_FILES = {name: (f"{name}.jsonl", f"{name}_0shot.jsonl") for name in _NEW}
+_LEAST = 32
+"""Tokens of an article that are always kept."""
+
+
+@final
+@dataclass(frozen=True)
+class Summary(Answered):
+    """ROUGE-L, with ROUGE-1 and ROUGE-2 beside it, one case per data set."""
+
+    name: ClassVar[str] = "summary"
+    VERSION: ClassVar[int] = 1
+
+    @classmethod
+    def make(cls, checkpoint: Checkpoint, options: Options, about: dict[str, Any], notes: list[str]) -> dict[str, Case]:
+        """A case for each file.
+
+        Raises:
+            InputError: rouge-score or a file is missing, or a line has another format.
+        """
+        rouge.check()
+        there = [n for n, files in _FILES.items() if sources.fingerprint(options.data, files) is not None]
+        chosen = parts.chosen(cls.name, options.parts, tuple(_NEW), there or tuple(_NEW))
+        about["data"] = sources.fingerprint(options.data, [file for files in _FILES.values() for file in files])
+        return {name: _case(checkpoint, options, name, notes) for name in chosen}
+
+    def grades(self, case: str, texts: Sequence[str]) -> list[float]:
+        """ROUGE-L of each reply."""
+        return self._rouge(case, texts)["rougeL"]
+
+    def more(self, case: str, texts: Sequence[str]) -> dict[str, Any]:
+        """ROUGE-1 and ROUGE-2, and the mean length of a reply in words."""
+        found = {kind: sum(f) / len(f) for kind, f in self._rouge(case, texts).items() if kind != "rougeL"}
+        return {**found, "words": sum(len(text.split()) for text in texts) / len(texts)}
+
+    def _rouge(self, case: str, texts: Sequence[str]) -> dict[str, list[float]]:
+        answers = [prompt.item.answers[0] for prompt in self.made[case].prompts]
+        return rouge.scores([text.split("###")[0] for text in texts], answers)
+
+
+def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> Case:
+    public = f"the test set of {name} as JSON lines with document and summary, or article and highlights"
+    path = sources.found(options.data, Source(_FILES[name], public), f"summary's {name}")
+    rows = sources.lines(path, {})
+    n = min(options.limit or Summary.items, len(rows))
+    chosen = [(options.seed * n + i) % len(rows) for i in range(n)]
+    items = [_item(name, rows[i], f"Entry {i + 1} of {path}") for i in chosen]
+    room = None if checkpoint.trained_length is None else checkpoint.trained_length - _NEW[name]
+    short = [item if room is None else _shortened(checkpoint, item, room, name) for item in items]
+    if cut := sum(one is not other for one, other in zip(items, short, strict=True)):
+        notes.append(f"summary {name}: {cut} of {n} articles lose their end, to fit into {room} tokens.")
+    prompts = [prompt_of(checkpoint, item, options.ask, i) for i, item in enumerate(short)]
+    return Case(prompts, _NEW[name], lambda item, reply: 0.0)
+
+
+def _item(name: str, row: Mapping[str, Any], place: str) -> Item:
+    """An article; H2O's files have whole prompts, from which the article is taken."""
+    for article, summary in _FIELDS:
+        text, answer = row.get(article), row.get(summary)
+        if isinstance(text, str) and isinstance(answer, str) and text.strip() and answer.strip():
+            text = text.rpartition("###\nArticle: ")[2].partition("\n\nSummarize the above")[0]
+            return Item(text=f"Article: {text.strip()}", question=_ASK[name], answers=(answer,))
+    wanted = " or ".join(f"{article!r} and {summary!r}" for article, summary in _FIELDS)
+    raise InputError(f"{place} has no article with its summary: it needs {wanted}, as text.")
+
+
+def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item:
+    """An item of at most ``room`` tokens: the article loses its end."""
+    size = len(tokens_of(checkpoint, item))
+    words = item.text.split(" ")
+    while size > room:
+        words = words[: min(len(words) - 1, len(words) * room // size)]
+        if len(words) < _LEAST:
+            raise InputError(f"summary's {name} does not fit into {checkpoint.name}: {room} tokens are left for it.")
+        item = replace(item, text=" ".join(words))
+        size = len(tokens_of(checkpoint, item))
+    return item

@@ -1,0 +1,237 @@
+"""Attention beside a run: reference attention over the tokens that a layer holds, and over all tokens.
+
+Both keep every key outside of the bounded memory, at true positions and in the model's dtype. One block of one layer's
+matrix exists at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvkeep.backends import reference
+from kvkeep.cache import BoundedCache, handing_cache
+from kvkeep.errors import UnsupportedModelError
+from kvkeep.handing import BoundedLayer, HandingLayer, handing_part
+from kvkeep.layer import Layer
+from kvkeep.layout import windows_of
+from kvkeep.types import EMPTY, AttentionOptions, Phase
+
+_BLOCK_BYTES = 32 * 2**20
+"""Most bytes of logits that exist at a time, but at least those of one query."""
+
+
+class Keys:
+    """The keys of a whole text.
+
+    Args:
+        length: the most tokens that will come.
+
+    Attributes:
+        columns: tokens so far; may be set back.
+        mass: attention of the newest step, summed over its queries and averaged over the query heads of a group.
+        newest: attention of the newest query, averaged in the same way.
+    """
+
+    mass: Float[Tensor, "Hk S"]
+    newest: Float[Tensor, "Hk S"]
+    _keys: Float[Tensor, "1 Hk n D"]
+
+    def __init__(self, length: int):
+        self.columns, self._length = 0, length
+
+    def attend(
+        self,
+        query: Float[Tensor, "1 Hq T D"],
+        keys: Float[Tensor, "1 Hk T D"],
+        options: AttentionOptions,
+        held: Bool[Tensor, "Hk n"] | None = None,
+        values: Float[Tensor, "1 Hk S E"] | None = None,
+    ) -> Float[Tensor, "1 Hq T E"] | None:
+        """Add keys and compute the attention of new queries, in float32.
+
+        Args:
+            query: the new queries.
+            keys: their keys.
+            options: what the model's attention asks for.
+            held: which of all tokens are seen beside the new ones; ``None``: all.
+            values: values of all tokens.
+
+        Returns:
+            The output, if there are values.
+        """
+        first, last = self.columns, self.columns + keys.shape[2]
+        if not first:
+            self._keys = keys.new_empty(*keys.shape[:2], self._length, keys.shape[3])
+        self._keys[:, :, first:last] = keys
+        self.columns = last
+        columns = torch.arange(last, device=keys.device)
+        places = columns.expand(keys.shape[1], last)
+        if held is not None:
+            places = places.masked_fill(~(held[:, :last] | (columns >= first)), EMPTY)
+        self.mass = torch.zeros(places.shape, device=keys.device)
+        wide, outputs = self._keys[:, :, :last].float(), []
+        rows = max(1, _BLOCK_BYTES // (4 * query.shape[1] * last))
+        for start in range(0, query.shape[2], rows):
+            part = query[:, :, start : start + rows].float()
+            now = columns[None, first + start : first + start + rows]
+            sees = reference.visible(now, places[None], options.window)
+            weights = reference.softmax(reference.logits(part, wide, sees, options), options.sinks)
+            shared = weights[0].mean(dim=1)
+            self.mass += shared.sum(dim=1)
+            self.newest = shared[:, -1]
+            if values is not None:
+                outputs.append((weights @ values[:, :, None]).flatten(1, 2))
+        return torch.cat(outputs, dim=2) if outputs else None
+
+
+class Watch:
+    """Takes the steps of a bounded layer, computes their attention a second time, and hands them on.
+
+    Args:
+        layer: does the work.
+        length: the most tokens that will come.
+
+    Attributes:
+        held: which tokens each KV head holds.
+        keys: all keys, and the attention of the newest step.
+    """
+
+    held: Bool[Tensor, "Hk n"]
+
+    def __init__(self, layer: Layer, length: int):
+        self.layer, self.keys, self._length = layer, Keys(length), length
+
+    def step(
+        self,
+        query: Float[Tensor, "1 Hq T D"],
+        keys: Float[Tensor, "1 Hk T D"],
+        values: Float[Tensor, "1 Hk T E"],
+        *,
+        options: AttentionOptions,
+        phase: Phase,
+        real: Bool[Tensor, "1 T"] | None = None,
+    ) -> Float[Tensor, "1 Hq T E"]:
+        """Watch, then as `Layer.step`."""
+        if not self.keys.columns:
+            self.held = torch.zeros(keys.shape[1], self._length, dtype=torch.bool, device=keys.device)
+        self.keys.attend(query, keys, options, self.held)
+        out = self.layer.step(query, keys, values, options=options, phase=phase, real=real)
+        self.held = members(self.layer.store.positions[0], self._length)
+        return out
+
+
+class Whole:
+    """Takes the steps of a layer and keeps all tokens.
+
+    Args:
+        length: the most tokens that will come.
+
+    Attributes:
+        keys: all keys, and the attention of the newest step.
+    """
+
+    _values: Float[Tensor, "1 Hk n E"]
+
+    def __init__(self, length: int):
+        self.keys, self._length = Keys(length), length
+
+    @property
+    def columns(self) -> int:
+        """Tokens so far; may be set back."""
+        return self.keys.columns
+
+    @columns.setter
+    def columns(self, columns: int) -> None:
+        self.keys.columns = columns
+
+    def step(
+        self,
+        query: Float[Tensor, "1 Hq T D"],
+        keys: Float[Tensor, "1 Hk T D"],
+        values: Float[Tensor, "1 Hk T E"],
+        *,
+        options: AttentionOptions,
+        phase: Phase,
+        real: Bool[Tensor, "1 T"] | None = None,
+    ) -> Float[Tensor, "1 Hq T E"]:
+        """Attend over all tokens so far, in float32."""
+        first = self.columns
+        if not first:
+            self._values = values.new_empty(*values.shape[:2], self._length, values.shape[3])
+        last = first + values.shape[2]
+        self._values[:, :, first:last] = values
+        out = self.keys.attend(query, keys, options, values=self._values[:, :, :last].float())
+        assert out is not None
+        return out.to(query.dtype)
+
+
+def watch(cache: BoundedCache, length: int) -> dict[int, Watch]:
+    """Put a watch around every layer of a cache that has slots; by the layer's number in the model."""
+    found = {}
+    for number, part in enumerate(map(handing_part, cache.layers)):
+        if isinstance(part, BoundedLayer):
+            part.stepper = found[number] = Watch(part.layer, length)
+    return found
+
+
+class FullCache:
+    """A model with a cache that keeps everything and can go back to an earlier token.
+
+    Args:
+        model: the model, attached.
+        length: the most tokens that it will hold.
+    """
+
+    def __init__(self, model: Any, length: int):
+        self._model = model
+        self._layers = {number: Whole(length) for number in windows_of(model.config)}
+        self._cache = handing_cache(model.config, self._layers.__getitem__)
+
+    def feed(self, ids: Int[Tensor, " T"], phase: Phase) -> Float[Tensor, " V"]:
+        """Run new tokens and return the logits that follow the last one."""
+        return feed(self._model, self._cache, ids, phase)
+
+    def mass(self) -> Float[Tensor, "H S"]:
+        """Attention of the newest step, of all heads of all layers."""
+        return torch.cat([layer.keys.mass for layer in self._layers.values()]).cpu()
+
+    def newest(self) -> Float[Tensor, "H S"]:
+        """Attention of the newest query, of all heads of all layers."""
+        return torch.cat([layer.keys.newest for layer in self._layers.values()]).cpu()
+
+    def go_back(self, tokens: int) -> None:
+        """Forget all but the first tokens."""
+        for layer in self._layers.values():
+            layer.columns = tokens
+
+
+def feed(model: Any, cache: Any, ids: Int[Tensor, " T"], phase: Phase) -> Float[Tensor, " V"]:
+    """Run new tokens over a cache and return the logits that follow the last one."""
+    cache.phase = phase
+    given = ids[None].to(model.device)
+    logits: Tensor = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return logits[0, -1].float()
+
+
+def refuse_states(name: str, config: Any) -> None:
+    """Refuse a model with layers that keep a state, which cannot go back to the end of the prompt.
+
+    Raises:
+        UnsupportedModelError: it has such layers.
+    """
+    cache = handing_cache(config, lambda number: Whole(1))
+    if any(not isinstance(layer, HandingLayer) for layer in cache.layers):
+        raise UnsupportedModelError(
+            f"{name} has layers that keep a state instead of tokens, which cannot be compared with a full cache token "
+            "by token. Take a model whose layers all have attention."
+        )
+
+
+def members(positions: Int[Tensor, "Hk S"], length: int) -> Bool[Tensor, "Hk n"]:
+    """Which tokens of a text stand in the slots (-1 = empty)."""
+    marks = torch.zeros(positions.shape[0], length + 1, dtype=torch.bool, device=positions.device)
+    return marks.scatter_(-1, positions.long() % (length + 1), True)[..., :length]  # -1 goes to the spare place

@@ -1,0 +1,88 @@
+"""Tables of bench/bits.py, from rows that are made up, and the commands that it runs."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+if not BENCH.is_dir():
+    pytest.skip("the benchmarks are not part of this copy", allow_module_level=True)
+sys.path.insert(0, str(BENCH))
+
+import bits  # noqa: E402
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "lib"]:
+    del sys.modules[name]  # other tests import the scripts' folder anew
+sys.path.remove(str(BENCH))
+
+from kvkeep.evals.paired import tables  # noqa: E402
+from kvkeep.evals.plan import split_arms  # noqa: E402
+
+
+def row(policy, kv_bits, budget, right, case="context=1024"):
+    asked = [[text, i, int(right(text, i))] for text in range(10) for i in range(8)]
+    setup = "" if kv_bits == "16" else f"kv-bits={kv_bits}"
+    score = {"asked": asked, "perplexity": 30.0 + 10 * asked[0][2]}
+    cell = {"task": "recall", "case": case, "policy": policy, "setup": setup, "budget": budget, "seed": 0}
+    return {**cell, "score": score, "budget_tokens": 200.0, "text_tokens": 1000.0}
+
+
+RECALL = [
+    row("full", "16", "100%", lambda text, i: i > 0),
+    row("full", "4", "100%", lambda text, i: i > 3),
+    row("h2o", "16", "20%", lambda text, i: i > 1),
+    row("h2o", "8", "40%", lambda text, i: i > 0),
+    row("h2o", "8", "20%", lambda text, i: i > 1),
+    row("h2o", "4", "20%", lambda text, i: i > 4),
+]
+LOSSES = [{**one, "task": "perplexity", "case": "window=1024,stride=16"} for one in RECALL]
+
+
+@pytest.fixture
+def output(tmp_path):
+    for folder, rows in (("inside", RECALL), ("perplexity", LOSSES)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return tmp_path
+
+
+def test_tables_compare_bits_at_a_budget_and_at_the_same_bytes(output):
+    found = {title: body for title, _, body in bits.tables(output)}
+    recall = next(
+        body for title, body in found.items() if title.startswith("recall, inside, 1024 tokens, 80 questions")
+    )
+    lines = ["`full` 16", "`full` 4", "`h2o` 16", "`h2o` 8", "`h2o` 4"]
+    assert [" ".join(line[:2]) for line in recall] == lines
+    twenty = 2 + bits.BUDGETS.index("20%")
+    assert recall[2][twenty].startswith("86 (")
+    assert not recall[3][twenty].endswith("*")
+    assert recall[4][twenty].startswith("43 (")
+    assert recall[4][twenty].endswith("*")  # clearly worse than in the model's dtype
+    (same,) = next(body for title, body in found.items() if title.startswith("the same bytes; recall"))
+    assert [cell[:3] for cell in same] == ["`h2", "86 ", "100", ""]
+
+
+def test_a_page_gets_the_tables_between_its_marks(output):
+    page = output / "page.md"
+    page.write_text(f"a\n{bits.MARKS[0]}\nold\n{bits.MARKS[1]}\nb\n")
+    bits.replaced(page, "\n\n".join(bits.markdown(*one) for one in bits.tables(output)))
+    text = page.read_text()
+    assert "old" not in text
+    assert "| policy | bits | 5% | 10% | 20% | 60% | 100% |" in text
+    assert text.startswith("a\n")
+    assert text.endswith("b\n")
+
+
+def test_every_command_names_policies_and_bits_that_exist(tmp_path):
+    for step in bits.steps(400, contexts=bits.CONTEXTS, tokens=32):
+        words = step.command(tmp_path)
+        arms = split_arms(words[words.index("--policies") + 1])
+        assert {kv_bits for policy, kv_bits in arms if policy.evicts} <= set(bits.BITS)
+
+
+def test_a_full_cache_of_4_bits_is_no_reference():
+    (table,) = tables(RECALL)
+    assert "the full cache answers 70 of 80 questions" in table.title
+    assert "full (kv-bits=4)" in str(table)

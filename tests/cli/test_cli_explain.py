@@ -1,0 +1,101 @@
+"""``kvkeep explain``: the page, the terminal, JSON, and errors in one line."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvkeep.cli.explain.request import as_typed
+from kvkeep.cli.main import app
+
+TEXT = "The meadow was quiet, and the lantern by the gate was crimson. " * 6
+
+
+@pytest.fixture
+def kv(tmp_path, monkeypatch):
+    """Runs the command in a folder with a text; the output is one text without line breaks in ``said``."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.txt").write_text(TEXT)
+    (tmp_path / "binary").write_bytes(b"\x00\xff\xfe\x80" * 9)
+    (tmp_path / "zero.txt").write_bytes(b"some\0text")
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "folder").mkdir()
+
+    def run(*words, width=80, stdin=None):
+        env = {"COLUMNS": str(width)}
+        result = CliRunner().invoke(app, ["explain", *map(str, words)], env=env, input=stdin)
+        result.said = " ".join(result.output.split())
+        assert "Traceback" not in result.output
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result
+
+    return run
+
+
+def test_a_page_is_written_and_made_again_by_its_command(kv, tmp_path):
+    words = ["-f", "report.txt", "-p", "What colour is it?", "--policies", "h2o:recent=8,sinks=2,local", "-n", "3"]
+    done = kv(*words, "--budget", "30%", "-o", "page.html")
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "page.html").read_text()
+    assert page.startswith("<!doctype html>")
+    assert "kvkeep explain --text report.txt --prompt 'What colour is it?'" in page
+    assert all(word in page for word in ("--policies h2o:recent=8,sinks=2,local", "--budget 30%", "--output"))
+    assert "page.html" in done.output
+    assert "full cache" in done.output
+    assert "--overwrite to replace it" in kv(*words, "-o", "page.html").said
+    assert kv(*words, "-o", "page.html", "--overwrite").exit_code == 0
+
+
+@pytest.mark.parametrize("width", [30, 80, 120])
+def test_the_terminal_shows_the_text_under_each_policy(kv, width):
+    done = kv("-f", "report.txt", "--policies", "h2o,local", "-b", "40", "-n", "2", "--terminal", width=width)
+    assert done.exit_code == 0, done.output
+    assert all(len(line) <= width for line in done.output.splitlines())
+    lines = done.output.splitlines()
+    assert ("h2o" in lines[0] and "local" in lines[0]) == (width > 40)
+    assert "·" in done.output
+    assert "crimson" in done.said
+
+
+def test_json_is_the_record_and_nothing_else(kv):
+    done = kv("-f", "-", "--policies", "local", "-b", "20", "-n", "2", "--json", stdin=TEXT)
+    found = json.loads(done.stdout)
+    assert found["budget"] == 20
+    assert found["runs"][0]["policy"] == "local"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("-o page.html", "needs --text FILE"),
+        ("-f report.txt", "There is no place for the page"),
+        ("-f binary -o page.html", "is not UTF-8 text: byte 1 is 0xff"),
+        ("-f zero.txt -o page.html", "a binary file"),
+        ("-f empty.txt -o page.html", "is empty"),
+        ("-f nothing.txt -o page.html", "nothing.txt cannot be read"),
+        ("-f report.txt -o folder", "is a folder"),
+        ("-f report.txt -o no/page.html", "Make it first"),
+        ("-f report.txt -o -", "give a name such as page.html"),
+        ("-f report.txt -o /proc/page.html", "/proc"),
+        ("-f report.txt -o page.html --policies h3o", "Did you mean 'h2o'?"),
+        ("-f report.txt -o page.html --policies ,", "The list of policies is empty"),
+        ("-f report.txt -o page.html --policies local@4", "names bits"),
+        ("-f report.txt -o page.html --policies reread", "reread"),
+        ("-f report.txt -o page.html --policies tova,topk,h2o,local,knorm,keydiff,ahakv", "up to 6"),
+        ("-f report.txt -o page.html --budget 200%", "outside 0 … 100%"),
+        ("-f report.txt -o page.html --budget 0", "budget"),
+        ("-f report.txt -o page.html --policies h2o:recent=60 --budget 9", "at least 60"),
+        ("-f report.txt -o page.html -n 99", "outside 1 … 54"),
+        ("-f report.txt -o page.html --prefill-chunk 0", "--prefill-chunk"),
+    ],
+)
+def test_mistakes_are_one_line(kv, tmp_path, line, said):
+    done = kv(*line.split(), width=300)
+    assert done.exit_code == 2
+    assert said in done.said
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(("budget", "shown"), [(0.2, "20%"), (1.0, "100%"), (0.125, "12.5%"), (30, "30"), (0.1, "10%")])
+def test_the_command_has_the_budget_as_it_was_typed(budget, shown):
+    assert as_typed(budget) == shown

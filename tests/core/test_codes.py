@@ -1,0 +1,126 @@
+"""Codes of keys and values: their layout, their error, and what the Hadamard matrix is for."""
+
+import math
+
+import pytest
+import torch
+
+from kvkeep.codes import CodedSlots, decode, encode, finite, group_size, hadamard
+from kvkeep.types import Slots
+
+DIMS = [64, 128, 80, 96, 48, 16, 576]
+
+
+def relative_error(x, bits):
+    return float(((decode(encode(x, bits), torch.float32) - x) ** 2).mean() / (x**2).mean())
+
+
+def expected_error(group, bits, samples=400_000):
+    """A step's variance is step² / 12, and a step is the greatest of ``group`` Gaussian numbers over the codes.
+
+    E[max²] = ∫ P(max² > t) dt, with P(max <= m) = erf(m / √2) ** group.
+    """
+    greatest = {8: 127, 4: 7}[bits]
+    m = torch.linspace(0, 8, samples, dtype=torch.float64)
+    square = torch.trapezoid(2 * m * (1 - torch.erf(m / math.sqrt(2)) ** group), m)
+    return float(square) / greatest**2 / 12
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_error_of_gaussian_vectors_is_that_of_the_closed_form(dim, bits):
+    x = torch.randn(1, 2, 3000, dim, generator=torch.Generator().manual_seed(dim))
+    # the greatest channel has no error: below the form by about 1 / group
+    wanted = expected_error(group_size(dim), bits)
+    assert relative_error(x, bits) == pytest.approx(wanted, rel=0.03 + 1.5 / group_size(dim))
+
+
+def test_two_codes_of_a_group_share_a_byte_as_the_layout_says():
+    x = torch.randint(-7, 8, (1, 1, 2, 128)).float()
+    x[..., ::64] = 7.0  # the scale of each group is 1
+    codes = encode(x, 4)
+    assert codes.numbers.dtype == torch.uint8
+    assert codes.numbers.shape == (1, 1, 2, 64)
+    assert (codes.scales == 1).all()
+    groups = codes.numbers.view(1, 1, 2, 2, 32)
+    low, high = (groups & 15).int() - 8, (groups >> 4).int() - 8
+    assert torch.equal(low, x.view(1, 1, 2, 2, 64)[..., :32].int())
+    assert torch.equal(high, x.view(1, 1, 2, 2, 64)[..., 32:].int())
+    assert torch.equal(decode(codes, torch.float32), x)
+
+
+@pytest.mark.parametrize("dim", [*DIMS, 5, 1])
+def test_the_hadamard_matrix_is_orthonormal_symmetric_and_its_own_inverse(dim):
+    matrix = hadamard(torch.eye(dim))
+    assert torch.allclose(matrix, matrix.T)
+    assert torch.allclose(matrix @ matrix, torch.eye(dim), atol=1e-6)
+
+
+def test_an_odd_head_dim_has_codes_of_8_bits():
+    x = torch.randn(1, 1, 4, 5)
+    assert relative_error(x, 8) < 1e-4
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_numbers_of_any_size_are_coded_as_finite_ones(bits):
+    x = torch.randn(1, 1, 8, 64) * torch.logspace(-40, 36, 8)[:, None]
+    x[0, 0, 7, :] = torch.finfo(torch.float32).max
+    found = decode(encode(x, bits), torch.float32)
+    assert found.isfinite().all()
+    assert encode(x, bits).scales.isfinite().all()
+    fits = x.abs().amax(dim=-1) < 6e4
+    assert ((found - x).abs().amax(dim=-1) <= x.abs().amax(dim=-1) / 7 + 1e-6)[fits].all()
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_group_without_meaning_is_coded_as_zeros_and_its_neighbours_as_they_are(wrong, bits):
+    x = torch.randn(1, 1, 3, 128)
+    clean = decode(encode(x, bits), torch.float32)
+    x[0, 0, 1, 70] = wrong
+    found = decode(encode(x, bits), torch.float32)
+    assert (found[0, 0, 1, 64:] == 0).all()
+    clean[0, 0, 1, 64:] = 0
+    assert torch.equal(found, clean)
+
+
+def test_a_token_with_nan_in_one_head_may_not_take_a_slot_in_this_head():
+    keys, values = torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 16)
+    keys[0, 1, 0, 3], values[1, 0, 0, 0] = math.nan, math.inf
+    assert finite(keys, values).squeeze(-1).tolist() == [[True, False], [False, True]]
+
+
+def logits_error(keys, query, bits, *, turn):
+    """Error of attention's logits relative to their spread."""
+    if turn:
+        keys, query = hadamard(keys), hadamard(query)
+    exact = query @ keys.mT
+    return float((query @ decode(encode(keys, bits), torch.float32).mT - exact).std() / exact.std())
+
+
+def test_outlier_channels_ruin_codes_of_4_bits_unless_keys_are_turned():
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 1, 500, 128, generator=generator)
+    query = torch.randn(1, 1, 50, 128, generator=generator)
+    keys[..., [3, 77]] += 40.0  # channels as they are seen in real keys: large, and equal in all tokens
+    query[..., [3, 77]] = 0.05  # which the queries hardly use
+    plain, turned = (logits_error(keys, query, 4, turn=turn) for turn in (False, True))
+    assert plain > 0.95  # nothing is left but the outliers: all other channels have code 0
+    assert turned < 0.5
+
+
+def test_writing_a_token_changes_its_slot_only_and_is_what_coding_gives():
+    made = torch.Generator().manual_seed(1)
+    shape = 2, 3, 10, 64
+    held = Slots(*(torch.randn(shape, generator=made) for _ in range(2)), torch.arange(10).expand(2, 3, 10))
+    slots = CodedSlots.of(encode(hadamard(held.keys), 8), encode(held.values, 4), held.positions, torch.float32)
+    before = [x.clone() for x in (*slots.coded_keys[:2], *slots.coded_values[:2])]
+    slot = torch.randint(0, 10, (2, 3, 1), generator=made)
+    key, value = torch.randn(2, 3, 1, 64, generator=made), torch.randn(2, 3, 1, 64, generator=made)
+    assert slots.write(slot, key, value).all()
+    touched = torch.zeros(2, 3, 10, dtype=torch.bool).scatter_(2, slot, True)
+    for old, new in zip(before, (*slots.coded_keys[:2], *slots.coded_values[:2]), strict=True):
+        assert torch.equal(old[~touched], new[~touched])
+    assert torch.equal(slots.values[touched][:, None].view(value.shape), decode(encode(value, 4), torch.float32))
+    assert torch.allclose(slots.keys[touched].view(key.shape), key, atol=0.03)
+    assert torch.allclose(slots.rotated().keys, hadamard(slots.keys), atol=1e-5)

@@ -1,0 +1,155 @@
+"""Recipes: every file is whole and can be run, and the paper's figures stand beside ours."""
+
+import json
+import math
+
+import model_folders
+import pytest
+from typer.testing import CliRunner
+
+from kvkeep.cli.main import app
+from kvkeep.errors import InputError
+from kvkeep.evals import choices, tasks
+from kvkeep.evals.plan import split_arms
+from kvkeep.evals.recipes.recipe import find, names, read_line
+from kvkeep.evals.tasks import longbench, ruler
+from kvkeep.registry import spec
+
+KNOWN = {
+    "choice": set(choices.NAMES),
+    "longbench": set(longbench.described()),
+    "ruler": set(ruler.PARTS),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fast():
+    with model_folders.one_thread():
+        yield
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["eval", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_recipe_is_whole(name, quick):
+    recipe = find(name)
+    options = recipe.options(quick=quick)
+    (task,) = tasks.find(options["tasks"])
+    arms = {(spec(policy), f"kv-bits={bits}" if bits else "") for policy, bits in split_arms(options["policies"])}
+    asked = set(filter(None, options.get("parts", "").split(",")))
+    assert asked <= KNOWN[task.name]
+    assert recipe.source
+    assert recipe.model
+    for policy, figures in recipe.figures.items():
+        assert len(figures) == len(recipe.columns)
+        assert all(math.isnan(figure) or 0 <= figure <= 100 for figure in figures)
+        *arm, budget = read_line(policy)
+        assert quick or tuple(arm) in arms
+        assert quick or budget is None or budget in options["budgets"].split(",")
+    for parts in recipe.columns.values():
+        assert set(parts) <= {*KNOWN[task.name], "*"}
+    known = {"tasks", "parts", "policies", "budgets", "shots", "ask", "limit", "context"}
+    assert options.keys() <= known
+
+
+def test_every_recipe_is_named_on_the_page_of_help():
+    text = " ".join(CliRunner().invoke(app, ["eval", "--help"], env={"COLUMNS": "200"}).output.split())
+    assert all(name in text for name in names())
+
+
+def row(policy, case, score, **more):
+    return {"task": "choice", "policy": policy, "case": case, "budget": "20%", "score": {"score": score}, **more}
+
+
+def test_figures_stand_beside_ours():
+    rows = [
+        row("full", "copa,shots=5", 0.5, seed=0),
+        row("full", "copa,shots=5", 0.7, seed=1),
+        row("h2o", "piqa,shots=5", 0.8),
+        row("h2o", "copa,shots=5", 0.1, setup="positions=slot"),
+        row("h2o", "piqa,shots=5", 0.3, task="ruler"),
+    ]
+    found = find("h2o-table2").table(rows)
+    assert found.columns == ["copa", "openbookqa", "piqa", "winogrande"]
+    assert found.rows["full"] == ["85.0 | 60.0 | -25.0", "43.2 | –", "78.5 | –", "70.2 | –"]
+    assert found.rows["h2o"][0] == "84.0 | –"
+    assert found.rows["h2o"][2] == "78.5 | 80.0 | +1.5"
+
+
+def test_columns_average_parts():
+    rows = [
+        {**row("ahakv", name, score), "task": "longbench"}
+        for name, score in (("lcc,ask=later", 0.5), ("repobench-p,ask=later", 0.7), ("trec,ask=later", 0.2))
+    ]
+    found = find("ahakv-longbench").table(rows).rows["ahakv"]
+    assert found[0] == "57.1 | 60.0 | +2.9"
+    assert found[1] == "57.1 | 20.0 | -37.1"
+
+
+def test_lines_with_bits_and_budgets_find_their_rows():
+    rows = [
+        row("h2o", "copa,shots=5", 0.5, setup="kv-bits=4"),
+        row("h2o", "copa,shots=5", 0.7, setup="kv-bits=8"),
+        row("h2o", "copa,shots=5", 0.9),
+    ]
+    found = find("h2o-table6").table(rows).rows
+    assert found["h2o@4bit"][0] == "84.0 | 50.0 | -34.0"
+    assert found["h2o@8bit"][0] == "– | 70.0"
+    assert found["h2o"][0] == "84.0 | 90.0 | +6.0"
+    other = find("h2o-fig4").table([*rows, {**row("h2o", "copa,shots=5", 0.3), "budget": "60%"}]).rows
+    assert (other["h2o at 20%"][0], other["h2o at 60%"][0], other["h2o at 4%"][0]) == ("– | 90.0", "– | 30.0", "–")
+
+
+def test_an_unknown_recipe_and_a_quick_run_of_none():
+    with pytest.raises(InputError, match=r"Did you mean 'h2o-table[26]'"):
+        find("h2o-table3")
+    for arguments in (("--recipe", "x", "-o", "none"), ("--quick", "-o", "none"), ("--recipe", "../x", "-o", "none")):
+        result = invoke(*arguments)
+        assert result.exit_code == 2
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_recipe_without_its_data_names_the_file(tmp_path):
+    result = invoke(model_folders.folder(), "--recipe", "ahakv-ablation", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "multifieldqa_en.jsonl" in result.stderr
+    assert "--data" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+COPA = {"premise": "The dog ran.", "choice1": "It saw a cat.", "choice2": "It slept.", "question": "cause", "label": 0}
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "copa.jsonl").write_text("".join(json.dumps({**COPA, "label": i % 2}) + "\n" for i in range(8)))
+    return tmp_path
+
+
+def test_a_recipe_runs_and_options_of_the_user_go_first(data, tmp_path):
+    arguments = ("--recipe", "h2o-table2", "--quick", "--data", data, "--parts", "copa", "--shots", 1, "--limit", 3)
+    result = invoke(model_folders.folder(), *arguments, "--no-plots", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "paper | ours | difference" in result.stdout
+    assert "OPT-30B" in result.stdout
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert len(rows) == 7
+    assert {row["case"] for row in rows} == {"copa,shots=1"}
+    assert {row["score"]["n"] for row in rows} == {3}
+    again = invoke("--report", tmp_path / "out", "--recipe", "h2o-table2", "--no-plots")
+    assert again.exit_code == 0
+    assert again.stdout == result.stdout
+
+
+def test_a_dry_run_reads_no_weights_and_writes_nothing(data, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvkeep.cli.eval.grid.read_weights", None)
+    arguments = ("--recipe", "h2o-table2", "--quick", "--data", data, "--parts", "copa", "--dry-run")
+    result = invoke(model_folders.folder(), *arguments, "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "copa,shots=3" in result.stdout
+    assert "peak memory" in result.stdout
+    assert not (tmp_path / "out").exists()
+    assert invoke(model_folders.folder(), *arguments).exit_code == 0

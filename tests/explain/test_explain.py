@@ -1,0 +1,144 @@
+"""`kvkeep.explain`: its arguments, its JSON, its page, and what it refuses."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import kvkeep
+from explain.records import POLICIES, record, shown, tables, text
+from kvkeep.errors import (
+    BudgetError,
+    InputError,
+    KVKeepError,
+    PolicyError,
+    UnsupportedModelError,
+    UnsupportedOperationError,
+)
+from kvkeep.explain.explaining import MOST_NEW_TOKENS, explain
+from kvkeep.explain.packed import MOST_MOMENTS, moments, shades, short_floats, unpacked
+from kvkeep.explain.pieces import pieces
+from kvkeep.explain.watch import refuse_states
+
+
+def test_the_name_is_a_function_and_a_room():
+    import kvkeep.explain.page as room
+
+    assert callable(kvkeep.explain)
+    assert room.page
+    found = kvkeep.explain(None, text(60), policies=["local"], budget=20, max_new_tokens=1)
+    assert found.runs[0].policy == "local"
+
+
+def test_json_and_page_have_the_same_content():
+    found = json.loads(record().to_json())
+    assert found == shown(record().to_html())
+    assert [run["policy"] for run in found["runs"]] == list(POLICIES)
+    assert {
+        *("schema", "kvkeep", "model", "question", "command", "notes", "tokens", "chunk", "budget", "heads"),
+        *("answer", "runs"),
+    } == found.keys()
+    assert "".join(found["tokens"]).count(text()) == 1
+
+
+def test_tables_have_the_shapes_that_the_page_describes():
+    for run in json.loads(record().to_json())["runs"]:
+        H, n = len(record().heads), len(record().tokens) + len(run["answer"])
+        M, A = -(-len(record().tokens) // record().chunk) + len(run["answer"]), len(run["answer"])
+        shapes = {"dropped": (H, n), "scores": (H, n), "total": (H, n), "rivals": (M, H), "rival_scores": (M, H)}
+        shapes |= {"mass": (M, n), "lost": (M, H), "attended": (A, n), "full": (A, n), "missed": (A, n)}
+        assert {name: tuple(found.shape) for name, found in tables(run).items()} == shapes
+
+
+def test_a_page_asks_nothing_of_the_network():
+    page = record().to_html()
+    assert "default-src 'none'" in page
+    assert not any(word in page for word in ("http://www.w3.org/1999", "https://", "<link", "src="))
+
+
+def test_long_time_is_sampled_and_the_page_says_so():
+    found = kvkeep.explain(None, text(500), policies=["local"], budget=64, prefill_chunk=1, max_new_tokens=2)
+    assert found.chunk > 1
+    assert "Time is sampled" in found.notes[0]
+    assert found.runs[0].ledger.moments <= MOST_MOMENTS
+
+
+def test_a_policy_that_never_evicts_has_room_for_everything():
+    found = kvkeep.explain(None, text(80), policies=["full", "h2o"], budget=0.5, max_new_tokens=2)
+    assert found.runs[0].agreement == 1.0
+
+
+@pytest.mark.parametrize("policy", ["scissorhands", "adakv", "streaming_llm", "keydiff", "spatten", "tova", "knorm"])
+def test_other_kinds_of_policies(policy):
+    found = kvkeep.explain(None, text(150), policies=[policy], budget=60, prefill_chunk=32, max_new_tokens=3)
+    ledger = found.runs[0].ledger
+    assert ledger.read == len(found.tokens) + len(found.runs[0].answer)
+    assert int((ledger.dropped >= 0).sum())
+    assert ledger.total[:, : ledger.read].isfinite().all()
+
+
+def test_a_model_of_your_own_is_left_as_it_was():
+    model, tokenizer = kvkeep.load()
+    before = copy.deepcopy(dict(model.named_parameters()))
+    found = kvkeep.explain(model, text(60), tokenizer=tokenizer, policies=["h2o"], budget=30, max_new_tokens=2)
+    assert len(found.runs[0].answer) <= 2
+    assert all(torch.equal(before[name], now) for name, now in model.named_parameters())
+    with pytest.raises(InputError, match="tokenizer"):
+        kvkeep.explain(model, text(60))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"text": "  \n"}, InputError, "empty"),
+        ({"text": "a\0b"}, InputError, "binary"),
+        ({"text": "a", "raw": True}, InputError, "single token"),
+        ({"text": "\ud800"}, InputError, "UTF-8"),
+        ({"policies": []}, PolicyError, "one to six"),
+        ({"policies": "h2o"}, PolicyError, "list"),
+        ({"policies": ["h3o"]}, PolicyError, "Did you mean"),
+        ({"policies": [3]}, PolicyError, "no policy"),
+        ({"policies": ["h2o", "h2o"]}, InputError, "different"),
+        ({"policies": ["reread"]}, UnsupportedOperationError, "prefill_chunk"),
+        ({"budget": 0.0}, BudgetError, "outside"),
+        ({"budget": 0}, BudgetError, "1"),
+        ({"budget": "20%"}, BudgetError, "whole number"),
+        ({"budget": 3, "policies": ["h2o:recent=8"]}, BudgetError, "at least 8"),
+        ({"prefill_chunk": 0}, KVKeepError, "prefill_chunk"),
+        ({"max_new_tokens": MOST_NEW_TOKENS + 1}, InputError, "moments"),
+        ({"text": "word " * 2**18}, InputError, "a part of it"),
+    ],
+    ids=str,
+)
+def test_refused(given, error, said):
+    with pytest.raises(error, match=said):
+        explain(None, **{"text": text(60), "max_new_tokens": 1} | given)
+
+
+def test_packed_numbers_come_back():
+    dropped = torch.tensor([[-1, 0], [253, 7]], dtype=torch.int16)
+    assert unpacked(moments(dropped)).tolist() == [[255, 0], [253, 7]]
+    values = torch.rand(7, 5) ** 8 * 40
+    assert torch.allclose(unpacked(shades(values)).sqrt(), values.double().sqrt(), atol=0.5 / 255 * 40**0.5)
+    assert unpacked(shades(torch.zeros(2, 3))).tolist() == [[0.0] * 3] * 2
+    assert unpacked(short_floats(torch.zeros(0, 3))).shape == (0, 3)
+    odd = unpacked(short_floats(torch.tensor([[torch.nan, torch.inf, -2.0]])))
+    assert odd[0, 0].isnan()
+    assert odd[0, 1:].tolist() == [torch.inf, -2.0]
+
+
+def test_pieces_are_the_text():
+    _, tokenizer = kvkeep.load()
+    said = "A día 👩‍👩‍👧 שלום\n\tx  y\u2028 \U0001f389" * 3
+    ids = tokenizer(said, add_special_tokens=False)["input_ids"]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+    assert pieces(tokenizer, []) == []
+
+
+def test_a_model_with_states_is_refused():
+    from transformers import Lfm2Config
+
+    config = Lfm2Config(num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    with pytest.raises(UnsupportedModelError, match="keep a state"):
+        refuse_states("some model", config)

@@ -1,0 +1,71 @@
+"""A server that is killed under load and started again has its saved sessions, whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import suppress
+
+from .running import WAIT_S, httpx
+from .test_cli_serve import start
+
+TALK = "/v1/chat/completions"
+
+
+def turn(client, name, text, **more):
+    body = {"messages": [{"role": "user", "content": text}], "session_id": name, "max_tokens": 3, "temperature": 0}
+    answer = client.post(TALK, json={**body, **more})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def keep_busy(url, number, running):
+    """Talk, stream and save until the server is gone."""
+    with suppress(httpx.HTTPError), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        while True:
+            if number % 2:
+                turn(client, f"saved-{number % 4}", "The dog ran.")
+                client.post(f"/v1/sessions/saved-{number % 4}/save")
+            else:
+                client.post("/v1/completions", json={"prompt": "A cat", "max_tokens": 20, "ignore_eos": True})
+            running[number].set()
+
+
+def test_a_killed_server_has_its_saved_sessions_when_it_is_started_again(tmp_path):
+    folder = tmp_path / "sessions"
+    words = ("--session-dir", folder, "--budget", "64", "--no-access-log")
+    process, url, err = start(tmp_path, *words)
+    running = [threading.Event() for _ in range(6)]
+    with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+        for name in ("quiet", "saved-1", "saved-3", "forgotten"):
+            assert client.post("/v1/sessions", json={"id": name}).status_code == 201
+            turn(client, name, "Once upon a time there was a dog.")
+        for name in ("quiet", "saved-1", "saved-3"):
+            assert client.post(f"/v1/sessions/{name}/save").status_code == 200
+        quiet = client.get("/v1/sessions/quiet").json()
+        busy = [threading.Thread(target=keep_busy, args=(url, n, running)) for n in range(len(running))]
+        for one in busy:
+            one.start()
+        assert all(one.wait(WAIT_S) for one in running)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(WAIT_S)
+        for one in busy:
+            one.join(WAIT_S)
+            assert not one.is_alive()
+    err.unlink()
+    process, url, err = start(tmp_path, *words)
+    try:
+        with httpx.Client(base_url=url, timeout=WAIT_S) as client:
+            assert {one["id"] for one in client.get("/v1/sessions").json()["data"]} >= {"quiet", "saved-1", "saved-3"}
+            found = client.get("/v1/sessions/quiet").json()
+            assert (found["messages"], found["seen_tokens"]) == (quiet["messages"], quiet["seen_tokens"])
+            for name in ("quiet", "saved-1", "saved-3"):
+                messages = client.get(f"/v1/sessions/{name}").json()["messages"]
+                assert [one["role"] for one in messages] == ["user", "assistant"] * (len(messages) // 2)
+                used = turn(client, name, "And then?")["usage"]
+                assert used["prompt_tokens_details"]["cached_tokens"] > 0
+    finally:
+        process.kill()
+        process.join(WAIT_S)
+    assert "Traceback" not in err.read_text()

@@ -1,0 +1,139 @@
+"""The page at ``/``: its files, and a browser that chats, forks, takes back, and does not grow."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import contextmanager
+
+import pytest
+
+from .running import keys, serve
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+QUIET = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
+HOSTILE = "<script>window.bad = 1</script> <img src=x onerror='bad=1'> \u202e\x07 \U0001f642"
+
+
+def test_positions_are_those_of_the_memory():
+    with serve() as server:
+        place = "/v1/sessions/trip/positions"
+        server.refused(server.client.get(place), 404)
+        server.post("/v1/sessions", {"id": "trip", "budget": 16, "pins": [[0, 3]]})
+        empty = server.client.get(place).json()
+        assert (empty["positions"], empty["seen_tokens"], empty["budget"]) == ([], 0, 16)
+        for _ in range(4):
+            server.chat(session_id="trip", max_tokens=10, ignore_eos=True)
+        found = server.client.get(place).json()
+        assert found["seen_tokens"] > 40
+        assert found["pins"] == [[0, 3]]
+        assert found["positions"][:3] == [0, 1, 2]
+        assert found["shares"][:3] == [1, 1, 1]
+        assert round(sum(found["shares"])) <= 16
+        assert len(found["texts"]) == len(found["shares"]) == len(found["positions"]) <= 16 * found["heads"]
+
+
+def test_positions_belong_to_the_key():
+    with serve(keys=keys("anna-anna", "ben-ben")) as server:
+        anna, ben = ({"Authorization": f"Bearer {one}"} for one in ("anna-anna", "ben-ben"))
+        server.post("/v1/sessions", {"id": "trip"}, headers=anna)
+        assert server.client.get("/v1/sessions/trip/positions", headers=anna).status_code == 200
+        server.refused(server.client.get("/v1/sessions/trip/positions", headers=ben), 404)
+        server.refused(server.client.get("/v1/sessions/trip/positions"), 401)
+
+
+def test_the_page_needs_no_key_and_can_be_switched_off():
+    with serve(keys=keys("anna-anna")) as server:
+        for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript")):
+            found = server.client.get(path)
+            assert found.status_code == 200
+            assert found.headers["content-type"].startswith(kind)
+            assert "default-src 'none'" in found.headers["content-security-policy"]
+        server.refused(server.client.get("/page.html"), 401)
+    with serve(page=False) as server:
+        server.refused(server.client.get("/"), 404)
+
+
+@contextmanager
+def browser(server, width=1280, scheme="light"):
+    """A page in Chromium, which may ask no other address and must not fail."""
+    api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("there is no Chromium")
+    with api.sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=list(QUIET))
+        page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        wrong, asked = [], []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(server.url)
+        yield page
+        assert not wrong
+        assert not [url for url in asked if not url.startswith((server.url, "data:"))]
+        chromium.close()
+
+
+def ask(page, text):
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+    while page.input_value("#text"):
+        assert not page.locator("#said.wrong").count(), page.inner_text("#said")
+        page.wait_for_timeout(5)
+    page.wait_for_selector("#send:enabled")
+
+
+def test_a_chat_with_forks_and_rewinds():
+    with serve(max_new_tokens=8) as server, browser(server, 390, "dark") as page:
+        page.wait_for_selector("#begin")
+        page.fill("#policy", "h20")
+        page.click("#begin button")
+        page.wait_for_selector("#said.wrong")
+        assert "did you mean" in page.inner_text("#said").lower()
+        page.fill("#policy", "local")
+        page.fill("#budget", "16")
+        page.click("#begin button")
+        page.wait_for_selector("#tree [aria-current]")
+        ask(page, HOSTILE)
+        ask(page, "And then?")
+        assert page.evaluate("window.bad") is None
+        assert "<script>" in page.inner_text("#log")
+        assert page.locator("#held .gone").count() > 0
+        assert page.locator("#log p").count() == 4
+        page.click("#fork")
+        page.wait_for_selector("#tree ul [aria-current]")
+        page.click("#tree > li > button")
+        page.wait_for_selector("#rewind:enabled")
+        page.click("#rewind")
+        page.locator("#log p").nth(2).wait_for(state="detached")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_page_asks_for_the_key():
+    with serve(keys=keys("anna-anna")) as server, browser(server) as page:
+        page.wait_for_selector("#entry:not([hidden])")
+        page.fill("#key", "wrong")
+        page.press("#key", "Enter")
+        page.get_by_text("not one").wait_for()
+        page.fill("#key", "anna-anna")
+        page.press("#key", "Enter")
+        page.wait_for_selector("#begin")
+        ask(page, "Hello")
+        assert page.locator("#log p").count() == 2
+
+
+@pytest.mark.slow
+def test_nothing_grows_in_200_turns():
+    with serve(max_new_tokens=3) as server, browser(server) as page:
+        page.wait_for_selector("#begin")
+        page.fill("#policy", "local")
+        page.fill("#budget", "32")
+        page.click("#begin button")
+        widths, nodes = [], []
+        for turn in range(200):
+            ask(page, f"Turn {turn}")
+            if turn >= 60:
+                box = page.locator("#bar").bounding_box()
+                widths.append((box["width"], page.locator("#full").bounding_box()["width"]))
+                nodes.append(page.evaluate("document.querySelectorAll('*').length"))
+        assert len(set(widths)) == 1
+        assert max(nodes) <= min(nodes) + 64
+        assert page.locator("#log p").count() == 60

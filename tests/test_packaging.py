@@ -1,0 +1,100 @@
+"""What a stranger reads about the package agrees with itself, and every dependency has its line."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import kvkeep
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
+
+
+def test_the_version_is_the_same_everywhere():
+    assert PROJECT["dynamic"] == ["version"]
+    assert f"\nversion: {kvkeep.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_one_address_of_the_repository():
+    site = PROJECT["urls"]["Documentation"]
+    for name in ("CITATION.cff", "mkdocs.yml", "README.md"):
+        text = (ROOT / name).read_text()
+        assert REPOSITORY in text, name
+        assert site in text, name
+    for name in ("README.md", "mkdocs.yml", "CITATION.cff", *(str(path) for path in ROOT.glob(".github/**/*.yml"))):
+        for address in re.findall(r"https://github\.com/kvkeep[\w/-]*", (ROOT / name).read_text()):
+            assert address.startswith(REPOSITORY), (name, address)
+
+
+def test_every_dependency_has_its_licence_written_down():
+    page = (ROOT / "docs" / "reference" / "dependencies.md").read_text()
+    extras = PROJECT["optional-dependencies"]
+    for requirement in (*PROJECT["dependencies"], *(one for names in extras.values() for one in names)):
+        name, bounds = re.match(r"([\w-]+)(?:\[\w+\])?([^;]*)", requirement).groups()
+        if name == "kvkeep":
+            continue
+        assert re.search(rf"\b{name.replace('_', '-')}\b", page), (
+            f"{name} has no line in docs/reference/dependencies.md"
+        )
+        if requirement in PROJECT["dependencies"]:
+            assert f"| {name} | {bounds.strip()} |" in page, requirement
+
+
+def test_the_lower_ends_are_those_of_the_project():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "requirements.py"), "--lowest", "server"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.split()
+    assert "torch==2.6" in lines
+    assert {line.partition("==")[0] for line in lines} == {
+        re.match(r"[\w-]+", one)[0] for one in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["server"])
+    }
+
+
+def test_the_help_of_make_lists_every_target():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.search(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)[1].split())
+    listed = set(re.findall(r"^([a-z-]+):.*##", makefile, flags=re.MULTILINE))
+    assert listed == targets
+
+
+def test_the_workflows_call_targets_that_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for path in ROOT.glob(".github/workflows/*.yml"):
+        for words in re.findall(r"run: make ([a-z -]+)$", path.read_text(), flags=re.MULTILINE):
+            for word in words.split():
+                assert re.search(rf"^{word}:", makefile, flags=re.MULTILINE), (path.name, word)
+
+
+def test_make_package_resolves_every_extra():
+    named = re.search(r"^EXTRAS := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
+    assert sorted(named) == sorted(PROJECT["optional-dependencies"])
+
+
+def test_the_check_of_a_newcomer_takes_every_command_and_block_of_the_readme(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool, readme = importlib.import_module("newcomer_check"), (ROOT / "README.md").read_text()
+    *commands, (_, _, code) = tool.steps(readme, "MODEL")
+    assert len(commands) == len(re.findall(r"^kvkeep ", readme, flags=re.MULTILINE)) > 8
+    assert "Qwen" not in code
+    assert "engine.run(prompts)" in code
+    compile(code, "README.md", "exec")
+
+
+@pytest.mark.parametrize("name", ["c++", "g++", "gcc-12", "x86_64-linux-gnu-g++", "clang++-18", "cc"])
+def test_compilers_are_known_by_their_names(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    tool = importlib.import_module("newcomer_check")
+    assert tool.COMPILER.match(name)
+    assert not any(map(tool.COMPILER.match, ("git", "bash", "python3", "ccache-swig", "make")))
