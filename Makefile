@@ -19,6 +19,9 @@ EXTRAS := plots gpu quantised server structured summaries lm-eval clients dev do
 LOW := .venv-lowest/bin
 DOCS := .venv-docs/bin
 
+# without compiled files every interpreter that a test starts would compile the library anew
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-oldest test-lowest test-clients check fix bench peers docs docs-check package newcomer models clean
 

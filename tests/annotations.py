@@ -83,26 +83,31 @@ def _jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
 
 
 def _checked(function: Any, typechecker: Any) -> Callable[..., Any]:
-    in_full = _in_full(function, typechecker=typechecker)
     signature = inspect.signature(function)
-    if "Literal" in str(signature):
-        return in_full  # its annotations ask for values
+    asks_for_values = "Literal" in str(signature)
+    made: list[Callable[..., Any]] = []
     check_result = _check_of_results(function, typechecker)
     method = next(iter(signature.parameters), "") == "self"
     passed: dict[Hashable, set[Hashable]] = {}  # kinds of results by kinds of arguments
+
+    def in_full() -> Callable[..., Any]:
+        if not made:  # in the first call: of all functions that an import brings, most are never called
+            made.append(_in_full(function, typechecker=typechecker))
+        return made[0]
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if jaxtyping.config.jaxtyping_disable:
             return function(*args, **kwargs)
-        given = None if torch.compiler.is_compiling() else _kinds((*args[method:], *kwargs.values()))
+        unknown = asks_for_values or torch.compiler.is_compiling()
+        given = None if unknown else _kinds((*args[method:], *kwargs.values()))
         if given is None:
-            return in_full(*args, **kwargs)
+            return in_full()(*args, **kwargs)
         given = (*given, *kwargs, *map(type, args[:method]))
         results = passed.get(given)
         if results is None:
-            value = in_full(*args, **kwargs)
+            value = in_full()(*args, **kwargs)
             passed[given] = {_kinds((value,))}
             return value
         value = function(*args, **kwargs)

@@ -10,6 +10,7 @@ import pytest
 import sweeps
 import torch
 
+gc.disable()  # until all is collected: what an import makes is no garbage
 annotations.install("kvkeep")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
@@ -27,6 +28,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Collections of garbage leave out what lives as long as the run: looking through that takes a second each."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
