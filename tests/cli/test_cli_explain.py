@@ -46,6 +46,30 @@ def test_a_page_is_written_and_made_again_by_its_command(kv, tmp_path):
     assert kv(*words, "-o", "page.html", "--overwrite").exit_code == 0
 
 
+def test_plots_are_pictures_in_a_folder(kv, tmp_path):
+    words = ["-f", "report.txt", "--policies", "local", "-b", "20", "-n", "2", "--plots", "new/pictures"]
+    done = kv(*words)
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (tmp_path / "new/pictures").iterdir()) == [
+        "lost.png",
+        "strips.png",
+        "times.png",
+    ]
+    assert "new/pictures/times.png" in done.said
+    again = kv(*words)
+    assert again.exit_code == 2
+    assert "strips.png exists. Give another folder, or --overwrite" in again.said
+    assert kv(*words, "--overwrite").exit_code == 0
+
+
+def test_without_matplotlib_nothing_is_run(kv, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvkeep.explain.figures.available", lambda: False)
+    done = kv("-f", "report.txt", "-o", "page.html", "--plots", "pictures", width=200)
+    assert done.exit_code == 2
+    assert "pip install 'kvkeep[plots]'" in done.said
+    assert not {"page.html", "pictures"} & {path.name for path in tmp_path.iterdir()}
+
+
 @pytest.mark.parametrize("width", [30, 80, 120])
 def test_the_terminal_shows_the_text_under_each_policy(kv, width):
     done = kv("-f", "report.txt", "--policies", "h2o,local", "-b", "40", "-n", "2", "--terminal", width=width)
@@ -77,6 +101,9 @@ def test_json_is_the_record_and_nothing_else(kv):
         ("-f report.txt -o no/page.html", "Make it first"),
         ("-f report.txt -o -", "give a name such as page.html"),
         ("-f report.txt -o /proc/page.html", "/proc"),
+        ("-f report.txt -o page.html --plots report.txt", "is no folder"),
+        ("-f report.txt -o page.html --plots report.txt/a/b", "is no folder"),
+        ("-f report.txt -o page.html --plots /proc/pictures", "/proc"),
         ("-f report.txt -o page.html --policies h3o", "Did you mean 'h2o'?"),
         ("-f report.txt -o page.html --policies ,", "The list of policies is empty"),
         ("-f report.txt -o page.html --policies local@4", "names bits"),

@@ -63,6 +63,7 @@ EXAMPLES: dict[str, dict[str, str]] = {
     "explain": {
         "kvkeep explain -f report.txt -p Why -o page.html": "A page about the embedded model and three policies",
         "kvkeep explain MODEL -f report.txt -p Why --terminal": "Your model, and the text in the terminal",
+        "kvkeep explain -f report.txt -p Why --plots pictures": "Strips and maps for a paper, as PNG files",
     },
     "bench-server": {
         "kvkeep bench-server http://127.0.0.1:8000": "100 requests, 4 per second",

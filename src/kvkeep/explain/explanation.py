@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvkeep.explain import packed
+from kvkeep.explain import figures, packed
 from kvkeep.explain.ledger import Ledger
 from kvkeep.explain.page import page
 from kvkeep.explain.runs import Missed
@@ -115,6 +117,34 @@ class Explanation:
     def to_html(self) -> str:
         """The record as one HTML file that needs nothing else."""
         return page(self.data)
+
+    def read(self, moment: int) -> int:
+        """Tokens of the prompt and of an answer that are read when a moment is over."""
+        chunks = -(-len(self.tokens) // self.chunk)
+        return min(len(self.tokens), (moment + 1) * self.chunk) + max(0, moment + 1 - chunks)
+
+    def draw(
+        self, folder: str | os.PathLike[str], *, moment: int = -1, token: int | None = None, overwrite: bool = False
+    ) -> list[Path]:
+        """Write pictures of the record as PNG files, with matplotlib.
+
+        ``strips.png`` shows the tokens that each head holds at a moment, ``times.png`` the share of heads that hold
+        each token in all moments, ``lost.png`` the lost mass by layer and KV head. `kvkeep.explain.figures` has their
+        numbers.
+
+        Args:
+            folder: the folder; it is made if it does not exist.
+            moment: the moment of the strips, from 0; negative ones count from each run's end.
+            token: position of a token; ``token.png`` then shows how long each head held it.
+            overwrite: replace pictures that are there.
+
+        Returns:
+            The paths.
+
+        Raises:
+            InputError: matplotlib is missing, there is no such moment or token, or the files cannot be written.
+        """
+        return figures.write(self, Path(folder), moment=moment, token=token, overwrite=overwrite)
 
     def _repr_html_(self) -> str:
         """The page in a frame, for notebooks."""

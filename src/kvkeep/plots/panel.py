@@ -64,6 +64,7 @@ class Heat:
         x_label, y_label: the quantities of the axes.
         columns, lines: names of the columns from left to right, and of the lines from top to bottom.
         values: line by line; NaN where nothing was measured, which stays white.
+        wide: whether the map takes the whole width of the picture.
     """
 
     title: str
@@ -72,3 +73,4 @@ class Heat:
     columns: Sequence[str]
     lines: Sequence[str]
     values: Sequence[Sequence[float]]
+    wide: bool = False

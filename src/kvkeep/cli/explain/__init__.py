@@ -9,6 +9,7 @@ import typer
 from kvkeep.cli import complete
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.explain.request import Request, target
+from kvkeep.cli.files import place
 from kvkeep.cli.options import (
     MEMORY,
     OUTPUT,
@@ -98,8 +99,17 @@ def explain(
             "--output", "-o", metavar="FILE", help="File for the page, e.g. page.html.", rich_help_panel=OUTPUT
         ),
     ] = None,
+    plots: Annotated[
+        str | None,
+        typer.Option(
+            "--plots",
+            metavar="FOLDER",
+            help="Folder for pictures, with matplotlib (extra: plots).",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a file of that name.", rich_help_panel=OUTPUT)
+        bool, typer.Option("--overwrite", help="Replace files of that name.", rich_help_panel=OUTPUT)
     ] = False,
     terminal: Annotated[
         bool,
@@ -122,7 +132,7 @@ def explain(
     The result is one page for a browser. It needs no network. The text is read under each policy, and then once with
     the full cache, which tells what the answer's tokens would have looked at.
     """
-    if output is None and not (terminal or json):
+    if output is None and plots is None and not (terminal or json):
         raise InputError("There is no place for the page. Give --output page.html, or --terminal to see it here.")
     request = Request(
         model=model,
@@ -134,6 +144,7 @@ def explain(
         prefill_chunk=parse_tokens(prefill_chunk, "--prefill-chunk"),
         max_new_tokens=parse_tokens(max_new_tokens, "--max-new-tokens"),
         output=None if output is None else target(output, overwrite=overwrite),
+        plots=None if plots is None else place(plots, "--plots"),
         overwrite=overwrite,
         terminal=terminal,
         dtype=dtype,

@@ -18,6 +18,7 @@ from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.errors import InputError
 from kvkeep.evals.plan import split_policies
+from kvkeep.explain import figures
 from kvkeep.explain.explaining import check, explain
 from kvkeep.explain.explanation import Explanation
 from kvkeep.models import threads
@@ -45,6 +46,8 @@ def _serve(request: Request) -> None:
     policies = split_policies(request.policies)
     options = {"prefill_chunk": request.prefill_chunk, "max_new_tokens": request.max_new_tokens}
     check(policies, request.budget, **options)
+    if request.plots is not None:
+        figures.check(request.plots, overwrite=request.overwrite)
     check_weights(request)
     text = read_text(request.text, kind="text", purpose="Give some text to read.")
     name = request.model or embedded()
@@ -88,6 +91,7 @@ def _report(request: Request, found: Explanation) -> None:
             write_whole(request.output, found.to_html().encode())
         except OSError as error:
             raise InputError(f"{request.output} cannot be written: {error.strerror}.") from error
+    drawn = found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []
     if request.json:
         console.write_text(found.to_json() + "\n")
         return
@@ -98,6 +102,8 @@ def _report(request: Request, found: Explanation) -> None:
     if request.output is not None:
         size = console.show_bytes(request.output.stat().st_size)
         screen.print(f"\n{request.output}: {size}, for a browser", soft_wrap=True)
+    for path in drawn:
+        screen.print(path, soft_wrap=True)
 
 
 def _sum(found: Explanation) -> None:

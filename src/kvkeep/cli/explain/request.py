@@ -24,6 +24,7 @@ class Request:
     prefill_chunk: int
     max_new_tokens: int
     output: Path | None
+    plots: Path | None
     overwrite: bool
     terminal: bool
     dtype: str
@@ -42,6 +43,7 @@ class Request:
             "--max-new-tokens": self.max_new_tokens,
         }
         options |= {"--dtype": self.dtype, "--device": self.device, "--load-in": self.load_in, "--output": self.output}
+        options["--plots"] = self.plots
         words = ["kvkeep", "explain", *([self.model] if self.model else [])]
         for name, value in options.items():
             if value not in (None, "", "auto"):

@@ -121,13 +121,20 @@
     const run = data.runs[number];
     if (token >= run.prompt) pickAnswer(number, token - run.prompt);
     drawToken();
+    say([...find("token-panel").querySelectorAll(".body > p, [data-policy] > h3, [data-policy] > h3 + p")].map((one) => one.textContent));
     writeState();
+  }
+
+  /* One sentence for screen readers; the panels around it are too long to be read out at every step. */
+  function say(words) {
+    find("said").textContent = words.join(". ");
   }
 
   function pickAnswer(number, i) {
     state.run = number;
     state.answer = i;
     drawAnswer();
+    say([find("answer-panel").querySelector("p").textContent]);
     writeState();
   }
 

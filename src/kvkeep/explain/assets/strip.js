@@ -16,7 +16,7 @@
       canvas.setAttribute("role", "img");
       this.last = null;
       new ResizeObserver(() => this.#again()).observe(canvas);
-      matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#again());
+      for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", () => this.#again());
     }
 
     draw(values, read) {

@@ -35,6 +35,11 @@
     return "level-" + Math.max(1, Math.round(share * 10));
   };
 
+  const described = (shade) => {
+    const words = { "": "", later: "not read yet", gone: "no head holds it", "level-10": "held by all heads, or nearly all" };
+    return words[shade] ?? `held by about ${shade.slice("level-".length)}0\u00a0% of heads`;
+  };
+
   class TokenText {
     constructor(element, { label, onPick }) {
       this.element = element;
@@ -99,6 +104,7 @@
       this.active = Math.min(Math.max(position, 0), this.spans.length - 1);
       const span = this.spans[this.active];
       span.classList.add("is-active");
+      span.setAttribute("aria-description", described(this.shades[this.active] || ""));
       this.element.setAttribute("aria-activedescendant", span.id);
       this.show(this.active);
     }
