@@ -4,6 +4,7 @@ import json
 import math
 
 import model_folders
+import public_files
 import pytest
 from typer.testing import CliRunner
 
@@ -120,13 +121,9 @@ def test_a_recipe_without_its_data_names_the_file(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-COPA = {"premise": "The dog ran.", "choice1": "It saw a cat.", "choice2": "It slept.", "question": "cause", "label": 0}
-
-
 @pytest.fixture
 def data(tmp_path):
-    (tmp_path / "copa.jsonl").write_text("".join(json.dumps({**COPA, "label": i % 2}) + "\n" for i in range(8)))
-    return tmp_path
+    return public_files.write(tmp_path, questions=8, articles=1, sentences=5)
 
 
 def test_a_recipe_runs_and_options_of_the_user_go_first(data, tmp_path):
@@ -153,3 +150,27 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(data, tmp_path, monkeypat
     assert "peak memory" in result.stdout
     assert not (tmp_path / "out").exists()
     assert invoke(model_folders.folder(), *arguments).exit_code == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_every_recipe_runs_on_the_embedded_model(name, tmp_path):
+    (tmp_path / "data").mkdir()
+    folder, out = public_files.write(tmp_path / "data"), tmp_path / "out"
+    result = invoke("--recipe", name, "--quick", "--data", folder, "--no-plots", "-o", out)
+    assert result.exit_code == 0, result.output
+    recipe = find(name)
+    assert recipe.source.split(":")[0] in " ".join(result.stdout.split())
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    quick = recipe.options(quick=True)
+    arms, budgets = split_arms(quick["policies"]), quick["budgets"].split(",")
+    cells = sum(len(budgets) if policy.evicts else 1 for policy, _ in arms)
+    assert len(rows) == cells * len({row["case"] for row in rows})
+    assert {row["case"].partition(",")[0] for row in rows} == set(quick["parts"].split(","))
+    ours = recipe.table(rows).rows
+    asked = {(spec(policy), f"kv-bits={bits}" if bits else "") for policy, bits in arms}
+    for line, shown in ours.items():
+        policy, setup, budget = read_line(line)
+        if (policy, setup) in asked and (budget is None or budget in budgets):
+            assert all(cell.count(" | ") for cell in shown)
+            assert any(not cell.endswith("–") for cell in shown)
