@@ -170,6 +170,14 @@ def test_qa_has_the_needed_documents_and_skips_questions_without_answers(data):
     assert len(prompt.ids) + 32 > 900  # documents come again where there are too few
 
 
+def test_questions_about_documents_are_left_out_without_their_file(tmp_path):
+    (tmp_path / "squad.json").write_text(json.dumps(SQUAD))
+    for folder, lacking in ((None, "qa_1 and qa_2"), (str(tmp_path), "qa_2")):
+        task = load(Ruler, data=folder, limit=1)
+        assert ("qa_1,length=1024" in task.made) == (folder is not None)
+        assert any(f"without {lacking}, which need" in note and "hotpotqa.json" in note for note in task.notes)
+
+
 def test_an_essay_is_the_users_text():
     text = "A stone lies there. " * 3 + "What a stone!"
     (prompt, *_) = load(Ruler, parts=("niah_single_2",), text=text).made["niah_single_2,length=1024"].prompts

@@ -2,9 +2,12 @@
 
 import json
 import math
+import re
 
 import model_folders
+import public_files
 import pytest
+from transformers import LlamaConfig, OPTConfig
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
@@ -120,13 +123,9 @@ def test_a_recipe_without_its_data_names_the_file(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-COPA = {"premise": "The dog ran.", "choice1": "It saw a cat.", "choice2": "It slept.", "question": "cause", "label": 0}
-
-
 @pytest.fixture
 def data(tmp_path):
-    (tmp_path / "copa.jsonl").write_text("".join(json.dumps({**COPA, "label": i % 2}) + "\n" for i in range(8)))
-    return tmp_path
+    return public_files.write(tmp_path, questions=8, articles=1, sentences=5)
 
 
 def test_a_recipe_runs_and_options_of_the_user_go_first(data, tmp_path):
@@ -144,12 +143,86 @@ def test_a_recipe_runs_and_options_of_the_user_go_first(data, tmp_path):
     assert again.stdout == result.stdout
 
 
-def test_a_dry_run_reads_no_weights_and_writes_nothing(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvkeep.cli.eval.grid.read_weights", None)
-    arguments = ("--recipe", "h2o-table2", "--quick", "--data", data, "--parts", "copa", "--dry-run")
-    result = invoke(model_folders.folder(), *arguments, "--output", tmp_path / "out")
+def test_a_dry_run_needs_no_weights_and_writes_nothing(data, tmp_path):
+    model = model_folders.copy(tmp_path / "model", "*.safetensors")
+    arguments = ("--recipe", "h2o-table2", "--quick", "--data", data, "--parts", "copa")
+    result = invoke(model, *arguments, "--dry-run", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "copa,shots=3" in result.stdout
     assert "peak memory" in result.stdout
+    assert "OPT-30B" in result.stdout
     assert not (tmp_path / "out").exists()
-    assert invoke(model_folders.folder(), *arguments).exit_code == 0
+    assert invoke(model, *arguments, "--dry-run").exit_code == 0
+    refused = invoke(model, *arguments, "--output", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "no weights" in refused.stderr
+
+
+OPT_13B, OPT_30B = (
+    OPTConfig(
+        hidden_size=size,
+        word_embed_proj_dim=size,
+        ffn_dim=4 * size,
+        num_hidden_layers=layers,
+        num_attention_heads=size // 128,
+        dtype="float16",
+    )
+    for size, layers in ((5120, 40), (7168, 48))
+)
+LLAMA_7B = LlamaConfig(max_position_embeddings=4096, dtype="float16")
+LLAMA_8B = LlamaConfig(
+    vocab_size=128256, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=8192, dtype="bfloat16"
+)
+STATED = {
+    "h2o-table2": (OPT_30B, 60),
+    "h2o-table6": (OPT_30B, 60),
+    "h2o-fig4": (OPT_30B, 60),
+    "scissorhands-fig": (OPT_13B, 25.7),
+    "scissorhands-table4": (OPT_13B, 25.7),
+    "ahakv-longbench": (LLAMA_8B, 16.1),
+    "ahakv-ablation": (LLAMA_7B, 13.5),
+    "kvpress-ruler4k": (LLAMA_8B, 16.1),
+}
+"""Recipes with the shape of a model of their paper, and the size of its weights in GB."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_the_whole_recipe_on_the_papers_model_is_planned(name, tmp_path):
+    config, weights = STATED[name]
+    for folder in ("model", "data"):
+        (tmp_path / folder).mkdir()
+    config.save_pretrained(tmp_path / "model")
+    model_folders.tokenizer().save_pretrained(tmp_path / "model")
+    data = public_files.write(tmp_path / "data")
+    result = invoke(tmp_path / "model", "--recipe", name, "--data", data, "--dry-run")
+    assert result.exit_code == 0, result.output
+    facts = dict(re.split(r" {2,}", line, maxsplit=1) for line in result.stdout.split("\n\n")[-1].splitlines() if line)
+    assert find(name).model.split()[0] in facts["the paper's model"]
+    assert re.fullmatch(r"\S+ (s|min|h)( \d+ (s|min))? at \S+ GB/s *", facts["decoding"])
+    peak = float(facts["peak memory"].split(" GB")[0])
+    assert weights < peak < 3 * weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_every_recipe_runs_on_the_embedded_model(name, tmp_path):
+    (tmp_path / "data").mkdir()
+    folder, out = public_files.write(tmp_path / "data"), tmp_path / "out"
+    result = invoke("--recipe", name, "--quick", "--data", folder, "--no-plots", "-o", out)
+    assert result.exit_code == 0, result.output
+    recipe = find(name)
+    assert recipe.source.split(":")[0] in " ".join(result.stdout.split())
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    quick = recipe.options(quick=True)
+    arms, budgets = split_arms(quick["policies"]), quick["budgets"].split(",")
+    cells = sum(len(budgets) if policy.evicts else 1 for policy, _ in arms)
+    assert len(rows) == cells * len({row["case"] for row in rows})
+    assert {row["case"].partition(",")[0] for row in rows} == set(quick["parts"].split(","))
+    ours = recipe.table(rows).rows
+    asked = {(spec(policy), f"kv-bits={bits}" if bits else "") for policy, bits in arms}
+    for line, shown in ours.items():
+        policy, setup, budget = read_line(line)
+        if (policy, setup) in asked and (budget is None or budget in budgets):
+            assert all(cell.count(" | ") for cell in shown)
+            assert any(not cell.endswith("–") for cell in shown)

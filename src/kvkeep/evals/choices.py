@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InputError
@@ -46,8 +45,7 @@ def questions(name: str, folder: str | None) -> list[Choice]:
     Raises:
         InputError: the file is missing, or an entry has another format.
     """
-    public = f"{name}'s test or validation set as its authors publish it (JSON lines), or LLM-Adapters' file (JSON)"
-    path = sources.found(folder, Source((f"{name}.jsonl", f"{name}.json"), public), f"choice's {name}")
+    path = sources.found(folder, _source(name), f"choice's {name}")
     adapted = path.suffix == ".json"
     rows = sources.whole(path) if adapted else sources.lines(path, {})
     if not isinstance(rows, list) or not rows:
@@ -60,6 +58,11 @@ def questions(name: str, folder: str | None) -> list[Choice]:
             place = "Entry" if adapted else "Line"
             raise InputError(f"{place} {number} of {path} is no question of {name}: {error!r:.80}.") from error
     return found
+
+
+def _source(name: str) -> Source:
+    public = f"{name}'s test or validation set as its authors publish it (JSON lines), or LLM-Adapters' file (JSON)"
+    return Source((f"{name}.jsonl", f"{name}.json"), public)
 
 
 def _adapted(name: str, row: Mapping[str, str]) -> Choice:
@@ -168,7 +171,4 @@ NAMES = tuple(_READERS)
 
 def known_in(folder: str | None) -> list[str]:
     """The data sets whose files are there."""
-    there = (
-        [] if folder is None else [n for n in NAMES for e in ("jsonl", "json") if Path(folder, f"{n}.{e}").is_file()]
-    )
-    return list(dict.fromkeys(there))
+    return [name for name in NAMES if sources.has(folder, _source(name))]

@@ -44,6 +44,11 @@ def found(folder: str | None, source: Source, task: str) -> Path:
     raise InputError(f"{folder} has no {wanted}, which {task} needs: {source.public}.")
 
 
+def has(folder: str | None, source: Source) -> bool:
+    """Whether a file is in the folder of data."""
+    return folder is not None and any(Path(folder, name).is_file() for name in source.names)
+
+
 def fingerprint(folder: str | None, names: Sequence[str]) -> str | None:
     """A hash of all files of these names in a folder, so that results of other data are told apart; ``None`` without
     such a file.

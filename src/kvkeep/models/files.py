@@ -56,8 +56,13 @@ def locate(name_or_path: str | os.PathLike[str]) -> str:
     return str(path) if exists else name
 
 
-def check_folder(folder: Path, allow_pickle: bool) -> None:
+def check_folder(folder: Path, allow_pickle: bool, *, weights: bool = True) -> None:
     """Refuse a folder without a configuration or weights, with files that are not regular, or with pickles.
+
+    Args:
+        folder: the folder.
+        allow_pickle: accept weights that are not safetensors.
+        weights: whether there have to be weights.
 
     Raises:
         ModelFileError: the folder is refused.
@@ -66,7 +71,7 @@ def check_folder(folder: Path, allow_pickle: bool) -> None:
     check_adapter(str(folder))
     if not (folder / "config.json").is_file():
         raise ModelFileError(f"The folder {folder} has no config.json, so it is not a model in transformers' format.")
-    if any(folder.glob(f"*{SAFE}")):
+    if not weights or any(folder.glob(f"*{SAFE}")):
         return
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if not pickles:

@@ -98,8 +98,13 @@ def load(
     return read_weights(checkpoint, dtype, device, load_in=load_in), checkpoint.tokenizer
 
 
-def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Checkpoint:
+def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, weights: bool = True) -> Checkpoint:
     """Read configuration and tokenizer, and refuse a model that kvkeep cannot run.
+
+    Args:
+        name_or_path: a hub name or a local folder.
+        allow_pickle: see `load`.
+        weights: whether a folder without weights is refused.
 
     Raises:
         ModelFileError: see `load`.
@@ -110,7 +115,7 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False) ->
         raise ModelFileError(f"{name} is a file; give the folder that holds config.json, weights and tokenizer.")
     if Path(name).is_dir():
         with explained(name, "Its files cannot be looked up"):
-            check_folder(Path(name), allow_pickle)
+            check_folder(Path(name), allow_pickle, weights=weights)
     with cached_if_unreachable(name):
         config = read_config(name)
         skeleton = build_empty(name, config)

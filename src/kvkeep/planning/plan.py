@@ -60,7 +60,7 @@ class Plan:
 
 
 def plan(  # noqa: PLR0913  each decides about bytes
-    model: str | os.PathLike[str] | None = None,
+    model: str | os.PathLike[str] | Outline | None = None,
     policy: Policy | str = DEFAULT,
     budget: int | None = None,
     *,
@@ -82,7 +82,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
     """Plan a model's memory and speed before it is loaded; no weights and no tokenizer are read.
 
     Args:
-        model: a hub name, a folder or a config.json; the embedded model by default.
+        model: a hub name, a folder or a config.json, or the `outline` of one; the embedded model by default.
         policy: the eviction policy, or its name with options.
         budget: tokens kept per layer and head; see `default_budget`.
         keep_ratio: instead of ``budget``: the share of the context that is kept, in (0, 1].
@@ -116,7 +116,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
         raise InputError(f"host_rows={host_rows} is below 0; give the number of sequences that wait in main memory.")
     if weights_memory is not None and weights_memory < 1:
         raise InputError(f"weights_memory={weights_memory} is not above 0; give the bytes of all weights.")
-    found = outline(embedded() if model is None else model)
+    found = model if isinstance(model, Outline) else outline(embedded() if model is None else model)
     length = _context(found, context)
     own = found.dtype or torch.float32
     setting = Setting(

@@ -111,7 +111,9 @@ def evaluate(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Run nothing; show the cells, their memory and the least time.", rich_help_panel=OUTPUT
+            "--dry-run",
+            help="Run nothing; show the cells, their memory and the time of decoding.",
+            rich_help_panel=OUTPUT,
         ),
     ] = False,
     json: Json = False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvkeep.cli import console
@@ -15,6 +15,7 @@ from kvkeep.evals.run import Grid
 from kvkeep.models.device import parse_device
 from kvkeep.planning.bandwidth import measure_bandwidth
 from kvkeep.planning.plan import plan
+from kvkeep.planning.shapes import Outline, outline
 
 _MOST_SHOWN = 20
 
@@ -29,7 +30,7 @@ class Expected:
         rows: rows that run at once.
         cache_bytes, full_bytes: bytes of their caches, and of full ones.
         peak_bytes: the most bytes at once, weights included.
-        decode_bytes: bytes that all its decode steps read.
+        decode_bytes: bytes that all its decode steps read if every reply is as long as the longest.
     """
 
     planned: Planned
@@ -41,16 +42,17 @@ class Expected:
     decode_bytes: float
 
 
-def expect(model: str, grid: Grid, dtype: str) -> list[Expected]:
+def expect(grid: Grid, dtype: str) -> list[Expected]:
     """The costs of all cells, by `kvkeep.planning`.
 
     Raises:
         KVKeepError: the model cannot be planned.
     """
+    model = outline(grid.checkpoint.name)
     return [_of(model, planned, part.task.new_tokens, dtype) for part in grid.parts for planned in part.planned]
 
 
-def _of(model: str, planned: Planned, new: int, dtype: str) -> Expected:
+def _of(model: Outline, planned: Planned, new: int, dtype: str) -> Expected:
     longest, count = max(planned.lengths), len(planned.lengths)
     rows = min(count, max(1, BATCH_TOKENS // longest))
     made = plan(model, planned.policy, max(planned.budgets), context=longest + new, dtype=dtype, rows=rows)
@@ -65,9 +67,9 @@ def _of(model: str, planned: Planned, new: int, dtype: str) -> Expected:
     )
 
 
-def show(model: str, grid: Grid, dtype: str, device: str) -> None:
-    """Print the largest cell of each case, and the memory and time of the whole grid."""
-    found = expect(model, grid, dtype)
+def show(grid: Grid, dtype: str, device: str, about: Mapping[str, str]) -> None:
+    """Print the largest cell of each case, the memory and time of the whole grid, and what else there is to say."""
+    found = expect(grid, dtype)
     screen = console.out()
     table = console.table("case", "cells", "rows", "tokens", "at once", "caches", "full caches")
     for column in table.columns[1:]:
@@ -84,14 +86,18 @@ def show(model: str, grid: Grid, dtype: str, device: str) -> None:
     screen.print(
         console.facts(
             {
+                **about,
                 "cells": str(len(found)),
                 "tokens to read": f"{sum(sum(one.planned.lengths) for one in found):,}",
                 "peak memory": f"{show_bytes(max(one.peak_bytes for one in found))}, weights included",
-                "decoding takes at least": _time(sum(one.decode_bytes for one in found) / speed),
+                "decoding": f"{_time(sum(one.decode_bytes for one in found) / speed)} at {speed / 1e9:.3g} GB/s",
             }
         )
     )
-    console.note("nothing was run. Reading the prompts takes time on top, which depends on arithmetic, not on memory.")
+    console.note(
+        "nothing was run. Decoding is counted as if every reply were as long as the longest. Reading the prompts takes "
+        "time on top, which depends on arithmetic, not on memory."
+    )
 
 
 def _line(case: str, own: Sequence[Expected]) -> list[str]:

@@ -98,7 +98,7 @@ def serve(request: Request) -> None:
             grid = prepare(request)
             for note in grid.notes:
                 console.note(note)
-            expected.show(grid.checkpoint.name, grid, request.dtype, request.device)
+            expected.show(grid, request.dtype, request.device, recipes.facts(request.recipe))
             return
         records = Records(request.output)
         grid = prepare(request)
@@ -179,7 +179,7 @@ def prepare(request: Request) -> Grid:
     parse_device(request.device)
     name = request.model or embedded()
     console.progress(f"loading {name} …")
-    checkpoint = find(name, allow_pickle=request.allow_pickle)
+    checkpoint = find(name, allow_pickle=request.allow_pickle, weights=not request.dry_run)
     wanted = Wanted(policies=policies, budgets=budgets, setup=setup, kv_bits=kv_bits)
     grid = lay_out(checkpoint, as_text(request.model or EMBEDDED), kinds, wanted, options)
     return grid if request.shard is None else grid.shard(*request.shard)

@@ -26,6 +26,16 @@ def replaced(recipe: str | None, quick: bool) -> dict[str, str]:
     return {name: value for name, value in options.items() if not is_given(name)}
 
 
+def facts(name: str | None) -> dict[str, str]:
+    """What a recipe repeats, and the paper's model; nothing without a recipe."""
+    if name is None:
+        return {}
+    from kvkeep.evals.recipes.recipe import find
+
+    recipe = find(name)
+    return {"recipe": f"{name}: {recipe.title}", "the paper's model": recipe.model}
+
+
 def show_table(name: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print the paper's figures beside ours, and what keeps them apart."""
     from kvkeep.cli.eval.tables import parts

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any, ClassVar, final
 
 from kvkeep.errors import InputError
@@ -58,7 +57,7 @@ class LongBench(Answered):
             InputError: a file is missing or of another format.
         """
         known = tuple(described())
-        there = [name for name in known if options.data is not None and Path(options.data, f"{name}.jsonl").is_file()]
+        there = [name for name in known if sources.has(options.data, source(name))]
         chosen = parts.chosen(cls.name, options.parts, known, there or known)
         files = [name for part in known for name in source(part).names]
         about |= {"items": options.limit or "all", "data": sources.fingerprint(options.data, files)}

@@ -41,8 +41,9 @@ class Ruler(Answered):
         Raises:
             InputError: an unknown task, a missing file, or a context that is too short.
         """
-        without = PARTS if options.data is not None else PARTS[:-2]
-        chosen = parts.chosen(cls.name, options.parts, PARTS, without)
+        lacking = [name for name, source in documents.SOURCES.items() if not sources.has(options.data, source)]
+        there = [name for name in PARTS if name not in lacking]
+        chosen = parts.chosen(cls.name, options.parts, PARTS, there)
         files = [name for source in documents.SOURCES.values() for name in source.names]
         about |= {"text": describe(options), "data": sources.fingerprint(options.data, files)}
         made: dict[str, Case] = {}
@@ -56,8 +57,9 @@ class Ruler(Answered):
                     notes.append(f"{error} It is left out.")
         if not made:
             raise InputError(f"No task of ruler fits into {max(options.contexts)} tokens. Give longer `contexts`.")
-        if not options.parts and options.data is None:
-            notes.append("ruler: qa_1 and qa_2 are left out; they need SQuAD and HotpotQA in the folder `data`.")
+        if not options.parts and lacking:
+            names = " or ".join(name for part in lacking for name in documents.SOURCES[part].names)
+            notes.append(f"ruler: without {' and '.join(lacking)}, which need {names} in the folder `data`.")
         return made
 
 
