@@ -130,7 +130,7 @@ def pieces(text, size):
 
 
 NAMES = ("f", "get_it-2")
-HIDDEN = [ToolUse(form, token=7) for form in (HERMES, LLAMA3, MISTRAL)]
+HIDDEN = [ToolUse(form, token=7) for form in (LLAMA3, MISTRAL)]
 USES = [ToolUse(), ToolUse(LLAMA3), ToolUse(MISTRAL), *HIDDEN]
 
 
@@ -212,7 +212,7 @@ BROKEN = [
     (USES[2], '[TOOL_CALLS] {"name": "f", "arguments": {}}'),
     (USES[2], '[TOOL_CALLS] [{"name": "unknown", "arguments": {}}]'),
     (USES[2], '[{"name": "f", "arguments": {}}]'),
-    (USES[5], '[{"name": "f", "arguments": "x"}]'),
+    (USES[4], '[{"name": "f", "arguments": "x"}]'),
 ]
 
 

@@ -57,6 +57,8 @@ def _writes(form: ToolForm, text: str) -> bool:
 
 
 def _token(checkpoint: Checkpoint, form: ToolForm) -> int | None:
-    """The token of a form's mark, if it is a special one."""
+    """The token of a form's mark, if it is a special one and stands once in an answer."""
+    if form.next is not None and form.mark in form.next:
+        return None
     added = getattr(checkpoint.tokenizer, "added_tokens_decoder", {})
     return next((token for token, one in added.items() if one.special and one.content == form.mark), None)
