@@ -12,7 +12,7 @@ from kvkeep.engine.structure import MOST_CHARACTERS
 from kvkeep.openai.calls import Calls
 from kvkeep.openai.messages import ParameterError
 from kvkeep.openai.requests import CHAT, COMPLETIONS, read
-from kvkeep.openai.tool_text import calls_text
+from kvkeep.openai.tool_forms import HERMES, LLAMA3, MISTRAL, ToolUse
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -109,6 +109,11 @@ BAD = [
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls[0]"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x"}}]}]}, "messages[0].tool_calls[0]"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 5}]}, "messages[0].tool_call_id"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": 5, "function": {"name": "x", "arguments": ""}}]}]},
+        "messages[0].tool_calls[0].id",
+    ),
 ]
 
 
@@ -124,9 +129,20 @@ def pieces(text, size):
     return [text[at : at + size] for at in range(0, len(text), size)]
 
 
-def assembled(parts, *, anywhere=True):
+NAMES = ("f", "get_it-2")
+HIDDEN = [ToolUse(form, token=7) for form in (LLAMA3, MISTRAL)]
+USES = [ToolUse(), ToolUse(LLAMA3), ToolUse(MISTRAL), *HIDDEN]
+
+
+def shown(use, calls):
+    """The text of an answer with calls; a special token is not part of it."""
+    text = use.form.text(calls)
+    return text if use.token is None else text.removeprefix(use.form.mark)
+
+
+def assembled(parts, *, use=USES[0], anywhere=True):
     """What a client makes of the deltas of an answer that comes in pieces."""
-    calls, content, found = Calls("x", anywhere=anywhere), "", []
+    calls, content, found = Calls("x", use, NAMES, anywhere=anywhere), "", []
     deltas = [delta for part in parts for delta in calls.add(part)] + list(calls.end())
     for delta in deltas:
         content += delta.get("content", "")
@@ -140,19 +156,22 @@ def assembled(parts, *, anywhere=True):
     return content, [(name, given) for name, given in found]
 
 
-ARGUMENTS = st.dictionaries(st.text(max_size=4), st.text(alphabet='a<>/{}\n"\\ tool_call', max_size=12), max_size=3)
-CALLS = st.lists(st.tuples(st.sampled_from(["f", "get_it-2"]), ARGUMENTS.map(json.dumps)), max_size=3)
+TRICKY = 'a<>/{}[]\n"\\\\ tool_call,CALS'
+ARGUMENTS = st.dictionaries(st.text(max_size=4), st.text(alphabet=TRICKY, max_size=12), max_size=3)
+CALLS = st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS.map(json.dumps)), max_size=3)
+ALIKE = st.text(alphabet='a<[ {tool_cars}"', max_size=15)
 
 
-@given(
-    st.text(alphabet="a< tool_ca>", max_size=15).filter(lambda text: "<tool_call>" not in text),
-    CALLS,
-    st.integers(1, 9),
-)
-def test_calls_are_read_back_in_pieces_of_any_size(content, calls, size):
-    text = content + calls_text(calls)
-    assert assembled(pieces(text, size)) == (content, calls)
-    whole = Calls("x", anywhere=True).whole(text)
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.form.name}-{use.token}")
+@given(content=ALIKE, calls=CALLS, size=st.integers(1, 9))
+def test_calls_are_read_back_in_pieces_of_any_size(use, content, calls, size):
+    """Texts come before calls where a mark can be seen. Some forms have one call in an answer."""
+    calls = calls[:1] if use.form.next is None else calls
+    can_follow = use.form.needs_mark and use.token is None
+    content = content if can_follow or not calls else ""
+    text = content + shown(use, calls) if calls else content
+    assert assembled(pieces(text, size), use=use) == (content, calls)
+    whole = Calls("x", use, NAMES, anywhere=True).whole(text)
     if calls:
         assert whole["content"] == (content or None)
         assert [(one["function"]["name"], one["function"]["arguments"]) for one in whole["tool_calls"]] == calls
@@ -161,18 +180,105 @@ def test_calls_are_read_back_in_pieces_of_any_size(content, calls, size):
         assert whole == {"content": content}
 
 
-@given(st.integers(1, 9))
-def test_a_form_may_have_the_words_of_a_call_in_its_texts(size):
-    text = json.dumps({"a": calls_text([("f", "{}")])})
-    assert assembled(pieces(text, size), anywhere=False) == (text, [])
-    calls = [("f", '{"a": "<tool_call>"}')]
-    assert assembled(pieces(calls_text(calls), size), anywhere=False) == ("", calls)
+@given(st.sampled_from(USES), st.integers(1, 9))
+def test_a_form_may_have_the_words_of_a_call_in_its_texts(use, size):
+    text = json.dumps({"a": shown(use, [("f", "{}")])})
+    assert assembled(pieces(text, size), use=use, anywhere=False) == (text, [])
+    calls = [("f", '{"a": "<tool_call> [TOOL_CALLS] <|python_tag|>"}')]
+    assert assembled(pieces(shown(use, calls), size), use=use, anywhere=False) == ("", calls)
 
 
-@given(st.integers(0, 60), st.integers(1, 9))
-def test_a_call_that_is_cut_keeps_its_beginning(length, size):
+@given(st.sampled_from(USES), st.integers(0, 60), st.integers(1, 9))
+def test_a_call_that_is_cut_keeps_its_beginning(use, length, size):
+    """Nothing of an answer is lost: it is a text until the arguments begin."""
     calls = [("f", '{"city": {"name": "Ulm"}}')]
-    content, found = assembled(pieces(calls_text(calls)[:length], size))
-    assert content == calls_text(calls)[:length] if length < len("<tool_call>") else content == ""
+    text = shown(use, calls)[:length]
+    content, found = assembled(pieces(text, size), use=use)
     if found:
+        assert content == ""
         assert calls[0][1].startswith(found[0][1])
+        assert text.endswith((found[0][1], *(found[0][1] + (use.form.close + use.form.last)[:n] for n in range(20))))
+    else:
+        assert content == text
+
+
+BROKEN = [
+    (USES[0], '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'),
+    (USES[0], '<tool_call>\n{"name": "f", "arguments": [1]}\n</tool_call>'),
+    (USES[0], '<tool_call>{"name": "f"'),
+    (USES[1], '{"name": "f", "arguments": {}}'),
+    (USES[1], '{"name": "unknown", "parameters": {}}'),
+    (USES[1], 'Well: {"name": "f", "parameters": {}}'),
+    (USES[2], '[TOOL_CALLS] {"name": "f", "arguments": {}}'),
+    (USES[2], '[TOOL_CALLS] [{"name": "unknown", "arguments": {}}]'),
+    (USES[2], '[{"name": "f", "arguments": {}}]'),
+    (USES[4], '[{"name": "f", "arguments": "x"}]'),
+]
+
+
+@pytest.mark.parametrize(("use", "text"), BROKEN, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize("size", [1, 4, 99])
+def test_what_is_no_call_is_a_text(use, text, size):
+    assert assembled(pieces(text, size), use=use) == (text, [])
+
+
+def test_a_broken_call_does_not_hide_a_good_one():
+    good = HERMES.text([("f", "{}")])
+    assert assembled(["<tool_call>\n{oh ", good]) == ("<tool_call>\n{oh ", [("f", "{}")])
+
+
+SAID = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+TOLD = [
+    *HELLO,
+    {"role": "assistant", "content": None, "tool_calls": [SAID, {**SAID, "id": "call_2"}]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
+    {"role": "tool", "tool_call_id": "call_2", "content": "rain"},
+]
+
+
+def test_a_template_that_takes_tools_gets_them_as_they_are():
+    found = read(CHAT, {"messages": TOLD, "tools": [tool(strict=True)]}, use=ToolUse(by_template=True))
+    assert found.described == ({"type": "function", "function": {"name": "weather", "parameters": CITY}},)
+    hello, said, *results = found.prompts[0]
+    assert hello == HELLO[0]
+    assert [one["function"]["arguments"] for one in said["tool_calls"]] == [{"city": "Ulm"}] * 2
+    assert [one["tool_call_id"] for one in results] == ["call_1", "call_2"]
+    assert [one["role"] for one in results] == ["tool", "tool"]
+
+
+def test_one_call_in_a_message_where_the_form_has_one():
+    (found,) = read(CHAT, {"messages": TOLD}, use=ToolUse(LLAMA3, by_template=True)).prompts
+    assert [len(one.get("tool_calls", ())) for one in found] == [0, 1, 1, 0, 0]
+
+
+def test_ids_of_mistral_are_short_and_agree():
+    (found,) = read(CHAT, {"messages": TOLD}, use=ToolUse(MISTRAL, by_template=True)).prompts
+    ids = [one["id"] for one in found[1]["tool_calls"]]
+    assert ids == [one["tool_call_id"] for one in found[2:]]
+    assert len({*ids}) == 2
+    assert all(len(one) == 9 and one.isalnum() for one in ids)
+
+
+@pytest.mark.parametrize("given", ["[1]", "{", '{"a": "\\ud83d"}', '{"a": ' * 500 + "1" + "}" * 500, "{}{}"])
+def test_arguments_that_are_no_object_stay_a_text(given):
+    said = {**SAID, "function": {"name": "f", "arguments": given}}
+    told = [*HELLO, {"role": "assistant", "tool_calls": [said]}]
+    (found,) = read(CHAT, {"messages": told}, use=ToolUse(by_template=True)).prompts
+    assert found[1]["tool_calls"][0]["function"]["arguments"] == given
+
+
+@pytest.mark.parametrize("form", [LLAMA3, MISTRAL], ids=lambda form: form.name)
+def test_other_forms_have_words_for_templates_without_tools(form):
+    (found,) = read(CHAT, {"messages": TOLD, "tools": [tool()]}, use=ToolUse(form)).prompts
+    assert json.dumps(CITY) in found[0]["content"]
+    assert form.middle[3:] in found[0]["content"]
+    assert form.text([("weather", '{"city": "Ulm"}')] * 2) == found[2]["content"]
+    assert [one["role"] for one in found] == ["system", "user", "assistant", "user"]
+
+
+def test_json_and_calls_that_begin_alike_are_refused():
+    body = {"messages": HELLO, "tools": [tool()], "response_format": {"type": "json_object"}}
+    with pytest.raises(ParameterError, match="begin like JSON"):
+        read(CHAT, body, use=ToolUse(LLAMA3))
+    assert read(CHAT, body, use=ToolUse(LLAMA3, token=7)).begins_with_call
+    assert read(CHAT, {**body, "tool_choice": "required"}, use=ToolUse(LLAMA3)).begins_with_call

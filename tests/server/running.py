@@ -22,6 +22,7 @@ from kvkeep.server.keys import Keys, owner_of  # noqa: E402
 from kvkeep.server.running import Place, Server, listen  # noqa: E402
 from kvkeep.server.served import Served  # noqa: E402
 from kvkeep.server.settings import Settings  # noqa: E402
+from kvkeep.server.tooling import tool_use_of  # noqa: E402
 
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "Once upon a time"}]
@@ -47,8 +48,8 @@ def keys(*found):
 class Running:
     """A server that runs: its address, its engine, and a client."""
 
-    def __init__(self, port, engine, desk):
-        self.port, self.engine, self.desk = port, engine, desk
+    def __init__(self, port, engine, desk, served=None):
+        self.port, self.engine, self.desk, self.served = port, engine, desk, served
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
 
@@ -83,12 +84,13 @@ class Running:
 
 
 @contextmanager
-def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, **settings):
+def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, tool_form="auto", **settings):
     """Run a server until the block ends."""
     options = {"budget": budget, "rows": rows, **(engine or {})}
     made = kvkeep.Engine(model(folder), checkpoint(folder).tokenizer, **options)
+    served = Served(made, checkpoint(folder), tool_use=tool_use_of(checkpoint(folder), tool_form))
     place = Place(port=0, read_timeout_s=settings.get("read_timeout_s", 30.0), grace_s=5.0)
-    app = make_app(Served(made, checkpoint(folder)), Settings(name=NAME, **settings), origins)
+    app = make_app(served, Settings(name=NAME, **settings), origins)
     ready = threading.Event()
     server = Server(app, place, ready.set)
     with listen(place) as sock, made:
@@ -96,7 +98,7 @@ def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, **setting
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
         assert ready.wait(WAIT_S)
-        running = Running(port, made, app.state.desk)
+        running = Running(port, made, app.state.desk, served)
         try:
             yield running
         finally:

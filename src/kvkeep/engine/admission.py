@@ -109,7 +109,7 @@ class Admission:
             raise InputError("`prompt_logprobs` needs the whole prompt to be read, and this turn continues a memory.")
         prompt = self.words.continued(request, past or Past())
         if prompt is not request.prompt:
-            request = dataclasses.replace(request, prompt=prompt, messages=None)
+            request = dataclasses.replace(request, prompt=prompt, messages=None, tools=())
         if not past and request.guard is None:
             request = dataclasses.replace(request, guard=self._guard)
         levels = self._levels(policy, budget, request, past or Past())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from kvkeep.engine.sampling import whole_within
 from kvkeep.errors import InputError
 
 
-def conversation(messages: object) -> tuple[dict[str, str], ...]:
+def conversation(messages: object) -> tuple[dict[str, Any], ...]:
     """Return messages as a tuple of dictionaries that nobody else can change.
 
     Raises:
@@ -27,6 +28,20 @@ def conversation(messages: object) -> tuple[dict[str, str], ...]:
             '{"role": "user", "content": "a text"}.'
         )
     return tuple(map(dict, found))
+
+
+def functions(tools: object) -> tuple[dict[str, Any], ...]:
+    """Return tools as a tuple of dictionaries.
+
+    Raises:
+        InputError: they are no list of mappings.
+    """
+    found = tuple(tools) if isinstance(tools, Iterable) and not isinstance(tools, str | Mapping) else (None,)
+    if not all(isinstance(one, Mapping) for one in found):
+        raise InputError(
+            f'tools={tools!r:.60} is no list of tools like {{"type": "function", "function": {{"name": "…"}}}}.'
+        )
+    return tuple(dict(one) for one in found if isinstance(one, Mapping))
 
 
 def token_ids(prompt: object) -> tuple[int, ...]:

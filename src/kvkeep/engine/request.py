@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from kvkeep import budget as budgets
-from kvkeep.engine.prompts import checked_guard, conversation, stop_texts, token_ids
+from kvkeep.engine.prompts import checked_guard, conversation, functions, stop_texts, token_ids
 from kvkeep.engine.sampling import Sampling, whole_within
 from kvkeep.engine.structure import Structured, structure_of
 from kvkeep.errors import InputError
@@ -27,6 +27,8 @@ class Request:
     Attributes:
         prompt: a text or token ids. A text is the user's message in the tokenizer's chat template, if there is one.
         messages: a conversation in place of a prompt, each message with ``role`` and ``content``.
+        tools: functions of which the chat template tells the model, each ``{"type": "function", "function": {…}}``.
+            They need messages, and a template that takes tools.
         raw: take the prompt's text as it is, without the chat template.
         sampling: how tokens are chosen, and how many.
         policy: the eviction policy or its string; by default the engine's.
@@ -53,7 +55,8 @@ class Request:
     """
 
     prompt: str | Sequence[int] | None = None
-    messages: Sequence[Mapping[str, str]] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
     raw: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     policy: str | Policy | None = None
@@ -103,6 +106,9 @@ class Request:
             if self.raw:
                 raise InputError("raw=True leaves the chat template out, and messages need it; give a prompt instead.")
             object.__setattr__(self, "messages", conversation(self.messages))
+            object.__setattr__(self, "tools", functions(self.tools))
+        elif self.tools:
+            raise InputError("tools are told by the chat template, and a prompt goes without; give messages instead.")
         elif not isinstance(self.prompt, str):
             object.__setattr__(self, "prompt", token_ids(self.prompt))
         elif not self.prompt.strip():

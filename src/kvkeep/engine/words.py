@@ -40,7 +40,7 @@ class Words:
         if isinstance(request.prompt, str):
             ids = text.encode(checkpoint, request.prompt, raw=request.raw)
         else:
-            ids = text.encode_chat(checkpoint, request.messages or ())
+            ids = text.encode_chat(checkpoint, request.messages or (), request.tools)
         return tuple(ids[0].tolist())
 
     def opened(self, asked: str, *, system: str | None, raw: bool) -> tuple[list[int], Opening]:
@@ -68,7 +68,7 @@ class Words:
         new = self.messages_of(request)
         if not new:
             return before + tuple(text.encode_rest(checkpoint, cast(str, request.prompt))[0].tolist())
-        ids = tuple(text.encode_next(checkpoint, past.messages, new)[0].tolist())
+        ids = tuple(text.encode_next(checkpoint, past.messages, new, request.tools)[0].tolist())
         if past.messages and past.pending and past.pending[-1] in self._ends:
             before = before[:-1]
         return before + ids

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,16 +26,25 @@ MEMORY_BYTES = 2**30
 _REMEDY = "Use `raw=True` to leave it out and write the whole prompt."
 
 
-def fill(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> str:
+def fill(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """The text of a conversation in the tokenizer's chat template, up to the beginning of the model's answer.
+
+    Args:
+        tokenizer: has the template.
+        messages: each with ``role`` and ``content``.
+        tools: functions of which the template tells the model, if it takes them.
 
     Raises:
         InputError: the template fails, or takes too long or too much memory.
     """
+    known = list(map(dict, tools)) or None
     try:
         asked = {
             **tokenizer.special_tokens_map,
-            "chat_template": tokenizer.get_chat_template(),
+            "chat_template": tokenizer.get_chat_template(tools=known),
+            "tools": known,
             "messages": list(map(dict, messages)),
             "add_generation_prompt": True,
         }

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -42,12 +43,15 @@ def encode(checkpoint: Checkpoint, prompt: str, *, raw: bool = False) -> Int[Ten
     return encode_chat(checkpoint, [{"role": "user", "content": prompt}])
 
 
-def encode_chat(checkpoint: Checkpoint, messages: Sequence[Mapping[str, str]]) -> Int[Tensor, "1 T"]:
+def encode_chat(
+    checkpoint: Checkpoint, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> Int[Tensor, "1 T"]:
     """The token ids of a conversation, up to the beginning of the model's answer.
 
     Args:
         checkpoint: the model and its tokenizer.
         messages: each with ``role`` and ``content``.
+        tools: functions of which the template tells the model.
 
     Raises:
         InputError: there is no chat template, the template fails, or a message is no valid text.
@@ -57,11 +61,14 @@ def encode_chat(checkpoint: Checkpoint, messages: Sequence[Mapping[str, str]]) -
         raise InputError(f"The tokenizer of {checkpoint.name} has no chat template; give a prompt instead of messages.")
     for message in messages:
         _check_text(message["content"])
-    return _encoded(checkpoint, fill(checkpoint.tokenizer, messages), add_special_tokens=False)
+    return _encoded(checkpoint, fill(checkpoint.tokenizer, messages, tools), add_special_tokens=False)
 
 
 def encode_next(
-    checkpoint: Checkpoint, before: Sequence[Mapping[str, str]], new: Sequence[Mapping[str, str]]
+    checkpoint: Checkpoint,
+    before: Sequence[Mapping[str, Any]],
+    new: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> Int[Tensor, "1 T"]:
     """The token ids of new messages in a memory that is not empty, up to the beginning of the model's next answer.
 
@@ -70,18 +77,19 @@ def encode_next(
         before: the conversation so far, which ends with an answer; its token ids begin with what closes that answer.
             Without one a conversation begins: its token ids have no beginning of a text.
         new: each with ``role`` and ``content``.
+        tools: functions of which the template tells the model, as far as it tells them after the last answer.
 
     Raises:
         InputError: see `encode_chat`; or the template does not show where the last answer ends.
     """
     if not before:
-        ids = encode_chat(checkpoint, new)
+        ids = encode_chat(checkpoint, new, tools)
         return ids[:, 1:] if int(ids[0, 0]) == checkpoint.tokenizer.bos_token_id and ids.shape[1] > 1 else ids
     for message in new:
         _check_text(message["content"])
     known = [message["content"] for message in (*before, *new)]
     mark = next(text for n in itertools.count() if not any((text := f"kvkeep{n}answer") in one for one in known))
-    text = fill(checkpoint.tokenizer, [*before[:-1], {**before[-1], "content": mark}, *new])
+    text = fill(checkpoint.tokenizer, [*before[:-1], {**before[-1], "content": mark}, *new], tools)
     if text.count(mark) != 1:
         raise InputError(
             f"The chat template of {checkpoint.name} does not show the last answer as it is, so a conversation cannot "

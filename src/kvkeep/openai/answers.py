@@ -79,7 +79,9 @@ def calls_of(asked: Asked, name: str, index: int) -> Calls | None:
         name: the answer's.
         index: the place of the text in the answer.
     """
-    return Calls(f"{name}_{index}", anywhere=not asked.begins_with_call) if asked.tools else None
+    if asked.tools is None:
+        return None
+    return Calls(f"{name}_{index}", asked.tools.use, asked.tools.names, anywhere=not asked.begins_with_call)
 
 
 def reason_of(result: Result, calls: Calls | None) -> str:

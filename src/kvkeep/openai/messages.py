@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvkeep.errors import InputError
-from kvkeep.openai.tool_text import NAME, calls_text, result_text
+from kvkeep.openai.strict import decoded
+from kvkeep.openai.tool_forms import NAME, ToolForm, ToolUse
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MORE: Mapping[str, set[str]] = {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}
@@ -33,31 +35,26 @@ def short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def messages_of(given: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The messages of a chat's body. Calls of tools and their results become texts, as Qwen's chat template has them.
+def messages_of(given: Mapping[str, Any], use: ToolUse) -> list[dict[str, Any]]:
+    """The messages of a chat's body. Calls and their results become texts, unless the template takes them.
+
+    Args:
+        given: the body.
+        use: how the model uses tools.
 
     Raises:
         ParameterError: there is none, or one cannot be read.
     """
     if not given.get("messages"):
         raise ParameterError("messages", "has no message")
-    found: list[dict[str, str]] = []
-    joins = False
-    for place, one in enumerate(given["messages"]):
-        message = _message(f"messages[{place}]", one)
-        is_result = message["role"] == "tool"
-        if is_result:
-            message = {"role": "user", "content": result_text(message["content"])}
-        if is_result and joins:
-            found[-1]["content"] += f"\n{message['content']}"
-        else:
-            found.append(message)
-        joins = is_result
-    return found
+    found = [_message(f"messages[{place}]", one) for place, one in enumerate(given["messages"])]
+    if use.by_template:
+        return [part for one in found for part in _parts(one, use.form)]
+    return _joined([_as_text(one, use.form) for one in found])
 
 
-def _message(name: str, message: object) -> dict[str, str]:
-    """A message with its role and its text. The role of a developer is the system's by another name."""
+def _message(name: str, message: object) -> dict[str, Any]:
+    """A message with its role, its text and its calls. The role of a developer is the system's by another name."""
     found = {} if not isinstance(message, dict) else {k: v for k, v in message.items() if v is not None}
     role, calls = found.get("role"), found.get("tool_calls")
     if not isinstance(role, str) or ("content" not in found and not calls):
@@ -67,15 +64,15 @@ def _message(name: str, message: object) -> dict[str, str]:
     for other in found.keys() - {"role", "content"} - _MORE.get(role, set()):
         if found[other] != []:
             raise ParameterError(f"{name}.{other[:80]}", "cannot be told to the model; leave it out")
-    text = _content(f"{name}.content", found.get("content", ""))
-    if calls:
-        shown = _calls(f"{name}.tool_calls", calls)
-        text = f"{text}\n{shown}" if text else shown
-    return {"role": "system" if role == "developer" else role, "content": text}
+    made = {"role": "system" if role == "developer" else role}
+    made["content"] = _content(f"{name}.content", found.get("content", ""))
+    if role == "tool":
+        return {**made, "tool_call_id": _id(f"{name}.tool_call_id", found.get("tool_call_id", ""))}
+    return {**made, "tool_calls": _calls(f"{name}.tool_calls", calls)} if calls else made
 
 
-def _calls(name: str, calls: object) -> str:
-    """Calls of tools as the model writes them."""
+def _calls(name: str, calls: object) -> list[dict[str, str]]:
+    """Calls of tools, each with its ``name``, its ``arguments`` and its ``id``."""
     found = []
     for place, one in enumerate(calls if isinstance(calls, list) else [None]):
         inner = one.get("function") if isinstance(one, dict) else None
@@ -85,8 +82,77 @@ def _calls(name: str, calls: object) -> str:
             raise ParameterError(
                 f"{name}[{place}]", 'is not like {"type": "function", "function": {"name": "…", "arguments": "{…}"}}'
             )
-        found.append((called, whole_text(f"{name}[{place}]", given or "{}")))
-    return calls_text(found)
+        text = whole_text(f"{name}[{place}]", given or "{}")
+        found.append({"name": called, "arguments": text, "id": _id(f"{name}[{place}].id", one.get("id") or "")})
+    return found
+
+
+def _id(name: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise ParameterError(name, f"is {short(given)} and not a text")
+    return whole_text(name, given)
+
+
+def _as_text(message: dict[str, Any], form: ToolForm) -> dict[str, Any]:
+    """A message of which calls and results are a part of the text."""
+    text = message["content"]
+    if message["role"] == "tool":
+        return {"role": "tool", "content": form.result.format(content=text)}
+    if "tool_calls" in message:
+        shown = form.text((one["name"], one["arguments"]) for one in message["tool_calls"])
+        text = f"{text}\n{shown}" if text else shown
+    return {"role": message["role"], "content": text}
+
+
+def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in which results that follow each other are one message of the user."""
+    found: list[dict[str, Any]] = []
+    joins = False
+    for one in messages:
+        is_result = one["role"] == "tool"
+        if is_result and joins:
+            found[-1]["content"] += f"\n{one['content']}"
+        else:
+            found.append({"role": "user", "content": one["content"]} if is_result else one)
+        joins = is_result
+    return found
+
+
+def _parts(message: dict[str, Any], form: ToolForm) -> list[dict[str, Any]]:
+    """A message as chat templates take it; one message for each call where the form has one call in an answer."""
+    if message["role"] == "tool":
+        return [{**message, "tool_call_id": _short(message["tool_call_id"], form)}]
+    if "tool_calls" not in message:
+        return [message]
+    calls = [
+        {
+            "id": _short(one["id"], form),
+            "type": "function",
+            "function": {"name": one["name"], "arguments": _object(one["arguments"])},
+        }
+        for one in message["tool_calls"]
+    ]
+    if form.next is not None:
+        return [{**message, "tool_calls": calls}]
+    first = [message["content"], *[""] * (len(calls) - 1)]
+    return [{**message, "content": text, "tool_calls": [one]} for text, one in zip(first, calls, strict=True)]
+
+
+def _short(name: str, form: ToolForm) -> str:
+    """A call's id as the form takes it."""
+    if not form.short_ids or re.fullmatch("[A-Za-z0-9]{9}", name, re.ASCII):
+        return name
+    return hashlib.sha256(name.encode()).hexdigest()[:9]
+
+
+def _object(text: str) -> dict[str, Any] | str:
+    """The arguments of a call; a text that is no JSON object stays one."""
+    try:
+        found = decoded(text.encode())
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError, InputError):
+        return text
+    return found
 
 
 def _content(name: str, content: object) -> str:

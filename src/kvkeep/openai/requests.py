@@ -16,6 +16,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.openai.forms import form_of
 from kvkeep.openai.messages import ParameterError, messages_of, short, whole_text
+from kvkeep.openai.tool_forms import BY_WORDS, ToolUse
 from kvkeep.openai.tools import Tools, tools_of
 from kvkeep.pins import spans
 
@@ -23,7 +24,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MOST_CHOICES = 128
 """Most texts that one body may ask for."""
 
-Prompt: TypeAlias = str | list[int] | list[dict[str, str]]
+Prompt: TypeAlias = str | list[int] | list[dict[str, Any]]
 """A text to continue as it is, token ids, or the messages of a conversation."""
 
 _WHOLE, _NUMBER, _FLAG, _TEXT = (int,), (int, float), (bool,), (str,)
@@ -110,8 +111,15 @@ class Asked:
     begins_with_call: bool = False
     form: str | None = None
 
+    @property
+    def described(self) -> tuple[dict[str, Any], ...]:
+        """The tools that the chat template shall tell the model about."""
+        return self.tools.described if self.tools and self.tools.use.by_template else ()
 
-def read(url: str, body: object, *, honoured: Collection[str] = (), tells: bool = True) -> Asked:
+
+def read(
+    url: str, body: object, *, honoured: Collection[str] = (), tells: bool = True, use: ToolUse = BY_WORDS
+) -> Asked:
     """Read a body.
 
     Args:
@@ -119,6 +127,7 @@ def read(url: str, body: object, *, honoured: Collection[str] = (), tells: bool 
         body: the JSON object.
         honoured: parameters that the caller itself honours, whatever they ask for.
         tells: whether the model is told about tools; otherwise it knows them from an earlier turn.
+        use: how the model uses tools.
 
     Raises:
         ParameterError: a parameter has another type, is unknown, or asks for something that kvkeep cannot do.
@@ -131,9 +140,10 @@ def read(url: str, body: object, *, honoured: Collection[str] = (), tells: bool 
     given = {name: value for name, value in body.items() if value is not None}
     for name, value in given.items():
         _check(name, value, _TYPES[url], honoured)
-    form, tools = form_of(given), tools_of(given) if url == CHAT else None
-    messages = messages_of(given) if url == CHAT else []
-    prompts = (tools.told(messages) if tools and tells else messages,) if url == CHAT else _prompts(given)
+    form, tools = form_of(given), tools_of(given, use) if url == CHAT else None
+    messages = messages_of(given, use) if url == CHAT else []
+    told = tools.told(messages) if tools and tells and not use.by_template else messages
+    prompts = (told,) if url == CHAT else _prompts(given)
     n = given.get("n", 1)
     if not 1 <= n * len(prompts) <= MOST_CHOICES:
         raise ParameterError("n", f"asks for {short(n * len(prompts))} texts; there may be 1 to {MOST_CHOICES}")
@@ -143,7 +153,7 @@ def read(url: str, body: object, *, honoured: Collection[str] = (), tells: bool 
     same = {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     shares, unset = _shares(given)
     options = length | same | shares | _stop(given) | _biases(given) | _logprobs(url, given) | _pins(given)
-    structure = tools.form(form) if tools else form
+    structure = tools.structure(form) if tools else form
     if structure is not None:
         options["structured_outputs"] = structure
     begins = tools is not None and (tools.choice == "required" or form is not None)

@@ -64,8 +64,8 @@ def job_of(url: str, body: Generating, served: Served, settings: Settings) -> Jo
     Raises:
         KVKeepError: a parameter cannot be honoured, or a prompt cannot be encoded.
     """
-    asked, echo, scores_only = _read(url, body)
-    prompts = tuple(served.encode(prompt, raw=url == COMPLETIONS) for prompt in asked.prompts)
+    asked, echo, scores_only = _read(url, body, served)
+    prompts = tuple(served.encode(prompt, tools=asked.described, raw=url == COMPLETIONS) for prompt in asked.prompts)
     defaults = sampling_of(asked, settings)
     made: list[Request] = []
     for ids in prompts:
@@ -89,19 +89,19 @@ def turn_of(body: Generating, served: Served, settings: Settings, *, before: int
     Raises:
         KVKeepError: a parameter cannot be honoured.
     """
-    asked, *_ = _read(CHAT, body, tells=not before)
+    asked, *_ = _read(CHAT, body, served, tells=not before)
     if asked.n != 1:
         raise ParameterError("n", "is more than 1, and a session goes on with one answer; fork it for more")
     for name in ("policy", "budget", "keep_ratio"):
         if getattr(body, name) is not None:
             raise ParameterError(name, "belongs to the session; give it when the session is made")
-    wishes = {**own_options(body, ()), "messages": asked.prompts[0]}
-    tokens = before + (len(served.encode(asked.prompts[0])) if settings.max_model_len else 0)
+    wishes = {**own_options(body, ()), **_conversation(asked)}
+    tokens = before + _counted(asked, served, settings)
     sampling = fitted(sampling_of(asked, settings), asked, tokens, settings)
     return Job(asked, (_request(asked, sampling, wishes),))
 
 
-def _read(url: str, body: Generating, *, tells: bool = True) -> tuple[Asked, bool, bool]:
+def _read(url: str, body: Generating, served: Served, *, tells: bool = True) -> tuple[Asked, bool, bool]:
     """A body as OpenAI's parameters; whether its prompts are echoed, and nothing else is asked for."""
     fields = body.openai_fields()
     echo = isinstance(body, CompletionBody) and bool(body.echo)
@@ -110,7 +110,7 @@ def _read(url: str, body: Generating, *, tells: bool = True) -> tuple[Asked, boo
         fields["max_tokens"] = 1
     if body.stream_options is not None and not body.stream:
         raise ParameterError("stream_options", "has no effect without stream: true")
-    return openai.read(url, fields, honoured=_HONOURED, tells=tells), echo, scores_only
+    return openai.read(url, fields, honoured=_HONOURED, tells=tells, use=served.tool_use), echo, scores_only
 
 
 def sampling_of(asked: Asked, settings: Settings) -> Sampling:
@@ -214,9 +214,20 @@ def sampling_request(
     Raises:
         KVKeepError: a parameter is out of range, in the words of the body.
     """
-    asked = openai.read(CHAT, {name: value for name, value in fields.items() if value is not None}, tells=not before)
+    given = {name: value for name, value in fields.items() if value is not None}
+    asked = openai.read(CHAT, given, tells=not before, use=served.tool_use)
     spelling = {option: names.get(name, name) for option, name in asked.spelling.items()}
     asked = dataclasses.replace(asked, spelling=spelling)
-    tokens = before + (len(served.encode(asked.prompts[0])) if settings.max_model_len else 0)
+    tokens = before + _counted(asked, served, settings)
     sampling = fitted(sampling_of(asked, settings), asked, tokens, settings)
-    return asked, _request(asked, sampling, {**own, "messages": asked.prompts[0]})
+    return asked, _request(asked, sampling, {**own, **_conversation(asked)})
+
+
+def _conversation(asked: Asked) -> dict[str, Any]:
+    """The messages of a turn, and the tools that the chat template tells."""
+    return {"messages": asked.prompts[0], "tools": asked.described}
+
+
+def _counted(asked: Asked, served: Served, settings: Settings) -> int:
+    """The tokens of a turn's messages, where there is a limit."""
+    return len(served.encode(asked.prompts[0], tools=asked.described)) if settings.max_model_len else 0

@@ -81,9 +81,11 @@ def _message(name: str, given: Any) -> dict[str, Any]:
     kind = given.get("type", "message") if isinstance(given, dict) else None
     if kind == "function_call":
         function = {part: given.get(part) for part in ("name", "arguments")}
-        return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+        call = {"id": given.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
     if kind == "function_call_output":
-        return {"role": "tool", "content": _content(name, given.get("output"), "output")}
+        told = {"role": "tool", "content": _content(name, given.get("output"), "output")}
+        return told if given.get("call_id") is None else {**told, "tool_call_id": given["call_id"]}
     if kind == "message" and given.get("role") in _ROLES:
         return {"role": given["role"], "content": _content(name, given.get("content"), "content")}
     raise ParameterError(name, 'is not like {"role": "user", "content": "a text"}')

@@ -112,7 +112,7 @@ class Looker:
         if (body.prompt is None) == (body.messages is None):
             raise InputError("Give either a prompt or messages.")
         if body.messages is not None:
-            (messages,) = openai.read(CHAT, {"messages": body.messages}).prompts
+            (messages,) = openai.read(CHAT, {"messages": body.messages}, use=self._served.tool_use).prompts
             return self._served.encode(messages, bounded=False)
         if not body.prompt:
             return []

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvkeep.engine import Engine
 from kvkeep.errors import InputError
 from kvkeep.models import text
 from kvkeep.models.load import Checkpoint
 from kvkeep.openai.requests import Prompt
+from kvkeep.openai.tool_forms import BY_WORDS, ToolUse
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,14 @@ class Served:
         checkpoint: its configuration and tokenizer.
         created: seconds since 1970 at which it was loaded.
         longest: the most tokens of a prompt; ``None``: no limit.
+        tool_use: how it uses tools.
     """
 
     engine: Engine
     checkpoint: Checkpoint
     created: int = field(default_factory=lambda: int(time.time()))
     longest: int | None = None
+    tool_use: ToolUse = BY_WORDS
 
     @property
     def max_model_len(self) -> int | None:
@@ -46,11 +50,14 @@ class Served:
         """The number of characters of the longest token."""
         return max(map(len, self.checkpoint.tokenizer.get_vocab()))
 
-    def encode(self, prompt: Prompt, *, raw: bool = False, bounded: bool = True) -> list[int]:
+    def encode(
+        self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = (), raw: bool = False, bounded: bool = True
+    ) -> list[int]:
         """The token ids of a prompt.
 
         Args:
             prompt: a text, token ids, or messages.
+            tools: functions of which the chat template tells the model.
             raw: take a text as it is, without the chat template.
             bounded: refuse a prompt that is too long at a glance, before it is tokenized.
 
@@ -69,7 +76,7 @@ class Served:
             return self.encode(
                 messages[0]["content"], bounded=bounded
             )  # as everywhere in kvkeep, a text without a template
-        chat: list[int] = text.encode_chat(self.checkpoint, messages)[0].tolist()
+        chat: list[int] = text.encode_chat(self.checkpoint, messages, tools)[0].tolist()
         return chat
 
     def _check_length(self, prompt: Prompt) -> None:

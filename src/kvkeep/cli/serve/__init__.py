@@ -40,6 +40,7 @@ _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 def serve(
     model: own.Model = None,
     served_name: own.ServedName = None,
+    tool_form: own.ToolForm = "auto",
     policy: Policy = DEFAULT,
     budget: own.Budget = "1024",
     max_rows: own.MaxRows = None,
@@ -93,6 +94,7 @@ def serve(
     request = Request(
         model=model,
         served_name=served_name,
+        tool_form=tool_form,
         policy=policy,
         budget=parse_tokens(budget, "--budget"),
         max_rows=max_rows,

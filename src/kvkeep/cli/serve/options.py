@@ -85,6 +85,14 @@ ServedName = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="The model's name in the API. Default: MODEL.", rich_help_panel=MODEL),
 ]
+ToolForm = Annotated[
+    str,
+    typer.Option(
+        metavar="FORM",
+        help="How the model calls tools: auto (its chat template tells), hermes, llama3 or mistral.",
+        rich_help_panel=MODEL,
+    ),
+]
 Budget = Annotated[
     str,
     typer.Option(

@@ -12,6 +12,7 @@ class Request:
 
     model: str | None
     served_name: str | None
+    tool_form: str
     policy: str
     budget: int
     max_rows: int | None

@@ -35,6 +35,7 @@ from kvkeep.server.keys import Keys
 from kvkeep.server.running import Place, Server, check_tls, listen, settle
 from kvkeep.server.served import Served
 from kvkeep.server.settings import Settings
+from kvkeep.server.tooling import tool_use_of
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -49,6 +50,7 @@ def run(request: Request) -> None:
     place, keys = _place(request), read_keys(request.key_file)
     with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
         checkpoint, limit = _checkpoint(request)
+        tool_use = tool_use_of(checkpoint, request.tool_form)
         settings = _settings(request, keys, limit)
         if request.check:
             typer.echo("The settings can be used.")
@@ -58,7 +60,7 @@ def run(request: Request) -> None:
         with socket:
             writer = writer_of(checkpoint, request)
             with _engine(writer, request) as engine:
-                _serve(Served(engine, checkpoint), settings, place, socket, request)
+                _serve(Served(engine, checkpoint, tool_use=tool_use), settings, place, socket, request)
 
 
 def _serve(served: Served, settings: Settings, place: Place, socket: Any, request: Request) -> None:
