@@ -45,7 +45,10 @@ KINDS = (
     Kind("dialogue", "a dialogue of speakers with the same names", "--context 1024 --documents dialogue"),
     Kind("script", "prose in Cyrillic letters", "--context 1024 --documents script"),
     Kind("table", "rows of a table", "--context 1024 --documents table"),
+    Kind("code", "comments above lines of a program", "--context 1024 --documents code"),
+    Kind("hops", "questions over two facts", "--context 1024 --documents hops"),
     Kind("turns", "30 turns, cut after each", "--context 1024 --prefill-chunk 34"),
+    Kind("turns-later", "30 turns, each asked ten turns later", "--context 1024 --turns 30"),
     Kind(
         "long-4096",
         "4 096 tokens, slot positions, chunks of 512",

@@ -87,9 +87,43 @@ def later(writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int) -> 
             yield Replies(texts(writer, copies, part[few], most), kept[rows], copies.cache.memory())
 
 
+def in_turns(
+    writer: Writer, prompts: Sequence[Prompt], drive: Make, most: int, *, turns: int, due: Sequence[int]
+) -> Iterator[Replies]:
+    """Read each text in turns, with a cut after each, and ask each question after some turn, in a copy of the memory.
+
+    Args:
+        writer: the model.
+        prompts: the prompts, document by document.
+        drive: makes a cache.
+        most: most tokens of a reply.
+        turns: pieces of a text, of equal length.
+        due: of each prompt, the number of turns after which it is asked.
+    """
+    heads = [i for i, prompt in enumerate(prompts) if not prompt.number]
+    for at in batches([prompts[i].first for i in heads]):
+        bounded, first = drive(heads[at], at.start), [prompts[i] for i in heads[at]]
+        row = {prompt.document: place for place, prompt in enumerate(first)}
+        mine = [i for i, prompt in enumerate(prompts) if prompt.document in row]
+        found: dict[int, str] = {}
+        for turn in range(1, turns + 1):
+            edges = [(prompt.first * (turn - 1) // turns, prompt.first * turn // turns) for prompt in first]
+            pieces = [prompt.ids[start:stop] for prompt, (start, stop) in zip(first, edges, strict=True)]
+            bounded.feed(*left_padded(pieces), last_only=True)
+            if now := [i for i in mine if due[i] == turn]:
+                copies, part = bounded.copies([row[prompts[i].document] for i in now]), [prompts[i] for i in now]
+                found |= zip(now, texts(writer, copies, part, most), strict=True)
+        kept = _kept(bounded, first)[[row[prompts[i].document] for i in mine]]
+        yield Replies([found[i] for i in mine], kept, bounded.cache.memory())
+
+
 def read(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
     """Feed the first part of each prompt, which is then cut; returns where in it the kept tokens stand."""
     drive.feed(*left_padded([prompt.ids[: prompt.first] for prompt in prompts]), last_only=True)
+    return _kept(drive, prompts)
+
+
+def _kept(drive: Drive, prompts: Sequence[Prompt]) -> Float[Tensor, "B 10"]:
     lengths, cache = [prompt.first for prompt in prompts], drive.cache
     tenths = [metrics.kept_by_tenth(cache.positions(i), lengths) for i in cache.bounded_layers()]
     return torch.stack(tenths).mean(0).cpu()

@@ -40,6 +40,8 @@ class Options:
         documents: the look of recall texts, one of `kvkeep.models.tiny.documents.STYLES`.
         depths: where asked facts stand, in [0, 1]; empty for an even spread.
         ask: ``prompt`` or ``inside``: the policy has read the question when the text is cut; ``later``: it has not.
+        turns: turns in which a recall text comes, with a cut after each and questions some turns after their facts;
+            ``None``: all at once.
         window: tokens of a perplexity window; by default 1024, or the trained length if that is less.
         stride: tokens that perplexity feeds at once.
         data: folder with files of public data sets; ``None`` if there is none.
@@ -55,6 +57,7 @@ class Options:
     documents: str = "prose"
     depths: tuple[float, ...] = ()
     ask: str = "prompt"
+    turns: int | None = None
     window: int | None = None
     stride: int = 16
     data: str | None = None

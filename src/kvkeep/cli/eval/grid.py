@@ -68,6 +68,7 @@ class Request:
     documents: str
     depths: tuple[float, ...]
     ask: str
+    turns: int | None
     window: int | None
     stride: int
     data: str | None
@@ -196,6 +197,7 @@ def _options(request: Request) -> list[Options]:
         documents=request.documents,
         depths=request.depths,
         ask=request.ask,
+        turns=request.turns,
         window=request.window,
         stride=request.stride,
         data=request.data,

@@ -84,8 +84,8 @@ Documents = Annotated[
     typer.Option(
         metavar="LOOK",
         help="The recall texts: prose, or harder ones in which facts stand out less: facts, list, dialogue, "
-        "script, table.",
-        autocompletion=complete.words("prose", "facts", "list", "dialogue", "script", "table"),
+        "script, table, code, hops.",
+        autocompletion=complete.words("prose", "facts", "list", "dialogue", "script", "table", "code", "hops"),
         rich_help_panel=TASKS,
     ),
 ]
@@ -106,6 +106,16 @@ Ask = Annotated[
         help="prompt (or inside): the recall question is read before the text is cut to the budget. "
         "later: the text is cut first, and its questions follow.",
         autocompletion=complete.words("prompt", "inside", "later"),
+        rich_help_panel=TASKS,
+    ),
+]
+
+Turns = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="The recall text comes in N turns, with a cut after each, and is asked about each fact ten turns later. "
+        "Needs --ask later.",
         rich_help_panel=TASKS,
     ),
 ]

@@ -2,17 +2,20 @@
 
 The prompt without its last token is one chunk (the papers' semantics) and is then cut to the budget. With ``ask=later``
 this chunk is the text alone: it is read and cut once, and each of its questions follows as a chunk of its own in a copy
-of that memory. The last token and the reply are decoded greedily under the budget, see `kvkeep.evals.replies`.
+of that memory. With ``turns`` the text is cut after each turn, and a question follows some turns after its fact. The
+last token and the reply are decoded greedily under the budget, see `kvkeep.evals.replies`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
 
+from kvkeep.errors import InputError
 from kvkeep.evals import metrics, replies
 from kvkeep.evals.asking import NEW_TOKENS, Prompted, Wording, ask, right, wording_of
 from kvkeep.evals.drive import PLAIN, Drive, Setup
@@ -25,6 +28,9 @@ from kvkeep.policies.base import Policy
 
 QUESTIONS = 30
 """Default number of questions per context."""
+
+AFTER = 10
+"""Turns between a fact and its question, where a text comes in turns."""
 
 
 @final
@@ -54,6 +60,8 @@ class Recall(Task):
             check_positions(checkpoint, context + NEW_TOKENS[wording], cls.name, "contexts")
             notes += past_training(checkpoint, context + NEW_TOKENS[wording], f"recall context={context}")
         way = ",ask=later" if options.ask == "later" else ""
+        if options.turns is not None:
+            way, options = f"{way},turns={options.turns}", _early(options, options.turns)
         questions = {
             f"context={context}{way}": ask(checkpoint, options, context, options.limit or QUESTIONS)
             for context in dict.fromkeys(options.contexts)
@@ -68,6 +76,7 @@ class Recall(Task):
             "documents": self.options.documents,
             "depths": list(self.options.depths) or "spread",
             "wording": self.wording,
+            **({} if self.options.turns is None else {"turns": self.options.turns, "after": AFTER}),
         }
 
     def cases(self) -> dict[str, list[int]]:
@@ -107,7 +116,30 @@ class Recall(Task):
             return Drive(writer, policy, [budgets[i] for i in at], first=first, setup=setup)
 
         ask = replies.later if self.options.ask == "later" else replies.inside
-        return ask(writer, self.questions[case], drive, NEW_TOKENS[self.wording])
+        questions, turns = self.questions[case], self.options.turns
+        if turns is not None:
+            due = [min(turns, int(asked.question.depth * turns) + 1 + AFTER) for asked in questions]
+            ask = partial(replies.in_turns, turns=turns, due=due)
+        return ask(writer, questions, drive, NEW_TOKENS[self.wording])
+
+
+def _early(options: Options, turns: int) -> Options:
+    """The same options with asked facts in those turns only that are followed by enough others.
+
+    Raises:
+        InputError: there are no such turns, questions do not come later, or a text has fewer tokens than turns.
+    """
+    if options.ask != "later":
+        raise InputError("turns: a question some turns after its fact comes later than the cut; add `ask=later`.")
+    if turns <= AFTER:
+        raise InputError(f"turns={turns} leaves no fact that is asked {AFTER} turns later; give {AFTER + 1} or more.")
+    if 2 * turns > min(options.contexts):
+        raise InputError(
+            f"turns={turns} leaves less than two tokens of {min(options.contexts)} for a turn; give fewer."
+        )
+    share = 1 - AFTER / turns
+    spread = options.depths or [(i + 0.5) / options.facts for i in range(options.facts)]
+    return replace(options, depths=tuple(share * depth for depth in spread))
 
 
 def _score(questions: Sequence[Prompted], rights: Sequence[bool]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from kvkeep.models.tiny.recall import Fact, Question, draw_value, own_filler, side, take
@@ -28,12 +28,16 @@ class Style:
         filler: sentences between the facts, without end; is told which owners and things the facts have.
         say: states a fact; ``None``: in the wordings of its kind.
         joint: stands between two sentences.
+        before: stands before the first sentence.
+        hops: whether questions name an owner by a thing that is theirs, so that an answer takes two facts.
     """
 
     summary: str
     filler: Callable[[random.Random, Sequence[Fact]], Iterable[str]]
     say: Callable[[Fact], str] | None = None
     joint: str = " "
+    before: str = ""
+    hops: bool = False
 
 
 def _plain(rng: random.Random, facts: Sequence[Fact]) -> Iterable[str]:
@@ -78,6 +82,21 @@ def _row(fact: Fact) -> str:
 
 _ROW = "{owner} | {thing} | {kind} | {value}"
 
+
+def _program(rng: random.Random, facts: Sequence[Fact]) -> Iterator[str]:
+    """Comments that state other facts, each with lines of a program below it."""
+    for comment in _stated(rng, facts):
+        names = {"owner": rng.choice(HELD_OUT.names).lower(), "thing": rng.choice(HELD_OUT.things)}
+        yield "\n".join([comment, *(line.format(**names, n=rng.randrange(10)) for line in rng.choice(_PROGRAMS))])
+
+
+_PROGRAMS = (
+    ("{owner}_{thing} = box({n})",),
+    ("if {thing}.count > {n}:", "    return {owner}"),
+    ("for {thing} in {owner}[{n}:]:", "    put({thing})"),
+    ("def {thing}({owner}, n={n}):", "    return {owner}.take(n)"),
+)
+
 STYLES = {
     "prose": Style("plain sentences between the facts", _plain),
     "facts": Style("facts about other things between them", _stated),
@@ -85,6 +104,8 @@ STYLES = {
     "dialogue": Style("sentences of speakers with the names that facts are about", _spoken),
     "script": Style("sentences in Cyrillic letters between the facts", _foreign),
     "table": Style("rows of a table", _rows, say=_row, joint="\n"),
+    "code": Style("comments that state facts, above lines of a program", _program, joint="\n# ", before="# "),
+    "hops": Style("plain sentences; questions take two facts", _plain, hops=True),
 }
 """The looks of texts by name."""
 
@@ -129,32 +150,51 @@ def document(  # noqa: PLR0913  each decides about the text
         count: tokens of a string.
     """
     rng, look = random.Random(f"{seed}/document/{n_facts}/{tokens}/{first_kind}"), STYLES[style]
-    facts = _facts(rng, n_facts, first_kind)
+    facts = _facts(rng, n_facts, first_kind, [kind for kind in KINDS if kind != "owner" or not look.hops])
     said = [fact.say(rng.choice(fact.kind.statements)) for fact in facts]
     if look.say is not None:
         said = [look.say(fact) for fact in facts]
-    asks = [fact.say(rng.choice(fact.kind.questions)) for fact in facts]
+    links = _links(rng, facts) if look.hops else []
+    named = _named_by(links, facts) if look.hops else facts
+    asks = [fact.say(rng.choice(fact.kind.questions)) for fact in named]
     places = [(i + rng.random()) / n_facts for i in range(n_facts)]
     asked = [int((i + 0.5) * n_facts / n_questions) for i in range(n_questions)]
     if depths:
         asked = list(range(n_questions))
         places = [*depths, *(rng.random() for _ in range(n_facts - n_questions))]
-    room = tokens - sum(count(look.joint + sentence) for sentence in said) - max(count(f" {ask}") for ask in asks)
+    said += [link.say(rng.choice(link.kind.statements)) for link in links]
+    places += [rng.random() for _ in links]
+    room = tokens - count(look.before) - max(count(f" {ask}") for ask in asks)
+    room -= sum(count(look.joint + sentence) for sentence in said)
     source = look.filler(rng, facts) if filler is None else filler
     taken = take(source, room, lambda sentence: count(look.joint + sentence.strip()))
-    text, starts = _woven(taken, said, places, look.joint)
-    return Document(text, tuple(_question(text, facts, i, asks[i], starts[i] / len(text)) for i in asked))
+    woven, starts = _woven(taken, said, places, look.joint)
+    text = look.before + woven
+    return Document(text, tuple(_question(text, named, i, asks[i], starts[i] / len(woven)) for i in asked))
 
 
-def _facts(rng: random.Random, n: int, first_kind: int) -> list[Fact]:
-    """Facts with distinct keys, of all kinds in turn and then shuffled, over a small grid of owners and things."""
+def _links(rng: random.Random, facts: Sequence[Fact]) -> list[Fact]:
+    """For each owner a fact that a thing of some material belongs to them."""
+    owners = sorted({fact.owner for fact in facts})
+    pairs = rng.sample(list(product(HELD_OUT.materials, HELD_OUT.things)), len(owners))
+    return [Fact(HELD_OUT.kind("owner"), *pair, owner) for pair, owner in zip(pairs, owners, strict=True)]
+
+
+def _named_by(links: Sequence[Fact], facts: Sequence[Fact]) -> list[Fact]:
+    """The facts, with each owner named by what belongs to them."""
+    names = {link.value: f"the owner of the {link.owner} {link.thing}" for link in links}
+    return [replace(fact, owner=names[fact.owner]) for fact in facts]
+
+
+def _facts(rng: random.Random, n: int, first_kind: int, kinds: Sequence[str]) -> list[Fact]:
+    """Facts with distinct keys, of these kinds in turn and then shuffled, over a small grid of owners and things."""
     width = side(n)
     owners, things = rng.sample(HELD_OUT.names, width), rng.sample(HELD_OUT.things, width)
     materials = rng.sample(HELD_OUT.materials, min(width, len(HELD_OUT.materials)))
-    free = {kind: list(product(materials if kind == "owner" else owners, things)) for kind in KINDS}
+    free = {kind: list(product(materials if kind == "owner" else owners, things)) for kind in kinds}
     facts = []
     for number in range(n):
-        kind = HELD_OUT.kind(KINDS[(first_kind + number) % len(KINDS)])
+        kind = HELD_OUT.kind(kinds[(first_kind + number) % len(kinds)])
         owner, thing = free[kind.name].pop(rng.randrange(len(free[kind.name])))
         facts.append(Fact(kind, owner, thing, draw_value(kind, HELD_OUT, rng)))
     rng.shuffle(facts)
