@@ -55,7 +55,7 @@ def steps(readme: str, model: str) -> list[list[str]]:
             words = shlex.split(line.replace("Qwen/Qwen3-0.6B", model), comments=True)
             if words and words[0] == "kvkeep":
                 found.append([*words, *MORE.get(words[1], "").split()])
-    text = "\n".join(code).replace("Qwen/Qwen3-0.6B", model).replace("4096", "4").replace("2 * 2**30", "2 * 2**20")
+    text = "\n".join(code).replace("Qwen/Qwen3-0.6B", model).replace("4096", "4").replace("2 * 2**30", "16 * 2**20")
     return [*found, ["python", "-c", 'prompts = ["the quick brown fox", "the lazy dog"]\n' + text]]
 
 

@@ -24,33 +24,47 @@ LOOKED_AT = ("", "tutorials/first-run/", "reference/api/", "reference/command-li
 ASKED = {"scissorhands": "policies", "kvkeep serve": "command-line", "BoundedCache": "api"}
 """Words typed into the search → a part of the address that has to be found."""
 WAIT_MS = 30_000
+CODE = ("code", "script", "style")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 class Links(HTMLParser):
-    """The links and the anchors of a page."""
+    """The links and the anchors of a page, and its text outside of code."""
 
     def __init__(self, text: str):
         super().__init__()
         self.targets: list[str] = []
         self.anchors: set[str] = set()
+        self.prose: list[str] = []
+        self._code = 0
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note an element's ids and addresses."""
+        self._code += tag in CODE
         for name, value in attrs:
             if name in ("id", "name") and value:
                 self.anchors.add(value)
             elif name in ("href", "src") and value is not None:
                 self.targets.append(value)
 
+    def handle_endtag(self, tag: str) -> None:
+        """Note where code ends."""
+        self._code -= tag in CODE
+
+    def handle_data(self, data: str) -> None:
+        """Note text that is no code."""
+        if not self._code:
+            self.prose.append(data)
+
 
 def dead_links(site: Path) -> list[str]:
-    """Links of all pages that lead to no file or no anchor of the site."""
+    """Links of all pages that lead to no file or no anchor of the site, and Markdown that became no link."""
     pages = {path: Links(path.read_text()) for path in sorted(site.rglob("*.html"))}
     base = urlsplit(next(target for target in pages[site / "index.html"].targets if target.startswith("https://"))).path
     found = []
     for path, links in pages.items():
+        found += [f"{path.relative_to(site)} shows Markdown: {text.strip()}" for text in links.prose if "](" in text]
         for target in links.targets:
             parts = urlsplit(target)
             if parts.scheme or parts.netloc or not target:

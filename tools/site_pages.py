@@ -28,7 +28,7 @@ HOUSE = "house/index.html"
 """Where docs/index.md lies, since the README is the home page."""
 
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(\))")
-_BADGE = re.compile(r"^\[!\[.*\n", flags=re.MULTILINE)
+_BADGE = re.compile(r"^\[!\[[^]]*\]\(https://.*\n", flags=re.MULTILINE)
 """A line with a badge, which the site leaves out: its picture would be fetched from elsewhere."""
 _FENCE = re.compile(r"^( *)(```+).*?^\1\2 *$", flags=re.DOTALL | re.MULTILINE)
 
