@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,11 @@ from kvkeep.explain.watch import refuse_states
 from kvkeep.layout import Layout
 from kvkeep.models.device import enough_memory
 from kvkeep.models.generation import ends_of
-from kvkeep.models.hf import attach
+from kvkeep.models.hf import attached
 from kvkeep.models.load import Checkpoint, Model, Tokenizer, position_limit, trained_length
 from kvkeep.models.opening import SEPARATOR
 from kvkeep.models.ready import load
+from kvkeep.models.suitable import unwrapped
 from kvkeep.models.text import check_length, encode
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
@@ -92,42 +94,47 @@ def explain(  # noqa: PLR0913  the choices of a user
 
     Cost:
         One run per policy and one under the full cache. Attention is computed twice, in float32, and the keys and
-        values of the whole text are kept while it runs.
+        values of the whole text are kept while it runs. Threads wait for each other. A model is in evaluation mode and
+        attached meanwhile, and afterwards what it was.
     """
     asked = check(policies, budget, prefill_chunk=prefill_chunk, max_new_tokens=max_new_tokens)
     message = _joined(text, question)
-    found, checkpoint = _ready(model, tokenizer)
-    prompt, notes = _prompt(checkpoint, found, message, asked, raw=raw)
-    slots = _slots(asked, len(prompt.ids))
-    _check_runs(checkpoint, asked.policies, slots, prompt)
-    total, read = (len(asked.policies) + 1) * len(prompt.ids), 0
+    with _ready(model, tokenizer) as (found, checkpoint):
+        prompt, notes = _prompt(checkpoint, found, message, asked, raw=raw)
+        slots = _slots(asked, len(prompt.ids))
+        _check_runs(checkpoint, asked.policies, slots, prompt)
+        total, read = (len(asked.policies) + 1) * len(prompt.ids), 0
 
-    def done(tokens: int) -> None:
-        nonlocal read
-        read += tokens
-        progress(min(1.0, read / total))
+        def done(tokens: int) -> None:
+            nonlocal read
+            read += tokens
+            progress(min(1.0, read / total))
 
-    with enough_memory(found.device):
-        ledgers = [runs.bounded(found, one, _room(one, slots, prompt), prompt, done) for one in asked.policies]
-        answer, missed = runs.full(found, prompt, ledgers, done)
-    ids, tokens = prompt.ids.tolist(), checkpoint.tokenizer
-    return Explanation(
-        model=name or checkpoint.name,
-        question=question,
-        command=command or _call(checkpoint.name, question, asked),
-        notes=notes,
-        tokens=pieces(tokens, ids),
-        chunk=prompt.chunk,
-        budget=slots,
-        heads=ledgers[0].answered.heads,
-        answer=pieces(tokens, answer),
-        runs=[
-            Run(
-                str(policy), ledger, other, pieces(tokens, ledger.answered.ids), _agreement(ledger.answered.ids, answer)
-            )
-            for policy, ledger, other in zip(asked.policies, ledgers, missed, strict=True)
-        ],
-    )
+        with enough_memory(found.device):
+            ledgers = [runs.bounded(found, one, _room(one, slots, prompt), prompt, done) for one in asked.policies]
+            answer, missed = runs.full(found, prompt, ledgers, done)
+        ids, tokens = prompt.ids.tolist(), checkpoint.tokenizer
+        return Explanation(
+            model=name or checkpoint.name,
+            question=question,
+            command=command or _call(checkpoint.name, question, asked),
+            notes=notes,
+            tokens=pieces(tokens, ids),
+            chunk=prompt.chunk,
+            budget=slots,
+            heads=ledgers[0].answered.heads,
+            answer=pieces(tokens, answer),
+            runs=[
+                Run(
+                    str(policy),
+                    ledger,
+                    other,
+                    pieces(tokens, ledger.answered.ids),
+                    _agreement(ledger.answered.ids, answer),
+                )
+                for policy, ledger, other in zip(asked.policies, ledgers, missed, strict=True)
+            ],
+        )
 
 
 def check(policies: Sequence[str | Policy], budget: int | float, *, prefill_chunk: int, max_new_tokens: int) -> Asked:
@@ -157,17 +164,18 @@ def check(policies: Sequence[str | Policy], budget: int | float, *, prefill_chun
     return Asked(made, budget, chunk, new_tokens)
 
 
-def _ready(model: Any, tokenizer: Tokenizer | None) -> tuple[Any, Checkpoint]:
-    """The model, attached, and its checkpoint."""
+@contextmanager
+def _ready(model: Any, tokenizer: Tokenizer | None) -> Iterator[tuple[Any, Checkpoint]]:
+    """The model, attached for as long as it is needed, and its checkpoint."""
     name = "the embedded model" if model is None else str(model)
     if model is None or isinstance(model, str | os.PathLike):
         model, tokenizer = load(model)
     elif tokenizer is None:
         raise InputError("A model without a tokenizer cannot read a text. Pass `tokenizer`, or the name of a model.")
     else:
-        name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
-    model = attach(model.eval())
-    return model, Checkpoint(name, model.config, tokenizer, position_limit(model), allow_pickle=False)
+        name = str(unwrapped(model).config.name_or_path or type(model).__name__)
+    with attached(model) as found:
+        yield found, Checkpoint(name, found.config, tokenizer, position_limit(found), allow_pickle=False)
 
 
 def _joined(text: str, question: str) -> str:

@@ -5,6 +5,9 @@ Importing this module registers both functions under the name ``kvkeep``; `attac
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -39,6 +42,7 @@ Decoder: TypeAlias = PreTrainedModel
 """A decoder of transformers, for rooms that do not import transformers themselves."""
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def attach(model: _Model) -> _Model:
@@ -72,6 +76,34 @@ def attach(model: _Model) -> _Model:
     if _tell_ids not in inner._forward_pre_hooks.values():
         inner.register_forward_pre_hook(_tell_ids, with_kwargs=True)
     return model
+
+
+@contextmanager
+def attached(model: _Model) -> Iterator[_Model]:
+    """Attach a model and evaluate with it for a while; afterwards its attention, hooks and modes are what they were.
+
+    Only one thread at a time is let in, since the others would find a model in the wrong state.
+
+    Raises:
+        InputError, UnsupportedModelError: see `attach`.
+    """
+    inner = unwrapped(model)
+    with _ONE_AT_A_TIME:
+        modes = [(part, part.training) for part in model.modules()]
+        parts = [part.config for part in inner.modules() if isinstance(part, PreTrainedModel)]
+        chosen, told = [config._attn_implementation for config in parts], _tell_ids in inner._forward_pre_hooks.values()
+        try:
+            model.eval()
+            yield attach(model)
+        finally:
+            for part, training in modes:
+                part.training = training
+            for config, implementation in zip(parts, chosen, strict=True):
+                config._attn_implementation = implementation
+            if not told:
+                for number in [one for one, hook in inner._forward_pre_hooks.items() if hook is _tell_ids]:
+                    inner._forward_pre_hooks.pop(number)
+                    inner._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
