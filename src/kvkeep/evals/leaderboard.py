@@ -46,7 +46,11 @@ def board(folders: Sequence[Folder]) -> Board:
     Raises:
         InputError: there is no row, or one line has results of different weights.
     """
-    rows = [{**row, "weights": folder.manifest["weights"]} for folder in folders for row in folder.rows]
+    rows = [
+        {**row, **{key: folder.manifest[key] for key in ("model", "weights")}}
+        for folder in folders
+        for row in folder.rows
+    ]
     if not rows:
         raise InputError("These folders have no finished cells, so there is nothing to list.")
     columns = [
