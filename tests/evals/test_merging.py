@@ -5,7 +5,9 @@ import re
 import shutil
 
 import model_folders
+import processes
 import pytest
+import result_folders
 from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
@@ -195,3 +197,82 @@ def test_grades_of_a_hostile_row_are_refused(whole, tmp_path, grades):
     (other / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for mode in ("--merge", "--leaderboard"):
         refused(invoke(mode, other, "-o", tmp_path / "out"), "Line 2", "grades")
+
+
+def test_the_same_share_twice_and_a_share_that_is_missing(whole, tmp_path):
+    for name, shard in (("a", "1/2"), ("b", "1/2")):
+        run(tmp_path / name, "--shard", shard)
+    out = tmp_path / "out"
+    records, doubled = merging.merge([tmp_path / "a", tmp_path / "b", tmp_path / "a"], out)
+    assert doubled == 0
+    assert len(records.rows) == 3
+    assert rows(out) == rows(tmp_path / "a")
+    run(out)  # the same command without --shard runs what is missing
+    assert rows(out) == rows(whole)
+
+
+@pytest.mark.parametrize("end", [b'{"task": "pass', b'{"task": "passkey"}', b"\0" * 40])
+def test_a_torn_share_is_merged_without_its_last_line_and_completed(whole, tmp_path, end):
+    torn = _other(whole, tmp_path / "torn")
+    kept = (torn / "results.jsonl").read_bytes().splitlines(keepends=True)[:3]
+    (torn / "results.jsonl").write_bytes(b"".join(kept) + end)
+    assert invoke("--merge", torn, "-o", tmp_path / "out", "--no-plots").exit_code == 0
+    assert len(rows(tmp_path / "out")) == 3
+    run(tmp_path / "out")
+    assert rows(tmp_path / "out") == rows(whole)
+
+
+def test_ten_thousand_rows(tmp_path):
+    many = [
+        result_folders.row(policy=f"h2o:recent={number}", budget=budget, seed=seed)
+        for number in range(1000)
+        for budget in ("20%", "12")
+        for seed in range(5)
+    ]
+    folder = result_folders.evaluation(tmp_path / "many", many)
+    for doubled in (False, True):  # nothing is written the second time
+        records, other = merging.merge([folder], tmp_path / "out")
+        assert (len(records.rows), other) == (10_000, 0)
+        assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 10_000, doubled
+    assert len(leaderboard.board(merging.read([folder])).lines) == 2000
+
+
+@pytest.mark.parametrize("key", ["policy", "case", "setup"])
+def test_hostile_names_are_text_on_both_pages(tmp_path, key):
+    evil = '</td><script>alert(1)</script><img src=x onerror="1"> [a](javascript:b) `|\u202e\x1b]0;x\x07'
+    own = [result_folders.row(**{key: evil}), result_folders.row("agreement", **{key: evil})]
+    folder = result_folders.evaluation(tmp_path / "evil", own)
+    page, text = leaderboard.write(leaderboard.board(merging.read([folder])), tmp_path / "page")
+    assert not re.search(r"<(script|img)|[\x1b\x07\u202e]", page.read_text() + text.read_text().replace("\\<", ""))
+    lines = [line for line in text.read_text().splitlines() if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
+
+
+def test_two_processes_merge_into_one_folder(whole, tmp_path):
+    other = tmp_path / "out"
+    words = ("eval", "--merge", whole, "-o", other, "--no-plots")
+    both = [processes.kvkeep(*words, err=tmp_path / f"{number}.err") for number in range(2)]
+    for process in both:
+        process.join(120)
+    codes = [process.exitcode for process in both]
+    assert 0 in codes
+    assert set(codes) <= {0, 2}
+    for number, code in enumerate(codes):
+        said = (tmp_path / f"{number}.err").read_text()
+        assert "Traceback" not in said
+        assert ("Another run is writing" in said) == (code == 2)
+    assert rows(other) == rows(whole)
+
+
+def test_a_run_that_is_killed_goes_on_without_a_lost_or_doubled_cell(whole, tmp_path):
+    out = tmp_path / "out"
+    process = processes.kvkeep("eval", model_folders.folder(), *QUICK, "--no-plots", "-o", out)
+    while process.is_alive() and not (out.is_dir() and (out / "results.jsonl").exists()):
+        process.join(0.01)
+    process.kill()
+    process.join()
+    before = (out / "results.jsonl").read_bytes()
+    run(out)
+    after = (out / "results.jsonl").read_bytes()
+    assert after.startswith(before[: before.rfind(b"\n") + 1])
+    assert rows(out) == rows(whole)

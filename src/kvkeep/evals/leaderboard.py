@@ -46,7 +46,11 @@ def board(folders: Sequence[Folder]) -> Board:
     Raises:
         InputError: there is no row, or one line has results of different weights.
     """
-    rows = [{**row, "weights": folder.manifest["weights"]} for folder in folders for row in folder.rows]
+    rows = [
+        {**row, **{key: folder.manifest[key] for key in ("model", "weights")}}
+        for folder in folders
+        for row in folder.rows
+    ]
     if not rows:
         raise InputError("These folders have no finished cells, so there is nothing to list.")
     columns = [
@@ -60,7 +64,11 @@ def board(folders: Sequence[Folder]) -> Board:
         if len({row["weights"] for row in own}) > 1:
             raise InputError(f"Two folders have other weights under the name {model!r:.80}; leave one of them out.")
     order = sorted(lines, key=lambda line: _rank(lines[line], columns))
-    made = [[*line, *(_cell(lines[line], rows, *column) for column in columns), _held(lines[line])] for line in order]
+    cases = [len(by_case(_of(rows, *column))) for column in columns]
+    made = [
+        [*line, *(_cell(own, *column, n) for column, n in zip(columns, cases, strict=True)), _held(own)]
+        for line, own in ((line, lines[line]) for line in order)
+    ]
     return Board([_title(*column) for column in columns] + ["KV memory"], made, _notes(folders, rows))
 
 
@@ -112,7 +120,7 @@ def _title(measure: Measure, how: str) -> str:
     return f"{measure.title} ({how})" if how else measure.title
 
 
-def _cell(own: Sequence[Row], rows: Sequence[Row], measure: Measure, how: str) -> str:
+def _cell(own: Sequence[Row], measure: Measure, how: str, cases: int) -> str:
     """The mean over cases, its interval, and how many of the cases there are, where some are missing."""
     mine, value = _of(own, measure, how), _value(own, measure, how)
     if math.isnan(value):
@@ -120,8 +128,8 @@ def _cell(own: Sequence[Row], rows: Sequence[Row], measure: Measure, how: str) -
     text = f"{value:#.3g}" if measure.decimals is None else f"{value:.{max(1, measure.decimals)}f}"
     low, high = of_cell(mine) if measure.graded else (math.nan, math.nan)
     text += "" if math.isnan(low) else f" ({low:.0f}–{high:.0f})"
-    done, all_cases = len(by_case(mine)), len(by_case(_of(rows, measure, how)))
-    return text if done == all_cases else f"{text}, {done} of {all_cases} cases"
+    done = len(by_case(mine))
+    return text if done == cases else f"{text}, {done} of {cases} cases"
 
 
 def _held(rows: Sequence[Row]) -> str:

@@ -58,22 +58,18 @@ def merge(paths: Sequence[Path], output: Path) -> tuple[Records, int]:
         _same(one, other, one.manifest, other.manifest, _RUN)
     target = Records(output)
     if target.rows:
-        there = _folder(output)
+        before = _folder(output)
         for folder in folders:
-            _same_protocols(there, folder)
+            _same_protocols(before, folder)
     with target.locked():
         tasks = {task: found for folder in folders for task, found in folder.manifest["tasks"].items()}
         target.open({**folders[0].manifest, "tasks": tasks})
-        return target, sum(_add(target, row) for folder in folders for row in folder.rows)
-
-
-def _add(target: Records, row: Row) -> bool:
-    """Append a row unless its cell is there; whether it is there with another score."""
-    cell = key_of(row)
-    if cell not in target.done:
-        target.append(row)
-        return False
-    return any(key_of(there) == cell and there["score"] != row["score"] for there in target.rows)
+        there = {key_of(row): row for row in target.rows}
+        known, doubled = len(there), 0
+        for row in (row for folder in folders for row in folder.rows):
+            doubled += there.setdefault(key_of(row), row)["score"] != row["score"]
+        target.extend(list(there.values())[known:])
+        return target, doubled
 
 
 def protocol(row: Row) -> str:

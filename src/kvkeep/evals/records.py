@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +128,20 @@ class Records(Results):
         Raises:
             InputError: the row cannot be written; all earlier rows are safe.
         """
-        line = (json.dumps(finite(row), allow_nan=False, ensure_ascii=False) + "\n").encode()
+        self.extend([row])
+
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Write rows and wait until they are on the disk.
+
+        Raises:
+            InputError: they cannot be written; all earlier rows are safe.
+        """
+        lines = [(json.dumps(finite(row), allow_nan=False, ensure_ascii=False) + "\n").encode() for row in rows]
         with self.writing(), (self.path / ROWS).open("ab") as file:
-            file.write(line)
+            file.writelines(lines)
             sync(file)
-        self._end += len(line)
-        self.rows.append(json.loads(line))
+        self._end += sum(map(len, lines))
+        self.rows += map(json.loads, lines)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

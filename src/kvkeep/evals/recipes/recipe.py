@@ -52,7 +52,7 @@ class Recipe:
 
     def notes(self, rows: Sequence[Row]) -> list[str]:
         """What keeps our figures apart from the paper's."""
-        models = ", ".join(dict.fromkeys(str(row["model"]) for row in rows))
+        models = ", ".join(dict.fromkeys(str(row.get("model", "unknown")) for row in rows))
         about = [f"{self.source}; measured on {self.model}, ours on {models}.", *self.apart]
         counts = [int(row["score"]["n"]) for row in of_task(rows, self.run["tasks"])]
         if counts and (error := 98 / math.sqrt(min(counts))) > _LARGE:
