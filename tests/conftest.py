@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import annotations
 import jaxtyping
@@ -12,6 +13,8 @@ import torch
 annotations.install("kvkeep")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; tests of Ctrl-C would wait forever
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
 
 
