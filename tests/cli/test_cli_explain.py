@@ -107,7 +107,7 @@ def test_json_is_the_record_and_nothing_else(kv):
         ("-f report.txt -o page.html --policies h3o", "Did you mean 'h2o'?"),
         ("-f report.txt -o page.html --policies ,", "The list of policies is empty"),
         ("-f report.txt -o page.html --policies local@4", "names bits"),
-        ("-f report.txt -o page.html --policies reread", "reread"),
+        ("-f report.txt -o page.html --policies spatten", "spatten"),
         ("-f report.txt -o page.html --policies tova,topk,h2o,local,knorm,keydiff,ahakv", "up to 6"),
         ("-f report.txt -o page.html --budget 200%", "outside 0 … 100%"),
         ("-f report.txt -o page.html --budget 0", "budget"),

@@ -58,7 +58,7 @@ ROWS = {
             "label": "1",
         },
         ("Run: A fox ran. It",) * 2,
-        (" won.", " sat."),
+        (" won.", "  sat."),  # lm-eval leaves the space after the mark
         1,
     ),
 }

@@ -69,7 +69,13 @@ def test_a_policy_that_never_evicts_has_room_for_everything():
     assert found.runs[0].agreement == 1.0
 
 
-@pytest.mark.parametrize("policy", ["scissorhands", "adakv", "streaming_llm", "keydiff", "spatten", "tova", "knorm"])
+def test_a_share_of_a_short_text_grows_to_what_policies_protect():
+    found = kvkeep.explain(None, text(80), policies=["local", "snapkv"], budget=0.2, max_new_tokens=2)
+    assert found.budget == 32
+    assert found.notes == ["The budget is 32 tokens, so that every policy has room for the tokens that it protects."]
+
+
+@pytest.mark.parametrize("policy", ["scissorhands", "adakv", "streaming_llm", "keydiff", "reread", "tova", "knorm"])
 def test_other_kinds_of_policies(policy):
     found = kvkeep.explain(None, text(150), policies=[policy], budget=60, prefill_chunk=32, max_new_tokens=3)
     ledger = found.runs[0].ledger
@@ -100,7 +106,7 @@ def test_a_model_of_your_own_is_left_as_it_was():
         ({"policies": ["h3o"]}, PolicyError, "Did you mean"),
         ({"policies": [3]}, PolicyError, "no policy"),
         ({"policies": ["h2o", "h2o"]}, InputError, "different"),
-        ({"policies": ["reread"]}, UnsupportedOperationError, "prefill_chunk"),
+        ({"policies": ["spatten"]}, UnsupportedOperationError, "prefill_chunk"),
         ({"budget": 0.0}, BudgetError, "outside"),
         ({"budget": 0}, BudgetError, "1"),
         ({"budget": "20%"}, BudgetError, "whole number"),
@@ -111,6 +117,7 @@ def test_a_model_of_your_own_is_left_as_it_was():
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("no_checked_annotations")
 def test_refused(given, error, said):
     with pytest.raises(error, match=said):
         explain(None, **{"text": text(60), "max_new_tokens": 1} | given)

@@ -112,6 +112,7 @@ def test_a_policy_whose_name_holds_a_script(made, tokenizer):
     assert shown(page)["runs"][0]["policy"] == str(policy)
 
 
+@pytest.mark.usefixtures("no_checked_annotations")
 def test_what_is_no_model(tokenizer):
     with pytest.raises(InputError, match="no model of transformers"):
         kvkeep.explain(torch.nn.Linear(1, 1), TEXT, tokenizer=tokenizer)

@@ -63,7 +63,8 @@ def words_of(line: str) -> list[str]:
     words = [names.get(word, word) for word in shlex.split(line.rpartition("| ")[2])]
     if words[1] == "eval" and re.search("Qwen/Qwen3-0.6B|MODEL .*%", line):
         words.remove(folder)  # budgets in percent are too small for texts of its length
-    return [*words[1:], *ANYWHERE.get(words[1], [])] if "--report" not in words else words[1:]
+    read = {"--report", "--merge", "--leaderboard"} & {*words}
+    return words[1:] if read else [*words[1:], *ANYWHERE.get(words[1], [])]
 
 
 def cases() -> list[object]:
@@ -104,6 +105,14 @@ def test_the_command_runs(line, place):
         pytest.skip("needs a package or a device")
     if "--report" in line:
         result_folders.evaluation(place / "results")
+    if "--leaderboard" in line:
+        for name in ("results", "other-model"):
+            result_folders.evaluation(place / name)
+    if "--merge" in line:
+        for number in (1, 2, 3):
+            made = ["-o", f"part-{number}", "--shard", f"{number}/3", "--policies", "full,local,h2o", *ANYWHERE["eval"]]
+            done = CliRunner().invoke(app, ["eval", str(model_folders.folder()), "--budgets", "50%", *made])
+            assert done.exit_code == 0, done.output
     if "profile:" in line:
         heads = {"model": {"layers": 2, "kv_heads": 2}, "heads": ((0.0, 1.0), (0.0, 1.0)), "least": 8}
         Profile(**heads).save(place / "heads.json")

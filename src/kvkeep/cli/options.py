@@ -280,12 +280,17 @@ def parse_threads(number: int | None) -> int | None:
 
 
 def parse_prefill_chunk(text: str | None) -> int | None:
-    """Read ``--prefill-chunk``.
+    """Read ``--prefill-chunk``; ``None`` if it is not given. See `parse_chunk`."""
+    return None if text is None else parse_chunk(text)
+
+
+def parse_chunk(text: str) -> int:
+    """Read the number of tokens of a chunk.
 
     Raises:
         InputError: the text is not a whole number of 1 or more.
     """
-    tokens = None if text is None else parse_tokens(text, "--prefill-chunk")
-    if tokens is not None and tokens < 1:
-        raise InputError(f"--prefill-chunk {text} takes no token; give 1 or more, or leave it out for whole prompts.")
+    tokens = parse_tokens(text, "--prefill-chunk")
+    if tokens < 1:
+        raise InputError(f"--prefill-chunk {text} takes no token; give 1 or more, or leave the option out.")
     return tokens

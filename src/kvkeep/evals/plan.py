@@ -132,8 +132,16 @@ class Planned:
 
 
 def split_policies(text: str) -> list[Policy]:
-    """The policies of `split_arms`, each once."""
-    return list(dict.fromkeys(policy for policy, _ in split_arms(text)))
+    """The policies of `split_arms`.
+
+    Raises:
+        PolicyError: the list is empty, or a policy in it is wrong or names bits.
+    """
+    arms = split_arms(text)
+    for policy, bits in arms:
+        if bits is not None:
+            raise PolicyError(f"{policy}@{bits} names bits, which have no effect here. Write {policy}.")
+    return [policy for policy, _ in arms]
 
 
 def split_arms(text: str) -> list[tuple[Policy, str | None]]:

@@ -101,7 +101,7 @@ def explain(  # noqa: PLR0913  the choices of a user
     message = _joined(text, question)
     with _ready(model, tokenizer) as (found, checkpoint):
         prompt, notes = _prompt(checkpoint, found, message, asked, raw=raw)
-        slots = _slots(asked, len(prompt.ids))
+        slots = _slots(asked, len(prompt.ids), notes)
         _check_runs(checkpoint, asked.policies, slots, prompt)
         total, read = (len(asked.policies) + 1) * len(prompt.ids), 0
 
@@ -209,9 +209,17 @@ def _prompt(checkpoint: Checkpoint, model: Any, message: str, asked: Asked, *, r
     return Prompt(ids, chunk, asked.new_tokens, frozenset(ends_of(model))), notes
 
 
-def _slots(asked: Asked, tokens: int) -> int:
-    """The budget in tokens."""
-    return budgets.from_ratio(asked.budget, tokens) if isinstance(asked.budget, float) else asked.budget
+def _slots(asked: Asked, tokens: int, notes: list[str]) -> int:
+    """The budget in tokens. A share of a short text grows to what the policies protect, and a remark says so."""
+    if isinstance(asked.budget, int):
+        return asked.budget
+    slots = share = budgets.from_ratio(asked.budget, tokens)
+    for policy in asked.policies:
+        while policy.evicts and (protected := int(sum(policy.protected(slots)))) > slots:
+            slots = protected
+    if slots > share:
+        notes.append(f"The budget is {slots} tokens, so that every policy has room for the tokens that it protects.")
+    return slots
 
 
 def _room(policy: Policy, slots: int, prompt: Prompt) -> int:

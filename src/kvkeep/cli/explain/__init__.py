@@ -22,6 +22,7 @@ from kvkeep.cli.options import (
     Model,
     Threads,
     parse_budget,
+    parse_chunk,
     parse_threads,
     parse_tokens,
 )
@@ -141,7 +142,7 @@ def explain(
         raw=raw,
         policies=policies,
         budget=parse_budget(budget, "--budget"),
-        prefill_chunk=parse_tokens(prefill_chunk, "--prefill-chunk"),
+        prefill_chunk=parse_chunk(prefill_chunk),
         max_new_tokens=parse_tokens(max_new_tokens, "--max-new-tokens"),
         output=None if output is None else target(output, overwrite=overwrite),
         plots=None if plots is None else place(plots, "--plots"),

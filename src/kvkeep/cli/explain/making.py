@@ -85,13 +85,13 @@ def _report(request: Request, found: Explanation) -> None:
     """Write the page, and print what was asked for."""
     for note in found.notes:
         console.note(note)
+    drawn = found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []
     if request.output is not None:
         target(str(request.output), overwrite=request.overwrite)  # somebody may have written it in the meantime
         try:
             write_whole(request.output, found.to_html().encode())
         except OSError as error:
             raise InputError(f"{request.output} cannot be written: {error.strerror}.") from error
-    drawn = found.draw(request.plots, overwrite=request.overwrite) if request.plots is not None else []
     if request.json:
         console.write_text(found.to_json() + "\n")
         return
