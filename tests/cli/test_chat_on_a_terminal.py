@@ -32,7 +32,7 @@ class Terminal:
         os.close(follower)
         self.said = ""
 
-    def see(self, text, timeout_s=40):
+    def see(self, text, timeout_s=120):
         """Read until a text is there, and return what was read with it."""
         end, before = time.monotonic() + timeout_s, ""
         while text not in self.said:

@@ -222,6 +222,7 @@ def test_a_torn_share_is_merged_without_its_last_line_and_completed(whole, tmp_p
     assert rows(tmp_path / "out") == rows(whole)
 
 
+@pytest.mark.slow
 def test_ten_thousand_rows(tmp_path):
     many = [
         result_folders.row(policy=f"h2o:recent={number}", budget=budget, seed=seed)

@@ -105,6 +105,7 @@ def test_the_slider_moves_all_texts(opened):
     assert "2 of" in page.inner_text("#moment")
 
 
+@pytest.mark.slow
 def test_play_runs_to_the_end_and_stops(opened):
     page = opened(fragment="#m=6")
     page.click("#play")
@@ -128,6 +129,7 @@ def test_a_picked_token_shows_its_heads(opened):
     assert f"t={token}" in page.url
 
 
+@pytest.mark.slow
 def test_an_answers_token_shows_what_it_missed(opened):
     page, run = opened(), record().runs[2]
     page.click(f'article[data-policy="{run.policy}"] .answer button >> nth=0')
@@ -215,6 +217,7 @@ CONTRAST = """() => {
 """The contrast of every text that is seen, lowest first, by the formula of WCAG 2."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("media", ["light", "dark", "print"])
 def test_every_text_stands_out_from_its_ground(opened, media):
     page = opened(color_scheme="light" if media == "light" else "dark", fragment="#t=12&m=4")
@@ -234,6 +237,7 @@ def ground(page, selector):
         return max(image.convert("RGB").getcolors(2**24))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_held_and_dropped_differ_for_the_colour_blind(opened, scheme):
     token = int(((record().runs[0].ledger.dropped < 0).float().mean(dim=0) * 2).int().tolist().index(1))
@@ -301,6 +305,7 @@ def test_the_tree_that_a_screen_reader_reads(opened):
     assert said.inner_text().startswith("Under h2o the answer says")
 
 
+@pytest.mark.slow
 def test_a_window_that_changes_its_size(opened):
     page = opened(fragment="#t=12")
     wide = page.evaluate("document.querySelector('canvas.strip').width")
