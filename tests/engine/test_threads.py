@@ -457,7 +457,7 @@ def test_the_loop_is_never_blocked():
         clock = asyncio.create_task(tick())
 
         def slow(*args):
-            time.sleep(0.2)
+            time.sleep(0.6)
 
         hook = model("llama").model.layers[0].mlp.register_forward_pre_hook(slow)
         try:
@@ -467,7 +467,7 @@ def test_the_loop_is_never_blocked():
             clock.cancel()
 
     asyncio.run(main())
-    assert max(b - a for a, b in pairwise(ticks)) < 0.15
+    assert max(b - a for a, b in pairwise(ticks)) < 0.5  # a step takes longer
 
 
 @pytest.mark.parametrize("how", ["break", "raise", "cancel", "timeout", "aclose", "early", "block"])

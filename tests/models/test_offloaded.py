@@ -14,6 +14,7 @@ from kvkeep.errors import InputError
 from kvkeep.models.offloaded import device_of
 from kvkeep.models.weights import fingerprint
 
+pytestmark = pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # old versions, on meta
 accelerate = pytest.mark.skipif(util.find_spec("accelerate") is None, reason="needs accelerate")
 CONFIG = LlamaConfig(
     vocab_size=61,
