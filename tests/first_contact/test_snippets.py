@@ -58,7 +58,7 @@ def commands() -> list[str]:
 def words_of(line: str) -> list[str]:
     """The words of a command for a small model in a folder with files of these names."""
     folder = str(model_folders.folder())
-    names = {"Qwen/Qwen3-0.6B": folder, "MODEL": folder, "path/to/model": folder}
+    names = {"Qwen/Qwen3-0.6B": folder, "MODEL": folder, "path/to/model": folder, "opt-30b": folder}
     names["path/to/config.json"] = f"{folder}/config.json"
     words = [names.get(word, word) for word in shlex.split(line.rpartition("| ")[2])]
     if words[1] == "eval" and re.search("Qwen/Qwen3-0.6B|MODEL .*%", line):
