@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -73,10 +74,14 @@ def browser(server, width=1280, scheme="light"):
 
 
 def ask(page, text):
+    """Send a message, and wait for the end of its answer; the page does one thing at a time."""
+    page.wait_for_selector("#send:enabled")
     page.fill("#text", text)
     page.press("#text", "Enter")
+    limit = time.monotonic() + 60
     while page.input_value("#text"):
         assert not page.locator("#said.wrong").count(), page.inner_text("#said")
+        assert time.monotonic() < limit, "the message was not sent"
         page.wait_for_timeout(5)
     page.wait_for_selector("#send:enabled")
 

@@ -44,7 +44,8 @@
   }
 
   function busy(on) {
-    for (const id of ["send", "fork", "rewind"]) at(id).disabled = on || !now;
+    for (const id of ["fork", "rewind"]) at(id).disabled = on || !now;
+    at("send").disabled = on;
     at("stop").disabled = !on;
   }
 
