@@ -26,6 +26,8 @@ if sys.platform != "win32":  # Windows has no POSIX locks, so a second writer is
 _TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
 _LEFTOVER = re.compile(r"\.(.+)\.[a-z0-9_]{8}\.new")
 """Names of the temporary files of `write_whole`."""
+_LONGEST = 200
+"""Bytes of a name that a temporary file's name repeats; file systems take 255 in all."""
 _DEEPEST = 60
 _LARGEST = 2**64
 """Limits of nesting, for recursive functions, and of whole numbers, for sums with floats."""
@@ -88,7 +90,7 @@ def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
     Raises:
         OSError: the file cannot be written; the old content stays.
     """
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".new", dir=path.parent)
+    descriptor, name = tempfile.mkstemp(prefix=f".{_short(path.name)}.", suffix=".new", dir=path.parent)
     beside = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -103,6 +105,11 @@ def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
     sync_folder(path.parent)
 
 
+def _short(name: str) -> str:
+    """The part of a file's name that its temporary file's name repeats."""
+    return os.fsdecode(os.fsencode(name)[:_LONGEST])
+
+
 def remove_leftovers(folder: Path, names: Collection[str], before: float | None = None) -> None:
     """Remove temporary files that `write_whole` left behind when its process was killed.
 
@@ -111,7 +118,7 @@ def remove_leftovers(folder: Path, names: Collection[str], before: float | None 
         names: names of the files that were written.
         before: time of the lock, as of `time.time`; younger files stay. Default: now.
     """
-    limit = time.time() if before is None else before
+    limit, names = time.time() if before is None else before, {*map(_short, names)}
     with suppress(OSError):  # leftovers do no harm
         for path in folder.iterdir():
             found = _LEFTOVER.fullmatch(path.name)

@@ -1,6 +1,8 @@
 """``kvkeep explain``: the page, the terminal, JSON, and errors in one line."""
 
+import errno
 import json
+import os
 
 import pytest
 from typer.testing import CliRunner
@@ -121,6 +123,55 @@ def test_mistakes_are_one_line(kv, tmp_path, line, said):
     assert done.exit_code == 2
     assert said in done.said
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["päge 'x' \"y\".html", "line\nbreak.html", "-o", "x" * 250 + ".html", "\u202eevil.html", "[red]x[bold].html"],
+)
+def test_odd_names_are_names(kv, tmp_path, name):
+    words = ["-f", "report.txt", "--policies", "local", "-b", "20", "-n", "1", f"--output={name}"]
+    done = kv(*words, width=400)
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / name).read_text().startswith("<!doctype html>")
+    assert not any(sign in done.output for sign in "\u202e\x1b")
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".html", "report.txt/page.html", "a\0b"])
+def test_names_that_no_file_can_have_are_refused_before_anything_runs(kv, monkeypatch, name):
+    monkeypatch.setattr("kvkeep.cli.explain.making.explain", None)
+    done = kv("-f", "report.txt", f"--output={name}", width=400)
+    assert done.exit_code == 2
+    assert "cannot be written" in done.said
+
+
+def test_ctrl_c_writes_nothing(kv, tmp_path, monkeypatch):
+    def pressed(*_, progress, **__):
+        progress(0.5)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvkeep.cli.explain.making.explain", pressed)
+    before = sorted(tmp_path.iterdir())
+    done = kv("-f", "report.txt", "-o", "page.html")
+    assert done.exit_code == 130
+    assert "no page was written" in done.said
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_leaves_the_old_page(kv, tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "page.html").write_text("old")
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr("kvkeep.runs.sync", full)
+    words = ["-f", "report.txt", "--policies", "local", "-b", "20", "-n", "1", "-o", "page.html", "--overwrite"]
+    done = kv(*words)
+    assert done.exit_code == 2
+    assert "page.html cannot be written: No space left on device." in done.said
+    assert (tmp_path / "page.html").read_text() == "old"
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(("budget", "shown"), [(0.2, "20%"), (1.0, "100%"), (0.125, "12.5%"), (30, "30"), (0.1, "10%")])

@@ -123,3 +123,16 @@ def test_texts_of_every_kind(made, tokenizer, text):
     model = made("Qwen2ForCausalLM", "Qwen2Config")
     found = kvkeep.explain(model, text, tokenizer=tokenizer, **SHORT)
     assert text in "".join(shown(found.to_html())["tokens"])
+
+
+def test_a_callback_may_explain_something_itself(tokenizer, made):
+    model = made("LlamaForCausalLM", "LlamaConfig")
+    inner = []
+
+    def progress(share):
+        if not inner:
+            inner.append(kvkeep.explain(model, TEXT, tokenizer=tokenizer, **SHORT))
+
+    outer = kvkeep.explain(model, TEXT, tokenizer=tokenizer, progress=progress, **SHORT)
+    assert outer.answer == inner[0].answer
+    assert model.config._attn_implementation != "kvkeep"

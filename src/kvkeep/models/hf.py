@@ -42,7 +42,7 @@ Decoder: TypeAlias = PreTrainedModel
 """A decoder of transformers, for rooms that do not import transformers themselves."""
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
-_ONE_AT_A_TIME = threading.Lock()
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def attach(model: _Model) -> _Model:
@@ -82,7 +82,8 @@ def attach(model: _Model) -> _Model:
 def attached(model: _Model) -> Iterator[_Model]:
     """Attach a model and evaluate with it for a while; afterwards its attention, hooks and modes are what they were.
 
-    Only one thread at a time is let in, since the others would find a model in the wrong state.
+    Only one thread at a time is let in, since the others would find a model in the wrong state. That thread may attach
+    again, as a callback does that evaluates something of its own.
 
     Raises:
         InputError, UnsupportedModelError: see `attach`.

@@ -101,9 +101,9 @@ def _report(request: Request, found: Explanation) -> None:
     _sum(found)
     if request.output is not None:
         size = console.show_bytes(request.output.stat().st_size)
-        screen.print(f"\n{request.output}: {size}, for a browser", soft_wrap=True)
+        screen.print(f"\n{console.visible(str(request.output))}: {size}, for a browser", soft_wrap=True)
     for path in drawn:
-        screen.print(path, soft_wrap=True)
+        screen.print(console.visible(str(path)), soft_wrap=True)
 
 
 def _sum(found: Explanation) -> None:

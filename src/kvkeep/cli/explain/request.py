@@ -67,6 +67,12 @@ def target(name: str, *, overwrite: bool) -> Path:
     path = place(name, "--output")
     if name == STANDARD_OUTPUT:
         raise InputError("A page is written to a file, not to standard output; give a name such as page.html.")
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # a name that is too long, or has a zero byte
+        raise InputError(f"{path} cannot be written: {getattr(error, 'strerror', error)}.") from error
     if path.is_dir() or (os.path.lexists(path) and not path.is_file()):
         raise InputError(f"{path} is a folder, or no regular file. Give the name of a file for the page.")
     if os.path.lexists(path) and not overwrite:
