@@ -1,5 +1,6 @@
 """Shapes and types of every annotated function are checked in tests, and only there."""
 
+import functools
 import gc
 import os
 import signal
@@ -9,6 +10,8 @@ import jaxtyping
 import pytest
 import sweeps
 import torch
+import typer.main
+import typer.testing
 
 gc.disable()  # until all is collected: what an import makes is no garbage
 annotations.install("kvkeep")
@@ -16,6 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background; tests of Ctrl-C would wait forever
     signal.signal(signal.SIGINT, signal.default_int_handler)
+typer.testing._get_command = functools.cache(typer.main.get_command)  # it would be made anew for each command of a test
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
 
 

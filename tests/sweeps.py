@@ -7,7 +7,7 @@ from zlib import crc32
 
 import pytest
 
-MANY = 6
+MANY = 4
 """A test with so many cases is a long list."""
 
 ONE_IN = 10

@@ -110,6 +110,7 @@ def test_env_says_which_and_why(machine, monkeypatch, value, name, detail):
     assert detail in found["detail"]
 
 
+@pytest.mark.slow
 def test_a_wrong_name_is_a_line_and_exit_code_2(monkeypatch):
     monkeypatch.setenv(backends.SWITCH, "fast")
     done = CliRunner().invoke(main.app, ["generate", "--prompt", "Once"])

@@ -143,6 +143,7 @@ def walk(policy, *, budget=21, window=None, dtype=torch.float32, fuse):
         yield layer._fuses, out, {name: tensor.clone() for name, tensor in holds.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native().library is None, reason=native().detail)
 @pytest.mark.parametrize(
     ("policy", "dtype"),
@@ -274,6 +275,7 @@ def test_a_copy_of_a_layer_asks_anew():
     assert copy.deepcopy(layer)._asked._last is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native().library is None, reason=native().detail)
 def test_an_engine_generates_the_same_with_fused_steps(monkeypatch):
     """Ragged requests under several policies, one of them with pins, share rows, whose state changes hands."""

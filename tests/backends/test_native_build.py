@@ -330,6 +330,7 @@ def test_a_kernel_that_goes_away_leaves_the_work_to_torch(monkeypatch):
     assert torch.equal(output(NativeBackend()), output(TorchBackend()))
 
 
+@pytest.mark.slow
 @needs_the_kernel
 def test_the_threads_are_torchs_own(cache):
     """Two pools of threads would get in each other's way; the kernel's code must find torch's runtime."""

@@ -274,6 +274,7 @@ def test_mixed(monkeypatch, capsys):
     assert "8 of 8 requests have the same tokens" in text
 
 
+@pytest.mark.slow
 def test_sessions(monkeypatch, capsys):
     sessions = import_module("sessions")
     small = sessions.Sizes(text=40, sessions=3, turns=2, rows=2, prompt=300, answers=3)
@@ -559,6 +560,7 @@ def test_a_mistake_is_a_line(monkeypatch, capsys, name, words, complaint):
     assert complaint in f"{error.value} {capsys.readouterr().err}"
 
 
+@pytest.mark.slow
 def test_http_beside_the_engine(monkeypatch, capsys):
     """Both ways write as many tokens, and a long prompt comes while others run."""
     monkeypatch.delitem(sys.modules, "server", raising=False)  # the tests of the server

@@ -59,6 +59,7 @@ def test_both_policies_are_asked_at_four_sizes_in_slot_positions_and_past_the_tr
     assert len({run.name for run in found}) == len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("windows", [2, 3, 5])
 def test_a_stopped_stream_goes_on_as_if_it_had_not_been(stream, model, tmp_path, monkeypatch, policy, windows):
@@ -90,6 +91,7 @@ def test_a_stopped_stream_goes_on_as_if_it_had_not_been(stream, model, tmp_path,
     assert stream.Stream(run, model, ids, parts).done == 210
 
 
+@pytest.mark.slow
 def test_a_finished_stream_is_summed_up_and_drawn(stream, model, tmp_path, capsys):
     ids = torch.arange(50) % 32
     for policy in POLICIES:

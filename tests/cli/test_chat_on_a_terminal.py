@@ -63,6 +63,7 @@ def model(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_keys(model, tmp_path):
     terminal = Terminal(model, tmp_path, "-n", LONG, "-s", "one")
     assert "one, new" in terminal.see("Ctrl-D ends")

@@ -68,6 +68,7 @@ def test_json_is_the_profile(place):
     assert found == json.loads((place / "heads.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_profile_is_used_by_other_commands(place):
     folder = str(model_folders.folder())
     assert invoke("--text", "novel.txt", "-o", "heads.json", *QUICK).exit_code == 0
@@ -80,6 +81,7 @@ def test_the_profile_is_used_by_other_commands(place):
     assert "The profile belongs to another model" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(place, monkeypatch):
     command = ("--text", "novel.txt", "-o", "heads.json", *QUICK)
     done, original = [], Bench.losses

@@ -81,6 +81,7 @@ def saved(tmp_path, name="one"):
 # ------------------------------------------------------------------ conversations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["-b", 12, "--policy", "h2o:recent=4"]], ids=["default", "h2o"])
 def test_messages_are_answered_as_by_a_session(words, model):
     options = {"policy": "h2o:recent=4", "budget": 12} if words else {}
@@ -88,6 +89,7 @@ def test_messages_are_answered_as_by_a_session(words, model):
     assert [line.strip() for line in found] == wanted(model, "the quick fox", "and the dog", "why", **options)
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_where_it_was(model, tmp_path):
     turns = ["the quick fox", "and the dog", "why", "so"]
     for turn in turns[:3]:
@@ -118,6 +120,7 @@ def test_the_system_message_is_the_first(model, tmp_path):
     assert [one["role"] for one in saved(tmp_path).note["messages"]] == ["system", *["user", "assistant"] * 2]
 
 
+@pytest.mark.slow
 def test_a_conversation_about_a_remembered_text(model, tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 9)
     file = tmp_path / "text.kvkeep"
@@ -158,6 +161,7 @@ def test_rewind_takes_turns_back(model, tmp_path):
     assert len(saved(tmp_path).note["messages"]) == 4
 
 
+@pytest.mark.slow
 def test_rewind_takes_back_the_last_turn_of_an_earlier_run(model, tmp_path):
     answers(model, "-s", "one", said=["the fox", "the dog", "the cat"])
     found = answers(model, "-s", "one", said=["/rewind", "why"])
@@ -172,6 +176,7 @@ def test_rewind_takes_back_the_last_turn_of_an_earlier_run(model, tmp_path):
     assert sorted(path.name for path in (tmp_path / "sessions" / "one").iterdir()) == ["memory.kvkeep"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["gone", "cut", "other", "no links"])
 def test_rewind_without_the_memory_before_says_so(damage, model, tmp_path, monkeypatch):
     def refuse(*args):
@@ -234,6 +239,7 @@ def test_so_many_turns_can_be_taken_back(model, monkeypatch):
     assert "1 turn can be taken back" in done.stderr
 
 
+@pytest.mark.slow
 def test_forks_share_nothing(model, tmp_path):
     answers(model, "-s", "one", "-b", 12, said=["the fox", "/fork two", "the dog"])
     assert [len(saved(tmp_path, name).note["messages"]) for name in ("one", "two")] == [2, 4]
@@ -332,6 +338,7 @@ def test_a_full_disk_keeps_the_last_saved_turn(model, tmp_path, monkeypatch):
     assert saved(tmp_path).tokens.tolist() == before
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_conversation(model, tmp_path):
     answers(model, "-s", "one", said=["the fox"])
     place = Folder.of(None).claim("one")

@@ -139,6 +139,7 @@ def test_embedded_model_is_the_default_and_has_a_name(tmp_path, monkeypatch):
     assert {row["model"] for row in json.loads(result.stdout)["rows"]} == {"embedded"}
 
 
+@pytest.mark.slow
 def test_all_tasks_with_a_text_of_the_user(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
@@ -157,6 +158,7 @@ def test_a_text_shorter_than_the_budget_is_noted(tmp_path):
     assert "nothing is evicted at 40" in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 def test_seeds_and_setups_stand_beside_each_other_in_one_folder(tmp_path):
     evaluate(*QUICK, "-o", tmp_path, "--no-plots", "--seed", "0,1")
     result = evaluate(*QUICK, "-o", tmp_path, "--positions", "slot", "--prefill-chunk", 4, "--layer-budget", "ramp")
@@ -172,6 +174,7 @@ def test_seeds_and_setups_stand_beside_each_other_in_one_folder(tmp_path):
     assert "±" in next(line for line in result.stdout.splitlines() if line.startswith("full"))
 
 
+@pytest.mark.slow
 def test_questions_in_the_prompt_and_later_stand_beside_each_other(tmp_path):
     quick = ("--tasks", "recall", "--policies", "local", "--limit", 2, "--context", 300, "--facts", 2, "-o", tmp_path)
     evaluate(*quick, "--budgets", "20%", "--no-plots")

@@ -48,6 +48,7 @@ def test_a_page_is_written_and_made_again_by_its_command(kv, tmp_path):
     assert kv(*words, "-o", "page.html", "--overwrite").exit_code == 0
 
 
+@pytest.mark.slow
 def test_plots_are_pictures_in_a_folder(kv, tmp_path):
     words = ["-f", "report.txt", "--policies", "local", "-b", "20", "-n", "2", "--plots", "new/pictures"]
     done = kv(*words)
@@ -72,6 +73,7 @@ def test_without_matplotlib_nothing_is_run(kv, tmp_path, monkeypatch):
     assert not {"page.html", "pictures"} & {path.name for path in tmp_path.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [30, 80, 120])
 def test_the_terminal_shows_the_text_under_each_policy(kv, width):
     done = kv("-f", "report.txt", "--policies", "h2o,local", "-b", "40", "-n", "2", "--terminal", width=width)

@@ -358,6 +358,7 @@ def failing(error: BaseException, after: int):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError("a kernel failed"), MemoryError()])
 def test_a_step_that_fails_leaves_the_text_and_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception

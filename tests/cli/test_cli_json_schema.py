@@ -37,6 +37,7 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--json"], ["-t", "1", "--seed", "3"]], ids=str)
 def test_the_answer_follows_the_schema(tmp_path, more):
     done = generate("-p", "Who is it?", "--json-schema", write(tmp_path / "s.json", SCHEMA), *more)
@@ -67,6 +68,7 @@ def test_it_goes_together_with_no_batch_job_and_needs_a_file(tmp_path):
     assert "--json-schema, --compare and --keep-ratio are for a single one" in done.stderr
 
 
+@pytest.mark.slow
 def test_lines_of_batch_jobs_have_forms_and_tools(tmp_path):
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 90}
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}

@@ -51,6 +51,7 @@ def test_bits_that_do_not_exist(command, bits, tmp_path):
     assert f"--kv-bits {bits!r} is no number of bits that slots can have: give 8, 4, k8v4" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_remembered_text_brings_its_bits(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     file, model = tmp_path / "text.kvkeep", model_folders.folder()
@@ -140,6 +141,7 @@ def test_cells_of_bits_are_rows_of_their_own(tmp_path):
     assert "local (kv-bits=4)" in kv("eval", "--report", tmp_path / "out", "--no-plots").stdout
 
 
+@pytest.mark.slow
 def test_a_search_over_bits_writes_them_down(tmp_path):
     (tmp_path / "text.txt").write_text(8 * TEXT)
     words = ("tune", model_folders.folder(), "--case", "stream", "--context", 64, "--text", tmp_path / "text.txt")

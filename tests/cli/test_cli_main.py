@@ -156,6 +156,7 @@ def test_real_command_one_line_and_exit_code(tmp_path: Path):
     assert done.stderr == f"error: The prompt file {tmp_path / 'nothing'} cannot be read: No such file or directory.\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="pipes of another kind")
 def test_closed_pipe_gives_no_traceback():
     reader, writer = os.pipe()

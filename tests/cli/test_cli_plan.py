@@ -131,6 +131,7 @@ def test_measured_bandwidth(monkeypatch: pytest.MonkeyPatch):
 # defaults
 
 
+@pytest.mark.slow
 def test_default_budgets():
     assert as_json()["budget"] == CONTEXT
     assert as_json("--context", "4K")["budget"] == 1024
@@ -290,6 +291,7 @@ def test_memory_that_does_not_hold_the_weights():
     assert f"One row of {DEFAULT} with a budget of 8 fits into {needed}" in line
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_hold_one_row_says_what_fits():
     """The budget, the chunk and the memory that the message names do fit, and are the largest or smallest that do."""
     found = as_json("--budget", 4000, "--context", 5000, "--prefill-chunk", 64)

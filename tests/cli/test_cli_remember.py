@@ -85,6 +85,7 @@ def test_the_answer_is_that_of_the_full_conversation(kind, chunk, chat_model, te
     assert (after["memory_file"], whole["cached_tokens"]) == (str(file), 0)
 
 
+@pytest.mark.slow
 def test_the_answer_is_that_of_a_session_under_the_default_policy(chat_model, text):
     file, _ = remember(chat_model, text, "-b", 24)
     with quiet():

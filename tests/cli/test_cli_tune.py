@@ -81,6 +81,7 @@ def answers(monkeypatch):
 SEARCH = ("--policies", "leverage,tova", "--budgets", "8,12,20,30,40", "--target", "0.8", "--no-plots")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_a_table_a_file_and_a_curve(text, tmp_path, columns):
     result = tune(*STREAM, "--text", text, "--target", "0.5", "-o", tmp_path / "out", columns=columns)
@@ -115,6 +116,7 @@ def test_the_smallest_memory_is_chosen_and_questions_without_an_answer_are_count
     assert "that the full cache cannot answer are left out" in shown
 
 
+@pytest.mark.slow
 def test_the_same_command_again_measures_nothing_and_another_target_only_the_rest(mine, tmp_path, answers):
     command = ("--questions", mine, *SEARCH, "-o", tmp_path / "out", "--json")
     first = json.loads(tune(*command).stdout)
@@ -127,6 +129,7 @@ def test_the_same_command_again_measures_nothing_and_another_target_only_the_res
     assert len({(name, unit) for name, _, units in answers if name == "full" for unit in units}) <= 40
 
 
+@pytest.mark.slow
 def test_a_search_that_was_stopped_goes_on(mine, tmp_path, answers, monkeypatch):
     whole = json.loads(tune("--questions", mine, *SEARCH, "-o", tmp_path / "whole", "--json").stdout)
     run, count = measure.Answers.run, []
@@ -251,6 +254,7 @@ def test_a_second_run_waits_for_the_first(mine, tmp_path, answers):
     assert "Another run is writing" in said
 
 
+@pytest.mark.slow
 def test_a_search_that_was_killed_goes_on(mine, text, tmp_path):
     out = tmp_path / "out"
     command = ("tune", model_folders.folder(), "--text", text, *STREAM, "--target", "0.5", "--no-plots", "-o", out)
@@ -321,6 +325,7 @@ def test_serve_takes_the_settings(file):
     assert process.exitcode == 0, file.with_name("errors").read_text()
 
 
+@pytest.mark.slow
 def test_an_engine_from_settings(file):
     ready, tokenizer = model()
     engine = Engine.from_config(file, model=ready, tokenizer=tokenizer, rows=1, budget=8)

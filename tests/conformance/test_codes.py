@@ -91,6 +91,7 @@ def test_shapes_of_a_token(D, G, S):
         ask("native", token(S, D, G, dtype, E=E), bits, Mass(), AttentionOptions(scaling=D**-0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", BITS)
 def test_thousands_of_slots(bits):
     ask("native", token(4096, 128, 2), bits, Low(), AttentionOptions(scaling=0.1, softcap=20.0, window=4000))

@@ -59,6 +59,7 @@ def test_small_tiles_and_many_splits(kernels, monkeypatch, S, splits):
     assert triton_ops.Scratch(*on("triton", query, slots, now, GREAT_SINK), keeps=False).splits == splits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statistic", [Mass(), Mass(gain=1.5), Low()], ids=["mass", "gain", "low"])
 def test_tiles_that_a_window_has_passed(kernels, monkeypatch, statistic):
     monkeypatch.setattr(gpu, "CPU", gpu.CPU._replace(rows=16, slots=64))

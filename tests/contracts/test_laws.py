@@ -93,6 +93,7 @@ def test_law(law, policy):
     holds()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["streaming_llm", "h2o:recent=3,sinks=2", "random:recent=2,sinks=2"])
 def test_protected_tokens_survive_thousands_of_evictions(policy):
     case = Case(rows=1, heads=1, group=1, dim=2, prompt=10, steps=2000, budget=8)

@@ -451,6 +451,7 @@ def show_and_resume(folder):
     records.check(result_folders.RUN)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_random_damage_never_ends_in_anything_but_a_table_or_one_line(tmp_path):
     drawn = random.Random(0)
@@ -466,6 +467,7 @@ def test_random_damage_never_ends_in_anything_but_a_table_or_one_line(tmp_path):
     assert 40 < refusals < 145
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_random_damage_of_an_analysis_is_refused_or_shown(tmp_path, monkeypatch):
     drawn = random.Random(0)

@@ -105,6 +105,7 @@ def test_turns_of_a_chat_stay_in_the_budget(positions):
         assert all(int((cache.positions(n) >= 0).sum(-1).max()) <= 20 for n in cache.bounded_layers())
 
 
+@pytest.mark.slow
 def test_it_answers_the_question_at_the_end_of_a_prompt(tmp_path):
     """Few questions, so the limits are wide; docs/choose-a-policy.md has the figures of many."""
     options = "--tasks recall --context 512 --limit 12 --budgets 20% --no-plots --json"
@@ -115,6 +116,7 @@ def test_it_answers_the_question_at_the_end_of_a_prompt(tmp_path):
     assert right[DEFAULT] >= 7 > 4 >= right["h2o"]
 
 
+@pytest.mark.slow
 def test_a_long_answer_stays_in_the_budget():
     model = small()
     cache = kvkeep.BoundedCache(model.config, budget=64)

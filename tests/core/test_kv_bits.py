@@ -191,6 +191,7 @@ def with_outliers(net, factor):
     return net
 
 
+@pytest.mark.slow
 def test_outlier_channels_cost_nothing_because_keys_are_turned(monkeypatch):
     """The embedded model with two large channels: quality collapses at 4 bits without the Hadamard matrix only."""
     from kvkeep.models.load import embedded, load

@@ -77,6 +77,7 @@ def test_a_position_is_pinned_where_a_span_holds_it():
     assert scores.pinned(positions, table(rows, torch.device("cpu")))[:, 1].tolist() == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", sweep(POLICIES, lambda one: one in ("h2o", "tova", "scissorhands")))
 def test_pins_survive_thousands_of_evictions(policy):
     case = Case(rows=1, heads=2, group=1, dim=2, prompt=10, steps=1000, budget=12, padding=0)

@@ -54,6 +54,7 @@ for line in sys.stdin.read().splitlines():
 """
 
 
+@pytest.mark.slow
 def test_the_policy_passes_its_own_tests_and_works_by_its_name(package):
     (lines,) = [text for language, _, text in pages.fences(PAGE) if language == "sh" and "policies show" in text]
     paths = os.pathsep.join([str(package), str(Path(kvkeep.__file__).parents[1])])

@@ -47,6 +47,7 @@ def test_the_engines_page_runs(capsys):
     assert len(said.splitlines()[-1]) > 100  # the texts of the coroutines
 
 
+@pytest.mark.slow
 def test_the_page_of_kept_memory_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec("".join(blocks((ROOT / "docs/sessions.md").read_text(), "python")), {})
@@ -126,6 +127,7 @@ def test_links_lead_somewhere(page):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
+@pytest.mark.slow
 def test_the_generated_page_is_up_to_date():
     done = subprocess.run(
         [sys.executable, "-c", "import policies_page as p; assert p.PAGE.read_text() == p.page(), 'run make docs'"],

@@ -25,6 +25,7 @@ def test_there_are_three():
     assert len(NOTEBOOKS) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_notebook_runs_and_its_outputs_are_small(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

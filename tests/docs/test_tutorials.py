@@ -27,6 +27,7 @@ def place(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["first-run", "batch-job", "remembered-document", "choosing-a-policy", "own-policy"])
 def test_the_tutorial_runs(name, place, capsys):
     names = {}
@@ -39,6 +40,7 @@ def test_the_tutorial_runs(name, place, capsys):
         assert said.count("holds:") > 5
 
 
+@pytest.mark.slow
 def test_the_tutorial_of_the_server_runs(place, capsys, monkeypatch):
     pytest.importorskip("fastapi")
     pytest.importorskip("openai")
@@ -56,6 +58,7 @@ def test_the_tutorial_of_the_server_runs(place, capsys, monkeypatch):
     assert re.findall(r"'cached_tokens': (\d+)", said)[-1] != "0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["first-run.md", "remembered-document.md"])
 def test_questions_are_answered_as_the_page_says(name, place):
     """The facts of the page are found; the page says so, or shows it."""

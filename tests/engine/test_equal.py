@@ -80,6 +80,7 @@ def test_with_room_for_everything_the_chunk_does_not_matter(policy):
         assert whole == three_prompts("full", budget, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
 def test_other_architectures(name):
     requests = [
@@ -115,6 +116,7 @@ def keeps_down(policy: str) -> bool:
     return found.evicts and not found.grows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policies"),
     [("llama", [p for p in SHARING if p != "knorm"]), ("llama-double", ["knorm", "h2o", "keydiff"])],
@@ -259,6 +261,7 @@ def test_budgets_of_layers_and_positions():
             assert result.token_ids == single.generate([request])[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", sweep(POLICIES, KINDS.__contains__))
 def test_sampled_tokens_depend_on_the_request_alone(policy):
     sampling = [

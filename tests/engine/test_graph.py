@@ -94,6 +94,7 @@ def kernels(monkeypatch):
     monkeypatch.setenv(backends.SWITCH, "triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", sweep(["h2o", "tova", "scissorhands"], "h2o".__eq__))
 def test_steps_in_kernels_do_not_wait_either(policy, kernels):
     engine = Engine(model("llama"), policy=policy, budget=CAPACITY, rows=2, graphs=True)

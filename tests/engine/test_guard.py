@@ -28,6 +28,7 @@ def plain(result):
     return result.token_ids, result.lost_mass, result.budget, result.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", sweep(POLICIES, lambda one: POLICIES.index(one) < 6))
 def test_the_choice_equals_a_request_that_asked_for_that_budget(policy):
     """By hand: run all three budgets, take the smallest whose loss is small enough, and compare with the guard's."""
@@ -47,6 +48,7 @@ def test_the_choice_equals_a_request_that_asked_for_that_budget(policy):
     assert chosen == {4, 8, 16}
 
 
+@pytest.mark.slow
 def test_guarded_rows_share_a_batch_with_others():
     engine = Engine(model("llama"), policy="h2o:recent=2", budget=BUDGET, rows=4)
     requests = [

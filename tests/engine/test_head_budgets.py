@@ -64,6 +64,7 @@ def asked(policies, budgets=(BUDGET,)):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("kind", ["ada:0.1", "profile"])
 def test_a_row_gets_what_it_gets_alone_beside_other_policies_and_splits(kind, chunk, profile):

@@ -76,6 +76,7 @@ def tell(engine, talk, path=None):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "chunk"), sweep([(n, c) for n in range(12) for c in (None, 6)], lambda c: c[0] < 4))
 def test_each_gets_what_it_gets_alone(seed, chunk, tmp_path, monkeypatch):
     monkeypatch.setattr(twins, "SHORTEST", 4)

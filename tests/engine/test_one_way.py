@@ -73,6 +73,7 @@ def test_a_model_with_a_state_goes_the_same_way(tmp_path, options):
     assert found[0] == single(*options, family="lfm2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), DRAWN])
 def test_prompts_are_read_whole_in_both_ways_however_long_they_are(tmp_path, options):
     """Longer than a chunk of `Engine`'s own default, under a policy that keeps other tokens when it takes chunks."""
@@ -96,6 +97,7 @@ def test_torchs_own_random_numbers_are_left_alone(tmp_path, options, as_job):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_lines_with_the_same_prompt_draw_different_texts(tmp_path):
     lines = [{"prompt": PROMPT}] * 4
     found = texts_of(tmp_path, *lines, options=DRAWN)
@@ -105,6 +107,7 @@ def test_lines_with_the_same_prompt_draw_different_texts(tmp_path):
     assert len(set(texts_of(tmp_path, *lines))) == 1  # the likeliest tokens are the same for all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "random"])
 def test_a_line_with_a_seed_of_its_own_is_reproducible_by_it_alone(tmp_path, policy):
     options = ("-b", 8, "--policy", policy, *DRAWN)

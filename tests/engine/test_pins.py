@@ -77,6 +77,7 @@ def test_a_step_with_pins_equals_the_plain_path(backend, monkeypatch):
     assert torch.equal(held[0][1], held[1][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["true", "slot"])
 def test_pins_stay_whatever_runs_beside_them(positions):
     rng = random.Random(3)

@@ -52,6 +52,7 @@ def test_requests_that_run_at_once_share_what_is_there_when_they_begin():
         assert result.token_ids == alone("llama", prompt, 5, "h2o", BUDGET, CHUNK)
 
 
+@pytest.mark.slow
 def test_other_policies_and_budgets_share_nothing():
     engine = engine_of()
     ways = [{}, {"policy": "tova"}, {"budget": 9}, {"policy": "h2o:recent=3"}, {"policy": "h2o"}]

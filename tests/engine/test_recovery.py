@@ -69,6 +69,7 @@ def test_a_policy_without_a_name_that_runs_out_of_slots_is_refused_by_its_class(
     assert len(engine.generate([Request(prompt=(1, 2), sampling=new(4))])[0].token_ids) == 4
 
 
+@pytest.mark.slow
 def test_rows_that_are_given_up_are_free():
     engine = Engine(model("llama"), policy="h2o", budget=8, rows=2)
     engine.generate([Request(prompt=(1, 2, 3), sampling=new(3))])
@@ -79,6 +80,7 @@ def test_rows_that_are_given_up_are_free():
     assert engine.memory() == kvkeep.Memory()
 
 
+@pytest.mark.slow
 def test_what_is_remembered_of_requests_is_bounded():
     engine = Engine(model("llama"), policy="local", budget=1000, rows=1)
     for i in range(80):
@@ -219,6 +221,7 @@ def test_a_neighbour_with_another_budget_does_not_disturb_a_cascade():
     assert found[second].token_ids == alone("llama", prompt_of(2, 14), 6, "spatten", 10, None)
 
 
+@pytest.mark.slow
 def test_many_rows_do_not_disturb_cascades():
     engine = Engine(model("llama"), policy="spatten", budget=12, rows=66, prefill_chunk=None)
     asked = [Request(prompt=prompt_of(i % 7, 14), sampling=new(6)) for i in range(66)]

@@ -108,6 +108,7 @@ def test_policies_that_need_other_rows_get_their_turn():
     assert [one.token_ids for one in found] == apart
 
 
+@pytest.mark.slow
 def test_a_first_token_for_everybody():
     def firsts(host_rows):
         engine = engine_of(rows=1, host_rows=host_rows)
@@ -257,6 +258,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "copy"), [(0.1, 0.01), (0.1, 0.3), (0.01, 0.01), (0.5, 0.001)])
 def test_copies_take_a_small_share_of_the_time(step, copy, monkeypatch):
     clock, plain = Clock(), (Rows.take, Rows.begin)

@@ -24,6 +24,7 @@ def storage(engine):
     return [tensor.data_ptr() for block in engine._rows._blocks for tensor in block.store.per_row().values()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", sweep([250, 1000], lambda n: n == 250))
 def test_many_requests_with_random_cancels(n):
     rng = random.Random(7)

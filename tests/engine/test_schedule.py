@@ -129,6 +129,7 @@ def test_running_rows_get_a_token_for_so_many_prompt_tokens(every, steps):
     assert tokens == sizes(runs).count(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", sweep([5, 200], lambda examples: examples == 5))
 def test_everybody_gets_a_turn(examples):
     """A running row gets a token in every step, and waits for one run; the oldest prompt is in every run of prompts."""
@@ -205,6 +206,7 @@ def unhooked(hook, plain, run, rows):
         hook.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [scheduler.PADDING, -1])
 def test_pieces_of_one_token_with_and_without_padding(padding, monkeypatch):
     monkeypatch.setattr(scheduler, "PADDING", padding)

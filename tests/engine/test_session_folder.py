@@ -35,6 +35,7 @@ def one_memory():
     return session.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", sweep(POLICIES, KINDS.__contains__))
 def test_sessions_that_always_lie_on_the_disk_get_the_same_tokens(policy, tmp_path):
     found = kvkeep.parse(policy)
@@ -63,6 +64,7 @@ def test_the_least_recently_used_sessions_go_to_the_disk(tmp_path):
         assert files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_memory_stays_within_its_limit_with_many_sessions(tmp_path):
     limit = 5 * one_memory()
     with engine_of(session_memory=limit, session_dir=tmp_path) as engine:
@@ -287,6 +289,7 @@ def talk_for_ever(folder, begun):
         os.write(begun, b".")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", sweep([6, 20], lambda kills: kills == 6))
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_file(kills, tmp_path):
     """One process writes all the time. Whenever it is killed, the file is a whole one of some turn."""

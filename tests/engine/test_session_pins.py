@@ -21,6 +21,7 @@ def held(snapshot):
     return set.intersection(*heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 6])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_session_with_pins_gets_what_a_cache_with_pins_gets(policy, chunk, tmp_path):

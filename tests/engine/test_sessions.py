@@ -52,6 +52,7 @@ def chunks_of(policy):
 # ------------------------------------------------------------------ turns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "chunk"),
     sweep([(p, c) for p in POLICIES for c in chunks_of(p)], lambda case: case[0] in KINDS),
@@ -92,6 +93,7 @@ def test_a_session_has_a_row_only_while_it_runs():
     assert all(bool((block.store.positions < 0).all()) for block in engine._rows._blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", sweep([40, 200], lambda n: n == 40))
 def test_two_hundred_turns_take_constant_memory(turns):
     engine = engine_of()
@@ -209,6 +211,7 @@ def test_a_repetition_penalty_knows_the_earlier_turns():
     assert session.ask(TURNS[1], sampling).token_ids == want.token_ids
 
 
+@pytest.mark.slow
 def test_sessions_of_several_policies_and_budgets_run_side_by_side():
     engine = engine_of("h2o", 14, rows=4)
     ways = [("h2o", 14), ("tova", 10), ("scissorhands", 12), ("adakv:window=4", 14), ("h2o", 9)]

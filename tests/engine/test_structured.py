@@ -64,6 +64,7 @@ def is_person(text):
     return True
 
 
+@pytest.mark.slow
 def test_forms_run_beside_each_other_and_beside_free_text(engine):
     forms = [{"json": PERSON}, {"regex": "[a-z]{3}-[0-9]"}, None, {"choice": ["yes", "no, é"]}, {"json_object": True}]
     forms += [{"grammar": 'root ::= "x" | "y" root'}, {"grammar": 'start: "x" | "y" start'}, {"json": True}]
@@ -81,12 +82,14 @@ def test_forms_run_beside_each_other_and_beside_free_text(engine):
     assert [one.error for one in found] == [None] * len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
 def test_any_draw_is_valid(engine, temperature):
     asked = [request({"json": PERSON}, temperature=temperature, seed=seed, n=200) for seed in range(8)]
     assert all(is_person(one.text) for one in engine.generate(asked))
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_depend_on_what_runs_beside_it(engine, parts):
     asked = [request({"json": PERSON}, seed=seed, prompt=f"{seed} dogs", n=90) for seed in range(3)]
     together = engine.generate(asked)
@@ -134,6 +137,7 @@ def test_a_stop_text_or_the_length_ends_a_form_early(engine):
     assert (short.finish_reason, len(short.token_ids)) == ("length", 3)
 
 
+@pytest.mark.slow
 def test_the_end_token_comes_where_the_form_allows_it(engine):
     (found,) = engine.generate(request({"regex": "[a-z]+"}, temperature=2.0, n=100, seed=1))
     assert re.fullmatch("[a-z]+", found.text)
@@ -143,6 +147,7 @@ def test_the_end_token_comes_where_the_form_allows_it(engine):
     assert (done.finish_reason, len(done.text)) == ("stop", 2)
 
 
+@pytest.mark.slow
 def test_a_stream_says_the_same(engine):
     asked = request({"json": PERSON}, seed=7)
     (whole,) = engine.generate(asked)
@@ -154,6 +159,7 @@ def test_a_stream_says_the_same(engine):
     assert asyncio.run(read()) == whole.text
 
 
+@pytest.mark.slow
 def test_a_form_applies_to_one_answer_of_a_session(engine):
     with engine.session() as session:
         first = session.ask(request({"choice": ["yes", "no"]}, prompt="Is it a dog?"))
@@ -165,6 +171,7 @@ def test_a_form_applies_to_one_answer_of_a_session(engine):
     assert third.cached_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_form_that_becomes_too_complex_ends_its_request_alone(engine):
     other = request({"json": PERSON}, seed=2)
     (before,) = engine.generate(other)
@@ -234,6 +241,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", BOMBS.values(), ids=BOMBS)
 def test_a_bomb_is_refused_or_bounded(engine, form):
     start = time.monotonic()

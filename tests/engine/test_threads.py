@@ -233,6 +233,7 @@ def test_the_end_of_python_waits_for_the_step_of_every_engine_and_lets_none_begi
     assert all(one.turn._taken for one in engines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["break", "close", "raise", "collect"])
 def test_a_listener_that_leaves_frees_its_row_and_nobody_elses(how):
     engine = engine_of()
@@ -445,6 +446,7 @@ def test_a_stream_that_was_begun_in_another_loop_says_so():
     assert idle(engine)
 
 
+@pytest.mark.slow
 def test_the_loop_is_never_blocked():
     engine, ticks = engine_of(), []
 
@@ -470,6 +472,7 @@ def test_the_loop_is_never_blocked():
     assert max(b - a for a, b in pairwise(ticks)) < 0.5  # a step takes longer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["break", "raise", "cancel", "timeout", "aclose", "early", "block"])
 def test_a_coroutine_that_leaves_cancels_its_request_and_nobody_elses(how):
     engine = engine_of()

@@ -108,6 +108,7 @@ def test_rulers_prompts_fit_and_hold_their_answers(part, ask, data):
                 assert prompt.first == len(prompt.ids) - 1
 
 
+@pytest.mark.slow
 def test_rulers_texts_are_the_same_for_a_seed_and_others_for_another():
     def made(seed):
         task = load(Ruler, seed=seed, parts=("niah_*", "vt", "cwe", "fwe"), limit=2)
@@ -170,6 +171,7 @@ def test_qa_has_the_needed_documents_and_skips_questions_without_answers(data):
     assert len(prompt.ids) + 32 > 900  # documents come again where there are too few
 
 
+@pytest.mark.slow
 def test_questions_about_documents_are_left_out_without_their_file(tmp_path):
     (tmp_path / "squad.json").write_text(json.dumps(SQUAD))
     for folder, lacking in ((None, "qa_1 and qa_2"), (str(tmp_path), "qa_2")):

@@ -73,6 +73,7 @@ def test_a_real_difference_is_clear_and_a_small_one_is_not():
     assert found["a", "b"].needed is None
 
 
+@pytest.mark.slow
 def test_equal_policies_are_seldom_told_apart_although_there_are_many_pairs():
     wrong = 0
     for run in range(60):

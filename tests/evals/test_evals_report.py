@@ -187,6 +187,7 @@ def test_intervals_of_many_lines_are_left_out():
     assert all(series.interval == () and series.y == [5.0] for series in many.series)
 
 
+@pytest.mark.slow
 def test_a_long_legend_makes_the_picture_higher_not_the_panels_smaller(tmp_path):
     few, many = ([recall(f"h2o:recent={n}", "5%", 0.5) for n in range(count)] for count in (2, 24))
     (tmp_path / "few").mkdir()
@@ -215,6 +216,7 @@ def test_intervals_are_drawn(tmp_path):
         assert many.read_bytes() != one.read_bytes()
 
 
+@pytest.mark.slow
 def test_plots_are_pngs_of_a_sensible_size(tmp_path):
     paths = curves.plots(rows(), tmp_path)
     assert [path.name for path in paths] == ["quality.png", "depth.png", "kept.png"]

@@ -395,6 +395,7 @@ SEVERAL = Options(limit=15, contexts=(400,), facts=4, ask="later")
 """Eight texts, two questions about each but for the last."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "random", "snapkv:window=8", "spatten", "adakv:window=8", "full"])
 def test_questions_about_one_text_are_asked_in_copies_of_one_memory(policy, monkeypatch):
     task, reads = load(Recall, SEVERAL), []
@@ -436,6 +437,7 @@ def test_so_many_facts_that_no_name_is_left_for_others():
 TURNS = Options(limit=8, contexts=(300,), facts=4, ask="later", turns=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "snapkv:window=8", "keydiff:recent=4", "full"])
 def test_a_question_comes_ten_turns_after_its_fact(policy):
     task = load(Recall, TURNS)

@@ -56,6 +56,7 @@ def refused(result, *words):
     assert all(word in said for word in words), said
 
 
+@pytest.mark.slow
 def test_shards_merge_into_the_whole_run(whole, tmp_path):
     for number in (1, 2, 3):
         run(tmp_path / str(number), "--shard", f"{number}/3")
@@ -83,6 +84,7 @@ def test_a_share_that_does_not_exist(shard, tmp_path):
     refused(invoke(model_folders.folder(), *QUICK, "-o", tmp_path, "--shard", shard), "--shard")
 
 
+@pytest.mark.slow
 def test_other_protocols_settings_and_models_are_refused(whole, tmp_path):
     run(tmp_path / "later", "--ask", "later")
     for mode in ("--merge", "--leaderboard"):
@@ -199,6 +201,7 @@ def test_grades_of_a_hostile_row_are_refused(whole, tmp_path, grades):
         refused(invoke(mode, other, "-o", tmp_path / "out"), "Line 2", "grades")
 
 
+@pytest.mark.slow
 def test_the_same_share_twice_and_a_share_that_is_missing(whole, tmp_path):
     for name, shard in (("a", "1/2"), ("b", "1/2")):
         run(tmp_path / name, "--shard", shard)
@@ -249,6 +252,7 @@ def test_hostile_names_are_text_on_both_pages(tmp_path, key):
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
 
 
+@pytest.mark.slow
 def test_two_processes_merge_into_one_folder(whole, tmp_path):
     other = tmp_path / "out"
     words = ("eval", "--merge", whole, "-o", other, "--no-plots")
@@ -265,6 +269,7 @@ def test_two_processes_merge_into_one_folder(whole, tmp_path):
     assert rows(other) == rows(whole)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_without_a_lost_or_doubled_cell(whole, tmp_path):
     out = tmp_path / "out"
     process = processes.kvkeep("eval", model_folders.folder(), *QUICK, "--no-plots", "-o", out)

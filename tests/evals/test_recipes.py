@@ -128,6 +128,7 @@ def data(tmp_path):
     return public_files.write(tmp_path, questions=8, articles=1, sentences=5)
 
 
+@pytest.mark.slow
 def test_a_recipe_runs_and_options_of_the_user_go_first(data, tmp_path):
     arguments = ("--recipe", "h2o-table2", "--quick", "--data", data, "--parts", "copa", "--shots", 1, "--limit", 3)
     result = invoke(model_folders.folder(), *arguments, "--no-plots", "-o", tmp_path / "out")
@@ -143,6 +144,7 @@ def test_a_recipe_runs_and_options_of_the_user_go_first(data, tmp_path):
     assert again.stdout == result.stdout
 
 
+@pytest.mark.slow
 def test_a_dry_run_needs_no_weights_and_writes_nothing(data, tmp_path):
     model = model_folders.copy(tmp_path / "model", "*.safetensors")
     arguments = ("--recipe", "h2o-table2", "--quick", "--data", data, "--parts", "copa")

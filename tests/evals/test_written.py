@@ -63,6 +63,7 @@ def test_they_run_and_have_a_grade_for_each_text(kind, ask):
     assert max(len(prompt.ids) for prompt in prompts) + task.made[case].new <= 700
 
 
+@pytest.mark.slow
 def test_full_writes_what_the_full_cache_writes_and_a_small_budget_does_not():
     task = load(LongGeneration)
     task.prepare(writer())

@@ -113,6 +113,7 @@ def test_play_runs_to_the_end_and_stops(opened):
     until(page, "document.getElementById('play').getAttribute('aria-pressed') === 'false'")
 
 
+@pytest.mark.slow
 def test_a_picked_token_shows_its_heads(opened):
     page, run = opened(), record().runs[0]
     token = int((run.ledger.dropped >= 0).all(dim=0).nonzero()[0])
@@ -141,6 +142,7 @@ def test_an_answers_token_shows_what_it_missed(opened):
     assert page.locator(".is-missed").count() > 0
 
 
+@pytest.mark.slow
 def test_the_keyboard_alone(opened):
     page = opened()
     page.keyboard.press("ArrowLeft")
@@ -162,6 +164,7 @@ def test_the_keyboard_alone(opened):
     assert page.evaluate("document.activeElement.id") == "head"
 
 
+@pytest.mark.slow
 def test_a_fragment_opens_the_same_state(opened):
     fragment = "#m=3&t=12&a=1&p=1&h=2"
     page = opened(fragment=fragment)
@@ -173,6 +176,7 @@ def test_a_fragment_opens_the_same_state(opened):
     assert page.evaluate("kvkeep.page.state.token") == -1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_both_widths_and_schemes(opened, width, scheme):
@@ -251,6 +255,7 @@ def test_held_and_dropped_differ_for_the_colour_blind(opened, scheme):
     assert page.locator("#token-panel .map .out").first.inner_text().startswith("✕ ")
 
 
+@pytest.mark.slow
 def test_a_printed_page_is_whole_and_on_white(opened):
     page = opened(color_scheme="dark", fragment="#t=12")
     page.locator("summary", has_text="Shades as a table").first.click()
@@ -270,6 +275,7 @@ def test_a_printed_page_is_whole_and_on_white(opened):
     until(page, f"document.querySelector('canvas.strip').toDataURL() === {dark!r}")
 
 
+@pytest.mark.slow
 def test_the_tree_that_a_screen_reader_reads(opened):
     page = opened(fragment="#t=12")
     tree = page.locator("body").aria_snapshot()
@@ -316,6 +322,7 @@ def test_a_window_that_changes_its_size(opened):
     until(page, f"document.querySelector('canvas.strip').width === {wide}")
 
 
+@pytest.mark.slow
 def test_pictures_have_words(opened):
     page = opened(fragment="#t=12")
     assert page.evaluate("[...document.querySelectorAll('[role=img]')].every(one => one.getAttribute('aria-label'))")
@@ -328,6 +335,7 @@ def test_pictures_have_words(opened):
     until(page, f"document.querySelectorAll('article details tbody tr').length === {record().chunk}")
 
 
+@pytest.mark.slow
 def test_a_hostile_text_is_only_text(opened, tmp_path):
     found = kvkeep.explain(
         None, HOSTILE + text(60), question=HOSTILE, policies=["h2o", "local"], budget=40, max_new_tokens=3
@@ -345,6 +353,7 @@ def test_a_hostile_text_is_only_text(opened, tmp_path):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+@pytest.mark.slow
 def test_a_frame_in_a_notebook(browser, opened, tmp_path):
     path = tmp_path / "notebook.html"
     path.write_text(f"<!doctype html><html data-ready>{record()._repr_html_()}", encoding="utf-8")

@@ -57,6 +57,7 @@ def test_a_page_asks_nothing_of_the_network():
     assert not any(word in page for word in ("http://www.w3.org/1999", "https://", "<link", "src="))
 
 
+@pytest.mark.slow
 def test_long_time_is_sampled_and_the_page_says_so():
     found = kvkeep.explain(None, text(500), policies=["local"], budget=64, prefill_chunk=1, max_new_tokens=2)
     assert found.chunk > 1

@@ -76,6 +76,7 @@ def test_a_token_lives_until_each_head_drops_it():
             assert one.values[layer][head] == pytest.approx(100 * there, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_pictures_are_files(tmp_path):
     folder = tmp_path / "some" / "pictures"
     paths = record().draw(folder, moment=2, token=3)

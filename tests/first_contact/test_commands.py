@@ -102,6 +102,7 @@ def test_wide_terminals_are_used(name, home):
     assert "".join(wide.split()) == "".join(narrow.split())
 
 
+@pytest.mark.slow
 def test_pages_of_help_name_no_types(home):
     for name in ("", *NAMES):
         assert not re.search(r"<\w+>|BOOLEAN|INTEGER|\{\w+\}", run([*name.split(), "--help"], 80).stdout)
@@ -155,6 +156,7 @@ def fresh_environment(home, **more):
     return {**plain, "KVKEEP_BACKEND": "torch", "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1", **more}
 
 
+@pytest.mark.slow
 def test_a_fresh_process_in_an_empty_home(home):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(FRESH)],

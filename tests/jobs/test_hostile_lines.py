@@ -199,6 +199,7 @@ def test_equal_white_space_is_one_line_and_any_other_difference_is_another():
     assert len(others | {digest(whole.encode())}) == 5
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_past_all_of_them(tmp_path):
     options = {"max_new_tokens": 1}
     lines = [raw_of(line) for line, _ in NOT_JSON.values()]

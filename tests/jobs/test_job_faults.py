@@ -70,6 +70,7 @@ def failing_steps(monkeypatch, fails):
     monkeypatch.setattr(Engine, "step", failing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_json", [False, True])
 def test_lines_that_fail_are_counted_and_tried_again(files, monkeypatch, as_json):
     failing_steps(monkeypatch, lambda number: number in (2, 4))
@@ -85,6 +86,7 @@ def test_lines_that_fail_are_counted_and_tried_again(files, monkeypatch, as_json
     whole(files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError("a wall."), MemoryError(), ValueError("\n\x1b[31m")], ids=repr)
 def test_a_step_that_fails_costs_the_lines_of_its_batch(files, monkeypatch, error):
     step, calls = Runner.run, iter(range(1000))
@@ -104,6 +106,7 @@ def test_a_step_that_fails_costs_the_lines_of_its_batch(files, monkeypatch, erro
     whole(files)
 
 
+@pytest.mark.slow
 def test_a_line_that_the_engine_refuses_in_the_end_stops_no_other(files, monkeypatch):
     add = Engine.add
 
@@ -128,6 +131,7 @@ def changed(path, number, line):
     path.write_text("\n".join([*lines[: number - 1], *line, *lines[number:]]) + "\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "missing"),
     [
@@ -157,6 +161,7 @@ def test_an_input_that_changes_after_it_was_checked_is_not_confused(files, monke
     whole(files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["removed", "replaced", "cut", "moved"])
 def test_an_output_that_goes_away_while_the_job_runs_is_reported(files, monkeypatch, kind):
     target = files[1]
@@ -198,6 +203,7 @@ def test_every_line_is_tokenised_at_most_twice_and_what_is_done_once(files, monk
     assert len(seen) == N
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_a_line_does_not_grow_with_its_length():
     def kept(length):
         survey, request = Survey(), Request(prompt=[1] * length)
@@ -216,6 +222,7 @@ def test_what_is_kept_of_a_line_does_not_grow_with_its_length():
 # ------------------------------------------------------------------ lines that are set aside
 
 
+@pytest.mark.slow
 def test_bad_lines_of_a_job_to_standard_output_go_to_standard_error(files, tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -282,6 +289,7 @@ def test_an_input_that_has_the_name_for_bad_lines_is_not_overwritten(tmp_path):
     assert source.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_bad_lines_of_an_earlier_run_are_replaced_and_links_are_not_followed(files, tmp_path):
     source, target = write(files[0], {"prompt": "Hello"}, "{nope", "[1]"), files[1]
     aside = Path(f"{target}.bad")
@@ -329,6 +337,7 @@ def test_a_job_does_not_go_on_with_other_weights_under_the_same_name(files, tmp_
     assert files[1].read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "full"])
 def test_without_a_budget_a_job_goes_on_with_the_one_it_was_begun_with(files, policy):
     source, target = files
@@ -415,6 +424,7 @@ def test_a_command_without_memory_says_so(monkeypatch):
 STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("closed", "args", "code", "words"),
     [

@@ -32,6 +32,7 @@ def ten(tmp_path):
     return write(tmp_path / "in.jsonl", *entries[:2], "", *entries[2:])
 
 
+@pytest.mark.slow
 def test_every_line_is_answered_and_other_fields_are_carried_through(ten, tmp_path):
     target = tmp_path / "out.jsonl"
     result = run("-i", ten, "-o", target, "--budget", 24, "--max-rows", 3, "--raw")
@@ -46,6 +47,7 @@ def test_every_line_is_answered_and_other_fields_are_carried_through(ten, tmp_pa
     assert completions(tmp_path / "one.out")[1][COMPLETION]["text"] == found[2][COMPLETION]["text"]
 
 
+@pytest.mark.slow
 def test_a_second_run_does_nothing_and_other_settings_are_refused(ten, tmp_path):
     target = tmp_path / "out.jsonl"
     assert run("-i", ten, "-o", target, "--budget", 24).exit_code == 0
@@ -115,6 +117,7 @@ def test_prompts_through_a_pipe(ten, tmp_path, name):
     assert json.loads(result.stdout)["done"] == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["ahakv", "snapkv", "streaming_llm:sinks=70"])
 def test_the_default_budget_holds_what_policies_protect(tmp_path, policy):
     entries = [{"prompt": "Hello", "options": {"max_new_tokens": 2}}]
@@ -134,6 +137,7 @@ def test_a_file_for_bad_lines_that_cannot_be_written(tmp_path):
     assert (result.exit_code, "out.jsonl.bad" in result.output) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -180,6 +184,7 @@ def test_bad_lines_are_named_or_set_aside(tmp_path, line, reason):
     assert aside["text"] == (line if isinstance(line, str) else json.dumps(line))
 
 
+@pytest.mark.slow
 def test_options_that_do_not_go_together(tmp_path):
     source = write(tmp_path / "in.jsonl", {"prompt": "Hello"})
     for args, reason in [
@@ -200,6 +205,7 @@ def test_options_that_do_not_go_together(tmp_path):
         assert reason in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_a_torn_line_is_written_again(ten, tmp_path):
     target = tmp_path / "out.jsonl"
     assert run("-i", ten, "-o", target, "--budget", 24).exit_code == 0
@@ -221,6 +227,7 @@ def test_a_file_that_is_no_output_is_left_alone(tmp_path, text):
     assert target.read_text() == text
 
 
+@pytest.mark.slow
 def test_an_output_of_another_input_is_refused_before_anything_is_generated(ten, tmp_path):
     target, lines = tmp_path / "out.jsonl", ten.read_text().splitlines()
     assert run("-i", ten, "-o", target, "--budget", 24).exit_code == 0
@@ -236,6 +243,7 @@ def test_an_output_of_another_input_is_refused_before_anything_is_generated(ten,
         assert target.read_text() == whole
 
 
+@pytest.mark.slow
 def test_half_a_character_in_a_field_comes_through(tmp_path):
     source = write(tmp_path / "in.jsonl", {"prompt": "Hello", "id": "\ud83d", "options": {"max_new_tokens": 2}})
     for _ in range(2):
@@ -244,6 +252,7 @@ def test_half_a_character_in_a_field_comes_through(tmp_path):
     assert completions(tmp_path / "out.jsonl")[1]["id"] == "\ud83d"
 
 
+@pytest.mark.slow
 def test_messages_in_rows_that_follow_from_a_memory(tmp_path):
     chat = [{"role": "user", "content": "Tell me a story."}]
     source = write(tmp_path / "in.jsonl", *({"messages": chat, "options": {"max_new_tokens": 3}} for _ in range(4)))
@@ -277,6 +286,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
         output.write(line, result_of())
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_after_a_line_and_says_how_to_go_on(ten, tmp_path, monkeypatch):
     target = tmp_path / "out.jsonl"
     kept = Output.write
@@ -290,6 +300,7 @@ def test_ctrl_c_ends_after_a_line_and_says_how_to_go_on(ten, tmp_path, monkeypat
     assert sorted(completions(target)) == [1, 2, *range(4, 12)]
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_the_job_quietly(ten, tmp_path):
     errors = tmp_path / "errors"
     words = ("generate", "-i", ten, "-o", "-", "--budget", "24")

@@ -56,6 +56,7 @@ def alone(model, memory, question, *words):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_each_line_is_a_fork_of_the_memory(model, memory, questions, tmp_path):
     target = tmp_path / "out.jsonl"
     result = run(model, "--memory", memory, "-i", questions, "-o", target, "-n", 6, "--max-rows", 2)
@@ -84,6 +85,7 @@ def test_messages_and_lines_of_openai(model, memory, tmp_path):
     assert second[COMPLETION]["prompt_tokens"] > first[COMPLETION]["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_the_memory_is_a_part_of_the_job(model, memory, questions, tmp_path):
     target = tmp_path / "out.jsonl"
     words = ["-i", questions, "-o", target, "-n", 6]
@@ -99,6 +101,7 @@ def test_the_memory_is_a_part_of_the_job(model, memory, questions, tmp_path):
     assert target.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_same_text_read_again_goes_on_with_the_job(model, memory, questions, tmp_path):
     target = tmp_path / "out.jsonl"
     assert run(model, "--memory", memory, "-i", questions, "-o", target, "-n", 6).exit_code == 0
@@ -152,6 +155,7 @@ def test_a_memory_without_room_for_the_lines(model, questions, tmp_path):
     assert (done.exit_code, "cannot be run" in done.said) == (2, True), done.said
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_conversation_is_for_one_question_at_a_time(model, questions, tmp_path):
     words = ["chat", str(model), "-s", "one", "--sessions", str(tmp_path / "sessions"), "-n", "4"]
     assert CliRunner().invoke(app, words, input="hello\n").exit_code == 0

@@ -243,6 +243,7 @@ NAMES += [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from([CHAT, COMPLETIONS]), st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=9), JSON))
 def test_any_body_is_read_or_refused(url, body):

@@ -51,6 +51,7 @@ def target(tmp_path):
     return tmp_path / "out.jsonl"
 
 
+@pytest.mark.slow
 def test_each_line_is_answered_in_its_own_format(tmp_path, target):
     messages = [{"role": "user", "content": "Hello"}]
     lines = [chat("a", model="gpt", max_tokens=4), text("b"), {"messages": messages, "id": 3}, {"prompt": "Hello"}]
@@ -76,6 +77,7 @@ def test_each_line_is_answered_in_its_own_format(tmp_path, target):
     assert target.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_several_texts_for_one_prompt(tmp_path, target):
     source = write(
         tmp_path / "in.jsonl",
@@ -96,6 +98,7 @@ def test_several_texts_for_one_prompt(tmp_path, target):
     assert "".join(choices[2]["logprobs"]["tokens"]) == choices[3]["text"]  # greedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [chat("a"), text("a"), chat("a", tools=[1]), {"custom_id": "a", "body": {}}])
 def test_a_name_that_occurs_twice_is_refused_before_anything_runs(tmp_path, target, first):
     source = write(tmp_path / "in.jsonl", chat("b"), first, text("a", "Tom"))
@@ -113,6 +116,7 @@ def test_a_name_that_occurs_twice_is_refused_before_anything_runs(tmp_path, targ
     assert set(answers(target)) == ({"b"} if faulty else {"a", "b"})
 
 
+@pytest.mark.slow
 def test_bad_lines_go_to_a_file_of_errors_each_in_its_format(tmp_path, target):
     source = write(tmp_path / "in.jsonl", chat("a"), chat("b", tools=[1]), text("c", [10**6]), "{nope", {"prompt": ""})
     refused = run("-i", source, "-o", target, *SMALL)
@@ -180,6 +184,7 @@ def failing(monkeypatch, numbers):
     monkeypatch.setattr(Engine, "step", with_failures)
 
 
+@pytest.mark.slow
 def test_a_line_fails_with_any_of_its_requests_and_is_tried_again(tmp_path, target, monkeypatch):
     source = write(
         tmp_path / "in.jsonl",
@@ -221,6 +226,7 @@ def test_a_file_of_errors_that_cannot_be_written_costs_no_answer(tmp_path, targe
     assert set(answers(target)) == {"b"}
 
 
+@pytest.mark.slow
 def test_errors_of_a_job_to_standard_output(tmp_path):
     source = write(tmp_path / "in.jsonl", chat("a"), chat("b", tools=[1]))
     out, err = tmp_path / "stdout", tmp_path / "stderr"
@@ -233,6 +239,7 @@ def test_errors_of_a_job_to_standard_output(tmp_path):
     assert (entry["custom_id"], entry["response"]["status_code"]) == ("b", 400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_lines_that_are_in_the_file_of_errors_alone_are_not_lost(tmp_path, target, monkeypatch, fails):
     aside = Path(f"{target}.bad")
@@ -337,6 +344,7 @@ def test_a_job_of_two_formats_that_is_killed_goes_on(tmp_path, target):
         assert same(entry) == same(other[name])
 
 
+@pytest.mark.slow
 def test_ctrl_c_between_the_texts_of_a_line_costs_that_line_alone(tmp_path, target, monkeypatch):
     lines = [{"prompt": "Hello"}, *(chat(name, n=3, temperature=1) for name in "abc")]
     source = write(tmp_path / "in.jsonl", *lines)

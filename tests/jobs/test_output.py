@@ -186,6 +186,7 @@ def test_a_foreign_file_is_refused_and_left_as_it_is(tmp_path, content):
     assert path.read_bytes() == content
 
 
+@pytest.mark.slow
 @given(content=foreign())
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nothing_foreign_is_ever_lost(tmp_path, unsynced, content):
@@ -328,6 +329,7 @@ def test_a_name_that_is_too_long_for_the_disk(tmp_path, name):
         assert (result.exit_code, f"cannot be {what}: File name too long" in result.said) == (2, True), result.said
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_write_every_line_once(tmp_path):
     entries = [{"prompt": f"Once {i}", "options": {"max_new_tokens": 3}} for i in range(40)]
     source, target = write(tmp_path / "in.jsonl", *entries), tmp_path / "out.jsonl"

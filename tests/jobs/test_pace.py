@@ -108,6 +108,7 @@ def drawn(monkeypatch, width):
     return screen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_job_of_one_line_shows_progress(tmp_path, monkeypatch, width):
     line = {"prompt": "Once upon a time " * 30, "options": {"max_new_tokens": 60, "ignore_end": True}}
@@ -131,6 +132,7 @@ def test_a_job_with_nothing_to_do_draws_no_bar(tmp_path, monkeypatch):
     assert "%" not in screen.getvalue()
 
 
+@pytest.mark.slow
 def test_the_share_grows_while_one_line_is_read_and_written(tmp_path, monkeypatch):
     seen, draw = [], bars.Bar._draw
     monkeypatch.setattr(bars.Bar, "_draw", lambda self: (draw(self), seen.append(self._pace.done / self._pace.total)))

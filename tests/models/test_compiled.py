@@ -160,6 +160,7 @@ def test_what_cannot_be_compiled_stays_plain_and_one_line_says_why(caplog):
     assert "\n" not in line
 
 
+@pytest.mark.slow
 @torchs_own_warnings
 def test_without_a_compiler_for_the_cpu(caplog):
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
@@ -210,6 +211,7 @@ def test_layers_with_hooks_stay_plain():
     assert second.input_layernorm._compiled_call_impl is None
 
 
+@pytest.mark.slow
 @needs_onednn
 def test_packed_layers_stay_plain_and_compiled_ones_are_not_packed(caplog):
     made, other = model(), model()
@@ -225,6 +227,7 @@ def test_packed_layers_stay_plain_and_compiled_ones_are_not_packed(caplog):
     assert tokens(other) == plain
 
 
+@pytest.mark.slow
 @torchs_own_warnings
 @pytest.mark.skipif(shutil.which(CXX) is None, reason=f"inductor needs {CXX}")
 def test_inductor_computes_what_torch_computes():
@@ -239,6 +242,7 @@ def test_inductor_computes_what_torch_computes():
     torch.testing.assert_close(found, plain)
 
 
+@pytest.mark.slow
 def test_a_batch_job_compiles_when_it_is_asked_to(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(job, "compile_layers", lambda made: asked.append(made) or 9)

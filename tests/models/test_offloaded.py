@@ -75,6 +75,7 @@ def told(model: torch.nn.Module) -> list[object]:
     return [out[0, 40:].tolist(), answers, turns, session.snapshot().fingerprint.weights, cache.memory()]
 
 
+@pytest.mark.slow
 @accelerate
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_elsewhere_change_nothing(folder: Path, way: str, tmp_path: Path):

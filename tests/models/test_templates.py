@@ -66,6 +66,7 @@ LARGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS.keys())
 def test_a_template_without_an_end_is_ended_and_the_next_one_is_filled_in(template, tokenizer, monkeypatch):
     monkeypatch.setattr(templates, "TIMEOUT_S", 0.3)

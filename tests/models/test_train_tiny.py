@@ -168,6 +168,7 @@ def test_replicas_give_the_gradient_of_the_whole_batch():
         torch.testing.assert_close(parameter.grad, whole[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_optimizer_learns_and_goes_on_where_it_was():
     model = build(0, "cpu")
     optimizer, replicas = Optimizer(model), Replicas(model, threads=1, piece_tokens=10_000)
@@ -182,6 +183,7 @@ def test_optimizer_learns_and_goes_on_where_it_was():
     assert torch.equal(other.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_it_was_killed(tokenizer, texts, tmp_path, monkeypatch):
     from tools.train_tiny import train
 

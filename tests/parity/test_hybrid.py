@@ -149,6 +149,7 @@ def play(engine, requests, every=3, cancelled=()):
     return [results[number] for number in numbers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "chunk"),
     sweep(

@@ -68,6 +68,7 @@ def answers(chatty, template, answer_of, *, fresh):
     return said, refused
 
 
+@pytest.mark.slow
 def test_six_turns_on_one_cache_equal_a_fresh_cache_for_each(chatty):
     model, tokenizer = chatty
     cache, ids = bounded(model), ids_of(tokenizer, [{"role": "user", "content": "the cat"}], KEEPS)["input_ids"]
@@ -253,6 +254,7 @@ def test_a_copy_of_a_cache_has_its_own_record(model):
     assert cache.continue_with([1, 2, 3, 5])["input_ids"].tolist() == [[5]]
 
 
+@pytest.mark.slow
 def test_a_long_answer_is_recorded_whole(model):
     cache = bounded(model, "local", 8)
     new = greedy(model, cache.continue_with([1, 2, 3]), 600)[0].tolist()

@@ -44,6 +44,7 @@ def answering(server, name):
         yield lines
 
 
+@pytest.mark.slow
 def test_a_fork_while_an_answer_is_streamed_has_the_last_finished_turn(server):
     with answering(server, "busy"):
         found = server.post("/v1/sessions/busy/fork", {"id": "copy"})
@@ -73,6 +74,7 @@ def test_a_session_that_is_deleted_ends_its_stream_with_an_error(server):
         assert server.post("/v1/sessions", {"id": "busy"}).status_code == 201
 
 
+@pytest.mark.slow
 def test_deletes_turns_forks_and_saves_of_one_name_at_once(server):
     """Whoever comes too late is told so; nobody waits for ever."""
     routes = [("POST", "/v1/sessions", {"id": "race"}), ("DELETE", "/v1/sessions/race", None)]
@@ -202,6 +204,7 @@ def test_a_length_that_is_too_small_leaves_no_second_request(server):
     assert server.client.get("/v1/sessions").json()["data"] == before
 
 
+@pytest.mark.slow
 def test_streams_that_are_left_at_once_in_great_number(server):
     def leave(_):
         body = json.dumps({"messages": HELLO, "max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()

@@ -93,6 +93,7 @@ def test_numbers_of_variables_and_files_are_named(tmp_path):
     assert "--max-queue 'many' is not a whole number" in refused("--config", tmp_path / "a.toml")
 
 
+@pytest.mark.slow
 def test_check(tmp_path):
     assert "can be used" in checked()
     assert "cannot be read" in refused("--config", tmp_path / "none.toml")
@@ -173,6 +174,7 @@ def test_sigterm_drains_and_no_text_is_logged(tmp_path):
     assert (tmp_path / "sessions" / "everybody--kept.kvkeep").exists()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
     process, url, err = start(tmp_path)
     body = {"prompt": "a dog", "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -190,6 +192,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert "Traceback" not in err.read_text()
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_one_line(tmp_path):
     process, url, _ = start(tmp_path, "--no-access-log")
     try:

@@ -84,6 +84,7 @@ def test_structured_output_is_parsed(client):
         client.chat.completions.parse(**{**asked, "max_tokens": 2})
 
 
+@pytest.mark.slow
 def test_tools_are_called_and_parsed(client):
     tools = [openai.pydantic_function_tool(Weather)]
     asked = {"model": NAME, "messages": HELLO, "tools": tools, "tool_choice": "required", "max_tokens": 120}
@@ -113,6 +114,7 @@ def test_responses(client):
     assert isinstance(parsed.output_parsed, Person)
 
 
+@pytest.mark.slow
 def test_tools_of_responses(client):
     tools = [openai.pydantic_function_tool(Weather)["function"] | {"type": "function"}]
     asked = {"model": NAME, "input": "Who?", "tools": tools, "tool_choice": "required", "max_output_tokens": 120}

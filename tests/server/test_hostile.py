@@ -153,6 +153,7 @@ def shown(answer):
     return answer.status_code
 
 
+@pytest.mark.slow
 def test_bodies_that_are_no_request(server):
     for name, raw in RAW.items():
         for path in POSTS:
@@ -194,6 +195,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.slow
 def test_prompts_that_are_wrong(server):
     for prompt in PROMPTS:
         for more in ({}, {"echo": True, "logprobs": 1}, {"stream": True}):
@@ -278,6 +280,7 @@ def test_bytes_that_are_no_http(server, data):
     assert b"Traceback" not in found
 
 
+@pytest.mark.slow
 def test_slow_clients_are_let_go(server):
     """Heads and bodies that never end; meanwhile others are served."""
     body = json.dumps({"messages": HELLO, "max_tokens": 1}).encode()
@@ -355,6 +358,7 @@ def test_a_full_queue_says_when_to_come_back():
         assert server.idle()
 
 
+@pytest.mark.slow
 def test_each_key_has_limits_of_its_own():
     with serve(keys=keys("anna-anna", "bert-bert"), key_requests=1, key_tokens=100) as server, server.raw() as sock:
         anna, bert = ({"Authorization": f"Bearer {key}"} for key in ("anna-anna", "bert-bert"))
@@ -374,6 +378,7 @@ def test_each_key_has_limits_of_its_own():
         assert server.post(CHAT, short, headers=anna).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_request_waits_and_runs_for_so_long():
     with serve(rows=1, queue_timeout_s=0.3, request_timeout_s=1.5) as server:
         body = {"max_tokens": 10**5, "ignore_eos": True}

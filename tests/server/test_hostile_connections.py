@@ -188,6 +188,7 @@ def test_keys_in_every_wrong_form(server):
             assert found.startswith(b"HTTP/1.1 401"), (key, path, found[:80])
 
 
+@pytest.mark.slow
 def test_prompts_of_ten_megabytes(server):
     large = "dog " * (10 * 2**18)
     for path, body in (
@@ -203,6 +204,7 @@ def test_prompts_of_ten_megabytes(server):
         assert time.monotonic() - start < 10  # nobody tokenizes what is too long at a glance
 
 
+@pytest.mark.slow
 def test_a_thousand_connections_at_once(server):
     """Idle ones, begun heads and begun bodies; others are served meanwhile, and all are let go."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -224,6 +226,7 @@ def test_a_thousand_connections_at_once(server):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_heads_that_come_byte_by_byte(server):
     raw = chat()
     with server.raw() as one:
@@ -235,6 +238,7 @@ def test_heads_that_come_byte_by_byte(server):
                 assert time.monotonic() < end
 
 
+@pytest.mark.slow
 def test_pipelined_good_and_bad_ones(server):
     keep = chat().replace(b"Connection: close\r\n", b"")
     bad = chat(body=b"{").replace(b"Connection: close\r\n", b"")

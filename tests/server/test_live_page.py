@@ -15,6 +15,7 @@ QUIET = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 HOSTILE = "<script>window.bad = 1</script> <img src=x onerror='bad=1'> \u202e\x07 \U0001f642"
 
 
+@pytest.mark.slow
 def test_positions_are_those_of_the_memory():
     with serve() as server:
         place = "/v1/sessions/trip/positions"
@@ -112,6 +113,7 @@ def test_a_chat_with_forks_and_rewinds():
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.slow
 def test_the_page_asks_for_the_key():
     with serve(keys=keys("anna-anna")) as server, browser(server) as page:
         page.wait_for_selector("#entry:not([hidden])")

@@ -57,6 +57,7 @@ def end(process, err):
     assert "Traceback" not in err.read_text()
 
 
+@pytest.mark.slow
 def test_https_with_files(tmp_path):
     cert, key = certificate(tmp_path)
     err = tmp_path / "err"
@@ -80,6 +81,7 @@ def test_files_of_tls_that_do_not_fit(tmp_path):
         check_tls(Place(tls_key=str(other)))
 
 
+@pytest.mark.slow
 def test_a_unix_socket(tmp_path):
     path, err = tmp_path / "kvkeep.sock", tmp_path / "err"
     process = processes.kvkeep("serve", "--unix-socket", path, err=err)
@@ -118,6 +120,7 @@ def test_web_pages_of_other_origins(origins):
     assert before.status_code == (200 if origins else 401)
 
 
+@pytest.mark.slow
 def test_a_server_that_drains_says_so_and_finishes_what_runs():
     with serve(rows=2) as server:
         answers = []

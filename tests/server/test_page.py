@@ -12,6 +12,7 @@ from . import running
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_pages_python_runs(capsys, monkeypatch):
     pytest.importorskip("openai")
     monkeypatch.setattr(running, "NAME", "embedded")

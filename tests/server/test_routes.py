@@ -206,6 +206,7 @@ def test_mistakes_are_named(server, body, param, words):
         assert error["param"] == param
 
 
+@pytest.mark.slow
 def test_sequences_are_as_long_as_the_model_has_positions():
     with serve(max_model_len=40) as server:
         ids = list(range(5, 35))
@@ -259,6 +260,7 @@ def test_every_route_but_health_needs_a_key():
             assert server.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_no_end_comes_before_the_least_number_of_tokens():
     with serve() as server:
         whole = server.complete(max_tokens=12, ignore_eos=True).json()["choices"][0]["text"]

@@ -238,6 +238,7 @@ def test_responses_that_are_refused(server, body, words):
     assert words in server.refused(answer)["message"]
 
 
+@pytest.mark.slow
 def test_a_seed_draws_the_same_texts_again():
     asked = {"max_output_tokens": 12, "temperature": 3, "seed": 7}
     with serve() as server:

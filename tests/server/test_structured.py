@@ -77,6 +77,7 @@ def assembled(found):
     return content, list(calls.values()), reason
 
 
+@pytest.mark.slow
 def test_a_chat_follows_a_schema_also_as_a_stream_and_n_times(server):
     asked = {"response_format": SCHEMA, "max_tokens": 80, "temperature": 1, "seed": 5}
     found = server.chat(**asked, n=3, logprobs=True).json()
@@ -97,6 +98,7 @@ def test_completions_take_forms_of_vllm(server):
     assert is_person(choice["text"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}], ids=str)
 def test_a_tool_that_must_be_called_is_called(server, choice):
     asked = {"tools": TOOLS, "tool_choice": choice, "max_tokens": 150, "temperature": 1, "parallel_tool_calls": False}
@@ -110,6 +112,7 @@ def test_a_tool_that_must_be_called_is_called(server, choice):
     assert (content, [one["function"] for one in calls], reason) == ("", [call["function"]], "tool_calls")
 
 
+@pytest.mark.slow
 def test_several_calls_in_one_answer(server):
     """The end token is left out, so calls follow each other until the length is reached."""
     asked = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 110, "temperature": 1, "ignore_eos": True}
@@ -123,6 +126,7 @@ def test_several_calls_in_one_answer(server):
     assert (content, [one["function"] for one in calls]) == ("", [one["function"] for one in (*whole, last)])
 
 
+@pytest.mark.slow
 def test_a_tool_that_may_be_called(server):
     """The embedded model does not know tools, so it writes text; a bias makes it begin a call."""
     plain = server.chat(tools=TOOLS, max_tokens=12).json()["choices"][0]
@@ -158,6 +162,7 @@ def test_a_conversation_with_calls_goes_on(server):
     assert found.json()["choices"][0]["message"]["content"]
 
 
+@pytest.mark.slow
 def test_a_session_is_told_about_tools_once(server):
     assert server.post("/v1/sessions", {"id": "tools"}).status_code == 201
     asked = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 150, "session_id": "tools"}
@@ -185,6 +190,7 @@ def streamed(answer):
     return found
 
 
+@pytest.mark.slow
 def test_responses_follow_a_schema_and_call_tools(server):
     form = {"format": {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}}
     found = server.post("/v1/responses", {"input": "Who?", "text": form, "max_output_tokens": 80}).json()
@@ -229,6 +235,7 @@ def test_a_bad_form_is_refused_before_anything_is_sent(server, body, param, stre
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.slow
 def test_other_clients_do_not_wait_for_a_grammar(server):
     """A bomb takes seconds in a process of its own; tokens of others come meanwhile."""
     done = []

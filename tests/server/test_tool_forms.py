@@ -124,6 +124,7 @@ def asked(server, **body):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}], ids=str)
 def test_a_forced_call(served, choice):
     found = asked(served[2], tool_choice=choice, parallel_tool_calls=False)
@@ -133,6 +134,7 @@ def test_a_forced_call(served, choice):
     assert choice == "required" or call["function"]["name"] == "clock"
 
 
+@pytest.mark.slow
 def test_calls_beside_each_other(served):
     form, _, server = served
     body = {"tools": TOOLS, "tool_choice": "required", "ignore_eos": True, "max_tokens": 120, "temperature": 1}
@@ -188,6 +190,7 @@ def test_a_call_that_the_model_begins_by_itself_is_held_to_the_form(folder, form
         assert text in wrong or matcher.is_accepting()
 
 
+@pytest.mark.slow
 def test_json_or_a_call(served):
     form, special, server = served
     body = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "boolean"}}}, "tools": TOOLS}
@@ -223,6 +226,7 @@ def test_the_template_tells_the_tools(served):
     assert "# Tools\n\nYou may" not in text
 
 
+@pytest.mark.slow
 def test_sessions_and_responses_use_the_template_too(served):
     server = served[2]
     assert server.post("/v1/sessions", {"id": "tools", "budget": 512}).status_code == 201

@@ -27,6 +27,7 @@ def numbers(url, *words):
     return json.loads(found.stdout)
 
 
+@pytest.mark.slow
 def test_our_own_server_with_prefixes_and_sessions():
     options = {"rows": 4, "budget": 64, "engine": {"prefill_chunk": 16, "prefix_memory": 2**24}}
     with serve(**options, max_new_tokens=8) as server:

@@ -149,6 +149,7 @@ for path in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policies", sweep([POLICIES[::6], POLICIES], lambda some: some != POLICIES), ids=len)
 def test_another_process_goes_on_as_this_one(policies, tmp_path):
     """Bit for bit, for every policy in one of the two position modes and dtypes."""
@@ -182,6 +183,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_the_old_file_or_the_new_one(tmp_path):
     one, two = taken(stop=22), taken(stop=30)
     one.save(tmp_path / "one")
@@ -209,6 +211,7 @@ def test_a_killed_process_leaves_the_old_file_or_the_new_one(tmp_path):
     assert not list(tmp_path.glob(".target*.new"))  # old leftovers go with the next save
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     one, two = taken(stop=22), taken(stop=30)
     target = tmp_path / "one.kvkeep"

@@ -152,6 +152,7 @@ def test_tokens_without_usage_are_pieces():
         assert numbers(url, "--requests", 1)["new_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_waiting_counts_from_the_arrival():
     """All arrive at once, and nobody waits for another one to be sent."""
     with fake(GOOD, wait_s=0.3) as (url, *_):
@@ -167,6 +168,7 @@ def test_conversations_send_what_was_said():
         assert bodies[2]["messages"][1] == {"role": "assistant", "content": "abc"}
 
 
+@pytest.mark.slow
 def test_keys_and_mistakes(tmp_path):
     with fake(GOOD) as (url, _, keys):
         run(url, "--requests", 1, "--api-key", "anna-anna")

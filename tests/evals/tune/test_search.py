@@ -85,6 +85,7 @@ curves = st.dictionaries(
 NAMES = st.sampled_from("abcdefg")
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(curves, st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.98]), st.dictionaries(NAMES, st.integers(0, 9000)))
 def test_without_noise_the_answer_is_within_a_step_of_the_exhaustive_one(made, target, sizes):
@@ -105,6 +106,7 @@ TRUE = {"a": sigmoid(60, 2.5), "b": sigmoid(90, 5), "c": sigmoid(150, 2), "d": s
 """At 90 % a, b, c, d and e need about 145, 140, 450, 104 and 433 of 1 000 tokens."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alike", [0.0, 0.3])
 @pytest.mark.parametrize("target", [0.8, 0.9])
 def test_with_noise_nearly_all_answers_are_within_a_step(target, alike):
@@ -116,6 +118,7 @@ def test_with_noise_nearly_all_answers_are_within_a_step(target, alike):
     assert near >= 27
 
 
+@pytest.mark.slow
 def test_an_answer_that_does_not_keep_the_target_is_rare():
     arms, target, wrong = ladders(TRUE), 0.9, 0
     for seed in range(100):

@@ -72,6 +72,7 @@ def checkpoint():
     return find(embedded())
 
 
+@pytest.mark.slow
 def test_the_answers_are_those_of_the_evaluation(few, checkpoint):
     writer = Writer(checkpoint, read_weights(checkpoint, "float32", "cpu"))
     measurement = RecallDepth(context(64))
