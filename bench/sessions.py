@@ -1,6 +1,6 @@
 """What does memory that outlives a request save?
 
-    python bench/sessions.py [--full] [--budget 256] [--repeats 3] [--policy h2o]
+    python bench/sessions.py [--full] [--budget 256] [--repeats 3] [--policy h2o] [--only turns]
 
 Six questions, each a ratio within one run: the speed of a restore against that of a plain copy; a question to a text
 that was read before, against reading it again; the size of a file against its occupied bytes; sessions that take turns
@@ -34,6 +34,9 @@ QUESTION = 16
 
 LONG = 200
 """Turns of a long conversation."""
+
+PARTS = ("restore", "question", "size", "turns", "conversation", "answers")
+"""The questions: methods of `Bench`."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,25 @@ class Bench:
         detail = f"{len(order)} turns of {sizes.sessions} sessions, {bytes_each / 1e6:.2f} MB each, {sizes.rows} rows"
         return [
             Finding("throughput of sessions, of plain requests", plain / held, ">= 0.9", detail),
+            self.bytes_of_turns(bytes_each),
             Finding("memory of the rows afterwards", grown, "1", "of the memory before"),
         ]
+
+    def bytes_of_turns(self, memory: int) -> Finding:
+        """What the same ratio would be if a step took as long as its weights and slots take to be read.
+
+        Args:
+            memory: bytes of a session's memory.
+        """
+        looked_up = {id(self.model.get_input_embeddings().weight)} - {id(self.model.get_output_embeddings().weight)}
+        weights = sum(one.nbytes for one in self.model.parameters() if id(one) not in looked_up)
+        own = memory / self.options.budget * 1.5 * QUESTION  # a request without a past has 16 to 32 tokens
+        plain = QUESTION * (weights / self.sizes.rows + own)
+        held = QUESTION * (weights / self.sizes.rows + memory) + 4 * memory  # copied in and out once
+        detail = (
+            f"weights of {weights / 1e6:.1f} MB are read in a step, {self.sizes.rows * memory / 1e6:.1f} MB of slots"
+        )
+        return Finding("what bytes alone would allow", plain / held, "", detail)
 
     def conversation(self) -> list[Finding]:
         """The last turns of a long conversation, against those after its memory was full."""
@@ -189,10 +209,14 @@ def main() -> None:
     parser.add_argument("--budget", type=positive, default=256)
     parser.add_argument("--chunk", type=positive, default=512, help="prompt tokens per step")
     parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="some of the questions")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     bench = Bench(options)
-    found = [bench.restore(), bench.question(), bench.size(), *bench.turns(), *bench.conversation(), bench.answers()]
+    found: list[Finding] = []
+    for part in options.only:
+        answer = getattr(bench, part)()
+        found += answer if isinstance(answer, list) else [answer]
     show(
         f"Sessions, {options.policy}, {options.dtype}, {options.budget} slots, prompts by {options.chunk}",
         ["", "ratio", "aim", ""],
