@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvkeep import InputError
+from kvkeep import BudgetError, InputError, SnapshotError
 from kvkeep.engine import Request
 from kvkeep.snapshot import Snapshot
 
@@ -106,3 +106,52 @@ def test_a_guard_is_refused_where_a_memory_goes_on():
         with pytest.raises(InputError, match="continues a memory"):
             engine.generate([Request(prompt=TURNS[1], sampling=short(), memory=memory, guard=0.1)])
     assert memory.fingerprint.budget == BUDGET
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_that_were_read_are_pinned_and_let_go(policy, tmp_path):
+    with engine_of(policy, session_dir=tmp_path) as engine:
+        session = engine.session(name="pins")
+        with pytest.raises(SnapshotError, match="no memory yet"):
+            session.pin([(0, 1)])
+        session.ask(TURNS[0], short())
+        there = held(session.snapshot()) - {-1}
+        places = sorted(there)[:2]
+        plain = session.fork()[0]
+        session.pin([(place, place + 1) for place in places])
+        assert plain.pins == ()
+        session.ask(TURNS[2], short())
+        session.close()
+        session = engine.session(name="pins")  # pins are part of the file
+        assert held(session.snapshot()) >= set(places)
+        assert {place for start, stop in session.pins for place in range(start, stop)} == set(places)
+        session.pin(())
+        for turn in TURNS[1:]:
+            session.ask(turn, short())
+            plain.ask(turn, short())
+        assert session.pins == ()
+        assert not held(session.snapshot()) >= set(places) or places[0] in held(plain.snapshot())
+
+
+def test_pins_that_cannot_be_are_refused_and_nothing_changes():
+    with engine_of("local") as engine:
+        session = engine.session()
+        session.ask(TURNS[0], short())
+        before = session.snapshot().contents.layers[0].positions.tolist()
+        for pins, error in (
+            ([(0, 10**6)], InputError),
+            ([(5, 2)], InputError),
+            ([(0, BUDGET + 1)], BudgetError),
+        ):
+            with pytest.raises(error):
+                session.pin(pins)
+        turn = session.send(TURNS[1], short())
+        next(turn)
+        with pytest.raises(InputError, match="running"):
+            session.pin([(0, 1)])
+        turn.close()
+        assert session.snapshot().contents.layers[0].positions.tolist() == before
+        assert session.pins == ()
+        session.close()
+        with pytest.raises(InputError, match="closed"):
+            session.pin(())

@@ -113,6 +113,36 @@ def test_a_chat_with_forks_and_rewinds():
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_a_click_and_a_key_pin_tokens():
+    with serve(max_new_tokens=8) as server, browser(server) as page:
+        page.wait_for_selector("#begin")
+        page.fill("#policy", "local")
+        page.fill("#budget", "24")
+        page.click("#begin button")
+        page.wait_for_selector("#tree [aria-current]")
+        ask(page, "A first message with some words")
+        places = [int(one.get_attribute("data-place")) for one in page.locator("#held [role=option]").all()]
+        page.click(f"#at{places[0]}")
+        page.wait_for_selector(f"#at{places[0]}.pinned")
+        page.wait_for_selector("#send:enabled")
+        page.click(f"#at{places[3]}", modifiers=["Shift"])
+        page.wait_for_selector(f"#at{places[2]}.pinned")
+        page.wait_for_selector("#send:enabled")
+        page.click(f"#at{places[0]}", modifiers=["Shift"])
+        page.wait_for_selector("#held:not(:has(.pinned))")
+        page.wait_for_selector("#send:enabled")
+        page.focus("#held")
+        page.keyboard.press("Home")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f"#at{places[1]}.pinned[aria-selected=true]")
+        page.wait_for_selector("#send:enabled")
+        ask(page, "Another one, longer than the memory, so that all that is not pinned goes away")
+        left = [int(one.get_attribute("data-place")) for one in page.locator("#held [role=option]").all()]
+        assert left[0] == places[1]
+        assert places[0] not in left
+
+
 @pytest.mark.slow
 def test_the_page_asks_for_the_key():
     with serve(keys=keys("anna-anna")) as server, browser(server) as page:

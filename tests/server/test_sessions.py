@@ -54,6 +54,25 @@ def _sampling():
     return kvkeep.Sampling(max_new_tokens=4)
 
 
+def test_tokens_are_pinned_afterwards(server):
+    server.post("/v1/sessions", {"id": "pinned", "policy": "local", "budget": 16})
+    assert "no turn yet" in server.refused(server.post("/v1/sessions/pinned/pin", {"pins": [[0, 1]]}))["message"]
+    server.chat(session_id="pinned", max_tokens=4)
+    kept = server.client.get("/v1/sessions/pinned/positions").json()["positions"][-3]
+    for body in ({}, {"pins": None}, {"pins": [[0]]}, {"pins": [[3, 1]]}, {"pins": [[0, 10**9]]}, {"pins": "all"}):
+        server.refused(server.post("/v1/sessions/pinned/pin", body))
+    assert server.refused(server.post("/v1/sessions/nobody/pin", {"pins": []}), 404)
+    card = server.post("/v1/sessions/pinned/pin", {"pins": [[kept, kept + 1]]}).json()
+    assert card["turns_to_rewind"] == 0
+    for _ in range(3):
+        server.chat(session_id="pinned", max_tokens=10, ignore_eos=True)
+    found = server.client.get("/v1/sessions/pinned/positions").json()
+    assert found["pins"] == [[kept, kept + 1]]
+    assert found["positions"][0] == kept
+    server.post("/v1/sessions/pinned/pin", {"pins": []})
+    assert server.client.get("/v1/sessions/pinned/positions").json()["pins"] == []
+
+
 def test_fork_and_rewind(server):
     server.post("/v1/sessions", {"id": "root", "policy": "h2o", "budget": 64})
     turn(server, "root", A)

@@ -166,7 +166,7 @@ class Admission:
                 f"The pins begin at position {pins[0][0]}, and the memory has read {before} tokens already, of "
                 "which some may be gone. Pin later tokens, or pin these when the memory is made."
             )
-        self._layout(policy).check_pins(budget, spans((*past.pins, *pins)) if pins else ())
+        self.check_pins(policy, budget, spans((*past.pins, *pins)) if pins else ())
         if request.guard is None:
             return ()
         if before:
@@ -180,6 +180,14 @@ class Admission:
                 f"of {self._chunk}. Leave `guard` or `prefill_chunk` out."
             )
         return choice.levels(self._layout(policy), budget, pins)
+
+    def check_pins(self, policy: Policy, budget: int, pins: Spans) -> None:
+        """Refuse pins of a session that the budget does not hold.
+
+        Raises:
+            BudgetError: some layer's budget is too small for pinned and protected tokens together.
+        """
+        self._layout(policy).check_pins(budget, pins)
 
     def settle(
         self, policy: str | Policy | None, budget: int | None, memory: Snapshot | None = None

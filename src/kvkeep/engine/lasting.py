@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.past import Past
+from kvkeep.engine.sampling import another_sequence
 from kvkeep.engine.shelf import Move, Shelf, State
 from kvkeep.engine.writing import Pending
 from kvkeep.policies.base import Policy
@@ -48,6 +49,22 @@ class Lasting:
         self._admission, self._shelf, self._settled = admission, shelf, settled
         self._sequence, self._name = sequence, name
         self._fingerprint: Fingerprint  # of the turn that runs, as it was at its beginning
+
+    def turn(self, asked: Generation) -> Generation:
+        """Return a turn of the session: the token ids so far and the request's are its prompt.
+
+        Raises:
+            KVKeepError: the engine cannot run it.
+        """
+        past, (policy, budget) = self.state.past, self._settled
+        sequence = another_sequence(self._sequence, len(past.ids)) if past.ids else self._sequence
+        pins = (*asked.request.pins, *self.state.pins)
+        request = replace(asked.request, policy=policy, budget=budget, sequence=sequence, pins=pins)
+        made = self._admission.check(request, asked.id, past)
+        made.times, made.reads, made.left = asked.times, asked.reads, asked.left
+        made.load, made.keep = self.load, self.keep
+        self.messages = self._admission.words.messages_of(request, past)
+        return made
 
     def load(self) -> Contents | None:
         """Return the memory with which a turn begins.

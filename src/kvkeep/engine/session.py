@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvkeep.engine.asked import Turn, turn_of
@@ -19,6 +18,7 @@ from kvkeep.engine.sampling import Sampling, another_sequence, whole_within
 from kvkeep.engine.service import Box
 from kvkeep.engine.shelf import Shelf, State
 from kvkeep.errors import InputError, SnapshotError
+from kvkeep.pins import Span, Spans, spans
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot import Snapshot
 
@@ -154,10 +154,33 @@ class Session:
         with Uninterrupted(), self._work._service.turn:
             self._check_open()
             if self._running is not None:
-                raise InputError("A turn of the session is running. Wait for its end, or cancel it, before you rewind.")
+                raise InputError("A turn of the session is running. Wait for its end, or cancel it, before.")
             self._work._admission.settle(self.policy, self.budget, snapshot)
             if (pending := self._lasting.go_on(Past.of(snapshot), snapshot)) is not None:
                 pending.finish()
+
+    @property
+    def pins(self) -> Spans:
+        """Spans of positions that no head may drop, after the last finished turn."""
+        return spans((*self._state.past.pins, *self._state.pins))
+
+    def pin(self, pins: Sequence[Span]) -> None:
+        """Say which tokens no head may drop from now on. A head that has dropped one already does not get it back.
+
+        Args:
+            pins: spans of positions, such as ``((0, 120),)``, instead of the session's pins so far; ``()`` pins none.
+
+        Raises:
+            InputError: the session or the engine is closed, a turn is running, or the pins end beyond the tokens read.
+            BudgetError: the budget does not hold them beside the tokens that the policy protects.
+            SnapshotError: there is no finished turn yet, or the memory cannot be read from the disk.
+        """
+        found = spans(pins)
+        with Uninterrupted(), self._work._service.turn:
+            self._check_open()
+            snapshot = self.snapshot().pinned(found)
+            self._work._admission.check_pins(self.policy, self.budget, found)
+            self.rewind(snapshot)
 
     def save(self) -> None:
         """Write the memory of a named session to the engine's ``session_dir``. `close` does it as well.
@@ -251,29 +274,13 @@ class Session:
             if box.left:
                 return one.id
             if self._running is None:
-                one = self._continued(one)
+                one = self._lasting.turn(one)
             self._work._enter(one, box)
             if self._running is None:
                 self._start(one)
             else:
                 self._queue.append(one)
             return one.id
-
-    def _continued(self, one: Generation) -> Generation:
-        """Return a turn with the token ids of the whole session as its prompt.
-
-        Raises:
-            KVKeepError: the engine cannot run it.
-        """
-        past, work = self._state.past, self._work
-        sequence = another_sequence(self.sequence, len(past.ids)) if past.ids else self.sequence
-        pins = (*one.request.pins, *self._state.pins)
-        request = replace(one.request, policy=self.policy, budget=self.budget, sequence=sequence, pins=pins)
-        made = work._admission.check(request, one.id, past)
-        made.times, made.reads, made.left = one.times, one.reads, one.left
-        made.load, made.keep = self._lasting.load, self._lasting.keep
-        self._lasting.messages = work._admission.words.messages_of(request, past)
-        return made
 
     def _start(self, one: Generation) -> None:
         """Let a turn wait for a row."""
@@ -288,6 +295,6 @@ class Session:
         while self._queue and self._running is None:
             waiting = self._queue.popleft()
             try:
-                self._start(self._continued(waiting))
+                self._start(self._lasting.turn(waiting))
             except Exception as error:  # what the user did wrong; or a tokenizer that fails
                 self._work._refuse(waiting, error)

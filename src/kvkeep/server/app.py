@@ -32,6 +32,7 @@ from kvkeep.server.schema import (
     CompletionBody,
     DetokenizeBody,
     ForkBody,
+    PinBody,
     ResponseBody,
     RewindBody,
     SessionBody,
@@ -96,6 +97,7 @@ def _add_sessions(app: FastAPI, talks: Conversations) -> None:
     _add(app, "GET", f"{one}/positions", talks.positions)
     _add(app, "POST", f"{one}/fork", talks.fork, ForkBody)
     _add(app, "POST", f"{one}/rewind", talks.rewind, RewindBody)
+    _add(app, "POST", f"{one}/pin", talks.pin, PinBody)
     _add(app, "POST", f"{one}/save", talks.save)
     _add(app, "POST", f"{one}/restore", talks.restore)
     _add(app, "DELETE", one, talks.remove)

@@ -15,7 +15,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from kvkeep.engine import Engine, Session
 from kvkeep.errors import InputError, SnapshotError
-from kvkeep.pins import spans
+from kvkeep.pins import Spans, spans
 from kvkeep.server.asking import check_policy
 from kvkeep.server.errors import RefusalError, unknown
 from kvkeep.server.schema import SessionBody
@@ -153,6 +153,23 @@ class Book:
         found.session.rewind(target)
         while found.states[-1] is not target:
             found.states.pop()
+        return found
+
+    @_alone
+    def pin(self, owner: str, name: str, pins: Spans) -> Entry:
+        """Say which tokens of a session may not be dropped.
+
+        Raises:
+            RefusalError: it is not there, or has no turn yet.
+            KVKeepError: the engine refuses the pins.
+        """
+        found = self.find(owner, name)
+        if not found.session.token_ids:
+            raise RefusalError(400, f"The session {name} has no turn yet, so it has no tokens to pin.", param="pins")
+        found.session.pin(pins)
+        if found.states:
+            found.states.pop()
+        self.note(found)
         return found
 
     @_alone

@@ -6,15 +6,17 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from kvkeep.pins import spans
 from kvkeep.registry import spec
 from kvkeep.server.asking import turn_of
 from kvkeep.server.bodies import body_of
 from kvkeep.server.book import Book, Entry, listed
 from kvkeep.server.desk import in_thread
+from kvkeep.server.errors import parameter
 from kvkeep.server.generating import Generator
 from kvkeep.server.held import held
 from kvkeep.server.replies import owner_of, reply
-from kvkeep.server.schema import ChatBody, ForkBody, RewindBody, SessionBody
+from kvkeep.server.schema import ChatBody, ForkBody, PinBody, RewindBody, SessionBody
 from kvkeep.server.settings import Settings
 
 
@@ -58,6 +60,14 @@ class Conversations:
         """Take back the last turns of a session."""
         body = await body_of(request, RewindBody, self._settings, empty=True)
         return reply(card(await in_thread(lambda: self._book.rewind(owner_of(request), name(request), body.turns))))
+
+    async def pin(self, request: Request) -> Response:
+        """Say which tokens of a session may not be dropped."""
+        body = await body_of(request, PinBody, self._settings)
+        if body.pins is None:
+            raise parameter("pins", "is missing: spans of positions such as [[0, 12]], or [] for none")
+        pins = spans([(one[0], one[1]) for one in body.pins])
+        return reply(card(await in_thread(lambda: self._book.pin(owner_of(request), name(request), pins))))
 
     async def save(self, request: Request) -> Response:
         """Write a session to the disk."""

@@ -137,6 +137,14 @@ class RewindBody(Body):
     turns: int = Field(1, ge=1, description="Turns that are taken back.")
 
 
+class PinBody(Body):
+    """What a session pins."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["pins"]})
+    own: ClassVar[tuple[str, ...]] = ("pins",)
+    pins: list[Span] | None = Field(None, description="Spans of positions that no head may drop from now on.")
+
+
 class ResponseBody(Body):
     """The body of a response."""
 

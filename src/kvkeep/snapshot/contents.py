@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.memory import bytes_of
+from kvkeep.pins import Spans
 from kvkeep.snapshot.states import StateCopy, check_state, put_state, take_state
 from kvkeep.store import Block, Cascade, RowCopy, check_row, inference, put_row, take_row
 
@@ -47,6 +48,10 @@ class Contents:
         shared = {name: table.to(device) for name, table in self.shared.items()}
         states = {number: state.to(device) for number, state in self.states.items()}
         return Contents(tuple(layer.to(device) for layer in self.layers), shared, states)
+
+    def pinned(self, pins: Spans) -> Contents:
+        """The same memory with other pins."""
+        return replace(self, layers=tuple(replace(layer, pins=pins) for layer in self.layers))
 
 
 @inference

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvkeep.errors import SnapshotError
+from kvkeep.errors import InputError, SnapshotError
+from kvkeep.pins import Span, end, spans
 from kvkeep.snapshot import reading, writing
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.fingerprint import Fingerprint
@@ -55,6 +56,24 @@ class Snapshot:
     def to(self, device: torch.device | str) -> Snapshot:
         """The same memory on a device. Token ids stay on the CPU."""
         return replace(self, contents=self.contents.to(device))
+
+    def pinned(self, pins: Sequence[Span]) -> Snapshot:
+        """The same memory with other pins: tokens that no head may drop from now on.
+
+        A head that has dropped a token already does not get it back.
+
+        Args:
+            pins: spans of positions, such as ``((0, 120),)``, instead of those that the memory has; ``()`` pins none.
+
+        Raises:
+            InputError: they are no spans, or end beyond the tokens that the memory has seen.
+        """
+        found = spans(pins)
+        if end(found) > self.seen:
+            raise InputError(
+                f"The pins end at position {end(found)}, and the memory has seen {self.seen} tokens. Pin those only."
+            )
+        return replace(self, contents=self.contents.pinned(found))
 
     def positions(self, layer: int = 0) -> Int[Tensor, "Hk used"]:
         """True positions of the tokens that a layer holds, -1 = empty. Layers without slots are not counted."""

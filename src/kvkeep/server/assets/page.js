@@ -8,6 +8,7 @@
   const visible = (text) => text.replace(CONTROL, "\ufffd");
   const talks = new Map();
   let key = "", now = null, running = null, shown = new Map();
+  let pins = [], current = null, anchor = null;
 
   function say(text, wrong) {
     at("said").textContent = text;
@@ -69,7 +70,8 @@
   }
 
   function memory(found, card) {
-    const before = shown, pinned = (place) => found.pins.some(([start, stop]) => start <= place && place < stop);
+    const before = shown;
+    pins = found.pins;
     shown = new Map(found.positions.map((place, i) => [place, { text: found.texts[i], share: found.shares[i] }]));
     const gone = [...before.keys()].filter((place) => !shown.has(place) && place < found.seen_tokens).slice(-MOST_GONE);
     const all = [...shown.keys(), ...gone].sort((one, other) => one - other);
@@ -78,17 +80,50 @@
       span.textContent = visible((one || before.get(place)).text);
       span.style.setProperty("--share", one ? one.share : 0);
       span.className = one ? (pinned(place) ? "pinned" : "") : "gone";
+      if (one) {
+        span.id = "at" + place;
+        span.dataset.place = place;
+        span.setAttribute("role", "option");
+        span.setAttribute("aria-selected", pinned(place));
+      }
       span.title = "position " + place + (one ? ", held by " + Math.round(100 * one.share) + " % of the heads" : ", dropped");
       return span;
     }));
-    const slots = Math.min(found.budget, found.seen_tokens), pins = found.pins.reduce((n, [a, b]) => n + b - a, 0);
+    mark(current);
+    const slots = Math.min(found.budget, found.seen_tokens), fixed = pins.reduce((n, [a, b]) => n + b - a, 0);
     at("full").style.width = 100 * slots / found.budget + "%";
-    at("pins").style.width = 100 * Math.min(1, pins / found.budget) + "%";
+    at("pins").style.width = 100 * Math.min(1, fixed / found.budget) + "%";
     const sizes = `${slots} of ${found.budget} slots per head hold a conversation of ${found.seen_tokens} tokens; ` +
       `${card.kv_bytes.toLocaleString("en")} bytes, ${card.policy}`;
     at("sizes").textContent = sizes;
     at("bar").setAttribute("aria-label", sizes);
   }
+
+  const pinned = (place) => pins.some(([start, stop]) => start <= place && place < stop);
+
+  /* The token that the arrow keys have reached. */
+  function mark(place) {
+    const held = at("held"), found = place === null ? null : at("at" + place);
+    held.querySelector(".current")?.classList.remove("current");
+    current = found ? place : null;
+    if (!found) return held.removeAttribute("aria-activedescendant");
+    found.classList.add("current");
+    held.setAttribute("aria-activedescendant", found.id);
+    found.scrollIntoView({ block: "nearest" });
+  }
+
+  /* Pin the tokens from one to another that the memory holds, or let them go if the last one is pinned. */
+  const pin = (from, to) => doing(async () => {
+    const low = Math.min(from, to), high = Math.max(from, to) + 1, off = pinned(to);
+    const rest = pins.flatMap(([start, stop]) => [[start, Math.min(stop, low)], [Math.max(start, high), stop]])
+      .filter(([start, stop]) => start < stop);
+    const places = [...shown.keys()].filter((place) => low <= place && place < high);
+    const wanted = off ? rest : [...rest, ...places.map((place) => [place, place + 1])];
+    await json("POST", `/v1/sessions/${now.id}/pin`, { pins: wanted });
+    await load();
+    anchor = to;
+    mark(to);
+  });
 
   function tree() {
     const list = (parent) => [...talks.values()].filter((one) => one.parent === parent).map((one) => {
@@ -111,6 +146,7 @@
 
   async function go(one) {
     now = one;
+    current = anchor = null;
     shown = new Map();
     tree();
     await load();
@@ -193,6 +229,16 @@
     await json("POST", `/v1/sessions/${now.id}/rewind`, {});
     await load();
   }));
+  at("held").addEventListener("click", (event) => {
+    const place = Number(event.target.dataset.place ?? NaN);
+    if (!Number.isNaN(place)) pin(event.shiftKey && anchor !== null ? anchor : place, place)(event);
+  });
+  at("held").addEventListener("keydown", (event) => {
+    const places = [...shown.keys()], i = places.indexOf(current), last = places.length - 1;
+    const to = { ArrowRight: i + 1, ArrowDown: i + 1, ArrowLeft: i - 1, ArrowUp: i - 1, Home: 0, End: last }[event.key];
+    if (to !== undefined && last >= 0) mark(places[Math.max(0, Math.min(last, to))]), event.preventDefault();
+    if ((event.key === "Enter" || event.key === " ") && current !== null) pin(current, current)(event);
+  });
   busy(false);
   enter().catch((error) => { at("about").textContent = error.message; });
 })();
