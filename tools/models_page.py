@@ -86,7 +86,7 @@ Of the {both} model types and classes that both versions have, {same} end the sa
 REASONS = {
     "computes attention itself": "computes attention itself instead of through transformers' attention interface",
     "is an encoder-decoder": "an encoder-decoder: every token attends to the encoder",
-    "takes no past_key_values": "no KV cache that could be given to the model, or only a state of fixed size",
+    "takes no KV cache": "no KV cache that could be given to the model, or only a state of fixed size",
     "a cache of its own kind": "a cache of its own kind instead of transformers'",
     "neither causal nor a sliding window": "some tokens see later ones, or not all earlier ones",
     "several times with the same keys": "attention runs twice over the same keys (differential attention)",
@@ -99,6 +99,7 @@ REASONS = {
     "outside the sliding window": "some tokens outside the sliding window stay visible",
     "asks for a sliding window of": "the configuration names a sliding window that the model ignores",
     "makes a cache without layers": "this version of transformers makes a cache without layers",
+    "A 4-D attention mask": "makes an attention mask of its own for each head or query",
     "describes no layers": "the configuration describes no decoder that generates text",
 }
 """A part of each error's text, and the reason for readers."""

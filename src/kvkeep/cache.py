@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import BatchEncoding, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
+from kvkeep.argument import usual
 from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
 from kvkeep.handing import BoundedLayer, CountingLayer, CountingStepper, PhasedCache, handing_part, refuse_rollback
 from kvkeep.history import Decodes, History, Ids, device_of, padded, rows_of
@@ -127,7 +128,8 @@ class BoundedCache(SnapshotCache):
             tokenizer: shows the text around the place where conversation and cache part.
 
         Returns:
-            ``input_ids`` (the new tokens), ``attention_mask``, ``position_ids``, and the cache as ``past_key_values``.
+            ``input_ids`` (the new tokens), ``attention_mask``, ``position_ids``, and the cache under the name that
+            transformers gives it.
 
         Raises:
             InputError: the conversation does not begin with the tokens that the cache holds, or has no more than them;
@@ -152,7 +154,7 @@ class BoundedCache(SnapshotCache):
         all_real = torch.cat([history.table()[1].cpu(), real], dim=1) if held else real
         places = (all_real.cumsum(dim=1) - 1).clamp(min=0)[:, held:]
         inputs = {"input_ids": rest, "attention_mask": all_real.long(), "position_ids": places}
-        return BatchEncoding({**inputs, "past_key_values": self}).to(device_of(ids, self._device))
+        return BatchEncoding({**inputs, usual(): self}).to(device_of(ids, self._device))
 
     def note(self, ids: Int[Tensor, "B T"], attention_mask: Tensor | None = None) -> None:
         """Record the ids of tokens that are about to be fed, after `continue_with`; an attached model calls it itself.

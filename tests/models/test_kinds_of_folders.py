@@ -69,7 +69,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size"
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (MambaConfig(**SIZES, state_size=4), "takes no past_key_values"),
+        (MambaConfig(**SIZES, state_size=4), "takes no KV cache"),
         (DogeConfig(**SIZES, **HEADS, num_experts=16), "DogeForCausalLM cannot run with kvkeep.*wants a mask tensor"),
         (
             DiffLlamaConfig(**SIZES, **HEADS),

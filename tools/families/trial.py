@@ -10,6 +10,7 @@ import torch
 from families.shrink import configured
 
 import kvkeep
+from kvkeep.argument import handed
 
 NEW = 6
 LENGTH = 20
@@ -139,7 +140,7 @@ class Text:
 def _greedy(model: Any, ids: torch.Tensor, mask: torch.Tensor | None, cache: Any = None) -> Text:
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
     how = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-    out = model.generate(**given, past_key_values=cache, **how, output_logits=True, return_dict_in_generate=True)
+    out = model.generate(**given, **handed(model, cache), **how, output_logits=True, return_dict_in_generate=True)
     return Text(out.sequences, torch.stack(out.logits))
 
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvkeep
+from kvkeep.argument import handed
 from kvkeep.cli import console
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug, Threads, parse_threads
@@ -211,7 +212,9 @@ def _answers(writer: Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterato
         room = budget if policy.evicts else tokens + ANSWER_TOKENS
         cache = kvkeep.BoundedCache(writer.model.config, policy, room)
         writer.read(prompt[:, :-1], cache)  # cuts the text to the budget; the reply sees nothing else
-        reply = generate(prompt, past_key_values=cache, max_new_tokens=ANSWER_TOKENS, do_sample=False)[0, tokens:]
+        reply = generate(prompt, **handed(writer.model, cache), max_new_tokens=ANSWER_TOKENS, do_sample=False)[
+            0, tokens:
+        ]
         yield Answer(name, room, writer.text_of(reply.tolist()), cache.memory().allocated_bytes)
 
 

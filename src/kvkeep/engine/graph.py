@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvkeep.argument import handed
 from kvkeep.engine.batch import Batch
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.segments import Owner
@@ -170,7 +171,7 @@ class _Step:
             input_ids=self._inputs[0],
             position_ids=self._inputs[1],
             attention_mask=self._real,
-            past_key_values=self._cache,
+            **handed(self._model, self._cache),
             use_cache=True,
             **self._options,
         )

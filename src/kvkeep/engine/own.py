@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvkeep.argument import handed
 from kvkeep.cache import BoundedCache
 from kvkeep.hybrid import state_part
 from kvkeep.memory import Memory, bytes_of
@@ -65,7 +66,7 @@ def probed(model: Decoder) -> BoundedCache:
     """A cache that one token has gone through, which shows the shapes of every layer."""
     cache = BoundedCache(model.config, "full", 1)
     with torch.inference_mode():
-        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device_of(model)), past_key_values=cache)
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device_of(model)), **handed(model, cache))
     return cache
 
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.argument import handed
 from kvkeep.engine.batch import Batch, Run
 from kvkeep.engine.choice import Trial
 from kvkeep.engine.graph import Graphs
@@ -105,7 +106,7 @@ class Runner:
             input_ids=given.ids,
             position_ids=given.positions,
             attention_mask=given.real,
-            past_key_values=cache,
+            **handed(self._model, cache),
             use_cache=True,
             **options,
         ).logits

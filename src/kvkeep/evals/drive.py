@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import budget as budgets
+from kvkeep.argument import handed
 from kvkeep.cache import BoundedCache
 from kvkeep.codes import check_bits
 from kvkeep.errors import BudgetError
@@ -135,7 +136,7 @@ class Drive:
         ids = ids.to(self.model.device)
         out = self.model(
             input_ids=ids,
-            past_key_values=self.cache,
+            **handed(self.model, self.cache),
             use_cache=True,
             logits_to_keep=int(last_only),
             **({} if real is None else self._padding(real.to(ids.device))),

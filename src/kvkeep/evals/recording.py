@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.argument import handed
 from kvkeep.backends import reference
 from kvkeep.cache import BoundedCache
 from kvkeep.handing import BoundedLayer, handing_part
@@ -118,7 +119,7 @@ def tapes(model: Any, ids: Int[Tensor, "B n"]) -> dict[int, Tape]:
     """Run texts under the full cache and record every layer, by its number in the model."""
     cache = BoundedCache(model.config, "full", ids.shape[1])
     recorders = record(cache)
-    model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=ids.to(model.device), **handed(model, cache), use_cache=True, logits_to_keep=1)
     return {index: recorder.tape() for index, recorder in recorders.items()}
 
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.argument import handed
 from kvkeep.backends import reference
 from kvkeep.cache import BoundedCache, handing_cache
 from kvkeep.errors import UnsupportedModelError
@@ -213,7 +214,7 @@ def feed(model: Any, cache: Any, ids: Int[Tensor, " T"], phase: Phase) -> Float[
     """Run new tokens over a cache and return the logits that follow the last one."""
     cache.phase = phase
     given = ids[None].to(model.device)
-    logits: Tensor = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits: Tensor = model(input_ids=given, **handed(model, cache), use_cache=True, logits_to_keep=1).logits
     return logits[0, -1].float()
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from kvkeep.argument import handed_over
 from kvkeep.backends import choose
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import InputError, UnsupportedModelError
@@ -114,7 +115,7 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         InputError: a prompt has tokens that stand for an image, and there is none, or its positions would be wrong;
             there is no new token; or the cache is not to be used.
     """
-    cache = kwargs.get("past_key_values")
+    cache = handed_over(kwargs)
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(cache, BoundedCache) and isinstance(ids, Tensor) and not torch.compiler.is_compiling():
         if not ids.is_meta:

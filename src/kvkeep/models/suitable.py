@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,8 +19,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from kvkeep.argument import CACHE_ARGUMENTS, handed, taken_as
 from kvkeep.cache import handing_cache
 from kvkeep.errors import InputError, UnsupportedModelError
+from kvkeep.layout import windows_of
 from kvkeep.models.offloaded import device_of
 
 _TEXT = {
@@ -30,7 +31,7 @@ _TEXT = {
     "position_ids",
     "token_type_ids",
     "mm_token_type_ids",
-    "past_key_values",
+    *CACHE_ARGUMENTS,
     "cache_position",
 }
 """Arguments that bring no image or sound."""
@@ -101,9 +102,9 @@ def check_cache(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; kvkeep bounds the cache of decoders only.")
-    if "past_key_values" not in inspect.signature(model.forward).parameters:
+    if taken_as(type(model)) is None or not _caches_keys(model.config):
         raise UnsupportedModelError(
-            f"{name} takes no past_key_values: it keeps a state of fixed size or nothing, or gives no cache to its "
+            f"{name} takes no KV cache: it keeps a state of fixed size or nothing, or gives no cache to its "
             "inner decoder. So there is nothing that kvkeep could bound."
         )
     own = getattr(model, "_supports_default_dynamic_cache", None)
@@ -111,6 +112,14 @@ def check_cache(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"{name} works with a cache of its own kind instead of transformers', which kvkeep cannot replace."
         )
+
+
+def _caches_keys(config: PreTrainedConfig) -> bool:
+    """Whether some layer of a decoder has keys; also if kvkeep cannot bound them, which is refused later by name."""
+    try:
+        return bool(windows_of(config))
+    except UnsupportedModelError:
+        return True
 
 
 def check_attention(model: PreTrainedModel) -> None:
@@ -240,7 +249,7 @@ def try_out(skeleton: PreTrainedModel) -> None:
     trial, ids = copy.copy(skeleton).eval(), torch.zeros((1, 2), dtype=torch.int64, device="meta")
     try:
         with torch.inference_mode():
-            trial(input_ids=ids, past_key_values=handing_cache(trial.config, lambda index: _Idle()))
+            trial(input_ids=ids, **handed(trial, handing_cache(trial.config, lambda index: _Idle())))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(skeleton).__name__} cannot run with kvkeep. {error}") from error
     except Exception:  # a model's own code may need numbers; then its first step will show it

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvkeep.argument import handed
 from kvkeep.errors import InputError
 from kvkeep.models.device import enough_memory
 from kvkeep.models.files import explained
@@ -177,7 +178,7 @@ class Writer:
             InputError: the device's memory is too small.
         """
         with enough_memory(self.model.device):
-            self.model(input_ids=prompt.to(self.model.device), past_key_values=cache, logits_to_keep=1)
+            self.model(input_ids=prompt.to(self.model.device), **handed(self.model, cache), logits_to_keep=1)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, without special ones."""

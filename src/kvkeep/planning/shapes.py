@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvkeep.argument import handed
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import KVKeepError, UnsupportedModelError
 from kvkeep.layer import Layer
@@ -94,7 +95,7 @@ def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> Bounded
     nn.Module.to(model, torch.bfloat16).eval()  # some kernels for experts take no other dtype
     try:
         with torch.inference_mode():
-            model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device="meta"), past_key_values=cache)
+            model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device="meta"), **handed(model, cache))
     except KVKeepError:
         raise
     except Exception as error:  # whatever a model's own code raises for tensors without numbers

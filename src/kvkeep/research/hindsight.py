@@ -23,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import noise, scores
+from kvkeep.argument import handed
 from kvkeep.cache import handing_cache
 from kvkeep.errors import InputError
 from kvkeep.evals.whole import Adding, Hiding, positions_of
@@ -39,8 +40,8 @@ class Attached(Protocol):
     config: Any
     device: torch.device
 
-    def __call__(self, *, input_ids: Tensor, past_key_values: PhasedCache, **options: Any) -> Any:
-        """Run the model."""
+    def __call__(self, *, input_ids: Tensor, **given: Any) -> Any:
+        """Run the model, with its cache among what is given."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +177,7 @@ def measure(model: Attached, ids: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] 
     lengths = torch.full(ids.shape[:1], ids.shape[1]) if real is None else real.sum(dim=1)
     padding = {} if real is None else {"attention_mask": real.long(), "position_ids": positions_of(real).clamp(min=0)}
     with torch.inference_mode():
-        model(input_ids=ids, past_key_values=cache, logits_to_keep=1, **padding)
+        model(input_ids=ids, **handed(model, cache), logits_to_keep=1, **padding)
     return Totals({index: layer.mass.clone() for index, layer in layers.items()}, lengths.to(model.device))
 
 

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.argument import handed
 from kvkeep.budget import between, check_one
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import InputError, UnsupportedModelError
@@ -90,7 +91,7 @@ def read(
         )
     pieces = [(Phase.PREFILL, ids), *((Phase.PROBE, part) for part in ids.split(check_one(chunk, "chunk"), dim=1))]
     for cache.phase, piece in pieces:
-        model(input_ids=piece, past_key_values=cache)
+        model(input_ids=piece, **handed(model, cache))
     cache.phase, cache.budget, cache._settings = None, budget, replace(cache._settings, budgets=(budget,))
     for layer in layers.values():
         _shrink(layer, budget)

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.argument import handed
 from kvkeep.backends import reference
 from kvkeep.cache import handing_cache
 from kvkeep.errors import ShapeError, UnsupportedModelError
@@ -188,5 +189,5 @@ def walk(
     with Watched(model, numbers if "mlp" in reads else {}, sees.mlp, refuse), enough_memory(model.device):
         for first in range(0, len(tokens), block):
             ids = tokens[None, first : first + block].to(model.device)
-            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=ids, **handed(model, cache), use_cache=True, logits_to_keep=1)
             progress(((first + ids.shape[1]) / len(tokens)) ** 2)

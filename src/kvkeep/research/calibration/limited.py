@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.argument import handed
 from kvkeep.backends import choose, reference
 from kvkeep.cache import handing_cache
 from kvkeep.evals.whole import WholeText
@@ -206,7 +207,7 @@ def read(
         logits = model(
             input_ids=passage.ids.to(model.device).expand(rows, -1),
             position_ids=passage.positions.to(model.device).expand(rows, -1),
-            past_key_values=handing_cache(model.config, make),
+            **handed(model, handing_cache(model.config, make)),
             use_cache=True,
             logits_to_keep=torch.cat(columns).to(model.device),
         ).logits

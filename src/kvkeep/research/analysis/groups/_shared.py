@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.argument import handed
 from kvkeep.evals import metrics
 from kvkeep.handing import PhasedCache
 from kvkeep.research.analysis.measure import Axes, Skipped, Subject
@@ -74,7 +75,7 @@ def _without_begin(subject: Subject) -> tuple[Int[Tensor, " b"], Int[Tensor, " n
 def loss(model: Any, ids: Int[Tensor, "B T"], cache: PhasedCache | None = None) -> float:
     """Mean loss in nats of every token but the first of each row, in one pass."""
     ids = ids.to(model.device)
-    given: dict[str, Any] = {"use_cache": False} if cache is None else {"past_key_values": cache, "use_cache": True}
+    given: dict[str, Any] = {"use_cache": False} if cache is None else {**handed(model, cache), "use_cache": True}
     logits: Tensor = model(input_ids=ids, **given).logits
     return float(metrics.nll(logits[:, :-1], ids[:, 1:]).double().mean())
 

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.argument import handed
 from kvkeep.cache import BoundedCache
 from kvkeep.evals.recording import Recorder, Tape, record, tapes
 from kvkeep.layer import Layer
@@ -193,7 +194,7 @@ def _run(model: Any, ids: Tensor, prompt: int, budget: int) -> list[Float[Tensor
     cache = BoundedCache(model.config, POLICY, budget)
     recorders = record(cache)
     for piece in [ids[:, :prompt], *ids[:, prompt:].split(1, dim=1)]:
-        model(input_ids=piece.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=piece.to(model.device), **handed(model, cache), use_cache=True, logits_to_keep=1)
     return [_by_head(recorder.tape().bounded()) for recorder in recorders.values()]
 
 
