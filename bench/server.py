@@ -109,6 +109,18 @@ class Both:
         return times
 
 
+def with_text(model: Any, tokenizer: Any) -> None:
+    """Keep random weights from choosing tokens that are no text by themselves.
+
+    Over HTTP a token is seen by its text, so a row of halves of characters would look like a stall.
+    """
+    weights = model.get_output_embeddings().weight
+    texts = [tokenizer.decode([token]) for token in range(weights.shape[0])]
+    silent = [not text.isascii() or not text.strip() for text in texts]
+    with torch.no_grad():
+        weights[torch.tensor(silent)] = 0.0
+
+
 @contextmanager
 def both(options: argparse.Namespace) -> Iterator[Both]:
     """The engine and its server."""
@@ -118,6 +130,7 @@ def both(options: argparse.Namespace) -> Iterator[Both]:
             model = read_weights(checkpoint, options.dtype, "cpu")
         else:
             model = speed_model(getattr(torch, options.dtype), options.layers)
+            with_text(model, checkpoint.tokenizer)
     settings = {"policy": options.policy, "budget": options.budget, "prefill_chunk": options.chunk}
     place = Place(port=0)
     with kvkeep.Engine(model, checkpoint.tokenizer, rows=max(options.streams), **settings) as engine:
