@@ -4,14 +4,13 @@ import os
 import signal
 import sys
 import threading
-import time
 
 import model_folders
 import pytest
 from transformers import AutoTokenizer
 
 from kvkeep.errors import InputError
-from kvkeep.models import templates, tiny
+from kvkeep.models import templates, tiny, worker
 
 MESSAGES = [{"role": "user", "content": "Grüße, \ud55c\uad6d \n{{ 7 }}"}, {"role": "assistant", "content": "ja"}]
 
@@ -154,11 +153,14 @@ def test_a_forked_process_fills_in_templates_by_itself(tokenizer):
     assert templates.fill(tokenizer, MESSAGES) == MESSAGES[0]["content"]
 
 
-def test_a_process_that_does_not_start(tokenizer, monkeypatch):
+@pytest.mark.parametrize(("body", "why"), [("exit 3", "ends with code 3"), ("exec sleep 600", "not ready after 1 s")])
+def test_a_process_that_does_not_start(body, why, tokenizer, monkeypatch, tmp_path):
     tokenizer.chat_template = "x"
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
     monkeypatch.setattr(templates, "_WORKER", templates._new())
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    start = time.monotonic()
-    with pytest.raises(InputError, match="does not start"):
+    monkeypatch.setattr(worker, "_START_S", 1.0)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(InputError, match=f"does not start .*{why}"):
         templates.fill(tokenizer, MESSAGES)
-    assert time.monotonic() - start < 5

@@ -67,9 +67,7 @@ def _asked(line: str) -> dict[str, str]:
     try:
         found = _WORKER.ask(line, TIMEOUT_S)
     except OSError as error:
-        raise InputError(
-            f"The process that fills in chat templates ({_WORKER.command}) does not start. {_REMEDY}"
-        ) from error
+        raise InputError(f"The process that fills in chat templates does not start ({error}). {_REMEDY}") from error
     return found or {"error": f"it takes more than {TIMEOUT_S:.0f} s or {MEMORY_BYTES >> 20} MiB"}
 
 

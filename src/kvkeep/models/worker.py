@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
-_START_S = 60.0
+_START_S = 300.0
+"""Seconds until the script is ready. It was asked nothing yet, so only a machine without a free core takes long."""
 
 
 class Worker:
@@ -79,9 +81,11 @@ class Worker:
             env={**os.environ, "PYTHONPATH": places, "USE_TORCH": "0", "PYTHONIOENCODING": "utf-8"},
         )
         if self._read(process, _START_S) is None:
+            late = process.poll() is None or process.returncode == -signal.SIGKILL
             process.kill()
             process.communicate()
-            raise OSError(f"{self.command} does not start")
+            why = f"it is not ready after {_START_S:.0f} s" if late else f"it ends with code {process.returncode}"
+            raise OSError(f"{self.command}: {why}")
         return process
 
     @staticmethod
