@@ -43,6 +43,7 @@ from peers import transformers as dense
 from transformers import LlamaForCausalLM
 
 import kvkeep
+from kvkeep.argument import handed
 from kvkeep.codes import KV_BITS
 from kvkeep.models.fused import prepare
 from kvkeep.planning.bandwidth import measure_bandwidth
@@ -136,7 +137,7 @@ def systems(models: Models, rows: int, context: int, *, steps: int, **bounds: An
 def stepper(model: LlamaForCausalLM, cache: object, token: torch.Tensor) -> Callable[[], torch.Tensor]:
     def step() -> torch.Tensor:
         with torch.inference_mode():
-            return model(input_ids=token, past_key_values=cache).logits[:, -1].argmax(dim=-1)
+            return model(input_ids=token, **handed(model, cache)).logits[:, -1].argmax(dim=-1)
 
     return step
 

@@ -19,6 +19,7 @@ import torch
 from lib import report
 
 from kvkeep import Policy, parse
+from kvkeep.argument import handed
 from kvkeep.evals import metrics
 from kvkeep.evals.drive import Drive
 from kvkeep.evals.task import Options
@@ -88,7 +89,7 @@ def removal(writer: Writer, ids: torch.Tensor, totals: Totals) -> dict[str, dict
         for share in (0.0, *SHARES):
             cache = hindsight.without(writer.model, choose(share))
             with torch.inference_mode():
-                logits = writer.model(ids, past_key_values=cache).logits[:, :-1]
+                logits = writer.model(ids, **handed(writer.model, cache)).logits[:, :-1]
             loss = metrics.nll(logits, ids[:, 1:]).double().mean().item()
             found.setdefault(choose.__name__, {})[f"{share:.0%}"] = math.exp(loss)
     return found

@@ -20,6 +20,7 @@ from lib.sizes import MIB
 from peers.__main__ import forget_peak, resident_bytes
 
 import kvkeep
+from kvkeep.argument import handed
 from kvkeep.models.fused import prepare
 from kvkeep.types import Phase
 
@@ -60,7 +61,7 @@ class Reader:
         start = time.perf_counter()
         for chunk in text[None].split(self.options.chunk, dim=1):
             self.cache.phase = Phase.PREFILL
-            self.model(input_ids=chunk, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            self.model(input_ids=chunk, **handed(self.model, self.cache), use_cache=True, logits_to_keep=1)
         return time.perf_counter() - start
 
 

@@ -15,6 +15,7 @@ from lib import arguments, finish, interleaved, kernel, median_ms, positive, sho
 from transformers import LlamaConfig
 
 import kvkeep
+from kvkeep.argument import handed
 from kvkeep.models.fused import prepare
 from kvkeep.policies._heads import under
 from kvkeep.rotary.embedding import rotation_for
@@ -44,7 +45,7 @@ def model_steps(policies: list[str], rows: int, budget: int, layers: int, dtype:
 
         def step():
             with torch.inference_mode():
-                model(input_ids=token, past_key_values=cache)
+                model(input_ids=token, **handed(model, cache))
 
         return step
 

@@ -3,6 +3,7 @@
     python bench/reading.py                                     # a short look: 2048 tokens
     python bench/reading.py --full [--dtype bfloat16]           # 2048 and 8192 tokens, 5 repeats
     python bench/reading.py --contexts 32768 --policies h2o --repeats 3
+    python bench/reading.py --shape qwen3-0.6b                  # a size that users know, in bfloat16
     python bench/reading.py --full --policies snapkv leverage reread --cpu-time --threads 1   # beside other work
 
 One prompt in one row of one process, up to the logits of its last token. Systems take turns, so a drift of the machine
@@ -12,16 +13,31 @@ affects all of them. `bench/prefill_memory.py` measures the memory of a prompt, 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
-from lib import arguments, finish, interleaved, kernel, median_ms, positive, show, speed_config, speed_model, spread
-from transformers import DynamicCache, LlamaForCausalLM
+from lib import (
+    arguments,
+    finish,
+    interleaved,
+    kernel,
+    median_ms,
+    positive,
+    settle_shape,
+    show,
+    speed_config,
+    speed_model,
+    spread,
+    with_shapes,
+)
+from transformers import DynamicCache, PreTrainedModel
 
 import kvkeep
+from kvkeep.argument import handed
 from kvkeep.types import Phase
 
 BASE = "transformers whole"
@@ -31,21 +47,24 @@ IN_CHUNKS = {"h2o", "full"}
 COLUMNS = ["system", "ms (quartiles)", "/ transformers", "tokens/s"]
 
 
-def read(model: LlamaForCausalLM, cache: object, prompt: torch.Tensor, chunk: int | None) -> torch.Tensor:
+def read(model: PreTrainedModel, cache: object, prompt: torch.Tensor, chunk: int | None) -> torch.Tensor:
     """Feed a prompt, whole or in chunks, and return the logits of its last token."""
     with torch.inference_mode():
         for piece in prompt.split(chunk or prompt.shape[1], dim=1):
             if isinstance(cache, kvkeep.BoundedCache):
                 cache.phase = Phase.PREFILL
-            out = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = model(input_ids=piece, **handed(model, cache), use_cache=True, logits_to_keep=1)
     return out.logits
 
 
 def tasks(prompt: torch.Tensor, options: argparse.Namespace) -> dict[str, Callable[[], torch.Tensor]]:
     """What is compared. Both models have the same weights."""
-    dense = speed_model(getattr(torch, options.dtype), options.layers, attach=False)
-    bounded = LlamaForCausalLM(speed_config(options.layers)).eval()
+    dense = speed_model(getattr(torch, options.dtype), options.layers, attach=False, shape=options.shape)
+    with torch.device("meta"):
+        bounded = type(dense)(copy.deepcopy(dense.config)).eval()
     bounded.load_state_dict(dense.state_dict(), assign=True)
+    bounded.tie_weights()
+    bounded.base_model.rotary_emb = copy.deepcopy(dense.base_model.rotary_emb)  # its frequencies are no parameters
     kvkeep.attach(bounded)
     context = prompt.shape[1]
 
@@ -69,7 +88,9 @@ def tasks(prompt: torch.Tensor, options: argparse.Namespace) -> dict[str, Callab
 
 def cell(context: int, options: argparse.Namespace) -> dict[str, object]:
     """One table, and its numbers."""
-    prompt = torch.randint(speed_config(1).vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
+    prompt = torch.randint(
+        speed_config(1, options.shape).vocab_size, (1, context), generator=torch.Generator().manual_seed(0)
+    )
     clock = time.process_time if options.cpu_time else time.perf_counter
     times = interleaved(tasks(prompt, options), options.repeats, warmup=1, clock=clock)
     base = median_ms(times[BASE])
@@ -77,12 +98,13 @@ def cell(context: int, options: argparse.Namespace) -> dict[str, object]:
         [name, spread(seconds), f"{median_ms(seconds) / base:.2f}", f"{context / statistics.median(seconds):.0f}"]
         for name, seconds in times.items()
     ]
-    show(f"{context} prompt tokens, {options.dtype}, budget {options.budget}, in turn", COLUMNS, lines)
+    model = "" if options.shape == "speed" else f" of {options.shape}"
+    show(f"{context} prompt tokens{model}, {options.dtype}, budget {options.budget}, in turn", COLUMNS, lines)
     return {"context": context, "seconds": times}
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = arguments(__doc__)
+    parser = with_shapes(arguments(__doc__))
     parser.add_argument("--full", action="store_true", help="2048 and 8192 tokens, 5 repeats")
     parser.add_argument("--contexts", type=positive, nargs="+", help="prompt tokens")
     parser.add_argument("--policies", nargs="+", default=POLICIES)
@@ -92,6 +114,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive)
     parser.add_argument("--cpu-time", action="store_true", help="seconds of all threads, for a machine with other work")
     options = parser.parse_args()
+    settle_shape(options)
     options.contexts = options.contexts or ([2048, 8192] if options.full else [2048])
     options.repeats = options.repeats or (5 if options.full else 3)
     torch.set_num_threads(options.threads)

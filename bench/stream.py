@@ -26,6 +26,7 @@ import torch
 from lib import report
 
 import kvkeep
+from kvkeep.argument import handed
 from kvkeep.models import tiny
 from kvkeep.models.load import load
 from kvkeep.runs import write_whole
@@ -104,7 +105,7 @@ class Stream:
             n = min(self.chunk, end - self.done)
             at = torch.arange(self.done, self.done + n + 1) % len(self.ids)
             piece = self.ids[at][None]
-            logits = self.model(input_ids=piece[:, :-1], past_key_values=self.cache).logits[0].float()
+            logits = self.model(input_ids=piece[:, :-1], **handed(self.model, self.cache)).logits[0].float()
             loss += torch.nn.functional.cross_entropy(logits, piece[0, 1:], reduction="sum").item()
             count += n
             self.done += n

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvkeep
+from kvkeep.argument import handed
 from kvkeep.models.load import embedded, load, quiet
 from kvkeep.models.quantised import weight_bytes
 from kvkeep.models.threads import advised, cores
@@ -39,11 +40,11 @@ def models() -> dict[str, torch.nn.Module]:
 def steps(model: torch.nn.Module, count: int) -> list[float]:
     """Seconds of decode steps of one row."""
     cache = kvkeep.BoundedCache(model.config, "h2o", budget=128)
-    model(input_ids=torch.arange(5, 205)[None], past_key_values=cache)
+    model(input_ids=torch.arange(5, 205)[None], **handed(model, cache))
     times = []
     for _ in range(count):
         start = time.perf_counter()
-        model(input_ids=torch.tensor([[7]]), past_key_values=cache)
+        model(input_ids=torch.tensor([[7]]), **handed(model, cache))
         times.append(time.perf_counter() - start)
     return times[2:]
 

@@ -11,6 +11,7 @@ from peers import transformers as dense
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import kvkeep
+from kvkeep.argument import handed
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.batch import Batch, Run
 from kvkeep.engine.generation import Generation
@@ -81,7 +82,7 @@ def dense_step(bench: Bench, kind: str, rows: int, tokens: int) -> Step:
 
     def step() -> object:
         with torch.inference_mode():
-            return bench.model(input_ids=token, past_key_values=cache).logits[:, -1].argmax(dim=-1)
+            return bench.model(input_ids=token, **handed(bench.model, cache)).logits[:, -1].argmax(dim=-1)
 
     return step
 
