@@ -48,7 +48,7 @@ SHORTENED = {
 }
 """Commands of which the pages' lines only show their help in the test of snippets → the test that runs them."""
 
-UNRUN = ("", "text", "bibtex", "json", "jsonl", "toml", "sh", "bash", "console")
+UNRUN = ("", "text", "bibtex", "json", "jsonl", "toml", "sh", "bash")
 """Languages other than Python: drawings, output and files; lines for a shell are looked at one by one."""
 
 
@@ -64,12 +64,12 @@ def fences(text: str) -> list[tuple[str, str]]:
 
 
 def lines(page: Path) -> list[str]:
-    """The lines of a page that are for a shell, without comments and prompts."""
+    """The lines of a page that are for a shell, without comments."""
     found = []
     for language, content in fences(page.read_text()):
-        if language in ("sh", "bash", "console") or re.match(r"(python|kvkeep) ", content):
+        if language in ("sh", "bash") or re.match(r"(python|kvkeep) ", content):
             joined = re.sub(r"\\\n\s*", " ", content)
-            found += [line.removeprefix("$ ").partition(" #")[0].strip() for line in joined.splitlines()]
+            found += [line.partition(" #")[0].strip() for line in joined.splitlines()]
     return [line for line in found if line]
 
 
