@@ -70,12 +70,13 @@ docs: .venv/.installed .venv-docs/.installed  ## write the generated pages, and 
 	$(BIN)/python tools/command_line_page.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs build --strict --clean
 
-docs-check: .venv-docs/.installed  ## open the built site in Chromium at two widths: links, search, console; check .github by schema
+docs-check: .venv-docs/.installed  ## open the built site in Chromium at two widths: links, search, console; check .github
 	$(DOCS)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(DOCS)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(DOCS)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(DOCS)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(DOCS)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(DOCS)/zizmor --offline --quiet .github
 	$(DOCS)/python tools/site_check.py site
 
 package: .venv-docs/.installed  ## build wheel and sdist, and install the wheel into an empty environment that runs the demo
