@@ -15,6 +15,8 @@ OLD := .venv-oldest/bin
 CLIENTS := .venv-clients/bin
 # requests that schemathesis makes of the OpenAPI document
 REQUESTS ?= 300
+# each has a classifier in pyproject.toml; `make package` asks whether every requirement has a build for it
+PYTHONS := 3.11 3.12 3.13 3.14
 EXTRAS := plots gpu quantised server structured summaries lm-eval clients dev docs
 LOW := .venv-lowest/bin
 DOCS := .venv-docs/bin
@@ -68,12 +70,13 @@ docs: .venv/.installed .venv-docs/.installed  ## write the generated pages, and 
 	$(BIN)/python tools/command_line_page.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/mkdocs build --strict --clean
 
-docs-check: .venv-docs/.installed  ## open the built site in Chromium at two widths: links, search, console; check .github by schema
+docs-check: .venv-docs/.installed  ## open the built site in Chromium at two widths: links, search, console; check .github
 	$(DOCS)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(DOCS)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(DOCS)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(DOCS)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(DOCS)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(DOCS)/zizmor --offline --quiet .github
 	$(DOCS)/python tools/site_check.py site
 
 package: .venv-docs/.installed  ## build wheel and sdist, and install the wheel into an empty environment that runs the demo
@@ -85,6 +88,7 @@ package: .venv-docs/.installed  ## build wheel and sdist, and install the wheel 
 	.venv-package/bin/pip install --quiet "$(TORCH)"
 	.venv-package/bin/pip install --quiet dist/*.whl
 	cd dist && HOME=$$(mktemp -d) ../.venv-package/bin/kvkeep demo
+	set -e; for version in $(PYTHONS); do echo "Python $$version"; .venv-package/bin/pip install --quiet --dry-run --target dist/none --python-version $$version --only-binary :all: dist/*.whl; done
 	set -e; for extra in $(EXTRAS); do echo "extra $$extra"; .venv-package/bin/pip install --quiet --dry-run ".[$$extra]"; done
 
 newcomer:  ## run the README from top to bottom in a new environment with an empty home, without a compiler and with one

@@ -82,6 +82,13 @@ def test_make_package_resolves_every_extra():
     assert sorted(named) == sorted(PROJECT["optional-dependencies"])
 
 
+def test_make_package_asks_for_every_python_that_is_named():
+    named = re.search(r"^PYTHONS := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
+    assert named == re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert re.findall(r'"(3\.\d+)"', re.search(r"python: \[(.*)\]", workflow)[1]) == named
+
+
 def test_the_check_of_a_newcomer_takes_every_command_and_block_of_the_readme(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     tool, readme = importlib.import_module("newcomer_check"), (ROOT / "README.md").read_text()

@@ -18,12 +18,17 @@ from urllib.parse import unquote, urlsplit
 from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import Page, sync_playwright
 
-WIDTHS = (390, 1440)
-LOOKED_AT = ("", "tutorials/first-run/", "reference/api/", "reference/command-line/", "policies/", "benchmarks/")
+WIDTHS = (390, 1280)
+LOOKED_AT = (
+    *("", "tutorials/first-run/", "reference/api/", "reference/command-line/", "reference/compared/"),
+    *("policies/", "sessions/", "benchmarks/"),
+)
 """Pages that are opened in the browser."""
 ASKED = {"scissorhands": "policies", "kvkeep serve": "command-line", "BoundedCache": "api"}
 """Words typed into the search → a part of the address that has to be found."""
 WAIT_MS = 30_000
+COMMANDS = ".language-sh pre > code, .language-bash pre > code"
+CUT_OFF = "all => all.filter(one => one.scrollWidth > one.clientWidth).map(one => one.innerText.slice(0, 60))"
 CODE = ("code", "script", "style")
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -82,11 +87,12 @@ def dead_links(site: Path) -> list[str]:
 
 
 def opened(page: Page, address: str, noise: list[str]) -> list[str]:
-    """What is wrong with a page in the browser: errors, requests to other hosts, and a page wider than the window."""
+    """What is wrong with a page in the browser: errors, requests to other hosts, and what is cut off at the right."""
     noise.clear()
     page.goto(address, wait_until="networkidle")
     width = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     wide = [f"{width} pixels wider than the window"] if width > 0 else []
+    wide += [f"a command is cut off: {text}" for text in page.eval_on_selector_all(COMMANDS, CUT_OFF)]
     return [f"{address} at {page.viewport_size['width']}: {what}" for what in (*noise, *wide)]
 
 

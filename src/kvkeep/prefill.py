@@ -1,4 +1,4 @@
-"""What only a prompt has: chunks of it, a second reading, and what it shows to a policy that asks for it."""
+"""The parts of a prompt's step: its chunks, its second reading, and the queries that a policy may ask for."""
 
 from __future__ import annotations
 

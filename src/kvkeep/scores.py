@@ -54,7 +54,7 @@ def protects(
     recent: Budget = 0,
     pins: Int[Tensor, "B bounds"] | None = None,
 ) -> Bool[Tensor, "B Hk S"]:
-    """Whether each slot's token is protected; the arguments are those of `protect`. Empty slots may be either."""
+    """Whether each slot's token is protected, with the arguments of `protect`. Empty slots may be either."""
     first_recent = seen[:, None] - recent
     shielded = positions >= first_recent[:, :, None]
     if sinks:

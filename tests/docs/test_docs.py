@@ -15,6 +15,7 @@ from sweeps import sweep
 from typer.testing import CliRunner
 
 import kvkeep
+from kvkeep.cli.chat import commands
 from kvkeep.cli.main import app
 from kvkeep.testing import LAWS, Case
 
@@ -150,3 +151,21 @@ def test_examples_run(arguments, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [path, *words])
     runpy.run_path(path, run_name="__main__")
     assert capsys.readouterr().out
+
+
+def test_pages_that_compare_agree_on_the_date_and_on_the_numbers():
+    page = (ROOT / "docs/reference/compared.md").read_text()
+    (read,) = re.findall(r"were read on (\d{4}-\d\d-\d\d)", page)
+    assert f"as of {read}" in README.replace("\n", " ")
+    models, here = re.findall(r"(\d+) model types of transformers", README + page)
+    assert models == here
+    policies = str(len(kvkeep.available_policies()))
+    assert f"| eviction policies | {policies} |" in README
+    assert f"| {policies} policies |" in page
+
+
+def test_what_can_be_typed_into_a_chat_exists():
+    for name in ("docs/sessions.md", "docs/tutorials/remembered-document.md"):
+        typed = set(re.findall(r"(?<=`)/[a-z]+(?=[ `])", (ROOT / name).read_text()))
+        assert typed
+        assert typed <= set(commands.COMMANDS), name

@@ -75,3 +75,10 @@ def test_the_page_of_compatibility_names_tests_that_exist():
     assert len(named) > 20
     for path, name in named:
         assert f"def {name}" in (ROOT / path).read_text(), (path, name)
+
+
+def test_pages_claim_no_gpu_as_long_as_the_page_of_gpus_has_none():
+    if "Nothing on this page has run on a GPU yet" in (DOCS / "gpu.md").read_text():
+        for name in ("docs/compatibility.md", "docs/reference/compared.md"):
+            (line,) = re.findall(r"^\| (?:CUDA|devices) \|.*$", (ROOT / name).read_text(), flags=re.MULTILINE)
+            assert "not run on a GPU yet" in line, name

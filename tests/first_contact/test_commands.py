@@ -13,6 +13,7 @@ import memories
 import model_folders
 import pytest
 import result_folders
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvkeep.cli.eval.tables import parts
@@ -100,6 +101,13 @@ def test_wide_terminals_are_used(name, home):
     narrow, wide = (run([*name.split(), "--help"], width).stdout for width in (60, 120))
     assert len(wide.splitlines()) <= len(narrow.splitlines())
     assert "".join(wide.split()) == "".join(narrow.split())
+
+
+def test_pages_of_help_lose_no_words_in_brackets():
+    """Marks of rich that are no style would be taken out of a text, such as the extra in a command for pip."""
+    for name, command in get_command(app).commands.items():
+        for text in (command.help or "", *(getattr(param, "help", None) or "" for param in command.params)):
+            assert set(re.findall(r"(?<!\\)\[(/?[a-z][^\]]*)\]", text)) <= {"b", "/b"}, (name, text)
 
 
 @pytest.mark.slow

@@ -18,14 +18,18 @@ MaxNewTokens = Annotated[
 Temperature = Annotated[
     float,
     typer.Option(
-        "--temperature", "-t", metavar="NUMBER", help="0: greedy. Above 0: tokens are drawn.", rich_help_panel=SAMPLING
+        "--temperature",
+        "-t",
+        metavar="NUMBER",
+        help="0 takes the likeliest token. Above 0, tokens are drawn.",
+        rich_help_panel=SAMPLING,
     ),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
         metavar="NUMBER",
-        help="Draw among the likeliest tokens that have this probability together.",
+        help="Draw among the likeliest tokens whose probabilities sum up to this.",
         rich_help_panel=SAMPLING,
     ),
 ]
@@ -36,7 +40,7 @@ MinP = Annotated[
     float | None,
     typer.Option(
         metavar="NUMBER",
-        help="Draw among tokens with at least this share of the likeliest one's probability.",
+        help="Draw among tokens that are at least this share as likely as the likeliest.",
         rich_help_panel=SAMPLING,
     ),
 ]

@@ -1,4 +1,4 @@
-"""What callers of the engine hand in: requests, texts that become requests, and policies."""
+"""The arguments of the engine's callers: requests, texts that become requests, and policies."""
 
 from __future__ import annotations
 

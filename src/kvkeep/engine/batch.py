@@ -66,7 +66,7 @@ class Run:
 
     @property
     def reads(self) -> bool:
-        """Whether tokens of prompts are among its tokens. They come before generated ones."""
+        """Whether the batch has tokens of prompts. They come before generated tokens."""
         return self.batches[0].phase is Phase.PREFILL
 
     @property

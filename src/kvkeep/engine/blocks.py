@@ -53,7 +53,7 @@ class Stack:
 
     @property
     def is_pool(self) -> bool:
-        """Whether heads share a pool; then there is one layer."""
+        """Whether the heads of this block share a pool. Such a block belongs to one layer."""
         return isinstance(self.block.store, PooledStore)
 
     def of(self, row: int) -> slice:

@@ -92,7 +92,7 @@ class Lasting:
         return self.go_on(past, Snapshot(contents, self._fingerprint, past.tokens))
 
     def go_on(self, past: Past, snapshot: Snapshot) -> Pending | None:
-        """Go on from a memory. As long as there is no room for it, the session stays as it is.
+        """Go on from a memory. Without room for it, the session stays as it is.
 
         Raises:
             SnapshotError: see `Shelf.settle`.

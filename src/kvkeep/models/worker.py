@@ -38,7 +38,7 @@ class Worker:
 
     @property
     def runs(self) -> bool:
-        """Whether the process is there; otherwise the next question starts another one."""
+        """Whether the process runs. If it does not, the next question starts another one."""
         return self._process is not None and self._starter == os.getpid() and self._process.poll() is None
 
     def ask(self, line: str, timeout_s: float) -> dict[str, Any] | None:

@@ -72,7 +72,7 @@ def error(message: str, *, status: int, param: str | None = None) -> dict[str, A
 
 
 def calls_of(asked: Asked, name: str, index: int) -> Calls | None:
-    """What reads the calls of an answer's text; ``None`` if no tool may be called.
+    """The parser of the tool calls in an answer's text; ``None`` if no tool may be called.
 
     Args:
         asked: the body of the request.

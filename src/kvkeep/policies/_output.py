@@ -1,4 +1,4 @@
-"""What a layer's output owes to a vector that its heads put out."""
+"""The part of a layer's output that one vector of its heads contributes."""
 
 from jaxtyping import Float
 from torch import Tensor

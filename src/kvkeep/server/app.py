@@ -1,4 +1,4 @@
-"""The application: routes, what every request goes through, and what happens to failures."""
+"""The application: its routes, the steps that every request goes through, and the answers to failures."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class StreamOptions(Body):
 
 
 class Generating(Body):
-    """What bodies share that ask for new tokens."""
+    """The fields that all bodies have that ask for new tokens."""
 
     own: ClassVar[tuple[str, ...]] = (*OWN, "structured_outputs")
     model: str | None = None
@@ -138,7 +138,7 @@ class RewindBody(Body):
 
 
 class PinBody(Body):
-    """What a session pins."""
+    """The body of a request that pins tokens of a session."""
 
     model_config = ConfigDict(json_schema_extra={"required": ["pins"]})
     own: ClassVar[tuple[str, ...]] = ("pins",)

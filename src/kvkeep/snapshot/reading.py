@@ -1,4 +1,4 @@
-"""Snapshots read from files that nobody vouches for: every number is checked before it is used."""
+"""Snapshots read from untrusted files: every number is checked before it is used."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Cascade:
 
     @staticmethod
     def fits(tables: Mapping[str, Tensor]) -> bool:
-        """Whether tables have the names, dtypes and lengths of those of `take_row`."""
+        """Whether tables have the names, dtypes and lengths that `take_row` gives them."""
         kinds = {name: dtype for name, _, dtype in _TABLES}
         if tables.keys() != kinds.keys() or any(table.ndim != 1 for table in tables.values()):
             return False

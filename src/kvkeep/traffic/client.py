@@ -20,7 +20,7 @@ _CHAT, _TEXT = "/chat/completions", "/completions"
 
 @dataclass
 class Outcome:
-    """What became of a request.
+    """The outcome of one request: its times, its text's length, and its failure if it had one.
 
     Attributes:
         planned, sent: when it was to be sent, and when it was.

@@ -60,7 +60,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a server is to bear.
+    """The load for a server: how many conversations arrive, how fast, and how long they are.
 
     Attributes:
         requests: conversations that arrive.

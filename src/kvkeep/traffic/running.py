@@ -1,4 +1,4 @@
-"""An open loop: requests are sent when they are due, whatever became of those before them."""
+"""An open loop: a request is sent when it is due, whether or not earlier ones have been answered."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvkeep.types import Slots
 
 
 def row(wanted: Wanted, now: Tensor) -> dict[str, Any]:
-    """How a row counts, as the kernels take it."""
+    """The weights of query rows in a statistic's sums, as arguments of a kernel."""
     return {
         **either("counted", "counts", wanted.counts, now, dtype=torch.int64),
         **either("gains", "gain", 1.0 if wanted.gain is None else wanted.gain, now, dtype=torch.float32),

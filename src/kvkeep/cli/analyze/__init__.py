@@ -58,9 +58,7 @@ def analyze(
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(
-            min=0, max=2**31 - 1, metavar="N", help="Seed of everything that is drawn.", rich_help_panel=_ANALYSIS
-        ),
+        typer.Option(min=0, max=2**31 - 1, metavar="N", help="Seed of all random choices.", rich_help_panel=_ANALYSIS),
     ] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",

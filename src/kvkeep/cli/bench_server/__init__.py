@@ -16,21 +16,28 @@ _ARRIVALS, _TEXTS, _SERVER = "Arrivals", "Prompts and answers", "Server"
 
 @one_line_errors
 def bench_server(
-    url: Annotated[str, typer.Argument(help="Of a server of OpenAI's API: http://127.0.0.1:8000.", metavar="URL")],
+    url: Annotated[
+        str, typer.Argument(help="Address of a server of OpenAI's API: http://127.0.0.1:8000.", metavar="URL")
+    ],
     requests: Annotated[
-        int, typer.Option(metavar="N", help="Requests; with --turns conversations.", rich_help_panel=_ARRIVALS)
+        int,
+        typer.Option(
+            metavar="N", help="Number of requests, or of conversations with --turns.", rich_help_panel=_ARRIVALS
+        ),
     ] = 100,
     rate: Annotated[
         float,
         typer.Option(
-            metavar="RATE", help="Of them per second, at random times; inf: all at once.", rich_help_panel=_ARRIVALS
+            metavar="RATE",
+            help="Mean number of them per second, at random times; inf sends all at once.",
+            rich_help_panel=_ARRIVALS,
         ),
     ] = 4.0,
     turns: Annotated[
         int,
         typer.Option(
             metavar="N",
-            help="Messages of each conversation; each is sent when the answer before it is there.",
+            help="Messages in each conversation. Each is sent after the answer to the one before.",
             rich_help_panel=_ARRIVALS,
         ),
     ] = 1,
@@ -38,25 +45,34 @@ def bench_server(
         bool,
         typer.Option(
             "--sessions",
-            help="Conversations are sessions of kvkeep: new messages alone are sent.",
+            help="Run conversations as sessions of kvkeep, which send only the new message.",
             rich_help_panel=_ARRIVALS,
         ),
     ] = False,
     warmup: Annotated[
-        int, typer.Option(metavar="N", help="Requests before the others, not counted.", rich_help_panel=_ARRIVALS)
+        int, typer.Option(metavar="N", help="Requests sent beforehand that are not counted.", rich_help_panel=_ARRIVALS)
     ] = 2,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of times, lengths and texts.", rich_help_panel=_ARRIVALS)] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Seed of the arrival times, lengths and texts.", rich_help_panel=_ARRIVALS)
+    ] = 0,
     prompt_tokens: Annotated[
         str,
         typer.Option(
             metavar="LENGTH",
-            help="128; 64-512: all equally likely; ~200: exponential with this mean. Counted in short words.",
+            help="Length of a prompt in short words: 128; 64-512 (all equally likely); ~200 (exponential with this "
+            "mean).",
             rich_help_panel=_TEXTS,
         ),
     ] = "128",
     max_new_tokens: Annotated[
         str,
-        typer.Option("--max-new-tokens", "-n", metavar="LENGTH", help="The same, of answers.", rich_help_panel=_TEXTS),
+        typer.Option(
+            "--max-new-tokens",
+            "-n",
+            metavar="LENGTH",
+            help="Length of an answer in tokens, written like that of a prompt.",
+            rich_help_panel=_TEXTS,
+        ),
     ] = "64",
     input: Annotated[  # noqa: A002  the flag of all commands
         str | None,
@@ -69,20 +85,27 @@ def bench_server(
         ),
     ] = None,
     prefixes: Annotated[
-        int, typer.Option(metavar="N", help="Beginnings that prompts share.", rich_help_panel=_TEXTS)
+        int, typer.Option(metavar="N", help="Number of beginnings that prompts share.", rich_help_panel=_TEXTS)
     ] = 1,
     prefix_tokens: Annotated[
-        int, typer.Option(metavar="TOKENS", help="Length of each, on top of the prompt's.", rich_help_panel=_TEXTS)
+        int,
+        typer.Option(
+            metavar="TOKENS",
+            help="Length of each shared beginning, added to the prompt's length.",
+            rich_help_panel=_TEXTS,
+        ),
     ] = 0,
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Default: the first that /v1/models names.", rich_help_panel=_SERVER),
+        typer.Option(
+            metavar="NAME", help="The model to ask. Default: the first one of /v1/models.", rich_help_panel=_SERVER
+        ),
     ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
             metavar="KEY",
-            help="Better in a variable.",
+            help="API key. A variable keeps it out of the list of processes.",
             envvar=["KVKEEP_API_KEY", "OPENAI_API_KEY"],
             show_envvar=True,
             rich_help_panel=_SERVER,
@@ -90,31 +113,35 @@ def bench_server(
     ] = None,
     chat: Annotated[
         bool,
-        typer.Option("--chat/--completions", help="/v1/chat/completions or /v1/completions.", rich_help_panel=_SERVER),
+        typer.Option(
+            "--chat/--completions", help="Use /v1/chat/completions or /v1/completions.", rich_help_panel=_SERVER
+        ),
     ] = True,
     ignore_end: Annotated[
         bool,
         typer.Option(
             "--ignore-end",
-            help="Answers have their full length (ignore_eos, which kvkeep and vLLM know).",
+            help="Let every answer have its full length (the field ignore_eos of kvkeep and vLLM).",
             rich_help_panel=_SERVER,
         ),
     ] = False,
     timeout: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="Without a piece of an answer.", rich_help_panel=_SERVER),
+        typer.Option(metavar="SECONDS", help="Longest wait for the next piece of an answer.", rich_help_panel=_SERVER),
     ] = 600.0,
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="A line of JSON for each request.", rich_help_panel=OUTPUT),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="File for a line of JSON about each request.", rich_help_panel=OUTPUT
+        ),
     ] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Load a server of OpenAI's API with requests that arrive at random times, and show its times.
 
-    The loop is open: requests are sent when they are due, however many still wait, as clients do that do not know of
-    each other. Times count from then on.
+    The loop is open: a request is sent when it is due, however many others still wait, as independent clients would
+    do. Times count from that moment.
     """
     if find_spec("httpx") is None:
         raise InputError("This command needs httpx, which is not installed: pip install 'kvkeep[server]'.")

@@ -62,7 +62,9 @@ def calibrate(
     ] = 4,
     recent: Annotated[
         int,
-        typer.Option(min=1, metavar="N", help="Newest tokens that it still sees.", rich_help_panel=_MEASURE),
+        typer.Option(
+            min=1, metavar="N", help="Newest tokens that a limited head still sees.", rich_help_panel=_MEASURE
+        ),
     ] = 32,
     case: Annotated[
         str,
@@ -75,14 +77,16 @@ def calibrate(
         ),
     ] = "later",
     documents: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Texts with planted facts.", rich_help_panel=_MEASURE)
+        int, typer.Option(min=0, metavar="N", help="Number of texts with planted facts.", rich_help_panel=_MEASURE)
     ] = 6,
     questions: Annotated[
         int,
-        typer.Option(min=1, metavar="N", help="Questions about each of them, at most 16.", rich_help_panel=_MEASURE),
+        typer.Option(
+            min=1, metavar="N", help="Questions about each text with facts, at most 16.", rich_help_panel=_MEASURE
+        ),
     ] = 16,
     windows: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Windows of the text.", rich_help_panel=_MEASURE)
+        int, typer.Option(min=1, metavar="N", help="Windows of --text that are read.", rich_help_panel=_MEASURE)
     ] = 3,
     seed: Annotated[
         int,
@@ -105,8 +109,8 @@ def calibrate(
             min=0,
             max=1,
             metavar="SHARE",
-            help="With --from-duo: this share of the heads needs nothing, the others all. Default: the pattern's "
-            "own numbers.",
+            help="With --from-duo: the share of heads that need no far past; the others need it. Default: the "
+            "pattern's own numbers.",
             rich_help_panel=_IMPORT,
         ),
     ] = None,

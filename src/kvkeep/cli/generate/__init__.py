@@ -191,7 +191,7 @@ def generate(
         typer.Option(
             "--json-schema",
             metavar="FILE",
-            help="The answer is JSON that follows this schema. Needs the extra kvkeep[structured].",
+            help="The answer is JSON that follows this schema. Needs pip install 'kvkeep\\[structured]'.",
             rich_help_panel=SAMPLING,
         ),
     ] = None,

@@ -73,7 +73,7 @@ def plan(
         str | None,
         typer.Option(
             metavar="TOKENS",
-            help="Prompt tokens that are fed in one step, of all rows together. Default: one whole prompt.",
+            help="Prompt tokens that are fed in one step, counted over all rows. Default: one whole prompt.",
             rich_help_panel=MEMORY,
         ),
     ] = None,
@@ -88,19 +88,21 @@ def plan(
         str,
         typer.Option(
             metavar="NAME",
-            help="Of weights and cache: float32, bfloat16, float16, or auto: the checkpoint's dtype.",
+            help="Dtype of weights and cache: float32, bfloat16, float16, or auto: the checkpoint's.",
             rich_help_panel=MODEL,
         ),
     ] = "auto",
     weights_dtype: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Of the weights, if it differs from the cache's.", rich_help_panel=MODEL),
+        typer.Option(
+            metavar="NAME", help="Dtype of the weights, if it differs from the cache's.", rich_help_panel=MODEL
+        ),
     ] = None,
     weights_memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Of all weights, if you know it, e.g. 18GB. Default: counted from the configuration, quantised "
+            help="Size of all weights, if you know it, e.g. 18GB. Default: counted from the configuration, quantised "
             "weights with their scales.",
             rich_help_panel=MODEL,
         ),
@@ -115,7 +117,11 @@ def plan(
     ] = None,
     bandwidth: Annotated[
         str | None,
-        typer.Option(metavar="SPEED", help="Of the memory, e.g. 100GB/s; predicts tokens/s.", rich_help_panel=_MACHINE),
+        typer.Option(
+            metavar="SPEED",
+            help="Bandwidth of the memory, e.g. 100GB/s, to predict tokens/s.",
+            rich_help_panel=_MACHINE,
+        ),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the bandwidth of --device.", rich_help_panel=_MACHINE)

@@ -72,7 +72,7 @@ Config = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="TOML file with these options, by the same names. Flags and variables such as KVKEEP_PORT go first.",
+        help="TOML file with these options, by the same names. Flags, and variables such as KVKEEP_PORT, override it.",
         is_eager=True,
         callback=_config,
         rich_help_panel=OUTPUT,
@@ -80,7 +80,9 @@ Config = Annotated[
 ]
 Check = Annotated[bool, typer.Option("--check", help="Check all settings and stop.", rich_help_panel=OUTPUT)]
 AccessLog = Annotated[bool, typer.Option(help="Log a line for each request, without its text.", rich_help_panel=OUTPUT)]
-LivePage = Annotated[bool, typer.Option("--page/--no-page", help="Show a chat at /.", rich_help_panel=OUTPUT)]
+LivePage = Annotated[
+    bool, typer.Option("--page/--no-page", help="Serve a page with a chat at /.", rich_help_panel=OUTPUT)
+]
 ServedName = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="The model's name in the API. Default: MODEL.", rich_help_panel=MODEL),
@@ -89,7 +91,7 @@ ToolForm = Annotated[
     str,
     typer.Option(
         metavar="FORM",
-        help="How the model calls tools: auto (its chat template tells), hermes, llama3 or mistral.",
+        help="How the model calls tools: hermes, llama3, mistral, or auto, which reads it off the chat template.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -113,13 +115,17 @@ KvMemory = Annotated[
 ]
 Guard = Annotated[
     float | None,
-    typer.Option(metavar="SHARE", help="Share of attention that a prompt's cut may lose.", rich_help_panel=MEMORY),
+    typer.Option(
+        metavar="SHARE",
+        help="Give a request a quarter or half of its budget if its prompt then loses at most this share of attention.",
+        rich_help_panel=MEMORY,
+    ),
 ]
 HostRows = Annotated[
     int,
     typer.Option(
         metavar="N",
-        help="Sequences that may be in flight beyond the rows. They wait in main memory and take turns.",
+        help="Sequences that may run beside those in the rows. They wait in main memory and take turns.",
         rich_help_panel=MEMORY,
     ),
 ]
@@ -134,14 +140,18 @@ PrefixMemory = Annotated[
 SessionMemory = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help="Main memory for idle sessions; others go to --session-dir.", rich_help_panel=MEMORY
+        metavar="SIZE",
+        help="Main memory for idle sessions. The rest is moved to --session-dir.",
+        rich_help_panel=MEMORY,
     ),
 ]
 SessionDir = Annotated[
     str | None, typer.Option(metavar="DIR", help="Folder of saved sessions.", rich_help_panel=MEMORY)
 ]
-Host = Annotated[str, typer.Option(metavar="NAME", help="Address to listen on; 0.0.0.0: all.", rich_help_panel=ADDRESS)]
-Port = Annotated[int, typer.Option(metavar="N", help="0: any free port.", rich_help_panel=ADDRESS)]
+Host = Annotated[
+    str, typer.Option(metavar="NAME", help="Address to listen on; 0.0.0.0 is all.", rich_help_panel=ADDRESS)
+]
+Port = Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0 is any free one.", rich_help_panel=ADDRESS)]
 UnixSocket = Annotated[
     str | None,
     typer.Option(metavar="PATH", help="Listen on a unix socket, which only you may use.", rich_help_panel=ADDRESS),
@@ -149,7 +159,9 @@ UnixSocket = Annotated[
 TlsCert = Annotated[
     str | None, typer.Option(metavar="FILE", help="Certificate for HTTPS (PEM).", rich_help_panel=ADDRESS)
 ]
-TlsKey = Annotated[str | None, typer.Option(metavar="FILE", help="Its key (PEM).", rich_help_panel=ADDRESS)]
+TlsKey = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Private key of the certificate (PEM).", rich_help_panel=ADDRESS)
+]
 AllowOrigin = Annotated[
     list[str] | None,
     typer.Option(
@@ -165,10 +177,10 @@ KeyFile = Annotated[
     ),
 ]
 KeyRequests = Annotated[
-    int | None, typer.Option(metavar="N", help="Requests of a key that run at once.", rich_help_panel=CLIENTS)
+    int | None, typer.Option(metavar="N", help="Requests that one key may run at once.", rich_help_panel=CLIENTS)
 ]
 KeyTokens = Annotated[
-    int | None, typer.Option(metavar="N", help="Tokens of a key per minute.", rich_help_panel=CLIENTS)
+    int | None, typer.Option(metavar="N", help="Tokens that one key may use per minute.", rich_help_panel=CLIENTS)
 ]
 MaxNewTokens = Annotated[
     str,
@@ -176,7 +188,7 @@ MaxNewTokens = Annotated[
         "--max-new-tokens",
         "-n",
         metavar="TOKENS",
-        help="New tokens of a chat that does not say how many.",
+        help="New tokens of a chat request that names no number.",
         rich_help_panel=LIMITS,
     ),
 ]
@@ -190,17 +202,23 @@ MaxModelLen = Annotated[
 ]
 MaxQueue = Annotated[int, typer.Option(metavar="N", help="Requests that may wait for a row.", rich_help_panel=LIMITS)]
 QueueTimeout = Annotated[
-    float, typer.Option(metavar="SECONDS", help="For how long they may wait.", rich_help_panel=LIMITS)
+    float, typer.Option(metavar="SECONDS", help="How long a request may wait for a row.", rich_help_panel=LIMITS)
 ]
 RequestTimeout = Annotated[
-    float, typer.Option(metavar="SECONDS", help="For how long a request may run.", rich_help_panel=LIMITS)
+    float, typer.Option(metavar="SECONDS", help="How long a request may run.", rich_help_panel=LIMITS)
 ]
 ReadTimeout = Annotated[
     float,
-    typer.Option(metavar="SECONDS", help="For how long a client may send, or not read.", rich_help_panel=LIMITS),
+    typer.Option(
+        metavar="SECONDS",
+        help="How long a client may take to send a request, or stop reading its answer.",
+        rich_help_panel=LIMITS,
+    ),
 ]
 Grace = Annotated[
     float,
-    typer.Option(metavar="SECONDS", help="What running requests get after SIGTERM or Ctrl-C.", rich_help_panel=LIMITS),
+    typer.Option(
+        metavar="SECONDS", help="Time for running requests to end after SIGTERM or Ctrl-C.", rich_help_panel=LIMITS
+    ),
 ]
 MaxBody = Annotated[str, typer.Option(metavar="SIZE", help="The largest body of a request.", rich_help_panel=LIMITS)]
