@@ -14,6 +14,7 @@ from kvkeep.capacity import check_pins
 from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.held import store_for
+from kvkeep.parallel import ALONE, Heads
 from kvkeep.pins import Spans
 from kvkeep.policies._heads import PROFILE, beside, under
 from kvkeep.policies.base import Policy
@@ -61,6 +62,7 @@ class Layout:
         rotation: the rotary embedding that slot positions need; ``None`` under true positions.
         rotary: the rotary embedding that the policy needs, if any.
         kv_bits: bits of keys and values in the slots, see `kvkeep.codes.check_bits`; ``None``: the model's dtype.
+        heads: which KV heads of each layer this process holds.
     """
 
     policy: Policy
@@ -71,6 +73,7 @@ class Layout:
     head_budget: str | None = None
     profile: Profile | None = None
     kv_bits: str | None = None
+    heads: Heads = ALONE
 
     @classmethod
     def of(

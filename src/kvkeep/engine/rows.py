@@ -46,6 +46,7 @@ class Rows:
     Attributes:
         count: rows that are allocated; 0 before `allocate`.
         dtype: the name of the dtype of keys; ``None`` if the model has none.
+        heads: which KV heads this process holds.
         row_bytes: bytes of one row under the policy that the rows are made for.
         alone: whether a run of the model may have only one row.
 
@@ -69,7 +70,9 @@ class Rows:
         self._first = min(layers, default=0)
         like = [layer.store.slots() for layer in layers.values()]
         self.dtype = str(like[0].keys.dtype).removeprefix("torch.") if like else None
-        self._blocks = Blocks(policy, like, kv_bits=self._layout(policy).kv_bits)
+        layout = self._layout(policy)
+        self.heads = layout.heads
+        self._blocks = Blocks(policy, like, kv_bits=layout.kv_bits, among=layout.heads)
         self._windows = {index: layer.window for index, layer in layers.items()}
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
@@ -243,7 +246,7 @@ class Rows:
         return self._blocks.memory_of(row) + (self._own[row] or Own(None, {})).memory()
 
     def lost_of(self, row: int) -> list[Tensor]:
-        """Copies of one row's sums of attention mass in each layer, see `kvkeep.loss`."""
+        """Copies of one row's sums of attention mass of all heads in each layer, see `kvkeep.loss`."""
         return self._blocks.lost_of(row)
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:
