@@ -161,6 +161,7 @@ class Held:
         if keys.shape[2] == 0:
             raise ShapeError("There are no tokens: the prompt is empty.")
         if not self.allocated or not (self.columns or self.store.fits(keys, values)):
+            self.heads.check(keys.shape[1])
             self.hold(self.new_block(keys, values), columns=self.columns, own=True)
         self.store.check_fit(keys, values)
 

@@ -9,11 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch import distributed as dist
+
+from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
+
+_OTHERS = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
+"""Other ways in which transformers splits a model, by their names in its configuration."""
+
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+"""Projections whose output has the keys of all heads; where a plan leaves them whole, every rank has all heads."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,48 @@ class Heads:
     rank: int = 0
     ranks: int = 1
     count: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> Heads:
+        """The heads that this process holds of a model, which transformers notes in the configuration when it loads it.
+
+        Args:
+            config: the model's configuration.
+
+        Raises:
+            UnsupportedModelError: the model is split in a way in which kvkeep cannot follow, or its heads cannot be
+                divided equally among the processes.
+            InputError: the processes that the model is split over do not run.
+        """
+        split = getattr(config, "distributed_config", None)
+        ranks = getattr(split, "tp_size", None) or 1
+        if others := [name for name in _OTHERS if (getattr(split, name, None) or 1) > 1]:
+            raise UnsupportedModelError(
+                f"The model was loaded with {others[0]}={getattr(split, others[0])}. kvkeep follows tensor parallelism "
+                "alone: load it with tp_size, or with a device_map."
+            )
+        text = config.get_text_config(decoder=True)
+        if ranks == 1 or not _divides(text, split):
+            return ALONE
+        count = _number_of_heads(text, ranks)
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != ranks:
+            raise InputError(
+                f"The model was loaded for {ranks} processes of tensor parallelism, and these do not run. Start all of "
+                f"them with torchrun --nproc-per-node {ranks}."
+            )
+        return cls(dist.get_rank(), ranks, count)
+
+    def check(self, mine: int) -> None:
+        """Refuse keys of another number of heads than this process should hold.
+
+        Raises:
+            ShapeError: see above.
+        """
+        if self.ranks > 1 and mine * self.ranks != self.count:
+            raise ShapeError(
+                f"A layer gave keys of {mine} heads to one of {self.ranks} processes that should share {self.count} KV "
+                "heads equally. kvkeep cannot follow the way in which this model is split: run it in one process."
+            )
 
     def all(self, mine: Shaped[Tensor, "B Hk *rest"]) -> Shaped[Tensor, "B heads *rest"]:
         """The numbers of all heads in their order, from those of this process's heads. Shapes are alike everywhere."""
@@ -80,3 +131,36 @@ class Heads:
 
 ALONE = Heads()
 """One process holds all heads."""
+
+
+def _divides(config: Any, split: Any) -> bool:
+    """Whether a model's plan divides its heads; if it does not, every process has all of them."""
+    plan = dict(getattr(config, "base_model_tp_plan", None) or {})
+    own = getattr(split, "tp_plan", None)
+    plan |= own if isinstance(own, dict) else {}
+    if own == {}:
+        return False
+    return any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in plan.items())
+
+
+def _number_of_heads(config: Any, ranks: int) -> int:
+    """The number of KV heads, which the ranks divide equally.
+
+    Raises:
+        UnsupportedModelError: they do not, or there is no such number.
+    """
+    queries = getattr(config, "num_attention_heads", None)
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    if type(keys) is not int or type(queries) is not int or getattr(config, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(
+            f"{type(config).__name__} has no single number of KV heads, or makes them from latents, and kvkeep cannot "
+            "follow how transformers splits it over processes. Run it in one process."
+        )
+    if keys % ranks or queries % ranks:
+        kind, number = ("KV heads", keys) if keys % ranks else ("query heads", queries)
+        fits = [n for n in range(1, ranks + 1) if not keys % n and not queries % n]
+        raise UnsupportedModelError(
+            f"{ranks} processes cannot divide the {number} {kind} of {type(config).__name__} equally. Start "
+            f"{' or '.join(map(str, fits))} of them: torchrun --nproc-per-node {fits[-1]}."
+        )
+    return keys

@@ -27,6 +27,7 @@ from kvkeep.models.suitable import (
     check_attention,
     check_cache,
     check_has_weights,
+    check_heads,
     check_placeholders,
     check_positions,
     text_config,
@@ -131,6 +132,7 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
                 "another text call reset() on the cache or make a new one; for a next turn use cache.continue_with."
             )
         if not (isinstance(cache.weights, WeightsOf) and cache.weights.of(model)):
+            check_heads(cache, model.config)
             cache.feeds(WeightsOf(model))
         if cache.records and ids.shape[1] > 1:
             check_positions(cast(PreTrainedModel, model), ids)

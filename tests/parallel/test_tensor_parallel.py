@@ -1,0 +1,70 @@
+"""Models that are split over processes: tokens and kept positions are those of one process.
+
+Processes add up the outputs of their heads in another order, so logits differ by rounding. They are compared with a
+tolerance; tokens and positions are compared exactly, on models whose logits and scores have no ties.
+"""
+
+import pytest
+import ranks
+import torch
+
+from kvkeep.registry import available
+
+PREFILL = {"snapkv", "pyramidkv", "adakv", "restkv", "defensivekv", "reread"}
+OPTIONS = dict.fromkeys(("snapkv", "pyramidkv", "adakv", "restkv", "defensivekv"), "window=8")
+
+
+def cases():
+    """Every policy, and the ways of a cache."""
+    for name in available():
+        policy = f"{name}:{OPTIONS[name]}" if name in OPTIONS else name
+        yield {"policy": policy, "budget": 90 if name in ("full", "topk_dynamic") else 40}
+    yield {"policy": "tova", "budget": [30, 24]}
+    yield {"policy": "adakv:window=8", "budget": [30, 24]}
+    yield {"policy": "defensivekv:window=8", "budget": 30, "prefill_chunk": 16}
+    yield {"policy": "adakv:window=8,alpha=0", "budget": 24, "prefill_chunk": 16, "pins": [(3, 12)]}
+    yield {"policy": "scissorhands", "budget": 30, "pins": [(0, 5)]}
+    for policy in ("h2o", "topk:h2=0.5", "nacl:decode=score", "ahakv", "random", "leverage", "expected_attention"):
+        yield {"policy": policy, "budget": 40, "head_budget": "ada:0.2", "prefill_chunk": 20}
+    yield {"policy": "h2o", "budget": 40, "kv_bits": "8"}
+    yield {"policy": "tova:per_head=true", "budget": 40, "positions": "slot"}
+    yield {"policy": "topk_dynamic:share=0.3", "budget": 90}
+    yield {"policy": "random:mode=reservoir", "budget": 30, "sequences": [7, 9]}
+
+
+def compare(alone, shared):
+    """Compare a case on one process with the same on several."""
+    for one in shared:
+        assert one["tokens"] == alone["tokens"]
+        torch.testing.assert_close(torch.tensor(one["logits"]), torch.tensor(alone["logits"]), rtol=1e-3, atol=1e-3)
+    for layer, whole in enumerate(alone["positions"]):
+        rows = [[head for one in shared for head in one["positions"][layer][row]] for row in range(len(whole))]
+        assert [[_held(head) for head in row] for row in rows] == [[_held(head) for head in row] for row in whole]
+
+
+def _held(head):
+    """The tokens of a head; heads with budgets of their own have different numbers of empty slots in a copy."""
+    return [position for position in head if position >= 0]
+
+
+def test_heads_that_share_their_tokens_are_those_of_one_process(tmp_path):
+    folder = ranks.save_model(tmp_path)
+    asked = [{"policy": "tova", "budget": 30}, {"policy": "adakv:window=8", "budget": 30}]
+    (alone,), shared = ranks.run(1, ranks.generate, folder, asked), ranks.run(2, ranks.generate, folder, asked)
+    for number in range(len(asked)):
+        compare(alone[number], [one[number] for one in shared])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_every_policy_is_that_of_one_process(kind, count, tmp_path):
+    folder, asked = ranks.save_model(tmp_path, kind), list(cases())
+    (alone,), shared = ranks.run(1, ranks.generate, folder, asked), ranks.run(count, ranks.generate, folder, asked)
+    wrong = []
+    for number, case in enumerate(asked):
+        try:
+            compare(alone[number], [one[number] for one in shared])
+        except AssertionError as error:
+            wrong.append(f"{case}: {error}")
+    assert not wrong, "\n".join(wrong)
