@@ -1,4 +1,4 @@
-"""Processes of tensor parallelism for tests: gloo over loopback, given a job of this module, and killed when it is late.
+"""Processes of tensor parallelism for tests: gloo over loopback, given a job of this module, killed when they are late.
 
 A rank of one process is a plain process without torch.distributed, so it is the reference for the others.
 """
@@ -63,7 +63,7 @@ def save_model(folder, kind="llama", *, kv_heads=4, heads=8, **others):
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](
         **sizes, num_attention_heads=heads, num_key_value_heads=kv_heads, **others
     )
@@ -141,3 +141,79 @@ def refused(folder, case):
     except KVKeepError as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def run_engine(folder, cases, requests):
+    """The results of engines with these options, all with the same requests."""
+    import kvkeep
+
+    model, found = load_model(folder), []
+    for options in cases:
+        with kvkeep.Engine(model, **options) as engine:
+            results = engine.generate([_request(one) for one in requests])
+        names = ("token_ids", "finish_reason", "budget", "guarded", "error")
+        losses = [(one.lost_mass.prompt, one.lost_mass.decode) for one in results]
+        found.append({"loss": losses, **{name: [getattr(one, name) for one in results] for name in names}})
+    return found
+
+
+def _request(asked):
+    """A request from the length of its random prompt and other options."""
+    from kvkeep import Request, Sampling
+
+    sampling = Sampling(**asked.get("sampling", {}))
+    rest = {name: value for name, value in asked.items() if name not in ("length", "sampling")}
+    return Request(prompt=prompts(asked["length"])["input_ids"][0].tolist(), sampling=sampling, **rest)
+
+
+def converse(folder, policy):
+    """Turns of a session, a fork from its memory, and a request that continues it."""
+    import kvkeep
+
+    model = load_model(folder)
+    with kvkeep.Engine(model, policy=policy, budget=24, rows=2, prefill_chunk=16, prefix_memory=2**24) as engine:
+        memory = engine.prefix(prompts(50)["input_ids"][0].tolist())
+        told = [_request({"length": n, "memory": memory, "sampling": {"max_new_tokens": 9}}) for n in (5, 7, 5)]
+        found = [one.token_ids for one in engine.generate(told)]
+        with engine.session(memory=memory) as session:
+            found += [
+                session.ask(_request({"length": n, "sampling": {"max_new_tokens": 8}})).token_ids for n in (4, 6)
+            ]
+    return {"tokens": found, "weights": memory.fingerprint.weights, "config": memory.fingerprint.config}
+
+
+def save_snapshots(folder, cases, to):
+    """Read a text under each case, save the memory, and go on with it."""
+    import torch
+
+    import kvkeep
+
+    model, found = load_model(folder), []
+    for number, case in enumerate(cases):
+        cache = kvkeep.BoundedCache(model.config, **case)
+        with torch.inference_mode():
+            model(**cache.continue_with(prompts(60)["input_ids"]))
+        snapshot = cache.snapshot()
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            snapshot.save(f"{to}/{number}.kvk")
+        found.append(_go_on(model, cache))
+    return found
+
+
+def continue_snapshots(folder, cases, at):
+    """Go on with the memories that other processes have saved."""
+    import kvkeep
+
+    model = load_model(folder)
+    read = [kvkeep.Snapshot.load(f"{at}/{number}.kvk") for number in range(len(cases))]
+    return [_go_on(model, kvkeep.BoundedCache.from_snapshots(model.config, [one])) for one in read]
+
+
+def _go_on(model, cache):
+    import torch
+
+    ids = torch.cat([prompts(60)["input_ids"], prompts(11)["input_ids"]], dim=1)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    out = model.generate(**cache.continue_with(ids), **options)
+    held = [[sorted(head) for head in cache.positions(n)[0].tolist()] for n in sorted(cache.bounded_layers())]
+    return {"tokens": out[0, -12:].tolist(), "positions": held}

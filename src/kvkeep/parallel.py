@@ -7,7 +7,6 @@ Without tensor parallelism every method returns what it was given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,13 +112,12 @@ class Heads:
             return number
         return int(torch.stack(self._gathered(torch.tensor(number, device=device))).max())
 
-    def agreed(self, tokens: Sequence[int | None], device: torch.device) -> list[int | None]:
-        """Tokens as the first process has chosen them; ``None``: none."""
-        if self.ranks == 1:
-            return list(tokens)
-        told = torch.tensor([-1 if token is None else token for token in tokens], device=device)
-        dist.broadcast(told, 0)
-        return [None if token < 0 else token for token in told.tolist()]
+    def first(self, numbers: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """The numbers of the first process."""
+        if self.ranks > 1:
+            numbers = numbers.clone()
+            dist.broadcast(numbers, 0)
+        return numbers
 
     def _gathered(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all processes, in their order."""

@@ -10,7 +10,6 @@ import torch
 
 from kvkeep.registry import available
 
-PREFILL = {"snapkv", "pyramidkv", "adakv", "restkv", "defensivekv", "reread"}
 OPTIONS = dict.fromkeys(("snapkv", "pyramidkv", "adakv", "restkv", "defensivekv"), "window=8")
 
 
@@ -68,3 +67,71 @@ def test_every_policy_is_that_of_one_process(kind, count, tmp_path):
         except AssertionError as error:
             wrong.append(f"{case}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_engines_take_the_same_steps_on_all_ranks(count, tmp_path):
+    folder = ranks.save_model(tmp_path)
+    requests = [
+        {"length": 40, "sampling": {"max_new_tokens": 12}},
+        {"length": 25, "sampling": {"max_new_tokens": 20, "temperature": 1.0, "top_p": 0.9, "seed": 3}, "sequence": 1},
+        {"length": 61, "sampling": {"max_new_tokens": 7, "repetition_penalty": 1.2}},
+        {"length": 33, "sampling": {"max_new_tokens": 15, "temperature": 0.7}, "policy": "tova", "sequence": 2},
+        {"length": 33, "sampling": {"max_new_tokens": 15, "temperature": 0.7}, "policy": "tova", "sequence": 5},
+        {"length": 90, "sampling": {"max_new_tokens": 5}, "budget": 20},
+    ]
+    engines = [
+        {"policy": "h2o", "budget": 32, "rows": 3},
+        {"policy": "adakv:window=8", "budget": 32, "rows": 2, "prefill_chunk": 16},
+        {"policy": "spatten", "budget": 32, "rows": 2},
+        {"policy": "snapkv:window=8", "budget": 64, "rows": 3, "guard": 0.3},
+        {"policy": "defensivekv:window=8", "budget": 32, "kv_memory": 2**20},
+        {"policy": "nacl", "budget": 32, "rows": 2, "prefill_chunk": 16, "prefix_memory": 2**20, "kv_bits": "8"},
+    ]
+    (alone,) = ranks.run(1, ranks.run_engine, folder, engines, requests)
+    assert any(one["guarded"][0] is not None for one in alone)
+    for shared in ranks.run(count, ranks.run_engine, folder, engines, requests):
+        for options, mine, whole in zip(engines, shared, alone, strict=True):
+            for name in ("finish_reason", "error", "token_ids", "budget", "guarded"):
+                assert mine[name] == whole[name], (options, name)
+            for loss, expected in zip(mine["loss"], whole["loss"], strict=True):
+                assert loss == pytest.approx(expected, abs=1e-4), options
+
+
+@pytest.mark.slow
+def test_sessions_and_remembered_texts_go_on_in_two_processes(tmp_path):
+    folder = ranks.save_model(tmp_path)
+    for policy in ("h2o", "adakv:window=8"):
+        (alone,) = ranks.run(1, ranks.converse, folder, policy)
+        assert ranks.run(2, ranks.converse, folder, policy) == [alone, alone]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_memory_of_two_processes_goes_on_in_one_and_in_four(kind, tmp_path):
+    folder = ranks.save_model(tmp_path / "model", kind)
+    asked = [
+        {"policy": "h2o", "budget": 24},
+        {"policy": "tova", "budget": 24},
+        {"policy": "adakv:window=8", "budget": 24},
+        {"policy": "spatten", "budget": 24},
+        {"policy": "leverage", "budget": 24},
+        {"policy": "scissorhands", "budget": 24},
+        {"policy": "random", "budget": 24, "kv_bits": "8"},
+        {"policy": "h2o", "budget": 24, "pins": [(3, 9)], "head_budget": "ada:0.1"},
+    ]
+    (reference,) = ranks.run(1, ranks.save_snapshots, folder, asked, str(tmp_path))
+    saved = ranks.run(2, ranks.save_snapshots, folder, asked, str(tmp_path))
+    _same(reference, saved, asked)
+    for count in (1, 2, 4):
+        _same(reference, ranks.run(count, ranks.continue_snapshots, folder, asked, str(tmp_path)), asked)
+
+
+def _same(reference, shared, asked):
+    for number, case in enumerate(asked):
+        whole = reference[number]
+        assert all(one[number]["tokens"] == whole["tokens"] for one in shared), case
+        for layer, heads in enumerate(whole["positions"]):
+            mine = [head for one in shared for head in one[number]["positions"][layer]]
+            assert [_held(head) for head in mine] == [_held(head) for head in heads], case

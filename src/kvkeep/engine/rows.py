@@ -23,6 +23,7 @@ from kvkeep.pins import Spans, spans
 from kvkeep.policies._heads import refusal
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents, check_beside
+from kvkeep.snapshot.shared import mine, whole
 from kvkeep.store import Block, has_room, inference
 from kvkeep.types import Phase
 
@@ -144,6 +145,7 @@ class Rows:
         self._blocks.begin(row, policy, sequence)
         self._blocks.limit(row, self.numbers(policy, budget))
         if contents is not None:
+            contents = mine(contents, self.heads)
             own = self._own[row] or Own(None, {})
             check_beside(contents, len(self._windows), own.states)
             self._blocks.check(contents.layers, policy)
@@ -157,9 +159,9 @@ class Rows:
 
     @inference
     def take(self, row: int) -> Contents:
-        """Copy the memory of a row into main memory."""
+        """Copy the memory of a row, with all heads, into main memory."""
         owner, own, main = self._owners[row] or Owner(self.policy), self._own[row] or Own(None, {}), torch.device("cpu")
-        return Contents(self._blocks.take(row, owner.policy, main), *own.take(main))
+        return whole(Contents(self._blocks.take(row, owner.policy, main), *own.take(main)), self.heads)
 
     @inference
     def end(self, row: int) -> None:
