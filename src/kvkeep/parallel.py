@@ -60,7 +60,7 @@ class Heads:
         text = config.get_text_config(decoder=True)
         if ranks == 1 or not _divides(text, split):
             return ALONE
-        count = _number_of_heads(text, ranks)
+        count = number_of_heads(text, ranks)
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != ranks:
             raise InputError(
                 f"The model was loaded for {ranks} processes of tensor parallelism, and these do not run. Start all of "
@@ -141,7 +141,7 @@ def _divides(config: Any, split: Any) -> bool:
     return any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in plan.items())
 
 
-def _number_of_heads(config: Any, ranks: int) -> int:
+def number_of_heads(config: Any, ranks: int) -> int:
     """The number of KV heads, which the ranks divide equally.
 
     Raises:
