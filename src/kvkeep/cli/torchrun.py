@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,9 @@ from kvkeep.errors import InputError
 
 SPLIT = ("generate",)
 """Commands that split a model over processes."""
+
+WAIT_S = 5.0
+"""Seconds that a process other than the first one waits before it says why it fails."""
 
 
 def processes() -> int:
@@ -39,7 +44,7 @@ def _number(name: str) -> int:
 def quiet_followers(words: Sequence[str]) -> Iterator[None]:
     """Refuse a command that runs in one process alone, and silence all processes but the first one.
 
-    A follower shows what nobody expects, with a traceback; everything else the first process says as well.
+    The others say why they fail only if the first one does not fail as well, and says it.
 
     Args:
         words: the command line without the program.
@@ -58,16 +63,21 @@ def quiet_followers(words: Sequence[str]) -> Iterator[None]:
     if leads():
         yield
         return
-    spoken = os.dup(2)
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):
-        os.dup2(nothing, number)
-    try:
-        yield
-    except Exception:
-        with open(spoken, "w") as stream:
-            traceback.print_exc(file=stream)
-        raise
+    with tempfile.TemporaryFile() as said:
+        spoken, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                traceback.print_exc()
+            if not isinstance(error, SystemExit) or error.code:
+                sys.stderr.flush()
+                time.sleep(WAIT_S)  # torchrun ends this process as soon as the first one fails, too
+                said.seek(0)
+                os.write(spoken, said.read())
+            raise
 
 
 def refuse_standard_input() -> None:
