@@ -59,7 +59,7 @@ def _rank(rank, ranks, folder, job, args):
 
 
 def save_model(folder, kind="llama", *, kv_heads=4, heads=8, **others):
-    """Save a model of random weights, large enough that no two tokens are nearly alike."""
+    """Save a model of random weights, in which no two tokens are nearly alike."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
@@ -73,6 +73,8 @@ def save_model(folder, kind="llama", *, kv_heads=4, heads=8, **others):
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(8)
+            else:  # under norms with equal weights all keys of Qwen3 have the same length, a tie for knorm
+                parameter.mul_(0.5 + torch.rand_like(parameter))
     model.save_pretrained(folder)
     return str(folder)
 

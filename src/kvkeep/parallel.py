@@ -63,8 +63,8 @@ class Heads:
         count = number_of_heads(text, ranks)
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != ranks:
             raise InputError(
-                f"The model was loaded for {ranks} processes of tensor parallelism, and these do not run. Start all of "
-                f"them with torchrun --nproc-per-node {ranks}."
+                f"The model was loaded for {ranks} processes of tensor parallelism, and these do not run. Start "
+                "them with torchrun."
             )
         return cls(dist.get_rank(), ranks, count)
 
@@ -159,6 +159,6 @@ def number_of_heads(config: Any, ranks: int) -> int:
         fits = [n for n in range(1, ranks + 1) if not keys % n and not queries % n]
         raise UnsupportedModelError(
             f"{ranks} processes cannot divide the {number} {kind} of {type(config).__name__} equally. Start "
-            f"{' or '.join(map(str, fits))} of them: torchrun --nproc-per-node {fits[-1]}."
+            f"{' or '.join(map(str, fits))} of them."
         )
     return keys

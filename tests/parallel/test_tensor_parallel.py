@@ -49,7 +49,7 @@ def _held(head):
 def test_heads_that_share_their_tokens_are_those_of_one_process(tmp_path):
     folder = ranks.save_model(tmp_path)
     asked = [{"policy": "tova", "budget": 30}, {"policy": "adakv:window=8", "budget": 30}]
-    (alone,), shared = ranks.run(1, ranks.generate, folder, asked), ranks.run(2, ranks.generate, folder, asked)
+    alone, shared = ranks.generate(folder, asked), ranks.run(2, ranks.generate, folder, asked)
     for number in range(len(asked)):
         compare(alone[number], [one[number] for one in shared])
 

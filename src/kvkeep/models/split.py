@@ -30,8 +30,8 @@ def join() -> int:
         return dist.get_world_size()
     if missing := [name for name in _TOLD if not os.environ.get(name)]:
         raise InputError(
-            f"A model can only be split over processes that torchrun has started, which sets {missing[0]}. Write for "
-            "example: torchrun --nproc-per-node 2 -m kvkeep generate ..."
+            f"A model can only be split over processes that torchrun has started, which sets {missing[0]}. Start this "
+            "program with torchrun."
         )
     place, backend = None, "gloo"
     if torch.cuda.is_available():
