@@ -81,7 +81,7 @@ def test_layers_with_different_numbers_of_heads_are_refused():
 
 
 def test_processes_that_do_not_run_are_missed():
-    with pytest.raises(InputError, match="for 2 processes .* Start them with torchrun"):
+    with pytest.raises(InputError, match=r"for 2 processes .* Start them with torchrun"):
         of(LlamaConfig(), tp_size=2)
 
 
@@ -130,7 +130,7 @@ def test_an_engine_refuses_what_depends_on_one_process(option, two):
 def test_a_model_is_only_split_by_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(InputError, match="which sets RANK. Start this program with torchrun"):
+    with pytest.raises(InputError, match=r"which sets RANK\. Start this program with torchrun"):
         kvkeep.load(model_folders.folder(), tp=True)
     with pytest.raises(InputError, match="load_in=fp8"):
         split_options(load_in="fp8")
