@@ -23,6 +23,7 @@ def cases():
     yield {"policy": "defensivekv:window=8", "budget": 30, "prefill_chunk": 16}
     yield {"policy": "adakv:window=8,alpha=0", "budget": 24, "prefill_chunk": 16, "pins": [(3, 12)]}
     yield {"policy": "scissorhands", "budget": 30, "pins": [(0, 5)]}
+    yield {"policy": "spatten:delta=0.5", "budget": 40}  # the second layer chooses by what the first one has added up
     for policy in ("h2o", "topk:h2=0.5", "nacl:decode=score", "ahakv", "random", "leverage", "expected_attention"):
         yield {"policy": policy, "budget": 40, "head_budget": "ada:0.2", "prefill_chunk": 20}
     yield {"policy": "h2o", "budget": 40, "kv_bits": "8"}
