@@ -107,7 +107,7 @@ class BoundedCache(SnapshotCache):
                 pins=pinned,
                 kv_bits=layout.kv_bits,
             )
-            bounded.rotary = layout.rotary
+            bounded.rotary, bounded.heads = layout.rotary, layout.heads
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)

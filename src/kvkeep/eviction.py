@@ -211,13 +211,15 @@ def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"
     found = policy.spreads.heads(policy, view, state)
     if (pins := view.pins) is None:
         return found
+    found = view.heads.all(found)
     view = replace(view, budget=found.sum(dim=-1, keepdim=True) // found.shape[1])  # what an equal share protects
     coming = (pins[:, 1::2] - pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(view.budget)[1]
-    held = protected_slots(policy, view).sum(dim=-1).maximum(coming)  # generated tokens may be pinned, too
+    held = view.heads.all(protected_slots(policy, view).sum(dim=-1)).maximum(coming)  # generated tokens may be, too
     above = (found - held).clamp(min=0)
     free = (found - held).sum(dim=-1, keepdim=True).clamp(min=0)
     shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)
-    return torch.where((found < held).any(dim=-1, keepdim=True), held + scores.rounded(shares, free), found)
+    budgets = torch.where((found < held).any(dim=-1, keepdim=True), held + scores.rounded(shares, free), found)
+    return view.heads.mine(budgets)
 
 
 def protected_slots(policy: Policy, view: View) -> Bool[Tensor, "B Hk S"]:

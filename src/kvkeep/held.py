@@ -16,6 +16,7 @@ from kvkeep.budget import Number
 from kvkeep.errors import ShapeError, UnsupportedOperationError
 from kvkeep.eviction import fuses
 from kvkeep.memory import Memory
+from kvkeep.parallel import ALONE, Heads
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.rotary.ranks import Rotation
@@ -55,6 +56,7 @@ class Held:
     budgets: tuple[Number, ...]
     window: int | None
     rotary: Rotation | None = None
+    heads: Heads = ALONE
     _backend: Backend
     _kind: type[Store]
 
@@ -132,8 +134,9 @@ class Held:
             sequences=self._sequences,
             store=self._kind,
             pins=self._pins,
+            room=self.heads.ranks if self.policy.spreads else 1,
         )
-        reach(block, self.policy, self.budgets)
+        reach(block, self.policy, self.budgets, self.heads)
         return block
 
     def like(self, copy: RowCopy, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -158,6 +161,7 @@ class Held:
         if keys.shape[2] == 0:
             raise ShapeError("There are no tokens: the prompt is empty.")
         if not self.allocated or not (self.columns or self.store.fits(keys, values)):
+            self.heads.check(keys.shape[1])
             self.hold(self.new_block(keys, values), columns=self.columns, own=True)
         self.store.check_fit(keys, values)
 
@@ -182,11 +186,11 @@ def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = N
     return PooledStore if pooled else DenseStore if kv_bits is None else QUANTISED[kv_bits]
 
 
-def reach(block: Block, policy: Policy, numbers: Sequence[Number]) -> None:
+def reach(block: Block, policy: Policy, numbers: Sequence[Number], among: Heads = ALONE) -> None:
     """Tell a block's pool, if it has one, how many slots a head may get when the policy shares budgets among heads."""
     store = block.store
     if not isinstance(store, PooledStore) or policy.spreads is None:
         return
-    heads = store.sizes.shape[1]
+    heads = store.sizes.shape[1] * among.ranks
     most = max(policy.spreads.most(policy, number, heads) for number in numbers if isinstance(number, int))
     store.widest = max(store.widest, min(most + 1, store.entries.shape[1] - 1))

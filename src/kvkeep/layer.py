@@ -58,6 +58,7 @@ class Layer(Held):
         block: the slots, state and counters; allocated by the first step.
         budgets: the budget asked for, at most the window; one number, or one per row.
         rotary: the model's rotary embedding, set for a policy that looks at unrotated keys or turns queries.
+        heads: which of the layer's KV heads this process holds; by default all.
     """
 
     def __init__(  # noqa: PLR0913  a layer is told everything at once
@@ -185,7 +186,7 @@ class Layer(Held):
         if (focus := self.policy.focuses) is not None:
             options = replace(options, top=focus.top(self.policy, view))
         out, report = backend.attend(query, slots, positions, statistic=self.policy.wants(view), options=options)
-        self._shared.add(slots.positions[:, 0], report)
+        self._shared.add(slots.positions[:, 0], report, self.heads)
         self.block.remember(self.policy.observe(self.state, view, report))
         among = None if self.window is None else scores.expire(slots.positions, self.seen, self.window) >= 0
         evict(self.policy, self.block, view, window=self.window, backend=backend)
@@ -215,7 +216,7 @@ class Layer(Held):
         attended, wanted = slots if used else chunk, self.policy.wants(view)
         given, length = (self.policy, self._backend, query, attended, new), self.seen[:, None]
         out, report = read(*given, statistic=wanted, options=options, length=length, rotation=turn)
-        self._shared.add(left[:, 0], report)
+        self._shared.add(left[:, 0], report, self.heads)
         state = self.policy.observe(state, view, report)
         stays = cut(self.policy, self.block, view, state, window=self.window, used=used, chunk=chunk)
         loss.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=left >= 0)
@@ -253,4 +254,5 @@ class Layer(Held):
             tables=tables,
             rotation=self.rotary,
             turned=turned,
+            heads=self.heads,
         )

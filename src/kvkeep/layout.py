@@ -14,6 +14,7 @@ from kvkeep.capacity import check_pins
 from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
 from kvkeep.held import store_for
+from kvkeep.parallel import ALONE, Heads
 from kvkeep.pins import Spans
 from kvkeep.policies._heads import PROFILE, beside, under
 from kvkeep.policies.base import Policy
@@ -61,6 +62,7 @@ class Layout:
         rotation: the rotary embedding that slot positions need; ``None`` under true positions.
         rotary: the rotary embedding that the policy needs, if any.
         kv_bits: bits of keys and values in the slots, see `kvkeep.codes.check_bits`; ``None``: the model's dtype.
+        heads: which KV heads of each layer this process holds.
     """
 
     policy: Policy
@@ -71,6 +73,7 @@ class Layout:
     head_budget: str | None = None
     profile: Profile | None = None
     kv_bits: str | None = None
+    heads: Heads = ALONE
 
     @classmethod
     def of(
@@ -89,7 +92,7 @@ class Layout:
         Raises:
             InputError: ``positions`` names no mode, or ``kv_bits`` no number of bits.
             UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows, or heads
-                have budgets of their own and ``kv_bits`` is given.
+                have budgets of their own and ``kv_bits`` is given, or a profile and a model that is split.
             UnsupportedModelError: the model has layers whose cache cannot be bounded, or a rotation that the policy
                 needs to undo and kvkeep cannot.
         """
@@ -110,7 +113,13 @@ class Layout:
             profile.check(config, layers=len(windows))
         store_for(policy, [] if profile is None else [()], kv_bits)  # refuses bits where heads have their own budgets
         policy = beside(policy, profile, list(windows))
-        return cls(policy, windows, how, rotation, rotary, head_budget, profile, kv_bits)
+        heads = Heads.of(config)
+        if profile is not None and heads != ALONE:
+            raise UnsupportedOperationError(
+                "head_budget=profile does not work with a model that is split over processes: run it in one, or use "
+                "head_budget=ada."
+            )
+        return cls(policy, windows, how, rotation, rotary, head_budget, profile, kv_bits, heads)
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[Number]]:
         """The budget of each layer with slots: one number for all rows, or one per row. See `kvkeep.budget.Number`.

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.parallel import ALONE, Heads
+
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
@@ -64,18 +66,20 @@ class Gumbel:
         seed: the user's seed.
         layer: index of the layer.
         sequences: identity of each row of the batch.
+        of: which heads of the layer this process holds.
     """
 
     seed: int
     layer: int
     sequences: Int[Tensor, " B"]
+    of: Heads = ALONE
 
     def factor(
         self, shape: tuple[int, ...], queries: Int[Tensor, "B T"], keys: Int[Tensor, "B #Hk S"]
     ) -> Float[Tensor, "B Hk G T S"]:
         """``exp(noise)``, the factor on probabilities before they are normalised again."""
         _, Hk, G, _, _ = shape
-        heads = torch.arange(Hk * G, device=queries.device).view(1, Hk, G, 1, 1)
+        heads = self.of.numbers(Hk * G, queries.device).view(1, Hk, G, 1, 1)
         rows, columns = queries[:, None, None, :, None], keys[:, :, None, None]
         sequence, layer = self.sequences.view(-1, 1, 1, 1, 1), queries.new_full((), self.layer)
         return gumbel(self.seed, sequence, layer, heads, rows, columns).exp()

@@ -25,6 +25,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.parallel import ALONE, Heads
+
 State: TypeAlias = dict[str, Tensor]
 """A policy's state: name → float32. The state of slots, ``(B, Hk, S)``, moves with them; heads may have some, too."""
 
@@ -157,6 +159,8 @@ class View:
         queries: a prompt's new queries and their positions, for a policy that `asks`.
         output: projection of the heads' outputs while a prompt is read, for a policy that `projects`; ``None`` if the
             layer belongs to no model.
+        heads: asks for the numbers of the layer's other KV heads, where several processes share them. The tensors above
+            have this process's heads alone.
     """
 
     positions: Int[Tensor, "B Hk S"]
@@ -176,6 +180,7 @@ class View:
     turned: bool = True
     queries: Queries | None = None
     output: Output | None = None
+    heads: Heads = ALONE
 
     @functools.cached_property
     def unrotated(self) -> Float[Tensor, "B Hk S D"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from kvkeep.cli import console
+from kvkeep.cli import console, torchrun
 from kvkeep.models import threads
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.generation import remark
@@ -48,10 +48,13 @@ def check_weights(asked: Weights) -> None:
 def writer_of(checkpoint: Checkpoint, asked: Weights) -> Writer:
     """Read a model's weights, and print a note on settings of the model that kvkeep leaves out.
 
+    Under torchrun the model is split over its processes.
+
     Raises:
         KVKeepError: the weights cannot be used.
     """
-    model = read_weights(checkpoint, asked.dtype, asked.device, load_in=asked.load_in)
+    split = torchrun.processes() > 1
+    model = read_weights(checkpoint, asked.dtype, asked.device, load_in=asked.load_in, tp=split)
     threads.use(model, asked.threads)
     if left_out := remark(model):
         console.note(left_out)

@@ -29,6 +29,7 @@ from kvkeep.cli import (
     remember,
     serve,
     theory,
+    torchrun,
     tune,
 )
 from kvkeep.cli import eval as evaluation
@@ -100,7 +101,8 @@ def run() -> None:
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" instead of failing
     try:
         try:
-            app()
+            with torchrun.quiet_followers(sys.argv[1:]):
+                app()
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:

@@ -16,6 +16,7 @@ from kvkeep.budget import Number
 from kvkeep.errors import BudgetError, ShapeError
 from kvkeep.held import reach, store_for
 from kvkeep.memory import Memory, bytes_of
+from kvkeep.parallel import ALONE, Heads
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.store import (
@@ -73,13 +74,17 @@ class Blocks:
         policy: the policy that they are made for.
         like: slots of each layer, which show shapes, dtype and device.
         kv_bits: bits of keys and values in the slots, see `kvkeep.codes.KV_BITS`; ``None``: the dtype of ``like``.
+        among: which KV heads this process holds; by default all.
 
     Attributes:
         version: incremented before tensors are replaced or added.
     """
 
-    def __init__(self, policy: Policy, like: Sequence[Slots], *, kv_bits: str | None = None) -> None:
+    def __init__(
+        self, policy: Policy, like: Sequence[Slots], *, kv_bits: str | None = None, among: Heads = ALONE
+    ) -> None:
         self._policy, self._like, self._kv_bits, self.version = policy, like, kv_bits, 0
+        self._among = among
         self._stacks: list[Stack] = []
         self._blocks: list[Block] = []
 
@@ -128,8 +133,9 @@ class Blocks:
         starts = {str(i): 0.0 for i in range(len(self._policy.slots))}  # a new token's state is written with it
         keys, values = (x[:, :, :1].expand(count, -1, -1, -1) for x in (like.keys, like.values))
         heads, store = shared(self._policy.summaries), self._kind(budget)
-        block = Block(keys, values, numbers=[budget], starts=starts, heads=heads, store=store)
-        reach(block, self._policy, [budget])
+        room = self._among.ranks if self._policy.spreads else 1
+        block = Block(keys, values, numbers=[budget], starts=starts, heads=heads, store=store, room=room)
+        reach(block, self._policy, [budget], self._among)
         return block
 
     def lacks(self, policy: Policy) -> int:
@@ -224,11 +230,12 @@ class Blocks:
         return sum((self._row(stack, row).memory() for stack in self._stacks), Memory())
 
     def lost_of(self, row: int) -> list[Tensor]:
-        """Copies of a row's sums of attention mass in each layer, see `kvkeep.loss`."""
+        """Copies of a row's sums of attention mass of all heads in each layer, see `kvkeep.loss`."""
         found: dict[int, Tensor] = {}
         for stack in self._stacks:
             found |= zip(stack.layers, stack.block.lost[stack.of(row)].clone().unbind(), strict=True)
-        return [found[layer] for layer in sorted(found)]
+        mine = [found[layer] for layer in sorted(found)]
+        return mine if self._among == ALONE else list(self._among.all(torch.stack(mine)).unbind())
 
     def _row(self, stack: Stack, row: int) -> Block:
         """One row of all layers of a stack as a block whose rows are the layers."""

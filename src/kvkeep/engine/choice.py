@@ -211,7 +211,7 @@ class Trial:
         """The share that one row loses at a smaller budget."""
         sums = self._rows.lost_of(row)
         for layer, (_, gone) in self._of(row, place):
-            sums[layer][..., 0] = gone
+            sums[layer][..., 0] = self._rows.heads.all(gone[None])[0]
         return loss.mean(sums).prompt
 
 

@@ -26,11 +26,13 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.service import Box
 from kvkeep.engine.sessions import Sessions
 from kvkeep.engine.shelf import Shelf
+from kvkeep.engine.split import check_split
 from kvkeep.memory import Memory
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
 from kvkeep.models.offloaded import device_of
 from kvkeep.models.suitable import generator
+from kvkeep.parallel import Heads
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 
@@ -38,7 +40,9 @@ from kvkeep.policies.base import Policy
 class Engine(Keeping):
     """Runs many requests on one model, each in a row of KV memory that is allocated once.
 
-    A request gets the tokens that it would get alone with the same ``prefill_chunk``, whatever runs beside it.
+    A request gets the tokens that it would get alone with the same ``prefill_chunk``, whatever runs beside it. Where
+    transformers has split the model over processes, each of them makes an engine and gives it the same requests; see
+    ``docs/tensor-parallel.md``.
 
     Args:
         model: any model that `kvkeep.attach` takes, in evaluation mode.
@@ -65,6 +69,7 @@ class Engine(Keeping):
     Raises:
         BudgetError: a number is out of range, or not one row fits into the memory.
         UnsupportedModelError: the model cannot run rows of different lengths, or its cache cannot be bounded.
+        UnsupportedOperationError: the model is split over processes, and an option cannot follow.
     """
 
     def __init__(  # noqa: PLR0913  the choices of a user
@@ -93,6 +98,7 @@ class Engine(Keeping):
         check_numbers(budget, **numbers)
         prefix_memory = check_prefix_memory(prefix_memory, prefill_chunk)
         self.model, self.tokenizer = generator(attach(model)), tokenizer
+        check_split(self.model.config, host_rows=host_rows, session_dir=session_dir, graphs=graphs)
         self.policy, self.budget = usable(policy), budget
         spread: dict[str, Any] = {"layer_budget": layer_budget, "head_budget": head_budget, "kv_bits": kv_bits}
         options = {**spread, "positions": positions}
@@ -101,7 +107,8 @@ class Engine(Keeping):
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
         asked["host_rows"] = (rotation := Rotation(host_rows)).host_rows
         admission = Admission(self.model, tokenizer, **asked, chunk=prefill_chunk, guard=guard, options=options)
-        graphs = not has_states and (device_of(self.model).type == "cuda" if graphs is None else graphs)
+        alone, on_cuda = Heads.of(self.model.config).ranks == 1, device_of(self.model).type == "cuda"
+        graphs = not has_states and (alone and on_cuda if graphs is None else graphs)
         prefixes = Prefixes(prefix_memory, prefill_chunk, lambda: admission.identity.weights)
         runner, first = Runner(self.model, graphs=graphs), admission.make_rows(self.policy)
         rooms: dict[str, Any] = {"prefixes": prefixes, "sessions": Sessions(Shelf(session_memory, session_dir))}
@@ -146,6 +153,7 @@ class Engine(Keeping):
 
     def astream(self, request: Asked, sampling: Sampling | None = None) -> AsyncEvents:
         """Run one request or text for a coroutine: ``async for event in engine.astream("a text")``."""
+        check_split(self.model.config, astream=True)
         return AsyncEvents(partial(self._add, request, sampling), self._service.leave)
 
     def check(self, request: Asked) -> None:

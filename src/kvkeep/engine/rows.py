@@ -23,6 +23,7 @@ from kvkeep.pins import Spans, spans
 from kvkeep.policies._heads import refusal
 from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents, check_beside
+from kvkeep.snapshot.shared import mine, whole
 from kvkeep.store import Block, has_room, inference
 from kvkeep.types import Phase
 
@@ -46,6 +47,7 @@ class Rows:
     Attributes:
         count: rows that are allocated; 0 before `allocate`.
         dtype: the name of the dtype of keys; ``None`` if the model has none.
+        heads: which KV heads this process holds.
         row_bytes: bytes of one row under the policy that the rows are made for.
         alone: whether a run of the model may have only one row.
 
@@ -69,7 +71,9 @@ class Rows:
         self._first = min(layers, default=0)
         like = [layer.store.slots() for layer in layers.values()]
         self.dtype = str(like[0].keys.dtype).removeprefix("torch.") if like else None
-        self._blocks = Blocks(policy, like, kv_bits=self._layout(policy).kv_bits)
+        layout = self._layout(policy)
+        self.heads = layout.heads
+        self._blocks = Blocks(policy, like, kv_bits=layout.kv_bits, among=layout.heads)
         self._windows = {index: layer.window for index, layer in layers.items()}
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
@@ -141,6 +145,7 @@ class Rows:
         self._blocks.begin(row, policy, sequence)
         self._blocks.limit(row, self.numbers(policy, budget))
         if contents is not None:
+            contents = mine(contents, self.heads)
             own = self._own[row] or Own(None, {})
             check_beside(contents, len(self._windows), own.states)
             self._blocks.check(contents.layers, policy)
@@ -154,9 +159,9 @@ class Rows:
 
     @inference
     def take(self, row: int) -> Contents:
-        """Copy the memory of a row into main memory."""
+        """Copy the memory of a row, with all heads, into main memory."""
         owner, own, main = self._owners[row] or Owner(self.policy), self._own[row] or Own(None, {}), torch.device("cpu")
-        return Contents(self._blocks.take(row, owner.policy, main), *own.take(main))
+        return whole(Contents(self._blocks.take(row, owner.policy, main), *own.take(main)), self.heads)
 
     @inference
     def end(self, row: int) -> None:
@@ -243,7 +248,7 @@ class Rows:
         return self._blocks.memory_of(row) + (self._own[row] or Own(None, {})).memory()
 
     def lost_of(self, row: int) -> list[Tensor]:
-        """Copies of one row's sums of attention mass in each layer, see `kvkeep.loss`."""
+        """Copies of one row's sums of attention mass of all heads in each layer, see `kvkeep.loss`."""
         return self._blocks.lost_of(row)
 
     def _cache_of(self, parts: tuple[Segment, ...], *, columns: int, watch: Watch | None = None) -> PhasedCache:

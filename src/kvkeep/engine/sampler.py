@@ -20,14 +20,16 @@ from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import KVKeepError, NoNumbersError
 from kvkeep.noise import spread, uniform
+from kvkeep.parallel import ALONE, Heads
 
 
-def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> list[int | None]:
+def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation], heads: Heads = ALONE) -> list[int | None]:
     """Return the next token of every row; ``None`` where a logit is NaN, the largest one infinite, or none allowed.
 
     Args:
         logits: the model's logits, one row per generation.
         generations: the requests. Their `logprobs` get an entry for each token, if asked for.
+        heads: the processes that share the model; all take the tokens that the first one has drawn.
     """
     logits = logits.float()
     penalised = masked(changed(logits, generations), generations)
@@ -39,7 +41,7 @@ def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation]) -> lis
         steps = torch.tensor([len(one.token_ids) for one in chosen], device=logits.device)
         sequences = torch.tensor([one.request.sequence for one in chosen], device=logits.device)
         tokens[index] = choose(penalised[index], [one.request.sampling for one in chosen], steps ^ spread(sequences))
-    found: list[int] = tokens.masked_fill_(~best.isfinite(), -1).tolist()
+    found: list[int] = heads.first(tokens.masked_fill_(~best.isfinite(), -1)).tolist()
     _note(logits, found, generations)
     return [None if token < 0 else token for token in found]
 

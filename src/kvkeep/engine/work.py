@@ -27,7 +27,7 @@ from kvkeep.engine.service import Box, Service
 from kvkeep.engine.sessions import Sessions
 from kvkeep.engine.twins import Twins
 from kvkeep.engine.writing import Pending
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models.device import reason_of
 from kvkeep.snapshot import Contents
 
@@ -69,8 +69,7 @@ class Work:
         self._schedule = partial(Scheduler, chunk=chunk, decode_every=decode_every, mixed_tokens=mixed_tokens)
         self._all: dict[int, Generation] = {}
         self._unreported: list[Event] = []
-        self._parked = Parked()
-        self._twins = Twins()
+        self._parked, self._twins = Parked(), Twins()
         self._count, self._closed = 0, False
         self._service = Service()
         self._prefixes, self._sessions, self._rotation = prefixes, sessions, rotation
@@ -198,7 +197,7 @@ class Work:
         places = [*(place for place, *_ in twins), *(place for place, _ in ready)]
         requests = [*(twin for *_, twin in twins), *(one for _, one in ready)]
         chosen = logits if len(requests) == len(logits) and not twins else logits[places]
-        tokens = sampler.draw(chosen, requests)
+        tokens = sampler.draw(chosen, requests, self._rows.heads)
         memories = {one.id: self._rows.take(cast(int, one.row)) for _, one, _ in twins}
         for n, (_, reader, twin) in enumerate(twins):
             with self._guarded(twin):
@@ -288,6 +287,8 @@ class Work:
 
     def _recover(self, error: BaseException, touched: Sequence[Generation]) -> None:
         """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""
+        if self._rows.heads.ranks > 1 and not isinstance(error, KVKeepError):
+            raise error  # the other processes may not have failed, and would wait for ever
         self._rows.renew()  # a layer that was left half way refuses to go on
         failed = [one for one in touched if one.id in self._all]
         for one in failed:

@@ -27,8 +27,10 @@ from kvkeep.models.suitable import (
     check_attention,
     check_cache,
     check_has_weights,
+    check_heads,
     check_placeholders,
     check_positions,
+    check_split,
     text_config,
     unwrapped,
 )
@@ -60,10 +62,12 @@ def attach(model: _Model) -> _Model:
 
     Raises:
         InputError: ``model`` is no model of transformers.
-        UnsupportedModelError: the interface does not reach this model's attention, or its cache is no KV cache.
+        UnsupportedModelError: the interface does not reach this model's attention, its cache is no KV cache, or it is
+            split over processes in a way in which kvkeep cannot follow.
     """
     inner = unwrapped(model)
     check_cache(inner)
+    check_split(inner)
     text = text_config(inner)
     decoders = [part for part in inner.modules() if isinstance(part, PreTrainedModel) and part.config is text]
     for part in decoders or [inner]:
@@ -131,6 +135,7 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
                 "another text call reset() on the cache or make a new one; for a next turn use cache.continue_with."
             )
         if not (isinstance(cache.weights, WeightsOf) and cache.weights.of(model)):
+            check_heads(cache, cast(PreTrainedModel, model).config)
             cache.feeds(WeightsOf(model))
         if cache.records and ids.shape[1] > 1:
             check_positions(cast(PreTrainedModel, model), ids)

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import ModelFileError, UnsupportedModelError
-from kvkeep.models import tiny
+from kvkeep.models import split, tiny
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import check_folder, check_numbers, check_shape, explained, locate
 from kvkeep.models.generation import check_generation_config
@@ -75,6 +75,7 @@ def load(
     *,
     allow_pickle: bool = False,
     load_in: str | None = None,
+    tp: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model with kvkeep's attention attached, in evaluation mode, and its tokenizer.
 
@@ -85,6 +86,7 @@ def load(
         allow_pickle: accept weights that are not safetensors; torch unpickles nothing but tensors.
         load_in: quantise the linear layers while they are read: ``int8`` or ``fp8`` (torchao), ``4bit`` or ``8bit``
             (bitsandbytes, on CUDA).
+        tp: split the model over the processes that torchrun has started.
 
     Raises:
         ModelFileError: the folder is missing, incomplete, corrupted or not safetensors, or the hub fails.
@@ -95,7 +97,7 @@ def load(
     check_format(load_in)
     parse_device(device)
     checkpoint = find(name_or_path, allow_pickle=allow_pickle)
-    return read_weights(checkpoint, dtype, device, load_in=load_in), checkpoint.tokenizer
+    return read_weights(checkpoint, dtype, device, load_in=load_in, tp=tp), checkpoint.tokenizer
 
 
 def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, weights: bool = True) -> Checkpoint:
@@ -128,19 +130,28 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, we
 
 
 def read_weights(
-    checkpoint: Checkpoint, dtype: str = "auto", device: str = "auto", *, load_in: str | None = None
+    checkpoint: Checkpoint,
+    dtype: str = "auto",
+    device: str = "auto",
+    *,
+    load_in: str | None = None,
+    tp: bool = False,
 ) -> PreTrainedModel:
     """The model of a checkpoint with its weights, see `load`.
 
     Raises:
         ModelFileError: weights are missing, corrupted, of other shapes than config.json says, or not safetensors.
-        InputError: unknown dtype, or a device that this machine does not have or whose memory is too small.
+        UnsupportedModelError: it cannot be split, see `kvkeep.models.split.options`.
+        InputError: unknown dtype, or a device that this machine does not have or whose memory is too small; or there
+            are no processes to split the model over.
     """
     kind, place = parse_dtype(dtype), parse_device(device)
+    how = split.options(checkpoint.config, device=device, load_in=load_in) if tp else {}
     with cached_if_unreachable(checkpoint.name):
-        model = _read(checkpoint, kind, place, options(load_in, checkpoint.config, place))
-    with enough_memory(place):
-        torch.nn.Module.to(model, place)
+        model = _read(checkpoint, kind, place, how or options(load_in, checkpoint.config, place))
+    if not how:
+        with enough_memory(place):
+            torch.nn.Module.to(model, place)
     model.eval()
     return attach(model)
 

@@ -73,17 +73,23 @@ def _readable(linear: nn.Module) -> bool:
     """Whether the weights are a matrix of numbers that is in memory, plain or packed."""
     if isinstance(linear, PackedLinear):
         return True
-    weight = getattr(linear, "weight", None)
+    weight = _own(getattr(linear, "weight", None))
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point() or weight.is_meta:
         return False
     return getattr(weight, "__tensor_flatten__", None) is None
+
+
+def _own(weight: object) -> object:
+    """The weights of this process's heads, where processes share them."""
+    to_local = getattr(weight, "to_local", None)  # a DTensor, whose module is slow to import
+    return weight if to_local is None else to_local()
 
 
 def _taken(linear: nn.Module) -> int:
     """The number of inputs."""
     if isinstance(linear, PackedLinear):
         return linear.in_features
-    weight = linear.weight
+    weight = _own(linear.weight)
     assert isinstance(weight, Tensor)
     return int(weight.shape[0] if _stands(linear) else weight.shape[1])
 
@@ -95,7 +101,7 @@ def _stands(linear: nn.Module) -> bool:
 
 def _weights(linear: nn.Module, heads: int) -> Float[Tensor, "Hq E M"]:
     """The weights of each query head."""
-    weight = linear.weight
+    weight = _own(linear.weight)
     assert isinstance(weight, Tensor)
     each: Tensor = (weight if _stands(linear) else weight.mT).detach().unflatten(0, (heads, -1))
     return each
@@ -107,7 +113,7 @@ def _factor(linear: nn.Module, heads: int, groups: int) -> Float[Tensor, "Hk E E
     It is worked out anew only when the weights have changed.
     """
     key: tuple[int, ...] = heads, groups
-    if isinstance(weight := linear._parameters.get("weight"), Tensor) and not weight.is_inference():
+    if isinstance(weight := _own(linear._parameters.get("weight")), Tensor) and not weight.is_inference():
         key = heads, groups, weight.data_ptr(), weight._version  # packed weights never change
     known = _factors.get(linear)
     if known is None or known[0] != key:

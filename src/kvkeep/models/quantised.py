@@ -137,7 +137,12 @@ def check_readable(name: str, config: PreTrainedConfig) -> None:
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor is made of: itself, or data and scales of a quantised one."""
+    """The plain tensors that a tensor is made of: itself, or data and scales of a quantised one.
+
+    Of a tensor that processes share, the part of this process.
+    """
+    to_local = getattr(tensor, "to_local", None)
+    tensor = tensor if to_local is None else to_local()
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor

@@ -20,10 +20,12 @@ from transformers import (
 )
 
 from kvkeep.argument import CACHE_ARGUMENTS, handed, taken_as
-from kvkeep.cache import handing_cache
+from kvkeep.cache import BoundedCache, handing_cache
 from kvkeep.errors import InputError, UnsupportedModelError
+from kvkeep.hybrid import state_part
 from kvkeep.layout import windows_of
 from kvkeep.models.offloaded import device_of
+from kvkeep.parallel import ALONE, Heads
 
 _TEXT = {
     "input_ids",
@@ -90,6 +92,38 @@ def check_has_weights(model: PreTrainedModel) -> None:
         raise InputError(
             f"This {type(model).__name__} is on the meta device: its weights have shapes, but no numbers. Load it with "
             "kvkeep.load or from_pretrained. kvkeep.plan needs no weights."
+        )
+
+
+def check_split(model: PreTrainedModel) -> None:
+    """Refuse a model that is split over processes in a way in which kvkeep cannot follow.
+
+    Raises:
+        UnsupportedModelError: see `Heads.of`; or some layers keep a state.
+        InputError: see `Heads.of`.
+    """
+    if Heads.of(model.config) != ALONE and any(map(state_part, handing_cache(model.config, lambda _: _Idle()).layers)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has layers that keep a state, and kvkeep does not follow how it is split over "
+            "processes. Run it in one process."
+        )
+
+
+def check_heads(cache: BoundedCache, config: PreTrainedConfig) -> None:
+    """Refuse a cache that does not know over how many processes a model is split.
+
+    Args:
+        cache: the cache.
+        config: the model's configuration.
+
+    Raises:
+        InputError: the cache was made from another configuration.
+    """
+    heads = Heads.of(config)
+    if any(layer.heads != heads for layer in cache.bounded_layers().values()):
+        raise InputError(
+            f"The heads of the model are shared by {heads.ranks} processes, and the cache was made from another "
+            "configuration. Make it from that of the loaded model: BoundedCache(model.config, ...)."
         )
 
 

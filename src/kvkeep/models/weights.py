@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,8 @@ def fingerprint(model: nn.Module) -> str:
     numbers of a large parameter may not be. Packing weights and the dtype of an exact copy do not change the hash.
 
     Cost:
-        The first call reads about 1 kB of each parameter. Later calls compare the parameters' addresses and versions.
+        The first call reads about 1 kB of each parameter; one that processes share is collected for that, one after the
+        other. Later calls compare the parameters' addresses and versions.
     """
     model = unwrapped(model)
     known = _known.get(model)
@@ -105,9 +106,15 @@ def _hash(weights: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in weights.items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        for part in parts(tensor.detach()):
+        for part in parts(_full(tensor.detach())):
             digest.update(_sample(part.flatten()).to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """A parameter that processes share, from all of them; others as they are."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else cast(Tensor, full())
 
 
 def _sample(flat: Tensor) -> Tensor:

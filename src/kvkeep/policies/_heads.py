@@ -18,7 +18,7 @@ from kvkeep.errors import BudgetError, UnsupportedOperationError
 from kvkeep.policies.abilities import HeadBudgets, Near
 from kvkeep.policies.base import Policy
 from kvkeep.profile import Profile
-from kvkeep.types import State, View
+from kvkeep.types import EMPTY, Budget, State, View
 
 RULES = {"uniform": "", "ada": "0.2"}
 """Rules that divide a layer's budget among its heads: name → default parameter."""
@@ -108,10 +108,14 @@ def _check(policy: Policy) -> None:
         )
 
 
-def average(view: View) -> Int[Tensor, "B 1"]:
-    """The budget of each row, the mean over its heads."""
-    B, Hk, _ = view.positions.shape
-    return table(view.budget, view.seen).expand(B, Hk).sum(dim=1, keepdim=True) // Hk
+def average(view: View, budget: Budget | None = None) -> Int[Tensor, "B 1"]:
+    """The budget of each row, the mean over its heads; or that of another number that follows from budgets."""
+    budget, (B, Hk, _) = view.budget if budget is None else budget, view.positions.shape
+    each = table(budget, view.seen)
+    if isinstance(budget, int):
+        return each
+    whole = view.heads.all(each.expand(B, Hk))
+    return whole.sum(dim=1, keepdim=True) // whole.shape[1]
 
 
 def ada(alpha: float) -> HeadBudgets:
@@ -127,21 +131,21 @@ def ada(alpha: float) -> HeadBudgets:
 
 def _heads(alpha: float, policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
     """The budget of each head. Protected tokens are not shared out. Equal if there is nothing to choose."""
-    B, Hk, S = view.positions.shape
-    now, mean = table(view.budget, view.seen).expand(B, Hk), average(view)
+    now, mean = table(view.budget, view.seen).expand(view.positions.shape[:2]), average(view)
     sinks, recent = policy.protected(mean)
     fixed = sinks + recent + (policy.grows.room if policy.grows else 0)
     base = (mean - fixed).clamp(min=0)
     first_recent = view.seen[:, None] - recent
     older = (view.positions >= sinks) & (view.positions < first_recent[:, :, None])
     score = policy.score(replace(view, budget=mean), state).nan_to_num(nan=-torch.inf)
-    flat = view.positions.masked_fill(~older, -1).view(B, 1, Hk * S)
-    best = scores.keep(score.view(B, 1, Hk * S), flat, base * Hk).view(B, Hk, S).sum(dim=-1)
+    tokens = view.heads.all_slots(view.positions.masked_fill(~older, EMPTY), EMPTY)
+    all_scores, Hk = view.heads.all_slots(score, -torch.inf), tokens.shape[1]
+    best = scores.keep(all_scores.flatten(1)[:, None], tokens.flatten(1)[:, None], base * Hk).view(tokens.shape)
     own = (alpha * base.double() + 1e-9).long()
-    share = scores.rounded(best.double() * (1.0 - alpha) + own, base * Hk)
-    crowded = older.sum(dim=-1).amax(dim=1, keepdim=True) > base
+    share = scores.rounded(best.sum(dim=-1).double() * (1.0 - alpha) + own, base * Hk)
+    crowded = (tokens >= 0).sum(dim=-1).amax(dim=1, keepdim=True) > base
     budgets = torch.where(crowded, share, base) + mean - base
-    return torch.where(view.reads[:, None], budgets, now)
+    return torch.where(view.reads[:, None], view.heads.mine(budgets), now)
 
 
 def _most(alpha: float, policy: Policy, budget: int, heads: int) -> int:

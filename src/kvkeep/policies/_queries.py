@@ -70,14 +70,15 @@ class MeanQueries(Rounds):
         if self.calibration is None:
             query = state["query"]
             return Means(query, (state["length"] - pairs(query, half_of(view))).clamp(min=0.0))
-        found, (_, heads, _, dim) = read(self.calibration, view.layer), view.keys.shape
+        found, (_, mine, _, dim) = read(self.calibration, view.layer), view.keys.shape
+        heads = mine * view.heads.ranks
         if found.query.shape[1] != dim or len(found.query) % heads or 2 * half_of(view) != dim:
             raise PolicyError(
                 f"calibration={self.calibration}: the file has {len(found.query)} heads of {found.query.shape[1]} dims "
                 f"per layer, which does not go with this model's {heads} KV heads of {dim}."
             )
         query, excess = (
-            part.unflatten(0, (heads, -1)).mean(dim=1).to(view.keys.device)[None]
+            view.heads.mine(part.unflatten(0, (heads, -1)).mean(dim=1).to(view.keys.device)[None])
             for part in (found.query, found.excess)
         )
         return Means(query, excess)

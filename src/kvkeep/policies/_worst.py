@@ -74,8 +74,10 @@ class WorstCase(PrefillOnly):
         """Each token's share of all heads' sizes, worked out when it comes; of a generated token an equal share."""
         first = (view.seen - view.new)[:, None, None]
         found = sizes(view, view.values.masked_fill((view.positions < 0)[..., None], 0.0))
-        shares = found / found.sum(dim=1, keepdim=True).clamp(min=torch.finfo(found.dtype).tiny)
-        old = state["size"].masked_fill(state["size"] == 0.0, 1.0 / found.shape[1])
+        everything = view.heads.all_slots(found, 0.0)
+        total = everything.sum(dim=1, keepdim=True)[..., -found.shape[-1] :]
+        shares = found / total.clamp(min=torch.finfo(found.dtype).tiny)
+        old = state["size"].masked_fill(state["size"] == 0.0, 1.0 / everything.shape[1])
         return torch.where(view.positions >= first, shares.to(old.dtype), old)
 
     def _older(self, view: View) -> Bool[Tensor, "B Hk S"]:

@@ -81,7 +81,9 @@ class Near:
         """The policy's score, and in these heads the order of positions after the first ones."""
         if not any(self.heads[view.layer]):
             return own
-        near = marks(self.heads[view.layer], own.device) & (table(view.budget, view.seen) == self.slots)
+        near = view.heads.mine(marks(self.heads[view.layer], own.device)[None]) & (
+            table(view.budget, view.seen) == self.slots
+        )
         exact = torch.promote_types(own.dtype, torch.float32)  # half precision cannot tell positions apart
         order = view.positions.to(exact).masked_fill(view.positions < self.sinks, torch.finfo(exact).max)
         return torch.where(near[:, :, None], order, own)

@@ -11,7 +11,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor, where
 
-from kvkeep.budget import column
+from kvkeep.policies._heads import average
 from kvkeep.policies.abilities import Sums
 from kvkeep.policies.base import Policy, option
 from kvkeep.scores import value_prior
@@ -43,7 +43,7 @@ class AhaKV(Policy):
 
     def wants(self, view: View) -> Statistic:
         """The mass of a prompt's recent rows, or of a generated token's row, under the gain of the prompt."""
-        ratio = (view.prompt / column(view.budget, view.seen)).clamp(min=1.0).float()
+        ratio = (view.prompt / average(view)[:, 0]).clamp(min=1.0).float()
         gain = (2.0 * ratio.log()).sqrt().clamp(min=float(self.clamp)) if self.sg_softmax else 1.0
         return Mass(rows=max(1, self.recent) if self.recent_accumulation else -1, gain=gain)
 

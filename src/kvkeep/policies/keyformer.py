@@ -48,7 +48,7 @@ class Keyformer(HeavyHitters):
         """The mass of the noisy, tempered softmax."""
         step = (view.seen - view.prompt).clamp(max=self.max_new_tokens) / max(1, self.max_new_tokens)
         tau = self.tau_start + (self.tau_end - self.tau_start) * step
-        noise = Gumbel(self.seed, view.layer, view.sequences) if self.noise else None
+        noise = Gumbel(self.seed, view.layer, view.sequences, view.heads) if self.noise else None
         return Mass(gain=1.0 / tau.float(), noise=noise)
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
-from kvkeep.budget import column
 from kvkeep.noise import gumbel
+from kvkeep.policies._heads import average
 from kvkeep.policies._prefill import PrefillOnly
 from kvkeep.policies.base import option
 from kvkeep.types import EMPTY, Budget, State, View
@@ -50,11 +50,11 @@ class NACL(PrefillOnly):
     def choose(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The best tokens first, then a random order: the largest sums of score and Gumbel noise sample the softmax."""
         sinks, recent = self.protected(view.budget)
-        free = column((self.grows.stays(view) if self.grows else view.budget) - sinks - recent, view.seen)[:, None]
+        free = average(view, (self.grows.stays(view) if self.grows else view.budget) - sinks - recent)
         best = free - (self.random * free.double() + 1e-9).long()
         fixed = (view.positions < sinks) | (view.positions >= (view.seen[:, None] - recent)[:, :, None])
         top = scores.keep(state["score"], view.positions.masked_fill(fixed, EMPTY), best)
-        heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]
+        heads = view.heads.numbers(view.positions.shape[1], view.positions.device)[:, None]
         keys = (view.sequences[:, None, None], view.sequences.new_full((), view.layer), heads, view.positions)
         drawn = state["score"] / self.temperature + gumbel(self.seed, *keys).float()
         return drawn.masked_fill(top, torch.finfo(torch.float32).max)

@@ -8,7 +8,6 @@ Fails when: always; that is what it is for.
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -38,7 +37,7 @@ class Random(Policy):
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """A random number, drawn once per token (``reservoir``) or again in every step (``victim``)."""
-        heads = torch.arange(view.positions.shape[1], device=view.positions.device)[:, None]
+        heads = view.heads.numbers(view.positions.shape[1], view.positions.device)[:, None]
         keys = [view.sequences[:, None, None], view.sequences.new_full((), view.layer), heads, view.positions]
         if self.mode == "victim":
             keys.append(view.seen[:, None, None])

@@ -47,7 +47,7 @@ class SpAtten(Policy):
 
     def observe(self, state: State, view: View, report: Report) -> State:
         """The sum over all earlier layers and steps, plus this layer's mass in all heads."""
-        return {"importance": (view.past[:, None] + report.mass.sum(dim=1, keepdim=True)).expand_as(report.mass)}
+        return {"importance": (view.past + view.heads.all(report.mass).sum(dim=1))[:, None].expand_as(report.mass)}
 
     def stays(self, view: View, state: State) -> Int[Tensor, "B 1"]:
         """The number of tokens that the layer before still holds, at most the budget."""

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
-from kvkeep.budget import column
+from kvkeep.policies._heads import average
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.h2o import H2O
 from kvkeep.statistic import MassAndLast, Statistic
@@ -44,7 +44,7 @@ class TopK(Policy):
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The rank in the newest row; the best tokens of both shares rank before all others."""
-        budget = column(view.budget, view.seen)[:, None]
+        budget = average(view)
         heavy = (self.h2 * budget.double() + 1e-9).long()
         best = scores.keep(state["last"], view.positions, budget - heavy)
         best |= scores.keep(state["mass"], view.positions, heavy)

@@ -47,7 +47,7 @@ class TOVA(Policy):
         """Replace the state by the last row, averaged over the heads unless ``per_head``."""
         if self.per_head:
             return {"last": report.mass}
-        return {"last": report.mass.mean(dim=1, keepdim=True).expand_as(report.mass)}
+        return {"last": view.heads.all(report.mass).mean(dim=1, keepdim=True).expand_as(report.mass)}
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The attention of the last row."""

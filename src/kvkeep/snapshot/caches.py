@@ -31,6 +31,7 @@ from kvkeep.snapshot.fingerprint import (
     policy_named,
 )
 from kvkeep.snapshot.layers import blocks_for
+from kvkeep.snapshot.shared import mine, whole
 from kvkeep.snapshot.snapshot import Snapshot
 
 _Cache = TypeVar("_Cache", bound="SnapshotCache")
@@ -81,6 +82,7 @@ class SnapshotCache(PhasedCache):
         row = checked_row(row, len(layers[0].seen))
         blocks = [layer.block for layer in layers]
         contents = take(blocks, row, cascade=self._settings.cascade, states=self._states())
+        contents = whole(contents, layers[0].heads)
         ids = self._told(row, contents.seen) if tokens is None else ids_of_row(tokens)
         pending = max(0, self._prompt_columns - layers[0].columns)
         return Snapshot(contents, self._fingerprint(row), ids, pending)
@@ -159,6 +161,7 @@ class SnapshotCache(PhasedCache):
     def _restore(self, rows: Mapping[int, Snapshot], count: int) -> None:
         """Put snapshots into rows of a cache with ``count`` rows. If they do not fit, nothing changes."""
         layers, states = self._slot_layers(), self._states()
+        rows = {row: replace(one, contents=mine(one.contents, layers[0].heads)) for row, one in rows.items()}
         told = self._ids_after(rows, count)
         try:
             made = next(iter(rows.values())).fingerprint

@@ -33,6 +33,7 @@ class Block:
         sequences: identity of each row for randomness; all 0 if not given.
         store: the class of the store that holds the slots.
         pins: spans that no policy may evict, one entry for all rows or one per row.
+        room: size of a pool that heads share, as a multiple of their budgets.
 
     Attributes:
         store: keys, values and positions.
@@ -60,7 +61,7 @@ class Block:
     budget: Budget
     pins: Int[Tensor, "B bounds"] | None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  a block is told everything at once
         self,
         keys: Float[Tensor, "B Hk _ D"],
         values: Float[Tensor, "B Hk _ E"],
@@ -71,6 +72,7 @@ class Block:
         sequences: Sequence[int] | None = None,
         store: type[Store] = DenseStore,
         pins: Sequence[spans.Spans] = (),
+        room: int = 1,
     ):
         B, Hk = keys.shape[:2]
         if sequences is not None and len(sequences) != B:
@@ -79,7 +81,7 @@ class Block:
         self.pins = spans.table(spans.for_rows(pins, B), device) if any(pins) else None
         if issubclass(store, PooledStore):
             self.budget = budgets.per_head(numbers, B, Hk, device)
-            self.store = store.for_heads(keys, values, budgets.by_head(numbers, Hk))
+            self.store = store.for_heads(keys, values, budgets.by_head(numbers, Hk), room=room)
             self.store.divide(self.budget + 1)
         else:
             self.budget = budgets.per_row(numbers, B, device)

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.memory import bytes_of
+from kvkeep.parallel import ALONE, Heads
 from kvkeep.types import Report
 
 _LATER = torch.iinfo(torch.int64).max
@@ -106,9 +107,9 @@ class Cascade:
             return positions >= 0
         return _look_up(self._held, positions)[1]
 
-    def add(self, positions: Int[Tensor, "B S"], report: Report) -> None:
-        """Add the attention mass that a layer's tokens received."""
-        mass = report.mass.sum(dim=1).float()
+    def add(self, positions: Int[Tensor, "B S"], report: Report, heads: Heads = ALONE) -> None:
+        """Add the attention mass that a layer's tokens received, summed over all heads."""
+        mass = heads.all(report.mass).sum(dim=1).float()
         assert self._tokens is not None
         assert self._importance is not None
         index, found = _look_up(self._tokens, positions)
@@ -149,7 +150,7 @@ class Alone:
             )
         return self._nothing
 
-    def add(self, positions: Int[Tensor, "B S"], report: Report) -> None:
+    def add(self, positions: Int[Tensor, "B S"], report: Report, heads: Heads = ALONE) -> None:
         """Do nothing."""
 
     def bytes(self, layer: int) -> int:

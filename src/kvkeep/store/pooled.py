@@ -54,6 +54,8 @@ class PooledStore(Store):
         like_keys: Float[Tensor, "B Hk _ D"],
         like_values: Float[Tensor, "B Hk _ E"],
         budgets: Sequence[Sequence[int]],
+        *,
+        room: int = 1,
     ) -> PooledStore:
         """A store in which every row has one slot more than its heads' budgets, and one more for each head.
 
@@ -61,9 +63,10 @@ class PooledStore(Store):
             like_keys: see `Store`.
             like_values: see `Store`.
             budgets: budgets of the heads, one list for all rows or one per row.
+            room: the row has this many times the slots of its heads' budgets, for heads that may get more.
         """
         heads = like_keys.shape[1]
-        made = cls(like_keys, like_values, -(-max(map(sum, budgets)) // heads) + 1)
+        made = cls(like_keys, like_values, -(-room * max(map(sum, budgets)) // heads) + 1)
         made.widest = max(map(max, budgets)) + 1
         return made
 

@@ -8,11 +8,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.lazy import LazySlots, LazyView
+from kvkeep.parallel import ALONE, Heads
 from kvkeep.store.block import Block
 from kvkeep.types import Phase, Slots, Turning, View
 
 
-def view_of(
+def view_of(  # noqa: PLR0913  the attributes of a view
     block: Block,
     slots: Slots,
     *,
@@ -22,6 +23,7 @@ def view_of(
     tables: tuple[Float[Tensor, "B A"], Bool[Tensor, "B A"]],
     rotation: Turning | None = None,
     turned: bool = True,
+    heads: Heads = ALONE,
 ) -> View:
     """Slots of a block, alone or beside a chunk, as a policy sees them. Counters are live.
 
@@ -34,6 +36,7 @@ def view_of(
         tables: ``past`` and ``alive``, see `View`.
         rotation: see `View`.
         turned: see `View`.
+        heads: see `View`.
     """
     others: dict[str, Any] = {
         "seen": block.seen,
@@ -48,6 +51,7 @@ def view_of(
         "pins": block.pins,
         "rotation": rotation,
         "turned": turned,
+        "heads": heads,
     }
     if isinstance(slots, LazySlots):
         return LazyView.of(slots, **others)

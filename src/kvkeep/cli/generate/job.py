@@ -11,12 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvkeep import budget as budgets
-from kvkeep.cli import console
+from kvkeep.cli import console, torchrun
 from kvkeep.cli.files import STANDARD_INPUT, read_again
 from kvkeep.cli.generate.completion import engine_for, sampling_of
 from kvkeep.cli.generate.encode import Read, reader
 from kvkeep.cli.generate.request import Batch, Request
 from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, run
+from kvkeep.cli.generate.together import tell, together
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memories import Memory, settled
 from kvkeep.cli.options import MAX_TOKENS
@@ -29,7 +30,7 @@ from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs.lines import Line, digest, read
 from kvkeep.jobs.output import Output
 from kvkeep.jobs.survey import Survey, foreign, remove_bad, write_bad
-from kvkeep.models import threads
+from kvkeep.models import split, threads
 from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.fused import prepare
@@ -52,8 +53,17 @@ def serve(request: Request, batch: Batch) -> None:
     """
     checked_guard(request.guard)
     check_weights(request)
+    if batch.input == STANDARD_INPUT:
+        torchrun.refuse_standard_input()
     device = parse_device(request.device)
-    with quiet(), threads.restored(), enough_memory(device), read_again(batch.input, kind="input") as source:
+    with (
+        quiet(),
+        threads.restored(),
+        enough_memory(device),
+        split.left(),
+        read_again(batch.input, kind="input") as source,
+    ):
+        batch = together(batch)
         memory = None if request.memory is None else Memory.read(request.memory)
         request = settled(request, memory)
         policy = parse_policy(request.policy)
@@ -66,6 +76,7 @@ def serve(request: Request, batch: Batch) -> None:
         read_line = reader(checkpoint, request, defaults, memory)
         survey = _survey(source, read_line, batch, memory)
         with _open(batch.output) as output:
+            tell(output)
             budget = _budget(request, policy, survey, output)
             settings = _settings(request, policy, budget, defaults, memory)
             output.agree(settings)
@@ -206,6 +217,8 @@ def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, b
             f"Line {survey.longest_line} cannot be run: {request.policy} keeps all of its {survey.longest} tokens. "
             f"{error} Nothing was generated. Ask for fewer new tokens in that line, or give --budget."
         ) from error
+    if torchrun.processes() > 1:  # each would choose for itself which layers to fuse, and round in another way
+        return engine
     if not batch.compile:
         prepare(writer.model, engine.rows)
     else:

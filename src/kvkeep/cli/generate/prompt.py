@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvkeep.cli import torchrun
 from kvkeep.cli.files import STANDARD_INPUT, not_empty, read_text
 from kvkeep.cli.usage import exists, quoted, quotes_missing, shown
 from kvkeep.errors import InputError
@@ -53,6 +54,8 @@ def read_prompt(prompt: str | None, file: str | None, *, model: str | None = Non
         return not_empty(prompt, "The prompt", _PURPOSE)
     if file is None:
         raise InputError(f"There is no prompt. {_advice(model)}")
+    if file == STANDARD_INPUT:
+        torchrun.refuse_standard_input()
     return read_text(file, kind="prompt file", purpose=_PURPOSE)
 
 

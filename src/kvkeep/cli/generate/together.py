@@ -1,0 +1,31 @@
+"""A batch job of several processes, which torchrun has started for one model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvkeep.cli import torchrun
+from kvkeep.cli.generate.request import Batch
+from kvkeep.errors import InputError
+from kvkeep.jobs.output import Output
+from kvkeep.models import split
+
+
+def together(batch: Batch) -> Batch:
+    """The options of a job that several processes run together: the first one writes, the others write nowhere.
+
+    Raises:
+        InputError: the processes cannot read the input, or cannot compile.
+    """
+    if torchrun.processes() == 1:
+        return batch
+    if batch.compile:
+        raise InputError("--compile does not go together with a model that is split over processes.")
+    split.join()
+    return batch if torchrun.leads() else replace(batch, output="-")
+
+
+def tell(output: Output) -> None:
+    """Tell all processes which lines were done before, as the first one has read it in the output."""
+    done, output.made_by = torchrun.told([list(output.done.items()), output.made_by])
+    output.done = dict(done)

@@ -1,0 +1,107 @@
+"""Commands in processes that torchrun has started: all of them work, and the first one speaks and writes.
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvkeep.cli import console
+from kvkeep.errors import InputError
+
+SPLIT = ("generate",)
+"""Commands that split a model over processes."""
+
+WAIT_S = 5.0
+"""Seconds that a process other than the first one waits before it says why it fails."""
+
+
+def processes() -> int:
+    """The number of processes that torchrun has started; 1 without torchrun."""
+    return _number("WORLD_SIZE") if os.environ.get("TORCHELASTIC_RUN_ID") else 1
+
+
+def leads() -> bool:
+    """Whether this process speaks and writes."""
+    return processes() == 1 or _number("RANK") == 0
+
+
+def _number(name: str) -> int:
+    found = os.environ.get(name, "")
+    return int(found) if found.isdecimal() else 1
+
+
+@contextmanager
+def quiet_followers(words: Sequence[str]) -> Iterator[None]:
+    """Refuse a command that runs in one process alone, and silence all processes but the first one.
+
+    The others say why they fail only if the first one does not fail as well, and says it.
+
+    Args:
+        words: the command line without the program.
+
+    Raises:
+        SystemExit: torchrun has started several processes for another command.
+    """
+    if processes() == 1:
+        yield
+        return
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name is not None and name not in SPLIT:
+        if leads():
+            console.error(f"torchrun has started {processes()} processes, and kvkeep {name} runs in one: leave it out.")
+        sys.exit(console.BAD_INPUT)
+    if leads():
+        yield
+        return
+    with tempfile.TemporaryFile() as said:
+        spoken, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, 1)
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                traceback.print_exc()
+            if not isinstance(error, SystemExit) or error.code:
+                sys.stderr.flush()
+                time.sleep(WAIT_S)  # torchrun ends this process as soon as the first one fails, too
+                said.seek(0)
+                os.write(spoken, said.read())
+            raise
+
+
+def refuse_standard_input() -> None:
+    """Refuse to read standard input, of which each process would get a part.
+
+    Raises:
+        InputError: torchrun has started several processes.
+    """
+    if processes() > 1:
+        raise InputError("Processes of torchrun cannot share standard input. Give the text as an option, or a file.")
+
+
+def told(value: Any) -> Any:
+    """A value of the first process, which JSON can hold, in all processes. They must have joined."""
+    if processes() == 1:
+        return value
+    import torch
+    from torch import distributed as dist
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    raw = json.dumps(value).encode() if leads() else b""
+    size = torch.tensor([len(raw)], device=device)
+    dist.broadcast(size, 0)
+    sent = torch.frombuffer(bytearray(raw or b" "), dtype=torch.uint8).to(device)
+    sent = sent if leads() else torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(sent, 0)
+    return json.loads(bytes(sent.cpu().tolist()))

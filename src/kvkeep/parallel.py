@@ -1,0 +1,164 @@
+"""The KV heads of a model that is split over processes: which of them this process holds, and how it asks the others.
+
+Under tensor parallelism each process (rank) computes attention for heads that lie next to each other, and keeps the
+slots of these. Whatever looks at all heads of a layer goes through `Heads`, and nothing else waits for another process.
+Without tensor parallelism every method returns what it was given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+from torch import distributed as dist
+
+from kvkeep.errors import InputError, ShapeError, UnsupportedModelError
+
+_OTHERS = ("pp_size", "fsdp_size", "dp_replicate_size", "ep_size")
+"""Other ways in which transformers splits a model, by their names in its configuration."""
+
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+"""Projections whose output has the keys of all heads; where a plan leaves them whole, every rank has all heads."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The KV heads of each layer that this process holds. All ranks must call the same methods in the same order.
+
+    Attributes:
+        rank: number of this process.
+        ranks: number of processes that hold heads; 1: this one holds all.
+        count: KV heads of a layer over all processes; 0: not known, where one process holds all.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    count: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> Heads:
+        """The heads that this process holds of a model, which transformers notes in the configuration when it loads it.
+
+        Args:
+            config: the model's configuration.
+
+        Raises:
+            UnsupportedModelError: the model is split in a way in which kvkeep cannot follow, or its heads cannot be
+                divided equally among the processes.
+            InputError: the processes that the model is split over do not run.
+        """
+        split = getattr(config, "distributed_config", None)
+        ranks = getattr(split, "tp_size", None) or 1
+        if others := [name for name in _OTHERS if (getattr(split, name, None) or 1) > 1]:
+            raise UnsupportedModelError(
+                f"The model was loaded with {others[0]}={getattr(split, others[0])}. kvkeep follows tensor parallelism "
+                "alone: load it with tp_size, or with a device_map."
+            )
+        text = config.get_text_config(decoder=True)
+        if ranks == 1 or not _divides(text, split):
+            return ALONE
+        count = number_of_heads(text, ranks)
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != ranks:
+            raise InputError(
+                f"The model was loaded for {ranks} processes of tensor parallelism, and these do not run. Start "
+                "them with torchrun."
+            )
+        return cls(dist.get_rank(), ranks, count)
+
+    def check(self, mine: int) -> None:
+        """Refuse keys of another number of heads than this process should hold.
+
+        Raises:
+            ShapeError: see above.
+        """
+        if self.ranks > 1 and mine * self.ranks != self.count:
+            raise ShapeError(
+                f"A layer gave keys of {mine} heads to one of {self.ranks} processes that should share {self.count} KV "
+                "heads equally. kvkeep cannot follow the way in which this model is split: run it in one process."
+            )
+
+    def all(self, mine: Shaped[Tensor, "B Hk *rest"]) -> Shaped[Tensor, "B heads *rest"]:
+        """The numbers of all heads in their order, from those of this process's heads. Shapes are alike everywhere."""
+        return mine if self.ranks == 1 else torch.cat(self._gathered(mine), dim=1)
+
+    def all_slots(self, mine: Shaped[Tensor, "B Hk S"], empty: int | float) -> Shaped[Tensor, "B heads most"]:
+        """`all` for slots, of which ranks may have different numbers: the fewer ones follow after empty ones.
+
+        A chunk's tokens, which come last, therefore stay in the same columns in all heads.
+
+        Args:
+            mine: numbers of slots.
+            empty: the number of a slot that is added.
+        """
+        if self.ranks == 1:
+            return mine
+        most = self.most(mine.shape[-1], mine.device)
+        return self.all(torch.nn.functional.pad(mine, (most - mine.shape[-1], 0), value=empty))
+
+    def mine(self, whole: Shaped[Tensor, "B heads *rest"]) -> Shaped[Tensor, "B Hk *rest"]:
+        """The numbers of this process's heads, from those of all heads."""
+        return whole if self.ranks == 1 else whole.chunk(self.ranks, dim=1)[self.rank]
+
+    def numbers(self, mine: int, device: torch.device) -> Int[Tensor, " heads"]:
+        """The numbers of this process's heads among all heads of a layer, for ``mine`` heads on each process."""
+        return torch.arange(self.rank * mine, (self.rank + 1) * mine, device=device)
+
+    def most(self, number: int, device: torch.device) -> int:
+        """The largest of a number of each process."""
+        if self.ranks == 1:
+            return number
+        return int(torch.stack(self._gathered(torch.tensor(number, device=device))).max())
+
+    def first(self, numbers: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """The numbers of the first process."""
+        if self.ranks > 1:
+            numbers = numbers.clone()
+            dist.broadcast(numbers, 0)
+        return numbers
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        """The tensors of all processes, in their order."""
+        sent = (mine.to(torch.uint8) if mine.dtype == torch.bool else mine).contiguous()
+        found = [torch.empty_like(sent) for _ in range(self.ranks)]
+        dist.all_gather(found, sent)
+        return [one.to(mine.dtype) for one in found]
+
+
+ALONE = Heads()
+"""One process holds all heads."""
+
+
+def _divides(config: Any, split: Any) -> bool:
+    """Whether a model's plan divides its heads; if it does not, every process has all of them."""
+    plan = dict(getattr(config, "base_model_tp_plan", None) or {})
+    own = getattr(split, "tp_plan", None)
+    plan |= own if isinstance(own, dict) else {}
+    if own == {}:
+        return False
+    return any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in plan.items())
+
+
+def number_of_heads(config: Any, ranks: int) -> int:
+    """The number of KV heads, which the ranks divide equally.
+
+    Raises:
+        UnsupportedModelError: they do not, or there is no such number.
+    """
+    queries = getattr(config, "num_attention_heads", None)
+    keys = getattr(config, "num_key_value_heads", None) or queries
+    if type(keys) is not int or type(queries) is not int or getattr(config, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(
+            f"{type(config).__name__} has no single number of KV heads, or makes them from latents, and kvkeep cannot "
+            "follow how transformers splits it over processes. Run it in one process."
+        )
+    if keys % ranks or queries % ranks:
+        kind, number = ("KV heads", keys) if keys % ranks else ("query heads", queries)
+        fits = [n for n in range(1, ranks + 1) if not keys % n and not queries % n]
+        raise UnsupportedModelError(
+            f"{ranks} processes cannot divide the {number} {kind} of {type(config).__name__} equally. Start "
+            f"{' or '.join(map(str, fits))} of them."
+        )
+    return keys
