@@ -23,6 +23,7 @@ RUNNERS = {
     "docs/index.md": "tests/docs/test_docs.py",
     "docs/sessions.md": "tests/docs/test_docs.py",
     "docs/server.md": "tests/server/test_page.py",
+    "docs/tensor-parallel.md": "tests/parallel/test_torchrun.py",
     "docs/tutorials/": "tests/docs/test_tutorials.py",
     "docs/": "tests/first_contact/test_snippets.py",
 }
@@ -36,6 +37,8 @@ SKIPPED = {
     "curl ": "the same request as in tests/server/test_routes.py, by a program that may be missing",
     'python3 -c "import secrets': "makes a random key for the next line only",
     "KVKEEP_MODEL=": "needs docker; tests/server/test_deploy.py reads the files that docker would",
+    "torchrun ": "starts several processes; tests/parallel/test_torchrun.py does it with a tiny model",
+    "python -m pytest": "runs tests, which the tests do anyway",
     "python bench/": "measures for minutes to hours; its options are checked below, a small run is in tests/bench",
 }
 """Beginnings of lines that no test runs, and why."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,6 +61,17 @@ def test_one_process_speaks_for_all():
     one, two = (json.loads(done.stdout) for done in (alone, together))
     assert two["token_ids"] == one["token_ids"]
     assert two["memory"]["allocated_bytes"] < one["memory"]["allocated_bytes"]  # of the first process's heads
+
+
+def test_the_pages_script_answers_once_for_all_processes(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "tensor-parallel.md"
+    (content,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    script = tmp_path / "script.py"
+    script.write_text(content.replace("path/to/model", str(model_folders.folder())).replace("1024", "12"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*launcher, script], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") >= 2
 
 
 def test_a_batch_job_goes_on_where_it_was_killed(jsonl, tmp_path):
