@@ -15,7 +15,7 @@ OLD := .venv-oldest/bin
 CLIENTS := .venv-clients/bin
 # requests that schemathesis makes of the OpenAPI document
 REQUESTS ?= 300
-EXTRAS := plots gpu quantised server structured summaries lm-eval clients dev docs
+EXTRAS := plots gpu quantised server structured summaries datasets lm-eval clients dev docs
 LOW := .venv-lowest/bin
 DOCS := .venv-docs/bin
 

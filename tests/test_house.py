@@ -61,6 +61,7 @@ ONE_ROOM = {
     "llguidance": {"engine"},
     "lm_eval": {"evals"},
     "rouge_score": {"evals"},
+    "datasets": {"evals"},
     "matplotlib": {"plots"},
     "typer": {"cli"},
     "rich": {"cli"},
