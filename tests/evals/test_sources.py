@@ -5,14 +5,17 @@ import json
 import types
 from pathlib import Path
 
+import model_folders
 import pytest
 
 from kvkeep.errors import InputError, ModelFileError
-from kvkeep.evals import choices, hub, sources
+from kvkeep.evals import choices, hub, sources, tasks
 from kvkeep.evals.hub import Place
 from kvkeep.evals.sources import Source
 from kvkeep.evals.synthetic import documents
+from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import longbench, summary
+from kvkeep.models import load as loading
 
 HUBS = {
     "copa": {"premise": "The dog ran.", "choice1": "It saw.", "choice2": "It slept.", "question": "cause", "label": 1},
@@ -243,3 +246,12 @@ def test_data_of_the_hub_and_of_a_folder_are_told_apart(tmp_path):
     assert sources.fingerprint(None, [SOURCE]) is None
     (tmp_path / "x.jsonl").write_text("{}\n")
     assert sources.fingerprint(str(tmp_path), [SOURCE]) not in (None, "hub")
+
+
+@pytest.mark.parametrize("task", ["passkey", "ruler", "recall"])
+def test_a_context_longer_than_the_model_takes_is_refused(task):
+    """Learned positions end; no policy changes that."""
+    checkpoint = loading.find(model_folders.folder("gpt2"))
+    (kind,) = tasks.find(task)
+    with pytest.raises(InputError, match=rf"{task} needs \d+ positions, and .* has learned only 32.*lower `contexts`"):
+        kind.load(checkpoint, Options(contexts=(1500,), limit=1, facts=2, parts=("vt",) if task == "ruler" else ()))
