@@ -17,7 +17,7 @@ CLIENTS := .venv-clients/bin
 REQUESTS ?= 300
 # each has a classifier in pyproject.toml; `make package` asks whether every requirement has a build for it
 PYTHONS := 3.11 3.12 3.13 3.14
-EXTRAS := plots gpu quantised server structured summaries lm-eval clients dev docs
+EXTRAS := plots gpu quantised server structured summaries datasets lm-eval clients dev docs
 LOW := .venv-lowest/bin
 DOCS := .venv-docs/bin
 

@@ -63,6 +63,7 @@ ONE_ROOM = {
     "llguidance": {"engine"},
     "lm_eval": {"evals"},
     "rouge_score": {"evals"},
+    "datasets": {"evals"},
     "matplotlib": {"plots"},
     "typer": {"cli"},
     "rich": {"cli"},

@@ -211,6 +211,18 @@ def test_the_command_line(tasks, tmp_path, monkeypatch):
     assert config["model"] == "kvkeep"
 
 
+def test_a_task_whose_data_cannot_be_reached_is_one_line(monkeypatch):
+    from lm_eval._cli import HarnessCLI
+
+    def execute(self, arguments):
+        raise ConnectionError("Couldn't reach 'allenai/ai2_arc' on the Hub\nmore")
+
+    monkeypatch.setattr(HarnessCLI, "execute", execute)
+    with pytest.raises(InputError, match=r"from the hub: Couldn't reach 'allenai/ai2_arc' on the Hub\. Run") as caught:
+        command.run(["--model", "kvkeep", "--tasks", "arc_easy"])
+    assert "\n" not in str(caught.value)
+
+
 PUBLIC = os.environ.get("KVKEEP_TASKS")
 """A folder with the files of public data sets, see `kvkeep.evals.choices`."""
 

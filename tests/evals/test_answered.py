@@ -108,6 +108,75 @@ def test_rulers_prompts_fit_and_hold_their_answers(part, ask, data):
                 assert prompt.first == len(prompt.ids) - 1
 
 
+RULES = {
+    **dict.fromkeys(("niah_single_1", "niah_single_2", "niah_single_3"), (128, 1)),
+    **dict.fromkeys(("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"), (128, 1)),
+    **dict.fromkeys(("niah_multivalue", "niah_multiquery"), (128, 4)),
+    **dict.fromkeys(("qa_1", "qa_2"), (32, None)),
+    "vt": (30, 5),
+    "cwe": (120, 10),
+    "fwe": (50, 3),
+}
+"""The published length of a reply in tokens, and the number of strings that are asked for."""
+
+
+def test_rulers_parts_are_the_thirteen_published_ones():
+    assert set(RULES) == set(ruler.PARTS)
+    assert len(RULES) == 13
+
+
+@pytest.mark.parametrize("part", ruler.PARTS)
+def test_ruler_by_its_published_rules_with_another_tokenizer(part, data):
+    """Lengths are counted anew, and graded are strings: the share of all, or any one for questions."""
+    length = 3000  # this tokenizer has many tokens for a word
+    case = load(Ruler, own=False, contexts=(length,), parts=(part,), data=data).made[f"{part},length={length}"]
+    new, answers = RULES[part]
+    assert case.new == new
+    encode = checkpoint().tokenizer.encode
+    for prompt in case.prompts:
+        item = prompt.item
+        assert len(encode(f"{item.text}{item.question}{item.lead}")) == len(prompt.ids) <= length - new
+        assert answers is None or len(item.answers) == answers
+        assert all(answer in item.text for answer in item.answers)
+    asked = dataclasses.replace(item, answers=("Red Fox", "hen", "owl", "bee"))
+    share = 1.0 if answers is None else 0.5
+    assert case.grade(asked, "a RED FOX, and the Owl.") == share
+    assert case.grade(asked, "fox red") == 0.0
+
+
+def test_needles_have_the_published_kinds_of_values():
+    number, some_uuid = r"\d{7}", r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}"
+    word = r"[a-z]+-[a-z]+"
+    for name, case in load(Ruler, parts=("niah_*",), limit=1).made.items():
+        part = name.partition(",")[0]
+        said = re.findall(r"One of the special magic \w+ for (\S+) is: (\S+)\.", case.prompts[0].item.text)
+        kinds = {"niah_single_3": (word, some_uuid), "niah_multikey_3": (some_uuid, some_uuid)}
+        for key, value in said:
+            wanted = kinds.get(part, (word, number))
+            assert re.fullmatch(wanted[0], key, re.IGNORECASE), name
+            assert re.fullmatch(wanted[1], value), name
+        noise = "The grass is green. The sky is blue." in case.prompts[0].item.text
+        assert noise is (part == "niah_single_1")
+
+
+@pytest.mark.slow
+def test_common_words_come_thirty_times_in_long_contexts():
+    (prompt, *_) = load(Ruler, parts=("cwe",), contexts=(8192,), limit=1).made["cwe,length=8192"].prompts
+    listed = re.findall(r"\d+\. (\S+)", prompt.item.text.rsplit("Memorize the ones", 1)[1])
+    counts = {word: listed.count(word) for word in listed}
+    assert {word for word, n in counts.items() if n == 30} == set(prompt.item.answers)
+    assert {n for word, n in counts.items() if word not in prompt.item.answers} == {3}
+
+
+def test_coded_words_fall_off_with_the_square_of_their_rank():
+    """With n words in all the word of rank k comes ⌊n / (ζ(2) k²)⌋ times; rank 1 is noise."""
+    for prompt in load(Ruler, parts=("fwe",)).made["fwe,length=1024"].prompts:
+        listed = prompt.item.text.split("coded words. ")[1].split()
+        noise, first, second, third = (listed.count(word) for word in ("...", *prompt.item.answers))
+        n = noise * 1.6449340668482264  # within one word of rank 1
+        assert [first, second, third] == pytest.approx([n / 1.6449 / rank**2 for rank in (2, 3, 4)], abs=1)
+
+
 @pytest.mark.slow
 def test_rulers_texts_are_the_same_for_a_seed_and_others_for_another():
     def made(seed):
@@ -171,6 +240,13 @@ def test_qa_has_the_needed_documents_and_skips_questions_without_answers(data):
     assert len(prompt.ids) + 32 > 900  # documents come again where there are too few
 
 
+def test_a_single_document_ends_the_search_for_a_longer_text(tmp_path):
+    paragraph = {"context": "A fox.", "qas": [{"question": "Who?", "answers": [{"text": "fox"}]}]}
+    (tmp_path / "squad.json").write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    (prompt,) = load(Ruler, parts=("qa_1",), data=str(tmp_path), limit=1).made["qa_1,length=1024"].prompts
+    assert prompt.item.text.count("A fox.") == 1
+
+
 @pytest.mark.slow
 def test_questions_about_documents_are_left_out_without_their_file(tmp_path):
     (tmp_path / "squad.json").write_text(json.dumps(SQUAD))
@@ -200,7 +276,9 @@ def test_parts_that_do_not_fit_are_left_out_unless_they_were_asked_for():
     ("content", "said"),
     [
         ("{", "no JSON"),
-        ("[]", "another format"),
+        ("[]", "no entries"),
+        ('[["x"]]', "Entry 1 of .* is no JSON object"),
+        ('[{"title": "x", "context": "y", "question": "z"}]', "another format"),
         ('{"data": []}', "no question"),
         ('{"data": [{"paragraphs": [{"context": "x"}]}]}', "another format"),
         ("\x00", "no JSON"),
@@ -368,5 +446,5 @@ def test_other_files_are_another_run(tmp_path):
 
 
 def test_classes_are_needed_where_they_are_graded(tmp_path):
-    with pytest.raises(InputError, match="all_classes"):
+    with pytest.raises(InputError, match=r"Line 1 of .* has no 'all_classes'"):
         load(LongBench, data=bench(tmp_path, "trec"))

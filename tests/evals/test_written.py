@@ -168,7 +168,7 @@ def test_a_long_article_loses_its_end_and_a_note_says_so(scored, tmp_path, monke
 def test_wrong_summaries_are_refused(scored, tmp_path):
     good = {"document": ARTICLE, "summary": "A fox."}
     for bad in ({"document": ARTICLE}, {"document": 5, "summary": "x"}, {"document": " ", "summary": "x"}):
-        with pytest.raises(InputError, match=r"Entry 2 of .*xsum\.jsonl has no article with its summary"):
+        with pytest.raises(InputError, match=r"Line 2 of .*xsum\.jsonl has no article with its summary"):
             load(Summary, data=write(tmp_path, good, bad), parts=("xsum",))
     with pytest.raises(InputError, match=r"cnn_dailymail\.jsonl .*: the test set of cnn_dailymail"):
         load(Summary, data=str(tmp_path), parts=("cnn_dailymail",))

@@ -25,6 +25,9 @@ from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer, encode, encode_rest
 from kvkeep.policies.base import Policy
 
+_MOST = 8
+"""Parts for each token of a prompt beyond which no longer text is looked for."""
+
 _Made = TypeVar("_Made", bound="Answered")
 
 
@@ -229,7 +232,8 @@ def fitting(checkpoint: Checkpoint, make: Callable[[int], Item], room: int, leas
 
     Args:
         checkpoint: the model.
-        make: makes an item from a number of parts, such as sentences; more parts make a longer text.
+        make: makes an item from a number of parts, such as sentences; more parts make a longer text, unless there are
+            no more (a single document).
         room: most tokens of the prompt.
         least: fewest parts.
         about: the item's name in messages.
@@ -245,6 +249,8 @@ def fitting(checkpoint: Checkpoint, make: Callable[[int], Item], room: int, leas
     step = max(1, least, math.ceil(room / 64))
     while len(tokens_of(checkpoint, make(high + step))) <= room:
         high, step = high + step, 2 * step
+        if step > _MOST * room:
+            return make(high)
     low, high = high, high + step
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,18 +1,18 @@
 """Multiple-choice questions from public files: COPA, OpenBookQA, ARC, PIQA, WinoGrande, MathQA, RTE and HellaSwag.
 
-A file ``NAME.jsonl`` has the format of the data set's authors, ``NAME.json`` that of LLM-Adapters: a list of objects
-with ``instruction`` and ``answer``.
+A file ``NAME.jsonl`` has the format of the data set's authors, or the rows of the hub's copy; ``NAME.json`` has that of
+LLM-Adapters: a list of objects with ``instruction`` and ``answer``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvkeep.errors import InputError
 from kvkeep.evals import sources
+from kvkeep.evals.hub import Place
 from kvkeep.evals.sources import Source
 
 _OPTION = re.compile(r"""(?:^|,)[\s\['"]*([a-eA-E])\s*\)(?:\s*\1\s*\))?""")
@@ -39,30 +39,19 @@ class Choice:
         return self.contexts[self.right] + self.choices[self.right]
 
 
-def questions(name: str, folder: str | None) -> list[Choice]:
+def questions(name: str, data: str | None) -> list[Choice]:
     """All questions of a data set.
 
+    Args:
+        name: the data set, one of `NAMES`.
+        data: the folder with its file, or ``hub``.
+
     Raises:
-        InputError: the file is missing, or an entry has another format.
+        InputError: the data set is missing, or an entry has another format.
     """
-    path = sources.found(folder, _source(name), f"choice's {name}")
-    adapted = path.suffix == ".json"
-    rows = sources.whole(path) if adapted else sources.lines(path, {})
-    if not isinstance(rows, list) or not rows:
-        raise InputError(f"{path} is no list of questions.")
-    found = []
-    for number, row in enumerate(rows, 1):
-        try:
-            found.append(_adapted(name, row) if adapted else _READERS[name](row))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            place = "Entry" if adapted else "Line"
-            raise InputError(f"{place} {number} of {path} is no question of {name}: {error!r:.80}.") from error
-    return found
-
-
-def _source(name: str) -> Source:
-    public = f"{name}'s test or validation set as its authors publish it (JSON lines), or LLM-Adapters' file (JSON)"
-    return Source((f"{name}.jsonl", f"{name}.json"), public)
+    found = sources.rows(data, SOURCES[name], f"choice's {name}")
+    adapted = found.name.endswith(".json")
+    return found.read(lambda row: _adapted(name, row) if adapted else _READERS[name](row), f"question of {name}")
 
 
 def _adapted(name: str, row: Mapping[str, str]) -> Choice:
@@ -96,57 +85,82 @@ def _filled(sentence: str, options: list[str], right: int) -> Choice:
 
 
 def _copa(row: Mapping[str, Any]) -> Choice:
-    link = {"cause": "because", "effect": "therefore"}[row["question"]]
-    context = f"{row['premise'].strip()[:-1]} {link}"
-    choices = [row["choice1"], row["choice2"]]
+    link = {"cause": "because", "effect": "therefore"}.get(row["question"])
+    if link is None:
+        raise ValueError(f"'question' is {row['question']!r}, neither 'cause' nor 'effect'")
+    context = f"{_text(row, 'premise').strip()[:-1]} {link}"
+    choices = [_text(row, "choice1"), _text(row, "choice2")]
     said = tuple(f" {choice[0].lower()}{choice[1:]}" for choice in choices)
     return Choice((context,) * 2, said, _one_of(row["label"], 2))
 
 
 def _science(name: str) -> Callable[[Mapping[str, Any]], Choice]:
+    """ARC and OpenBookQA: each choice is an object with label and text, or labels and texts are two lists (the hub)."""
+
     def read(row: Mapping[str, Any]) -> Choice:
-        choices = row["question"]["choices"]
-        right = [one["label"] for one in choices].index(row["answerKey"])
-        return _asked(name, row["question"]["stem"], [one["text"] for one in choices], right)
+        if isinstance(asked := row.get("question"), Mapping):
+            stem = _text(asked, "stem")
+            pairs = [(one["label"], _text(one, "text")) for one in asked["choices"]]
+        else:
+            stem = _text(row, "question_stem" if "question_stem" in row else "question")
+            pairs = list(zip(row["choices"]["label"], row["choices"]["text"], strict=True))
+        labels = [label for label, _ in pairs]
+        return _asked(name, stem, [text for _, text in pairs], _among(_text(row, "answerKey").strip(), labels))
 
     return read
 
 
 def _piqa(row: Mapping[str, Any]) -> Choice:
-    return _asked("piqa", row["goal"], [row["sol1"], row["sol2"]], _one_of(row["label"], 2))
+    return _asked("piqa", _text(row, "goal"), [_text(row, "sol1"), _text(row, "sol2")], _one_of(row["label"], 2))
 
 
 def _winogrande(row: Mapping[str, Any]) -> Choice:
-    return _filled(row["sentence"], [row["option1"], row["option2"]], _one_of(int(row["answer"]) - 1, 2))
+    options = [_text(row, "option1"), _text(row, "option2")]
+    return _filled(_text(row, "sentence"), options, _among(_text(row, "answer"), ("1", "2")))
 
 
 def _mathqa(row: Mapping[str, Any]) -> Choice:
     """The options stand in one text, as in ``a ) 38 , b ) 27 , c ) 30``, or as a list of such texts."""
-    options, question = _OPTION.split(row["options"]), row["Problem"].strip()
+    options, question = _OPTION.split(_text(row, "options")), row["Problem"].strip()
     letters, choices = options[1::2], [part.strip(" ,[]'\"") for part in options[2::2]]
     if not question or not all(choices):
         raise ValueError("a question or an option is empty")
-    return _asked("mathqa", question, choices, [one.lower() for one in letters].index(row["correct"].lower()))
+    return _asked("mathqa", question, choices, _among(row["correct"].lower(), [one.lower() for one in letters]))
 
 
 def _rte(row: Mapping[str, Any]) -> Choice:
     """An entry of GLUE (``sentence1``, 0 for entailment) or of SuperGLUE (``premise``, the label as a word)."""
     said, asked = (row["premise"], row["hypothesis"]) if "premise" in row else (row["sentence1"], row["sentence2"])
-    label = row["label"] if isinstance(row["label"], int) else ("entailment", "not_entailment").index(row["label"])
+    label = row["label"] if isinstance(row["label"], int) else _among(row["label"], ("entailment", "not_entailment"))
     context = f"{said.strip()}\nQuestion: {asked.strip()} True or False?\nAnswer:"
     return Choice((context,) * 2, (" True", " False"), _one_of(label, 2))
 
 
 def _hellaswag(row: Mapping[str, Any]) -> Choice:
     before, after = row["ctx_a"], row["ctx_b"]
-    context = _plain(f"{row['activity_label']}: {before} {after[:1].upper()}{after[1:].lower()}")
+    context = _plain(f"{_text(row, 'activity_label')}: {before} {after[:1].upper()}{after[1:].lower()}")
     endings = [f" {_plain(ending)}" for ending in row["endings"]]
-    return Choice((context,) * len(endings), tuple(endings), _one_of(int(row["label"]), len(endings)))
+    return Choice(
+        (context,) * len(endings), tuple(endings), _among(str(row["label"]), [*map(str, range(len(endings)))])
+    )
 
 
 def _plain(text: str) -> str:
     """Text of WikiHow without its marks, as lm-eval reads it."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    value = row[name]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name!r} is {value!r:.20}, no text")
+    return value
+
+
+def _among(label: object, known: Sequence[object]) -> int:
+    if label not in known:
+        raise ValueError(f"the answer {label!r} names no choice")
+    return known.index(label)
 
 
 def _one_of(label: object, n: int) -> int:
@@ -168,7 +182,29 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Choice]] = {
 
 NAMES = tuple(_READERS)
 
+_PLACES = {
+    "copa": Place("aps/super_glue", "copa", "validation"),
+    "openbookqa": Place("allenai/openbookqa", "main", "test"),
+    "piqa": Place("baber/piqa", None, "validation"),
+    "winogrande": Place("allenai/winogrande", "winogrande_xl", "validation"),
+    "arc_easy": Place("allenai/ai2_arc", "ARC-Easy", "test"),
+    "mathqa": Place("regisss/math_qa", None, "test"),
+    "rte": Place("nyu-mll/glue", "rte", "validation"),
+    "hellaswag": Place("Rowan/hellaswag", None, "validation"),
+}
+"""The copies that lm-eval 0.4.13 reads, with its splits."""
 
-def known_in(folder: str | None) -> list[str]:
-    """The data sets whose files are there."""
-    return [name for name in NAMES if sources.has(folder, _source(name))]
+SOURCES: Mapping[str, Source] = {
+    name: Source(
+        (f"{name}.jsonl", f"{name}.json"),
+        f"{name}'s {place.split} set as its authors publish it (JSON lines), or LLM-Adapters' file (JSON)",
+        name,
+        place,
+    )
+    for name, place in _PLACES.items()
+}
+
+
+def known_in(data: str | None) -> list[str]:
+    """The data sets that are there."""
+    return [name for name in NAMES if sources.has(data, SOURCES[name])]

@@ -7,6 +7,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 Grade = Callable[[str, Sequence[str], Sequence[str]], float]
 """Grades a reply, given the right answers and all classes."""
@@ -63,6 +64,44 @@ def rouge_l(reply: str, answer: str) -> float:
     return 2 * common / (len(one) + len(other)) if common else 0.0
 
 
+def rouge_l_of_sentences(reply: str, answer: str) -> float:
+    """ROUGE-L as LongBench's authors compute it, by the package rouge 1.0.1.
+
+    Texts are split at full stops, and sentences at white space; letter case and other punctuation stay. F1 counts
+    different words: those of the longest common subsequences of any two sentences, taken together, against all words
+    of each text.
+    """
+    own, right = _sentences(reply), _sentences(answer)
+    found = {word for one in right for other in own for word in _common_words(one, other)}
+    recall, precision = (len(found) / len({*chain(*said)}) if said else 0.0 for said in (right, own))
+    return 2 * precision * recall / (precision + recall + 1e-8)
+
+
+def _sentences(text: str) -> list[list[str]]:
+    """The words of each sentence; one of white space alone is a single empty word."""
+    return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
+
+
+def _common_words(one: Sequence[str], other: Sequence[str]) -> list[str]:
+    """A longest common subsequence of words; of equal ones that which drops the end of ``other`` first."""
+    lengths = [[0] * (len(other) + 1)]
+    for word in one:
+        before, row = lengths[-1], [0]
+        for j, there in enumerate(other):
+            row.append(before[j] + 1 if word == there else max(row[j], before[j + 1]))
+        lengths.append(row)
+    i, j, found = len(one), len(other), []
+    while i and j:
+        if one[i - 1] == other[j - 1]:
+            i, j = i - 1, j - 1
+            found.append(one[i])
+        elif lengths[i - 1][j] > lengths[i][j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return found
+
+
 def _runs(words: Sequence[str], n: int) -> list[tuple[str, ...]]:
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
@@ -96,8 +135,9 @@ def code_similarity(reply: str, answer: str) -> float:
     """
     lines = reply.lstrip("\n").split("\n")
     line = next((one for one in lines if not ("`" in one or "#" in one or "//" in one)), "")
-    both = len(line) + len(answer)
-    return round(100 * 2 * _common(line, answer) / both) / 100 if both else 0.0
+    if line == answer:
+        return 1.0
+    return round(100 * 2 * _common(line, answer) / (len(line) + len(answer))) / 100
 
 
 def classification(reply: str, answer: str, classes: Sequence[str]) -> float:

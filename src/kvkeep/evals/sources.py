@@ -1,72 +1,188 @@
-"""Public data sets from local files: found by name in a folder, and checked line by line."""
+"""Public data sets: found by name in a folder or on the hub, and checked row by row. All tasks read them here."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvkeep.errors import InputError
+from kvkeep.evals import hub
+from kvkeep.evals.hub import Place
 from kvkeep.runs import parse, read_whole
+
+HUB = "hub"
+"""The word for the hub in place of a folder."""
+
+_Read = TypeVar("_Read")
+_MANY = {"Line": "lines", "Entry": "entries", "Row": "rows"}
+_WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A public file.
+    """A public data set.
 
     Attributes:
         names: file names under which it is looked for.
         public: where it comes from, and its format.
+        saved: the folder under which it is looked for, as the package datasets saves it.
+        hub: its place on the hub; ``None`` if it is not there in tables.
     """
 
     names: tuple[str, ...]
     public: str
+    saved: str
+    hub: Place | None
 
 
-def found(folder: str | None, source: Source, task: str) -> Path:
-    """The path of a file in the folder of data.
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a data set.
+
+    Attributes:
+        name: where they come from, for messages.
+        unit: what a row is called there: line, entry or row.
+        rows: the rows.
+        numbers: the number of each row in its file, from 1.
+    """
+
+    name: str
+    unit: str
+    rows: list[dict[str, Any]]
+    numbers: tuple[int, ...]
+
+    def place(self, number: int) -> str:
+        """Where a row stands, by its place in `rows`."""
+        return f"{self.unit} {self.numbers[number]} of {self.name}"
+
+    def read(self, reader: Callable[[dict[str, Any]], _Read], what: str) -> list[_Read]:
+        """What a reader makes of each row.
+
+        Raises:
+            InputError: it cannot read one.
+        """
+        found = []
+        for number, row in enumerate(self.rows):
+            try:
+                found.append(reader(row))
+            except _WRONG as error:
+                said = f"it has no {error}" if isinstance(error, KeyError) else "it has another form"
+                said = f"{error}" if isinstance(error, ValueError) else said
+                raise InputError(f"{self.place(number)} is no {what}: {said:.80}.") from error
+        return found
+
+
+def has(data: str | None, source: Source) -> bool:
+    """Whether a data set is in the folder of data, or may be on the hub."""
+    if data == HUB:
+        return source.hub is not None
+    return data is not None and _in(data, source) is not None
+
+
+def rows(
+    data: str | None, source: Source, task: str, fields: Mapping[str, type | tuple[type, ...]] | None = None
+) -> Rows:
+    """The rows of a data set: of a file, of a saved folder, or of the hub.
+
+    Args:
+        data: the folder of data, or ``hub``.
+        source: the data set.
+        task: who needs it, for messages.
+        fields: the fields that every row has to have, and their types.
 
     Raises:
-        InputError: there is no folder, or no such file in it.
+        InputError: it is missing or cannot be read, a row is no object, or a field is missing or of another type.
     """
-    wanted = " or ".join(source.names)
-    if folder is None:
-        raise InputError(f"{task} needs {wanted}: {source.public}. Give the folder that holds it as `data`.")
-    if not Path(folder).is_dir():
-        raise InputError(f"{folder} is no folder; `data` is the folder that holds {wanted} for {task}.")
-    paths = [Path(folder, name) for name in source.names]
-    for path in paths:
-        if path.is_file():
-            return path
-    raise InputError(f"{folder} has no {wanted}, which {task} needs: {source.public}.")
+    otherwise = f"{task} also takes a folder with {' or '.join(source.names)} as `data`."
+    if data == HUB and source.hub is None:
+        raise InputError(f"The hub has no tables of {source.public}. {otherwise}")
+    if data == HUB and source.hub is not None:
+        found = _objects(str(source.hub), "Row", enumerate(hub.rows(source.hub, otherwise), 1))
+    else:
+        path = _found(data, source, task)
+        if path.is_dir():
+            found = _objects(
+                str(path), "Row", enumerate(hub.saved(path, source.hub.split if source.hub else "test"), 1)
+            )
+        elif path.suffix == ".jsonl":
+            found = _objects(str(path), "Line", _lines(path))
+        else:
+            content = _whole(path)
+            found = _objects(str(path), "Entry", enumerate(content if isinstance(content, list) else [content], 1))
+    _check(found, fields or {})
+    return found
 
 
-def has(folder: str | None, source: Source) -> bool:
-    """Whether a file is in the folder of data."""
-    return folder is not None and any(Path(folder, name).is_file() for name in source.names)
-
-
-def fingerprint(folder: str | None, names: Sequence[str]) -> str | None:
-    """A hash of all files of these names in a folder, so that results of other data are told apart; ``None`` without
-    such a file.
+def fingerprint(data: str | None, sources: Sequence[Source]) -> str | None:
+    """A hash of all files of these data sets in a folder, so that results of other data are told apart; ``None``
+    without such a file, and ``hub`` for those of the hub, which have no hash here.
     """
+    if data == HUB:
+        return HUB
     found, hashed = False, hashlib.sha256()
-    for name in sorted(names):
-        if folder is not None and (path := Path(folder, name)).is_file():
-            found = True
-            hashed.update(name.encode() + b"\0" + hashlib.sha256(_bytes(path)).digest())
+    for path in sorted({path for source in sources for path in _files(data, source)}):
+        found = True
+        name = path.relative_to(str(data)).as_posix()
+        hashed.update(name.encode() + b"\0" + hashlib.sha256(_bytes(path)).digest())
     return hashed.hexdigest()[:16] if found else None
 
 
-def whole(path: Path) -> Any:
-    """The content of a JSON file.
+def _found(folder: str | None, source: Source, task: str) -> Path:
+    """The path of a data set in the folder of data."""
+    wanted = " or ".join(source.names)
+    if folder is None:
+        online = f", or the word {HUB} to read {source.hub} by the package datasets" if source.hub else ""
+        raise InputError(f"{task} needs {wanted}: {source.public}. Give the folder that holds it as `data`{online}.")
+    if not Path(folder).is_dir():
+        raise InputError(f"{folder} is no folder; `data` is the folder that holds {wanted} for {task}.")
+    if (path := _in(folder, source)) is None:
+        raise InputError(f"{folder} has no {wanted}, which {task} needs: {source.public}.")
+    return path
 
-    Raises:
-        InputError: it cannot be read, or is no JSON.
-    """
+
+def _in(folder: str, source: Source) -> Path | None:
+    """The file of a data set in a folder, or its saved folder."""
+    paths = [path for name in source.names if (path := Path(folder, name)).is_file()]
+    saved = Path(folder, source.saved)
+    return paths[0] if paths else saved if hub.is_saved(saved) else None
+
+
+def _files(folder: str | None, source: Source) -> list[Path]:
+    """All files of a data set in a folder."""
+    if folder is None:
+        return []
+    saved = Path(folder, source.saved)
+    tables = [path for path in saved.rglob("*.arrow") if path.is_file()] if hub.is_saved(saved) else []
+    return [*(path for name in source.names if (path := Path(folder, name)).is_file()), *tables]
+
+
+def _objects(name: str, unit: str, numbered: Iterable[tuple[int, Any]]) -> Rows:
+    numbers, made = [], []
+    for number, row in numbered:
+        if not isinstance(row, dict):
+            raise InputError(f"{unit} {number} of {name} is no JSON object.")
+        numbers.append(number)
+        made.append(row)
+    if not made:
+        raise InputError(f"{name} has no {_MANY[unit]}.")
+    return Rows(name, unit, made, tuple(numbers))
+
+
+def _check(found: Rows, fields: Mapping[str, type | tuple[type, ...]]) -> None:
+    for number, row in enumerate(found.rows):
+        for name, kind in fields.items():
+            if not isinstance(row.get(name), kind):
+                what = f"has another {name!r} than expected" if name in row else f"has no {name!r}"
+                unit, wanted = found.unit.lower(), ", ".join(fields)
+                raise InputError(f"{found.place(number)} {what}; fields of each {unit}: {wanted}.")
+
+
+def _whole(path: Path) -> Any:
+    """The content of a JSON file."""
     try:
         return parse(_bytes(path))
     except json.JSONDecodeError as error:
@@ -75,34 +191,14 @@ def whole(path: Path) -> Any:
         raise InputError(f"{path} is no JSON: {error}.") from error
 
 
-def lines(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> list[dict[str, Any]]:
-    """The objects of a file with one JSON object per line.
-
-    Args:
-        path: the file.
-        fields: the fields that every object has to have, and their types.
-
-    Raises:
-        InputError: the file cannot be read, a line is no object, or a field is missing or of another type.
-    """
-    rows = []
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """The values of a file with one JSON value per line, and their lines' numbers; empty lines are left out."""
     for number, line in enumerate(_bytes(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = parse(line)
-        except ValueError as error:
-            raise InputError(f"Line {number} of {path} is no JSON: {error}.") from error
-        if not isinstance(row, dict):
-            raise InputError(f"Line {number} of {path} is no JSON object.")
-        for name, kind in fields.items():
-            if not isinstance(row.get(name), kind):
-                what = f"has another {name!r} than expected" if name in row else f"has no {name!r}"
-                raise InputError(f"Line {number} of {path} {what}; fields of each line: {', '.join(fields)}.")
-        rows.append(row)
-    if not rows:
-        raise InputError(f"{path} has no lines.")
-    return rows
+        if line.strip():
+            try:
+                yield number, parse(line)
+            except ValueError as error:
+                raise InputError(f"Line {number} of {path} is no JSON: {error}.") from error
 
 
 def _bytes(path: Path) -> bytes:

@@ -44,7 +44,7 @@ class Options:
             ``None``: all at once.
         window: tokens of a perplexity window; by default 1024, or the trained length if that is less.
         stride: tokens that perplexity feeds at once.
-        data: folder with files of public data sets; ``None`` if there is none.
+        data: folder with files of public data sets, or ``hub``; ``None`` if there is none.
         shots: solved examples before a question of choice.
         parts: parts of a task that has several, e.g. ``vt`` of ``ruler``; empty for all that can be run.
     """

@@ -142,7 +142,8 @@ Data = Annotated[
     str | None,
     typer.Option(
         metavar="DIR",
-        help="Folder with files of public data sets, for longbench, choice, summary, and ruler's qa_1 and qa_2.",
+        help="Folder with files of public data sets, for longbench, choice, summary, and ruler's qa_1 and qa_2. "
+        "hub: read them from the Hugging Face hub (extra: datasets).",
         rich_help_panel=TASKS,
     ),
 ]

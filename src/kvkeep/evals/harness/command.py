@@ -16,7 +16,7 @@ def run(arguments: Sequence[str]) -> None:
     """Run lm-eval with these arguments.
 
     Raises:
-        InputError: lm-eval is not installed.
+        InputError: lm-eval is not installed, or the data of a task cannot be reached.
         KVKeepError: the model, the policy, the budget or the protocol cannot be used.
     """
     if importlib.util.find_spec("lm_eval") is None:
@@ -30,6 +30,12 @@ def run(arguments: Sequence[str]) -> None:
         setup_logging()
         parser = HarnessCLI()
         parser.execute(parser.parse_args())
+    except ConnectionError as error:  # of the package datasets
+        said = str(error).partition("\n")[0]
+        raise InputError(
+            f"lm-eval reads the data of its tasks from the hub: {said:.160}. Run the task once with a network, or name "
+            "tasks of your own with data in local files."
+        ) from error
     finally:
         sys.argv = before
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvkeep.errors import InputError
 from kvkeep.evals import sources
 from kvkeep.evals.answered import Item
+from kvkeep.evals.hub import Place
 from kvkeep.evals.sources import Source
 
 _ASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 
 SOURCES = {
-    "qa_1": Source(("squad.json", "dev-v2.0.json"), "SQuAD 2.0's development set as its authors publish it (JSON)"),
+    "qa_1": Source(
+        ("squad.json", "dev-v2.0.json"),
+        "SQuAD 2.0's development set as its authors publish it (JSON)",
+        "squad_v2",
+        Place("rajpurkar/squad_v2", None, "validation"),
+    ),
     "qa_2": Source(
         ("hotpotqa.json", "hotpot_dev_distractor_v1.json"),
         "HotpotQA's development set with distractors as its authors publish it (JSON)",
+        "hotpot_qa",
+        Place("hotpotqa/hotpot_qa", "distractor", "validation"),
     ),
 }
 
@@ -47,54 +56,71 @@ class Library:
     questions: tuple[Asked, ...]
 
 
-def library(name: str, folder: str | None) -> Library:
+def library(name: str, data: str | None) -> Library:
     """The documents and questions of ``qa_1`` or ``qa_2``.
 
     Raises:
         InputError: the file is missing, or of another format.
     """
     source = SOURCES[name]
-    path = sources.found(folder, source, f"ruler's {name}")
-    content = sources.whole(path)
+    read = sources.rows(data, source, f"ruler's {name}")
     try:
-        found = _squad(content) if name == "qa_1" else _hotpot(content)
+        found = _squad(read.rows) if name == "qa_1" else _hotpot(read.rows)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise InputError(f"{path} has another format than {source.public}: {error!r:.80}.") from error
+        raise InputError(f"{read.name} has another format than {source.public}: {error!r:.80}.") from error
     if not found.questions:
-        raise InputError(f"{path} has no question with an answer.")
+        raise InputError(f"{read.name} has no question with an answer.")
     return found
 
 
-def _squad(content: dict[str, list[dict[str, list[dict[str, object]]]]]) -> Library:
-    articles = [entry["paragraphs"] for entry in content["data"]]
-    numbers = {text: i for i, text in enumerate(sorted({str(p["context"]) for part in articles for p in part}))}
-    questions = []
-    for part in articles:
-        about = {numbers[str(paragraph["context"])] for paragraph in part}
-        for paragraph in part:
-            own = numbers[str(paragraph["context"])]
-            for qa in paragraph["qas"]:  # type: ignore[attr-defined]
-                answers = tuple(dict.fromkeys(str(answer["text"]) for answer in qa["answers"]))
-                if answers and not qa.get("is_impossible", False):
-                    questions.append(Asked(str(qa["question"]), answers, (own,), tuple(sorted(about - {own}))))
+def _squad(rows: Sequence[Mapping[str, Any]]) -> Library:
+    """The authors' file is one object with articles and their paragraphs; the hub has a row for each question."""
+    asked = list(_flat(rows))
+    numbers = {text: i for i, text in enumerate(sorted({text for _, text, _, _ in asked}))}
+    about: dict[str, set[int]] = {}
+    for article, text, _, _ in asked:
+        about.setdefault(article, set()).add(numbers[text])
+    questions = [
+        Asked(question, answers, (numbers[text],), tuple(sorted(about[article] - {numbers[text]})))
+        for article, text, question, answers in asked
+        if answers
+    ]
     return Library(tuple(numbers), tuple(questions))
 
 
-def _hotpot(content: list[dict[str, object]]) -> Library:
-    def said(title: str, parts: list[str]) -> str:
-        return f"{title}\n{''.join(parts)}"
+def _flat(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+    """Article, paragraph, question and different answers of each question; a paragraph without any has empty ones."""
+    for row in rows:
+        if "data" not in row:
+            yield str(row["title"]), str(row["context"]), str(row["question"]), _different(row["answers"]["text"])
+            continue
+        for number, article in enumerate(row["data"]):
+            for paragraph in article["paragraphs"]:
+                yield str(number), str(paragraph["context"]), "", ()
+                for one in paragraph["qas"]:
+                    answers = () if one.get("is_impossible", False) else (answer["text"] for answer in one["answers"])
+                    yield str(number), str(paragraph["context"]), str(one["question"]), _different(answers)
 
-    texts = sorted({said(*document) for entry in content for document in entry["context"]})  # type: ignore[attr-defined]
+
+def _different(answers: Iterable[object]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(str, answers)))
+
+
+def _hotpot(rows: Sequence[Mapping[str, Any]]) -> Library:
+    """Documents are pairs of title and sentences; in the hub's copy titles and sentences are two lists."""
+    shown = [[f"{title}\n{''.join(said)}" for title, said in _documents(row["context"])] for row in rows]
+    texts = sorted({text for some in shown for text in some})
     numbers = {text: i for i, text in enumerate(texts)}
     questions = [
-        Asked(
-            str(entry["question"]),
-            (str(entry["answer"]),),
-            tuple(numbers[said(*document)] for document in entry["context"]),  # type: ignore[attr-defined]
-        )
-        for entry in content
+        Asked(str(row["question"]), (str(row["answer"]),), tuple(numbers[text] for text in some))
+        for row, some in zip(rows, shown, strict=True)
     ]
     return Library(tuple(texts), tuple(questions))
+
+
+def _documents(context: Any) -> list[tuple[str, list[str]]]:
+    pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
+    return [(str(title), list(said)) for title, said in pairs]
 
 
 def items(found: Library, asked: Asked, seed: str) -> Callable[[int], Item]:

@@ -78,8 +78,7 @@ class MultipleChoice(Task):
 
     def settings(self) -> dict[str, Any]:
         """The number of questions, and a hash of the files."""
-        files = [f"{name}.{ending}" for name in choices.NAMES for ending in ("jsonl", "json")]
-        data = sources.fingerprint(self.options.data, files)
+        data = sources.fingerprint(self.options.data, list(choices.SOURCES.values()))
         return {"questions": self.options.limit or QUESTIONS, "data": data}
 
     def cases(self) -> dict[str, list[int]]:

@@ -1,6 +1,6 @@
 """RULER (Hsieh et al., 2024): 13 tasks of any length, made by rule, and graded by matching strings.
 
-Eleven tasks need no file. ``qa_1`` and ``qa_2`` need SQuAD and HotpotQA in the folder ``data``. Essays are the text of
+Eleven tasks need no file. ``qa_1`` and ``qa_2`` need SQuAD and HotpotQA as ``data``. Essays are the text of
 ``text``, or the package's own plain sentences.
 """
 
@@ -44,8 +44,8 @@ class Ruler(Answered):
         lacking = [name for name, source in documents.SOURCES.items() if not sources.has(options.data, source)]
         there = [name for name in PARTS if name not in lacking]
         chosen = parts.chosen(cls.name, options.parts, PARTS, there)
-        files = [name for source in documents.SOURCES.values() for name in source.names]
-        about |= {"text": describe(options), "data": sources.fingerprint(options.data, files)}
+        data = sources.fingerprint(options.data, list(documents.SOURCES.values()))
+        about |= {"text": describe(options), "data": data}
         made: dict[str, Case] = {}
         for length in dict.fromkeys(options.contexts):
             for name in chosen:
@@ -58,7 +58,7 @@ class Ruler(Answered):
         if not made:
             raise InputError(f"No task of ruler fits into {max(options.contexts)} tokens. Give longer `contexts`.")
         if not options.parts and lacking:
-            names = " or ".join(name for part in lacking for name in documents.SOURCES[part].names)
+            names = " and ".join(documents.SOURCES[part].names[0] for part in lacking)
             notes.append(f"ruler: without {' and '.join(lacking)}, which need {names} in the folder `data`.")
         return made
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 from kvkeep.errors import InputError
 from kvkeep.evals import parts, rouge, sources
 from kvkeep.evals.answered import Answered, Case, Item, prompt_of, tokens_of
+from kvkeep.evals.hub import Place
 from kvkeep.evals.sources import Source
 from kvkeep.evals.task import Options
 from kvkeep.models.load import Checkpoint
@@ -19,7 +20,19 @@ _ASK = {
     "xsum": "\n\nSummarize the above article in 1 sentence.\n",
     "cnn_dailymail": "\n\nSummarize the above article in 3 sentences.\n",
 }
-_FILES = {name: (f"{name}.jsonl", f"{name}_0shot.jsonl") for name in _NEW}
+_PLACES = {
+    "xsum": Place("EdinburghNLP/xsum", None, "test", revision="refs/convert/parquet"),
+    "cnn_dailymail": Place("abisee/cnn_dailymail", "3.0.0", "test"),
+}
+SOURCES = {
+    name: Source(
+        (f"{name}.jsonl", f"{name}_0shot.jsonl"),
+        f"the test set of {name} as JSON lines with document and summary, or article and highlights",
+        name,
+        place,
+    )
+    for name, place in _PLACES.items()
+}
 _LEAST = 32
 """Tokens of an article that are always kept."""
 
@@ -40,9 +53,9 @@ class Summary(Answered):
             InputError: rouge-score or a file is missing, or a line has another format.
         """
         rouge.check()
-        there = [n for n, files in _FILES.items() if sources.fingerprint(options.data, files) is not None]
+        there = [name for name, source in SOURCES.items() if sources.has(options.data, source)]
         chosen = parts.chosen(cls.name, options.parts, tuple(_NEW), there or tuple(_NEW))
-        about["data"] = sources.fingerprint(options.data, [file for files in _FILES.values() for file in files])
+        about["data"] = sources.fingerprint(options.data, list(SOURCES.values()))
         return {name: _case(checkpoint, options, name, notes) for name in chosen}
 
     def grades(self, case: str, texts: Sequence[str]) -> list[float]:
@@ -60,12 +73,10 @@ class Summary(Answered):
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> Case:
-    public = f"the test set of {name} as JSON lines with document and summary, or article and highlights"
-    path = sources.found(options.data, Source(_FILES[name], public), f"summary's {name}")
-    rows = sources.lines(path, {})
-    n = min(options.limit or Summary.items, len(rows))
-    chosen = [(options.seed * n + i) % len(rows) for i in range(n)]
-    items = [_item(name, rows[i], f"Entry {i + 1} of {path}") for i in chosen]
+    found = sources.rows(options.data, SOURCES[name], f"summary's {name}")
+    n = min(options.limit or Summary.items, len(found.rows))
+    chosen = [(options.seed * n + i) % len(found.rows) for i in range(n)]
+    items = [_item(name, found.rows[i], found.place(i)) for i in chosen]
     room = None if checkpoint.trained_length is None else checkpoint.trained_length - _NEW[name]
     short = [item if room is None else _shortened(checkpoint, item, room, name) for item in items]
     if cut := sum(one is not other for one, other in zip(items, short, strict=True)):

@@ -1,0 +1,133 @@
+"""The package datasets itself: saved folders, data sets of the hub's form in a local folder, and hostile ones."""
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+
+pytest.importorskip("datasets")
+
+import datasets
+
+from kvkeep.errors import InputError
+from kvkeep.evals import choices, hub
+from kvkeep.evals.hub import Place
+from kvkeep.evals.synthetic import documents
+from kvkeep.evals.task import Options
+from kvkeep.evals.tasks.choice import MultipleChoice
+from kvkeep.evals.tasks.longbench import LongBench
+from kvkeep.evals.tasks.ruler import Ruler
+from kvkeep.models import load as loading
+
+BOOK = {
+    "question_stem": "A fox is",
+    "choices": {"text": ["red", "a stone"], "label": ["A", "B"]},
+    "answerKey": "B",
+}
+ROWS = [{**BOOK, "question_stem": f"Fox {i} is"} for i in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(tmp_path, monkeypatch):
+    datasets.disable_progress_bars()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def dataset(rows):
+    return datasets.Dataset.from_list(rows)
+
+
+def test_a_saved_data_set_is_read_like_a_file(tmp_path):
+    (tmp_path / "openbookqa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    wanted = choices.questions("openbookqa", str(tmp_path))
+    for name, made in {
+        "one": dataset(ROWS),
+        "splits": datasets.DatasetDict({"train": dataset(ROWS[:1]), "test": dataset(ROWS)}),
+        "only": datasets.DatasetDict({"anything": dataset(ROWS)}),
+        "chosen": dataset([*ROWS, *ROWS]).select(range(4)),
+    }.items():
+        made.save_to_disk(tmp_path / name / "openbookqa")
+        assert choices.questions("openbookqa", str(tmp_path / name)) == wanted
+    other = datasets.DatasetDict({"train": dataset(ROWS), "dev": dataset(ROWS)})
+    other.save_to_disk(tmp_path / "other" / "openbookqa")
+    with pytest.raises(InputError, match="has the splits train, dev; 'test' is measured"):
+        choices.questions("openbookqa", str(tmp_path / "other"))
+
+
+def test_tasks_run_on_saved_data_sets(tmp_path):
+    dataset(ROWS).save_to_disk(tmp_path / "openbookqa")
+    row = {"context": "The sky is blue. ", "input": "Which?", "answers": ["blue"], "all_classes": None}
+    dataset([row] * 2).save_to_disk(tmp_path / "hotpotqa")
+    asked = {"title": "A", "context": "A blue sky.", "question": "Which?", "answers": {"text": ["blue"]}}
+    dataset([asked] * 2).save_to_disk(tmp_path / "squad_v2")
+    checkpoint = loading.find(loading.embedded())
+    options = Options(data=str(tmp_path), limit=1, shots=1, contexts=(900,))
+    assert list(MultipleChoice.load(checkpoint, options).asked) == ["openbookqa,shots=1"]
+    assert list(LongBench.load(checkpoint, options).made) == ["hotpotqa"]
+    ruler = Ruler.load(checkpoint, Options(data=str(tmp_path), limit=1, contexts=(900,), parts=("qa_1",)))
+    assert list(ruler.made) == ["qa_1,length=900"]
+    assert documents.library("qa_1", str(tmp_path)).questions[0].answers == ("blue",)
+
+
+def test_a_data_set_of_the_hubs_form(tmp_path):
+    """A local folder stands for the hub: the package reads both the same way."""
+    (tmp_path / "made").mkdir()
+    dataset(ROWS).to_parquet(tmp_path / "made" / "test-00000-of-00001.parquet")
+    assert hub.rows(Place(str(tmp_path / "made"), None, "test"), "") == ROWS
+    for place in (Place(str(tmp_path / "made"), None, "validation"), Place(str(tmp_path / "made"), "none", "test")):
+        with pytest.raises(InputError, match="cannot be read by the package datasets"):
+            hub.rows(place, "Or not.")
+
+
+def test_code_of_a_data_set_is_never_run(tmp_path):
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(InputError, match="cannot be read"):
+        hub.rows(Place(str(folder), None, "test"), "Or not.")
+    assert not (tmp_path / "ran").exists()
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["test.pkl", "test.pickle", "test.npz", "test.pth", "test.txt"])
+def test_nothing_is_unpickled(name, tmp_path):
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / name).write_bytes(pickle.dumps(Bomb(str(tmp_path / "ran"))))
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path: {name}\n---\n"
+    )
+    with pytest.raises(InputError, match=r"cannot be read|only tables"):
+        hub.rows(Place(str(folder), None, "test"), "Or not.")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("damage", ["arrow", "info", "state", "missing"])
+def test_damaged_saved_folders_are_one_line(damage, tmp_path):
+    folder = tmp_path / "openbookqa"
+    dataset(ROWS).save_to_disk(folder)
+    (arrow,) = folder.glob("*.arrow")
+    if damage == "missing":
+        arrow.unlink()
+    else:
+        path = {"arrow": arrow, "info": folder / "dataset_info.json", "state": folder / "state.json"}[damage]
+        path.write_bytes(b"\x00 broken")
+    with pytest.raises(InputError, match=r"openbookqa cannot be read .*openbookqa\.jsonl") as caught:
+        choices.questions("openbookqa", str(tmp_path))
+    assert "\n" not in str(caught.value)
+    shutil.rmtree(folder)
+
+
+def test_the_hub_without_a_network():
+    """HF_HUB_OFFLINE, which the tests of clients set, or a hub that does not answer."""
+    with pytest.raises(InputError, match=r"The hub cannot be reached, and the local cache .* has no aps/super_glue"):
+        choices.questions("copa", "hub")
