@@ -41,7 +41,7 @@ FLOORS = [
     {"engine", "planning", "explain"},
     {"openai"},
     {"jobs", "server", "traffic", "evals"},
-    {"research"},
+    {"research", "scale"},
     {"cli"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -62,6 +62,7 @@ ONE_ROOM = {
     "lm_eval": {"evals"},
     "rouge_score": {"evals"},
     "matplotlib": {"plots"},
+    "ray": {"scale"},
     "typer": {"cli"},
     "rich": {"cli"},
 }
