@@ -48,7 +48,7 @@ help:  ## list the commands
 	$(CLIENTS)/pip install --quiet --editable ".[clients]"
 	@touch $@
 
-# Ray and pyarrow are large, so they have an environment of its own
+# Ray and pyarrow are large, so they are installed apart
 .venv-ray/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-ray
 	$(RAY)/pip install --quiet "$(TORCH)"

@@ -63,6 +63,7 @@ ONE_ROOM = {
     "rouge_score": {"evals"},
     "matplotlib": {"plots"},
     "ray": {"scale"},
+    "pyarrow": {"scale"},
     "typer": {"cli"},
     "rich": {"cli"},
 }

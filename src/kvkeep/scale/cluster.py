@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ OBJECT_STORE = 128 * 2**20
 """Bytes of the object store of a cluster on this machine alone. Lines and answers are small, so little lies there."""
 PACKAGES = ("torch", "transformers")
 """Packages whose version changes tokens in their last digits."""
+_DETAIL = re.compile(r"Worker exit detail: (.+?)\.(?: |$)", re.DOTALL)
 _ANSWER_S = 5.0
 _SCOUT_S = 120.0
 
@@ -100,13 +102,11 @@ def joined(address: str | None, *, cpus: int) -> Iterator[None]:
         InputError: Ray is not installed, or no cluster answers there.
     """
     ray = need_ray()
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    address = _meant(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent away
         options |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": OBJECT_STORE}
-    elif address != "auto":
-        check_address(address)
     try:
         ray.init(address=address, **options)
     except Exception as error:  # whatever Ray raises: another version of it, no cluster, a port of something else
@@ -120,12 +120,20 @@ def joined(address: str | None, *, cpus: int) -> Iterator[None]:
         ray.shutdown()
 
 
-def check_address(address: str) -> None:
-    """Refuse an address at which nothing answers, instead of minutes of waiting.
+def _meant(address: str | None) -> str:
+    return address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+def check_ray(address: str | None) -> None:
+    """Refuse what is known before any work: a missing package, an address at which nothing answers.
 
     Raises:
-        InputError: it is no ``host:port``, or nothing answers there.
+        InputError: Ray is not installed, the address is no ``host:port``, or nothing answers there.
     """
+    need_ray()
+    address = _meant(address)
+    if address in ("local", "auto"):
+        return
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
         raise InputError(
@@ -138,7 +146,7 @@ def check_address(address: str) -> None:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(
-            f"Nothing answers at `ray_address={address}`: {reason}. Start a cluster with ray start --head, or leave "
+            f"Nothing answers at `ray_address={address}`: {reason}. Start a cluster with ray start, or leave "
             "the address out: the workers then run on this machine."
         ) from error
 
@@ -243,8 +251,9 @@ def _memory(node: Node, need: Need) -> str:
 
 
 def last_words(error: BaseException) -> str:
-    """The reason of an error of Ray, in one line: these errors are long, and end with it."""
-    cause = getattr(error, "cause", None)
-    text = str(cause if isinstance(cause, BaseException) else error).strip()
+    """The reason of an error of Ray, in one line: such an error is long, and has a traceback before its reason."""
+    text = str(getattr(error, "cause", None) or error)
+    if detail := _DETAIL.search(text):
+        return f"its process ended ({' '.join(detail[1].split()):.120})"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return (lines[-1].rstrip(".") if lines else type(error).__name__)[:300]

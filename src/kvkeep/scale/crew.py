@@ -97,13 +97,19 @@ class Crew:
         Raises:
             InputError: a worker cannot make its engine, dies, or has other weights than the others.
         """
-        for place in self._places:
+        first, *others = self._places
+        self._await([first], stopped)
+        self._await(others, stopped)  # they lay out the weights as the first one has
+
+    def _await(self, places: Sequence[_Place], stopped: Stopped) -> None:
+        """Start workers and wait for their engines."""
+        if stopped():
+            return
+        for place in places:
             self._hire(place)
         waits = 0
-        while waiting := [place for place in self._places if place.starting is not None]:
+        while (waiting := [place for place in places if place.starting is not None]) and not stopped():
             ready, _ = self._ray.wait([place.starting for place in waiting], timeout=_PATIENCE_S)
-            if stopped():
-                return
             waits += 1
             if waits % _SLOW == 0:
                 self._tell(f"waiting for {len(waiting)} of {len(self._places)} workers to start")
@@ -177,7 +183,7 @@ class Crew:
 
     def _hire(self, place: _Place) -> None:
         place.handle = self._remote.remote(self._make)
-        place.starting = place.handle.begin.remote()
+        place.starting = place.handle.begin.remote(None if self._facts is None else self._facts.layout)
 
     def _dismiss(self, place: _Place) -> None:
         if place.handle is not None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Result
@@ -24,6 +24,9 @@ from kvkeep.jobs.records import as_line, record
 from kvkeep.jobs.survey import Shape, problem
 from kvkeep.openai.answers import Show
 from kvkeep.snapshot import Snapshot
+
+Layout: TypeAlias = tuple[bool, bool]
+"""How weights were laid out for speed, see `kvkeep.models.fused.chosen`. It changes the last digits of products."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Built:
         read: reads a line with the model's tokenizer, from its number and its bytes.
         show: returns the text of a token, for log-probabilities in OpenAI's format.
         weights: a fingerprint of the model's weights.
+        layout: how they were laid out.
         memory: the memory that every line follows.
     """
 
@@ -42,6 +46,7 @@ class Built:
     read: Callable[[int, bytes], Line | BadLine]
     show: Show
     weights: str
+    layout: Layout = (False, False)
     memory: Snapshot | None = None
 
 
@@ -49,8 +54,11 @@ class Built:
 class Make(Protocol):
     """Loads a model and makes an engine, in the process of a worker. It travels there, so it is small."""
 
-    def __call__(self) -> Built:
+    def __call__(self, like: Layout | None) -> Built:
         """Make the engine.
+
+        Args:
+            like: how another worker has laid out the weights; ``None`` for a choice by speed.
 
         Raises:
             KVKeepError: the model cannot be used, or not one row fits.
@@ -63,6 +71,7 @@ class Facts:
 
     Attributes:
         weights: a fingerprint of the model's weights.
+        layout: how they were laid out.
         rows: number of sequences that it runs at once.
         row_bytes: bytes of a row.
         host: name of its machine.
@@ -70,6 +79,7 @@ class Facts:
     """
 
     weights: str
+    layout: Layout
     rows: int
     row_bytes: int
     host: str
@@ -107,16 +117,20 @@ class Worker:
         self._built: Built | None = None
         self._loop: Loop | None = None
 
-    def begin(self) -> Facts | str:
-        """Load the model and make the engine; return facts, or the message of an error."""
+    def begin(self, like: Layout | None) -> Facts | str:
+        """Load the model and make the engine; return facts, or the message of an error.
+
+        Args:
+            like: how another worker has laid out the weights; ``None`` for a choice by speed.
+        """
         try:
-            built = self._make()
+            built = self._make(like)
         except KVKeepError as error:
             return str(error)
         self._built, self._loop = built, Loop(built.engine)
         self._loop.start()
         engine = built.engine
-        return Facts(built.weights, engine.rows, engine.row_bytes, platform.node(), os.getpid())
+        return Facts(built.weights, built.layout, engine.rows, engine.row_bytes, platform.node(), os.getpid())
 
     def judge(self, shapes: Sequence[Shape]) -> list[str | None]:
         """Why the engine refuses requests of each shape; ``None`` where it does not."""

@@ -17,13 +17,13 @@ from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.errors import InputError
 from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.fused import prepare
+from kvkeep.models.fused import chosen, prepare
 from kvkeep.models.load import embedded, find, quiet
 from kvkeep.models.packed import pack_weights
 from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
 from kvkeep.openai.answers import Show
-from kvkeep.scale.worker import Built
+from kvkeep.scale.worker import Built, Layout
 
 
 def rows_of(batch: Batch, most: int) -> int:
@@ -31,7 +31,9 @@ def rows_of(batch: Batch, most: int) -> int:
     return max(1, min(most, batch.max_rows or (most if batch.kv_memory else DEFAULT_ROWS)))
 
 
-def engine_of(writer: Writer, request: Request, batch: Batch, *, most: int, budget: int) -> Engine:
+def engine_of(
+    writer: Writer, request: Request, batch: Batch, *, most: int, budget: int, like: Layout | None = None
+) -> Engine:
     """The engine of a batch job, with no more rows than requests.
 
     Args:
@@ -40,6 +42,7 @@ def engine_of(writer: Writer, request: Request, batch: Batch, *, most: int, budg
         batch: the options of the job.
         most: the number of requests.
         budget: tokens kept per layer and head.
+        like: how another worker of the job has laid out the weights, see `kvkeep.models.fused.prepare`.
 
     Raises:
         BudgetError: not one row fits.
@@ -47,9 +50,10 @@ def engine_of(writer: Writer, request: Request, batch: Batch, *, most: int, budg
     options: dict[str, Any] = {"rows": rows_of(batch, most), "kv_memory": batch.kv_memory}
     engine = engine_for(writer, request, budget=budget, decode_every=MAX_TOKENS, **options)  # one after each chunk
     if not batch.compile:
-        prepare(writer.model, engine.rows)
+        prepare(writer.model, engine.rows, like)
     else:
-        pack_weights(writer.model, engine.rows, if_faster=True)
+        if like is None or like[1]:
+            pack_weights(writer.model, engine.rows, if_faster=like is None)
         console.progress("compiling …")
         console.note(f"{console.count(compile_layers(writer.model), 'layer')} compiled")
     return engine
@@ -86,8 +90,11 @@ class Recipe:
     budget: int
     memory: str | None
 
-    def __call__(self) -> Built:
+    def __call__(self, like: Layout | None) -> Built:
         """Load the model, and make the engine.
+
+        Args:
+            like: how another worker has laid out the weights.
 
         Raises:
             KVKeepError: the model or the memory cannot be used here, or not one row fits.
@@ -100,6 +107,6 @@ class Recipe:
             read_line = reader(checkpoint, self.request, sampling_of(self.request), memory)
             writer = writer_of(checkpoint, self.request)
             weights = fingerprint(writer.model)  # before layers are packed
-            engine = engine_of(writer, self.request, self.batch, most=self.most, budget=self.budget)
+            engine = engine_of(writer, self.request, self.batch, most=self.most, budget=self.budget, like=like)
         snapshot = None if memory is None else memory.snapshot
-        return Built(engine, read_line, show_with(writer), weights, snapshot)
+        return Built(engine, read_line, show_with(writer), weights, chosen(writer.model), snapshot)

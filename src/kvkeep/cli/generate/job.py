@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +39,8 @@ from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse as parse_policy
 from kvkeep.registry import spec
-from kvkeep.scale.cluster import joined, own_cpus
+from kvkeep.scale.cluster import check_ray, joined, own_cpus
+from kvkeep.scale.files import as_lines, is_foreign
 
 
 def serve(request: Request, batch: Batch) -> None:
@@ -51,7 +52,9 @@ def serve(request: Request, batch: Batch) -> None:
     checked_guard(request.guard)
     check_weights(request)
     device = parse_device(request.device)
-    with quiet(), threads.restored(), enough_memory(device), read_again(batch.input, kind="input") as source:
+    if batch.workers is not None:
+        check_ray(batch.address)
+    with quiet(), threads.restored(), enough_memory(device), _source(batch.input) as source:
         memory = None if request.memory is None else Memory.read(request.memory)
         request = settled(request, memory)
         policy = parse_policy(request.policy)
@@ -117,8 +120,8 @@ def _near(job: _Job, budget: int) -> None:
     memory = job.survey.memory
     todo = _todo(job, lambda shapes: [problem(shape, engine, memory) for shape in shapes])
     job.announce(budget, engine.rows, engine.row_bytes)
-    found = ((n, job.read_line(n, raw)) for n, raw in _lines(job.source, todo))
-    job.run(Near(engine, (line for _, line in found if isinstance(line, Line))), todo)
+    lines = (job.read_line(number, raw) for number, raw in _lines(job.source, todo))
+    job.run(Near(engine, (line for line in lines if isinstance(line, Line))), todo)
 
 
 def _far(job: _Job, budget: int, memory: str | None) -> None:
@@ -130,13 +133,8 @@ def _far(job: _Job, budget: int, memory: str | None) -> None:
     cpus = own_cpus(batch.workers, job.request.threads)
     console.progress(f"starting {console.count(batch.workers, 'worker')} …")
     with interruptible() as stopped, joined(batch.address, cpus=cpus * batch.workers):
-        asked: dict[str, Any] = {
-            "requests": survey.requests,
-            "longest": survey.longest,
-            "budget": budget,
-            "memory": memory,
-        }
-        crew = crew_of(job.request, batch, **asked)
+        lengths = {"requests": survey.requests, "longest": survey.longest}
+        crew = crew_of(job.request, batch, **lengths, budget=budget, memory=memory)
         with closing(crew):
             crew.begin(stopped)
             if stopped():
@@ -147,6 +145,11 @@ def _far(job: _Job, budget: int, memory: str | None) -> None:
             each = f"{console.count(batch.workers, 'worker')}, each with "
             job.announce(budget, crew.facts.rows, crew.facts.row_bytes, each)
             job.run(Far(crew, _lines(job.source, todo), lambda number: survey.work([number])), todo)
+
+
+def _source(name: str) -> AbstractContextManager[Path]:
+    """A JSONL file that can be read several times, with the lines of an input."""
+    return as_lines(name) if is_foreign(name) else read_again(name, kind="input")
 
 
 def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
