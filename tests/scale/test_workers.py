@@ -4,6 +4,7 @@ import asyncio
 import builtins
 import json
 import socket
+import threading
 
 import pytest
 from commands import run, write
@@ -173,6 +174,23 @@ def test_an_address_without_a_cluster(with_ray):
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=f"Nothing answers at `ray_address=127.0.0.1:{port}`"):
             check_ray(f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b""])
+def test_another_service_at_the_address_is_no_cluster(with_ray, answer):
+    def serve():
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(64)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(InputError, match=f"What answers at `ray_address={address}` is no cluster of Ray"):
+            check_ray(address)
+        thread.join()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ OBJECT_STORE = 128 * 2**20
 PACKAGES = ("torch", "transformers")
 """Packages whose version changes tokens in their last digits."""
 _DETAIL = re.compile(r"Worker exit detail: (.+?)\.(?: |$)", re.DOTALL)
+_SETTINGS = 4  # the type of the frame with which both sides begin
 _ANSWER_S = 5.0
 _SCOUT_S = 120.0
 
@@ -101,11 +102,13 @@ def joined(address: str | None, *, cpus: int) -> Iterator[None]:
     Raises:
         InputError: Ray is not installed, or no cluster answers there.
     """
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # 20 attempts of Ray take a quarter of an hour
     ray = need_ray()
     address = _meant(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent away
+        os.environ.setdefault("RAY_worker_niceness", "0")  # workers are the work, as an engine in this process is
         options |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": OBJECT_STORE}
     try:
         ray.init(address=address, **options)
@@ -142,13 +145,29 @@ def check_ray(address: str | None) -> None:
             "run the job on a node of the cluster."
         )
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as connection:
+            speaks = bool(os.environ.get("RAY_USE_TLS")) or _speaks_http2(connection)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(
             f"Nothing answers at `ray_address={address}`: {reason}. Start a cluster with ray start, or leave "
             "the address out: the workers then run on this machine."
         ) from error
+    if not speaks:
+        raise InputError(
+            f"What answers at `ray_address={address}` is no cluster of Ray. Give host:port of its head node, as ray "
+            "start prints it; the port is 6379 if you have not chosen another."
+        )
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """Whether a server speaks HTTP/2 (RFC 9113, section 3.4), as Ray's does. Ray itself would ask for many minutes."""
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)))
+    try:
+        answer = connection.recv(9)
+    except OSError:
+        return False
+    return len(answer) >= 4 and answer[3] == _SETTINGS
 
 
 def own_cpus(workers: int, threads: int | None) -> int:
