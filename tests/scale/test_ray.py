@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import sys
 
 import pytest
 import rayjobs
@@ -155,7 +156,8 @@ class Deadly:
         return Built(Engine(network, tokenizer, budget=16, rows=2), read, str, "w")
 
 
-def test_a_line_that_kills_its_worker_fails_alone(address):
+def test_a_line_that_kills_its_worker_fails_alone(address, ray):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this file
     raw = [b'{"prompt": "%s"}' % (b"deadly" if n == 3 else b"kind") for n in range(10)]
     answers, notes = [], []
     with cluster.joined(address[0], cpus=2):

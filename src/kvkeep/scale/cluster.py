@@ -94,6 +94,8 @@ class Node:
 def joined(address: str | None, *, cpus: int) -> Iterator[None]:
     """A cluster for the time of this block: the one at an address, or one on this machine alone.
 
+    If this process has joined one already, it is that, and it stays.
+
     Args:
         address: ``host:port`` of a running cluster, or ``auto`` for the one of this machine. Without one, that of the
             variable RAY_ADDRESS; without that, a cluster is started here, and ended with the block.
@@ -104,6 +106,9 @@ def joined(address: str | None, *, cpus: int) -> Iterator[None]:
     """
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # 20 attempts of Ray take a quarter of an hour
     ray = need_ray()
+    if ray.is_initialized():  # the caller's own session
+        yield
+        return
     address = _meant(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if address == "local":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -187,7 +188,8 @@ class Crew:
 
     def _dismiss(self, place: _Place) -> None:
         if place.handle is not None:
-            self._ray.kill(place.handle, no_restart=True)
+            with suppress(Exception):  # it is gone, or the cluster is
+                self._ray.kill(place.handle, no_restart=True)
         place.handle = place.starting = None
         place.alone = False
         place.running.clear()

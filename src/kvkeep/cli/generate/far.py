@@ -47,8 +47,8 @@ def crew_of(request: Request, batch: Batch, *, requests: int, longest: int, budg
     gpus = int(request.device.startswith("cuda") or (request.device == "auto" and any(node.gpus for node in found)))
     cpus = request.threads or (own_cpus(batch.workers, None) if batch.address is None else share(found, batch.workers))
     asked = replace(request, model=_whole(request.model), memory=_whole(request.memory))
-    if gpus == 0 and request.device == "auto":
-        asked = replace(asked, device="cpu")
+    if request.device == "auto" or gpus:  # a worker sees its own GPU alone
+        asked = replace(asked, device="cuda" if gpus else "cpu")
     most = ceil(requests / batch.workers)
     bytes_needed = 0 if gpus else _bytes(request, batch, most, longest, budget)
     need = Need(cpus=cpus, gpus=gpus, memory=bytes_needed)
