@@ -13,11 +13,12 @@ SPREAD ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 OLD := .venv-oldest/bin
 CLIENTS := .venv-clients/bin
+RAY := .venv-ray/bin
 # requests that schemathesis makes of the OpenAPI document
 REQUESTS ?= 300
 # each has a classifier in pyproject.toml; `make package` asks whether every requirement has a build for it
 PYTHONS := 3.11 3.12 3.13 3.14
-EXTRAS := plots gpu quantised server structured summaries datasets lm-eval clients dev docs
+EXTRAS := plots gpu quantised server structured summaries datasets ray lm-eval clients dev docs
 LOW := .venv-lowest/bin
 DOCS := .venv-docs/bin
 
@@ -25,7 +26,7 @@ DOCS := .venv-docs/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-oldest test-lowest test-clients check fix bench peers docs docs-check package newcomer models clean
+.PHONY: help demo test test-all test-oldest test-lowest test-clients test-ray check fix bench peers docs docs-check package newcomer models clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +48,13 @@ help:  ## list the commands
 	$(PYTHON) -m venv .venv-clients
 	$(CLIENTS)/pip install --quiet "$(TORCH)"
 	$(CLIENTS)/pip install --quiet --editable ".[clients]"
+	@touch $@
+
+# Ray and pyarrow are large, so they are installed apart
+.venv-ray/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-ray
+	$(RAY)/pip install --quiet "$(TORCH)"
+	$(RAY)/pip install --quiet --editable ".[dev,ray]"
 	@touch $@
 
 # every requirement at the oldest version that pyproject.toml allows; torch's oldest is a build with CUDA, so this is large
@@ -111,6 +119,9 @@ test-oldest: .venv-oldest/.installed  ## what touches transformers, with the old
 test-clients: .venv-clients/.installed  ## the server with langchain-openai, llm, lm-eval and schemathesis, which need packages of their own
 	KVKEEP_CLIENTS=1 KVKEEP_REQUESTS=$(REQUESTS) $(CLIENTS)/python -m pytest -W default tests/clients
 
+test-ray: .venv-ray/.installed  ## batch jobs on Ray, with workers that are killed (10 minutes on 2 cores)
+	$(RAY)/python -m pytest -m "" tests/scale
+
 test-lowest: .venv-lowest/.installed  ## the core, with the oldest version of every dependency
 	$(LOW)/python -m pytest $(SPREAD) -W ignore::DeprecationWarning $(addprefix tests/,core parity conformance/test_backends.py contracts)
 
@@ -143,4 +154,4 @@ peers: .venv-peer-kvpress/.installed .venv-peer-llama_cpp/.installed  ## environ
 	@touch $@
 
 clean:  ## remove the environments and caches
-	rm -rf .venv .venv-oldest .venv-lowest .venv-clients .venv-docs .venv-package .venv-peer-* site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-lowest .venv-clients .venv-ray .venv-docs .venv-package .venv-peer-* site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -43,7 +43,7 @@ FLOORS = [
     {"engine", "planning", "explain"},
     {"openai"},
     {"jobs", "server", "traffic", "evals"},
-    {"research"},
+    {"research", "scale"},
     {"cli"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -65,6 +65,8 @@ ONE_ROOM = {
     "rouge_score": {"evals"},
     "datasets": {"evals"},
     "matplotlib": {"plots"},
+    "ray": {"scale"},
+    "pyarrow": {"scale"},
     "typer": {"cli"},
     "rich": {"cli"},
 }

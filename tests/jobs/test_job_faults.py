@@ -395,7 +395,7 @@ def test_too_little_memory_is_one_line(files, monkeypatch, error, place):
     target, name = {
         "loading": ("transformers.AutoModelForCausalLM", "from_pretrained"),
         "encoding": ("kvkeep.cli.generate.encode", "_encode"),
-        "packing": ("kvkeep.cli.generate.job", "prepare"),
+        "packing": ("kvkeep.cli.generate.build", "prepare"),
         "step": ("kvkeep.engine.Engine", "step"),
     }[place]
     monkeypatch.setattr(f"{target}.{name}", raising(error))

@@ -107,6 +107,11 @@ class Output:
                 "output file, or the same settings and weights."
             )
 
+    @property
+    def own(self) -> Mapping[str, Any]:
+        """The settings that are written with each completion."""
+        return self._own
+
     def check(self, digests: Mapping[int, str], batch_lines: Collection[int] = ()) -> None:
         """Check that the completions in the file belong to an input; nothing is changed.
 
@@ -142,14 +147,21 @@ class Output:
         Raises:
             InputError: the disk is full or fails; earlier lines stay.
         """
-        whole = as_line(record(line, results, self._own, self.show))
+        self.put(line.number, line.digest, as_line(record(line, results, self._own, self.show)))
+
+    def put(self, number: int, digest: str, whole: bytes) -> None:
+        """Write the line of the output that a worker has made for a line of the input, see `own`.
+
+        Raises:
+            InputError: the disk is full or fails; earlier lines stay.
+        """
         with self._explained():
             self._cut()
             self._file.write(whole)
             self._file.flush()
             if self._path and time.monotonic() - self._synced > SYNC_S:
                 self._sync()
-        self.done[line.number] = line.digest
+        self.done[number] = digest
 
     def finish(self) -> set[int]:
         """Sync the file, read it again by its name, and return the numbers of this job's lines in it.

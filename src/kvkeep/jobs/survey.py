@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeAlias
 
 from kvkeep import runs
 from kvkeep.engine.engine import Engine
@@ -55,6 +55,10 @@ class Shape(NamedTuple):
     pins: Spans
     guard: float | None
     structure: Structure | None
+
+
+Judge: TypeAlias = Callable[[Sequence[Shape]], Sequence[str | None]]
+"""Says why an engine refuses requests of each shape; ``None`` where it does not."""
 
 
 @dataclass
@@ -152,13 +156,10 @@ class Survey:
         """The policies that lines name."""
         return {shape.policy for shape in self._known if shape.policy is not None}
 
-    def check(self, engine: Engine, numbers: Iterable[int]) -> dict[int, str]:
-        """The lines that the engine refuses, with the reasons; no line is read again."""
-        verdicts: dict[Shape, str | None] = {}
-        for number in numbers:
-            shape = self._shapes[number]
-            if shape not in verdicts:
-                verdicts[shape] = _problem(shape, engine, self.memory)
+    def check(self, judge: Judge, numbers: Sequence[int]) -> dict[int, str]:
+        """The lines that an engine refuses, with the reasons; no line is read again."""
+        shapes = list(dict.fromkeys(self._shapes[number] for number in numbers))
+        verdicts = dict(zip(shapes, judge(shapes), strict=True))
         return {number: reason for number in numbers if (reason := verdicts[self._shapes[number]])}
 
     def set_aside(self, found: dict[int, str]) -> None:
@@ -168,7 +169,7 @@ class Survey:
             del self.digests[number]
 
 
-def _problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None:
+def problem(shape: Shape, engine: Engine, memory: Snapshot | None) -> str | None:
     """Why an engine refuses a request of this shape; ``None`` if it does not."""
     sampling = Sampling(max_new_tokens=shape.max_new_tokens)
     try:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvkeep.backends import choose, small
-from kvkeep.models.packed import faster, pack_weights
+from kvkeep.models.packed import PackedLinear, faster, pack_weights
 
 FEW_ROWS = 2
 """Up to so many rows, products with plain weights in the native kernel are as fast as with packed ones."""
@@ -101,7 +101,7 @@ FUSED = (FusedLinear, _FusedGate, _FusedNorm)
 """Classes of fused modules."""
 
 
-def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False) -> int:
+def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, products: bool = True) -> int:
     """Let a model's small operators run in the native kernel, in place, and return how many modules were changed.
 
     Changed are norms by the root mean square, feed-forward layers ``down(silu(gate(x)) * up(x))``, and linear layers.
@@ -118,11 +118,12 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False) ->
         rows: number of rows of most steps.
         if_faster: time linear layers with this number of rows first, on up to 256 MiB of the weights, and leave
             products to torch if it is as fast.
+        products: whether linear layers and feed-forward layers are changed, too, and not norms alone.
     """
     modules = [module for module in _open(model) if _is_still(module) and not isinstance(module, FUSED)]
     norms = [module for module in modules if _fuse_norm(module)]
     linear = [module for module in modules if type(module) is nn.Linear and _is_ours(module.weight)]
-    if not linear or (if_faster and not faster(linear, rows, _twin)):
+    if not linear or not products or (if_faster and not faster(linear, rows, _twin)):
         return len(norms)
     for layer in linear:
         layer.__class__ = FusedLinear
@@ -132,12 +133,27 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False) ->
     return len(norms) + len(linear) + len(gates)
 
 
-def prepare(model: nn.Module, rows: int) -> tuple[int, int]:
+def chosen(model: nn.Module) -> tuple[bool, bool]:
+    """Whether linear layers of a model have been fused, and whether some have been packed."""
+    kinds = {type(module) for module in model.modules()}
+    return FusedLinear in kinds, PackedLinear in kinds
+
+
+def prepare(model: nn.Module, rows: int, like: tuple[bool, bool] | None = None) -> tuple[int, int]:
     """Fuse and pack the modules of a model for steps of so many rows, where that is faster.
+
+    Args:
+        model: the model.
+        rows: number of rows of most steps.
+        like: what was `chosen` for the same model in another process. Nothing is timed then, and both compute the same
+            numbers to the last digit.
 
     Returns:
         The number of modules that were fused, and of layers that were packed.
     """
+    if like is not None:
+        packed = pack_weights(model, rows) if like[1] else 0
+        return fuse_modules(model, rows, products=like[0]), packed
     first = fuse_modules(model, rows, if_faster=True) if rows <= FEW_ROWS else 0
     packed = pack_weights(model, rows, if_faster=True)
     return first or fuse_modules(model, rows, if_faster=True), packed

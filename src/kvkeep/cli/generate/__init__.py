@@ -13,7 +13,8 @@ from kvkeep.cli import complete
 from kvkeep.cli.bits import KvBits, parse_kv_bits
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import not_empty
-from kvkeep.cli.generate.parse import parse_batch, parse_budget, parse_memory
+from kvkeep.cli.generate.parse import JOB as _JOB
+from kvkeep.cli.generate.parse import RayAddress, RayWorkers, parse_batch, parse_budget, parse_memory
 from kvkeep.cli.generate.prompt import read_prompt, read_schema, standard_input, word_of_prompt
 from kvkeep.cli.generate.request import Request
 from kvkeep.cli.heads import HeadBudget, parse_head_budget
@@ -41,7 +42,7 @@ from kvkeep.cli.sampling import SAMPLING, MaxNewTokens, MinP, RepetitionPenalty,
 from kvkeep.errors import InputError, ModelFileError
 from kvkeep.policies import DEFAULT
 
-_PROMPT, _JOB = "Prompt", "Batch job"
+_PROMPT = "Prompt"
 
 
 @one_line_errors
@@ -121,6 +122,8 @@ def generate(
             rich_help_panel=_JOB,
         ),
     ] = False,
+    ray_workers: RayWorkers = None,
+    ray_address: RayAddress = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -215,7 +218,16 @@ def generate(
     The text goes to standard output while it is generated, and a short summary to standard error.
     """
     model, prompt_file = standard_input(model, source, prompt, prompt_file)
-    batch = parse_batch(input, output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=kv_memory, layers=compile)
+    batch = parse_batch(
+        input,
+        output,
+        skip_bad=skip_bad,
+        max_rows=max_rows,
+        kv_memory=kv_memory,
+        layers=compile,
+        workers=ray_workers,
+        address=ray_address,
+    )
     if batch and (compare or any(one is not None for one in (prompt, prompt_file, system, keep_ratio, json_schema))):
         raise InputError(
             "--input runs a file of prompts; --prompt, --system, --json-schema, --compare and --keep-ratio are for a "

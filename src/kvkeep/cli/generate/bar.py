@@ -61,6 +61,21 @@ class Bar:
         self._read.discard(number)
         self._pace.end(work, read, len(result.token_ids))
 
+    def whole(self, work: Work, new: int | None) -> None:
+        """Show that a line has been run elsewhere.
+
+        Args:
+            work: the tokens of its requests.
+            new: the tokens that were written; ``None`` if it failed.
+        """
+        self._pace.begin(work)
+        if new is None:
+            self._pace.end(work, 0, 0)
+            return
+        self._pace.step(work.prompt, new, time.perf_counter())
+        self._pace.end(work, work.prompt, new)
+        self.line()
+
     def line(self) -> None:
         """Show that a line is done."""
         self._done += 1
@@ -87,11 +102,11 @@ def _show_time(seconds: float) -> str:
 
 
 @contextmanager
-def progress(engine: Engine, work: Work, total: int, done: int) -> Iterator[Bar]:
+def progress(engine: Engine | None, work: Work, total: int, done: int) -> Iterator[Bar]:
     """A bar on standard error. Nothing is drawn, and no layer is watched, where standard error is no terminal.
 
     Args:
-        engine: runs the requests.
+        engine: runs the requests; ``None`` if they run elsewhere.
         work: tokens of all requests that are to run.
         total: number of all lines.
         done: number of lines that were done before.
@@ -112,5 +127,5 @@ def progress(engine: Engine, work: Work, total: int, done: int) -> Iterator[Bar]
         drawn.update(task, completed=tokens, total=of, description=lines, speed=speed)
 
     bar = Bar(work, total, done, show)
-    with drawn, watched(engine.model, bar.read_in_part) if is_shown else nullcontext():
+    with drawn, watched(engine.model, bar.read_in_part) if is_shown and engine is not None else nullcontext():
         yield bar

@@ -6,43 +6,42 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict
+from contextlib import AbstractContextManager, closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+import typer
 
 from kvkeep import budget as budgets
 from kvkeep.cli import console, torchrun
 from kvkeep.cli.files import STANDARD_INPUT, read_again
-from kvkeep.cli.generate.completion import engine_for, sampling_of
+from kvkeep.cli.generate.build import engine_of, show_with
+from kvkeep.cli.generate.completion import sampling_of
 from kvkeep.cli.generate.encode import Read, reader
 from kvkeep.cli.generate.request import Batch, Request
-from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, run
+from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, Near, Workers, interruptible, run
+from kvkeep.cli.generate.settings import settings_of
 from kvkeep.cli.generate.together import tell, together
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memories import Memory, settled
 from kvkeep.cli.options import MAX_TOKENS
-from kvkeep.codes import check_bits
 from kvkeep.engine import Engine
-from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.engine.prompts import checked_guard
-from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs.lines import Line, digest, read
 from kvkeep.jobs.output import Output
-from kvkeep.jobs.survey import Survey, foreign, remove_bad, write_bad
+from kvkeep.jobs.survey import Judge, Survey, foreign, problem, remove_bad, write_bad
 from kvkeep.models import split, threads
-from kvkeep.models.compiled import compile_layers
 from kvkeep.models.device import enough_memory, parse_device
-from kvkeep.models.fused import prepare
 from kvkeep.models.load import Checkpoint, embedded, find, quiet
-from kvkeep.models.packed import pack_weights
 from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
-from kvkeep.openai.answers import Show
 from kvkeep.planning.plan import default_budget
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse as parse_policy
 from kvkeep.registry import spec
+from kvkeep.scale.cluster import check_ray, joined, own_cpus
+from kvkeep.scale.files import as_lines, is_foreign
 
 
 def serve(request: Request, batch: Batch) -> None:
@@ -56,13 +55,9 @@ def serve(request: Request, batch: Batch) -> None:
     if batch.input == STANDARD_INPUT:
         torchrun.refuse_standard_input()
     device = parse_device(request.device)
-    with (
-        quiet(),
-        threads.restored(),
-        enough_memory(device),
-        split.left(),
-        read_again(batch.input, kind="input") as source,
-    ):
+    if batch.workers is not None:
+        check_ray(batch.address)
+    with quiet(), threads.restored(), enough_memory(device), split.left(), _source(batch.input) as source:
         batch = together(batch)
         memory = None if request.memory is None else Memory.read(request.memory)
         request = settled(request, memory)
@@ -78,42 +73,88 @@ def serve(request: Request, batch: Batch) -> None:
         with _open(batch.output) as output:
             tell(output)
             budget = _budget(request, policy, survey, output)
-            settings = _settings(request, policy, budget, defaults, memory)
+            settings = settings_of(request, policy, budget, defaults, memory)
             output.agree(settings)
             output.check(survey.digests, survey.batch_lines)
-            writer = _load(request, checkpoint, output, settings)
-            output.show = _show(writer)
-            engine = _engine(writer, request, batch, survey, budget=budget)
-            _remark(survey, checkpoint, request.model or "embedded")
-            todo = _todo(source, survey, engine, output, batch)
-            console.progress(
-                f"{spec(policy)}, budget {budget}: {console.count(engine.rows, 'row')} of "
-                f"{console.show_bytes(engine.row_bytes)}"
-            )
-            lines = _lines(source, read_line, todo)
-            run(
-                engine,
-                lines,
-                output,
-                todo=todo,
-                work=survey.work(todo),
-                total=len(survey.digests),
-                as_json=request.json,
-                set_aside=lambda failed: _set_aside(source, survey, failed, batch),
-            )
+            job = _Job(request, batch, source, read_line, survey, output, settings, checkpoint)
+            if batch.workers is None:
+                _near(job, budget)
+            else:
+                _far(job, budget, None if memory is None else memory.digest)
 
 
-def _show(writer: Writer) -> Show:
-    """A function that returns the text of a token. Many tokenizers drop the white space at the beginning of a text."""
+@dataclass(frozen=True)
+class _Job:
+    """A job whose lines have been read once, and whose output is open."""
 
-    def show(before: int | None, token: int) -> str:
-        if before is not None:
-            first, both = writer.show_token(before), str(writer.checkpoint.tokenizer.decode([before, token]))
-            if both.startswith(first):
-                return both.removeprefix(first)
-        return writer.show_token(token)
+    request: Request
+    batch: Batch
+    source: Path
+    read_line: Read
+    survey: Survey
+    output: Output
+    settings: dict[str, object]
+    checkpoint: Checkpoint
 
-    return show
+    def run(self, crew: Workers, todo: Mapping[int, str]) -> None:
+        """Run the lines that are not done."""
+        run(
+            crew,
+            self.output,
+            todo=todo,
+            work=self.survey.work(todo),
+            total=len(self.survey.digests),
+            as_json=self.request.json,
+            set_aside=lambda failed: _set_aside(self.source, self.survey, failed, self.batch),
+        )
+
+    def announce(self, budget: int, rows: int, row_bytes: int, each: str = "") -> None:
+        """Say what holds the lines."""
+        console.progress(
+            f"{spec(parse_policy(self.request.policy))}, budget {budget}: {each}{console.count(rows, 'row')} of "
+            f"{console.show_bytes(row_bytes)}"
+        )
+
+
+def _near(job: _Job, budget: int) -> None:
+    """Run a job on one engine in this process."""
+    writer = _load(job.request, job.checkpoint, job.output, job.settings)
+    job.output.show = show_with(writer)
+    engine = _engine(writer, job.request, job.batch, job.survey, budget=budget)
+    _remark(job.survey, job.checkpoint, job.request.model or "embedded")
+    memory = job.survey.memory
+    todo = _todo(job, lambda shapes: [problem(shape, engine, memory) for shape in shapes])
+    job.announce(budget, engine.rows, engine.row_bytes)
+    lines = (job.read_line(number, raw) for number, raw in _lines(job.source, todo))
+    job.run(Near(engine, (line for line in lines if isinstance(line, Line))), todo)
+
+
+def _far(job: _Job, budget: int, memory: str | None) -> None:
+    """Run a job on workers of Ray."""
+    from kvkeep.cli.generate.far import Far, crew_of
+
+    batch, survey = job.batch, job.survey
+    assert batch.workers is not None
+    cpus = own_cpus(batch.workers, job.request.threads)
+    console.progress(f"starting {console.count(batch.workers, 'worker')} …")
+    with interruptible() as stopped, joined(batch.address, cpus=cpus * batch.workers):
+        lengths = {"requests": survey.requests, "longest": survey.longest}
+        crew = crew_of(job.request, batch, **lengths, budget=budget, memory=memory)
+        with closing(crew):
+            crew.begin(stopped)
+            if stopped():
+                raise typer.Exit(console.INTERRUPTED)
+            job.output.agree({**job.settings, "weights": crew.facts.weights})
+            _remark(survey, job.checkpoint, job.request.model or "embedded")
+            todo = _todo(job, crew.judge)
+            each = f"{console.count(batch.workers, 'worker')}, each with "
+            job.announce(budget, crew.facts.rows, crew.facts.row_bytes, each)
+            job.run(Far(crew, _lines(job.source, todo), lambda number: survey.work([number])), todo)
+
+
+def _source(name: str) -> AbstractContextManager[Path]:
+    """A JSONL file that can be read several times, with the lines of an input."""
+    return as_lines(name) if is_foreign(name) else read_again(name, kind="input")
 
 
 def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:
@@ -173,28 +214,6 @@ def _budget(request: Request, policy: Policy, survey: Survey, output: Output) ->
     return earlier
 
 
-def _settings(
-    request: Request, policy: Policy, budget: int, defaults: Sampling, memory: Memory | None
-) -> dict[str, object]:
-    """The settings on which completions depend, without lines and weights; options at their defaults are left out."""
-    options: dict[str, object] = {
-        "raw": request.raw,
-        "dtype": None if request.dtype == "auto" else request.dtype,
-        "load_in": request.load_in,
-        "layer_budget": request.layer_budget,
-        "head_budget": request.head_budget,
-        "kv_bits": check_bits(request.kv_bits),
-        "positions": request.positions,
-        "prefill_chunk": request.prefill_chunk,
-        "pin_system": request.pin_system,
-        "guard": request.guard,
-        "memory": None if memory is None else memory.digest,
-    }
-    options |= {name: value for name, value in asdict(defaults).items() if value != getattr(Sampling(), name)}
-    always = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
-    return {**always, **{name: value for name, value in options.items() if value is not None and value is not False}}
-
-
 def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: dict[str, object]) -> Writer:
     """The model, after a check that the output was written with the same weights."""
     console.progress(f"loading {checkpoint.name} …")
@@ -205,11 +224,8 @@ def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: di
 
 def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, budget: int) -> Engine:
     """The engine, with no more rows than lines."""
-    most = survey.requests
-    rows = min(most, batch.max_rows or (most if batch.kv_memory else DEFAULT_ROWS))
     try:
-        options = {"rows": rows, "kv_memory": batch.kv_memory, "decode_every": MAX_TOKENS}  # one after each chunk
-        engine = engine_for(writer, request, budget=budget, **options)
+        return engine_of(writer, request, batch, most=survey.requests, budget=budget)
     except BudgetError as error:
         if request.budget or parse_policy(request.policy).evicts:
             raise
@@ -217,24 +233,16 @@ def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, b
             f"Line {survey.longest_line} cannot be run: {request.policy} keeps all of its {survey.longest} tokens. "
             f"{error} Nothing was generated. Ask for fewer new tokens in that line, or give --budget."
         ) from error
-    if torchrun.processes() > 1:  # each would choose for itself which layers to fuse, and round in another way
-        return engine
-    if not batch.compile:
-        prepare(writer.model, engine.rows)
-    else:
-        pack_weights(writer.model, engine.rows, if_faster=True)
-        console.progress("compiling …")
-        console.note(f"{console.count(compile_layers(writer.model), 'layer')} compiled")
-    return engine
 
 
-def _todo(source: Path, survey: Survey, engine: Engine, output: Output, batch: Batch) -> dict[int, str]:
+def _todo(job: _Job, judge: Judge) -> dict[int, str]:
     """The lines to run now, with their fingerprints. Lines that cannot be run are set aside.
 
     What an earlier run has set aside is removed if all of it can be run now.
     """
+    source, survey, output, batch = job.source, job.survey, job.output, job.batch
     new = [number for number in survey.digests if number not in output.done]
-    survey.set_aside(survey.check(engine, new))
+    survey.set_aside(survey.check(judge, new))
     if survey.bad and not batch.skip_bad:
         raise _refusal(*min(survey.bad.items()))
     if survey.bad:
@@ -279,8 +287,6 @@ def _beside(batch: Batch) -> Path:
     return Path(f"{batch.output}.bad")
 
 
-def _lines(source: Path, read_line: Read, todo: Mapping[int, str]) -> Iterator[Line]:
+def _lines(source: Path, todo: Mapping[int, str]) -> Iterator[tuple[int, bytes]]:
     """Read the lines to run once more. A line whose text has changed since the survey is left out."""
-    for number, raw in read(source):
-        if number in todo and digest(raw) == todo[number] and isinstance(line := read_line(number, raw), Line):
-            yield line
+    return ((number, raw) for number, raw in read(source) if number in todo and digest(raw) == todo[number])

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from kvkeep.cli.files import STANDARD_OUTPUT, place
 from kvkeep.cli.generate.request import Batch
 from kvkeep.cli.options import parse_bytes, parse_tokens
 from kvkeep.cli.usage import exists
 from kvkeep.errors import InputError
+
+JOB = "Batch job"
+"""The heading of its options in the help."""
+MOST_WORKERS = 1024
+RayWorkers = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Run the lines on N engines, each in a process of a cluster of Ray. --max-rows and --kv-memory are then "
+        "those of each. Needs the extra kvkeep[ray].",
+        rich_help_panel=JOB,
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="The cluster, or auto for the one of this machine. Default: RAY_ADDRESS, or processes of this machine "
+        "alone.",
+        rich_help_panel=JOB,
+    ),
+]
 
 
 def parse_memory(text: str | None) -> str | None:
@@ -38,13 +64,22 @@ def parse_budget(text: str) -> int:
 
 
 def parse_batch(
-    source: str | None, output: str | None, *, skip_bad: bool, max_rows: int | None, kv_memory: str | None, layers: bool
+    source: str | None,
+    output: str | None,
+    *,
+    skip_bad: bool,
+    max_rows: int | None,
+    kv_memory: str | None,
+    layers: bool,
+    workers: int | None,
+    address: str | None,
 ) -> Batch | None:
     """The options of a batch job; ``None`` if there is no ``--input``."""
     if source is None:
-        if output is not None or skip_bad or max_rows is not None or kv_memory is not None or layers:
+        if skip_bad or layers or any(one is not None for one in (output, max_rows, kv_memory, workers, address)):
             raise InputError(
-                "--output, --skip-bad, --max-rows, --kv-memory and --compile belong to a batch job: give --input FILE."
+                "--output, --skip-bad, --max-rows, --kv-memory, --compile, --ray-workers and --ray-address belong to a "
+                "batch job: give --input FILE."
             )
         return None
     if output is None:
@@ -53,5 +88,22 @@ def parse_batch(
         output = str(place(output, "--output"))
     if max_rows is not None and max_rows < 1:
         raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
+    if workers is None and address is not None:
+        raise InputError("--ray-address is where the workers of --ray-workers run; give --ray-workers N, too.")
+    if workers is not None and not 1 <= workers <= MOST_WORKERS:
+        raise InputError(f"--ray-workers {workers} is out of range; give 1 to {MOST_WORKERS}.")
+    if address is not None and not address.strip():
+        raise InputError(
+            "--ray-address is empty. Give host:port, or leave it out: the workers then run on this machine."
+        )
     size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
-    return Batch(input=source, output=output, skip_bad=skip_bad, max_rows=max_rows, kv_memory=size, compile=layers)
+    return Batch(
+        input=source,
+        output=output,
+        skip_bad=skip_bad,
+        max_rows=max_rows,
+        kv_memory=size,
+        compile=layers,
+        workers=workers,
+        address=address,
+    )

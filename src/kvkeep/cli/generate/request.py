@@ -60,6 +60,8 @@ class Batch:
         max_rows: sequences that run at once.
         kv_memory: bytes that all sequences may take together.
         compile: whether norms and feed-forward layers are compiled.
+        workers: number of workers on Ray; ``None`` for an engine in this process.
+        address: of a cluster of Ray; ``None`` for one of this machine alone.
     """
 
     input: str
@@ -68,3 +70,5 @@ class Batch:
     max_rows: int | None
     kv_memory: int | None
     compile: bool
+    workers: int | None = None
+    address: str | None = None

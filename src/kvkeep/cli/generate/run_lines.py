@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 import typer
 
@@ -24,9 +25,24 @@ INCOMPLETE = 1
 """Exit code of a job that ended without completions for all of its lines."""
 
 
+@runtime_checkable
+class Workers(Protocol):
+    """Those who run the lines of a job.
+
+    Attributes:
+        engine: the engine in this process whose progress can be watched; ``None`` if there is none.
+        size: numbers for the summary.
+    """
+
+    engine: Engine | None
+    size: Mapping[str, int]
+
+    def run(self, output: Output, bar: Bar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
+        """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
+
+
 def run(
-    engine: Engine,
-    lines: Iterator[Line],
+    workers: Workers,
     output: Output,
     *,
     todo: Mapping[int, str],
@@ -38,8 +54,7 @@ def run(
     """Run lines, write their completions, and print a summary.
 
     Args:
-        engine: runs the lines.
-        lines: the lines that are not done yet, while they are read.
+        workers: run the lines that are not done yet.
         output: takes the completions.
         todo: the numbers of these lines.
         work: the tokens of these lines.
@@ -54,15 +69,14 @@ def run(
     if before:
         console.note(f"{before} of {console.count(total, 'line')} were done before")
     start = time.perf_counter()
-    with interruptible() as stopped, progress(engine, work, total, before) as bar:
-        answers = Answers(output, bar)
-        new = _work(engine, lines, answers, bar, stopped)
+    with interruptible() as stopped, progress(workers.engine, work, total, before) as bar:
+        new, failed = workers.run(output, bar, stopped)
     seconds = time.perf_counter() - start
-    kept, failed = output.finish(), answers.failed
+    kept = output.finish()
     if failed:
         _report(failed, set_aside)
     found = {"lines": total, "done": len(kept), "failed": len(failed), "new_tokens": new, "seconds": seconds}
-    _summarise({**found, "rows": engine.rows, "row_bytes": engine.row_bytes}, output, as_json=as_json)
+    _summarise({**found, **workers.size}, output, as_json=as_json)
     unread = set() if stopped() else todo.keys() - output.done.keys() - failed.keys()
     for problem in _problems(output, kept, failed, unread, total):
         console.error(problem)
@@ -113,22 +127,37 @@ def _problems(output: Output, kept: set[int], failed: Mapping[int, str], unread:
         )
 
 
-def _work(engine: Engine, lines: Iterator[Line], answers: Answers, bar: Bar, stopped: Callable[[], bool]) -> int:
-    """Feed the engine until all lines are written or the user stops the job; return the number of new tokens."""
-    source = ((line, place) for line in lines for place in range(len(line.requests)))
-    new, more = 0, True
-    while (more or answers.running) and not stopped():
-        while more and engine.has_room:
-            if more := (found := next(source, None)) is not None:
-                answers.begin(engine, *found)
-        events = engine.step()
-        written = [event.id for event in events if event.token_id is not None]
-        bar.step(written)
-        new += len(written)
-        for event in events:
-            if event.result is not None:
-                answers.end(event.id, event.result)
-    return new
+class Near:
+    """The lines of a job on their way through an engine in this process.
+
+    Args:
+        engine: runs the lines.
+        lines: the lines that are not done yet, while they are read.
+    """
+
+    engine: Engine | None
+
+    def __init__(self, engine: Engine, lines: Iterator[Line]) -> None:
+        self.engine, self._engine, self._lines = engine, engine, lines
+        self.size: Mapping[str, int] = {"rows": engine.rows, "row_bytes": engine.row_bytes}
+
+    def run(self, output: Output, bar: Bar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
+        """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
+        engine, answers = self._engine, Answers(output, bar)
+        source = ((line, place) for line in self._lines for place in range(len(line.requests)))
+        new, more = 0, True
+        while (more or answers.running) and not stopped():
+            while more and engine.has_room:
+                if more := (found := next(source, None)) is not None:
+                    answers.begin(engine, *found)
+            events = engine.step()
+            written = [event.id for event in events if event.token_id is not None]
+            bar.step(written)
+            new += len(written)
+            for event in events:
+                if event.result is not None:
+                    answers.end(event.id, event.result)
+        return new, answers.failed
 
 
 class Answers:

@@ -1,14 +1,19 @@
-"""The settings of ``--config``, where the command line gives none. Importing this module imports torch."""
+"""The settings of a job, and those of ``--config``, where the command line gives none. It imports torch."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.generate.request import Request
+from kvkeep.cli.memories import Memory
+from kvkeep.codes import check_bits
 from kvkeep.config import NAME, Config
+from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
+from kvkeep.policies.base import Policy
+from kvkeep.registry import spec
 
 
 def settled(request: Request, file: str) -> Request:
@@ -41,3 +46,25 @@ def _open(request: Request, name: str) -> bool:
         return not request.names_policy
     given: Any = getattr(request, name)
     return given is None or (name == "dtype" and given == "auto")
+
+
+def settings_of(
+    request: Request, policy: Policy, budget: int, defaults: Sampling, memory: Memory | None
+) -> dict[str, object]:
+    """The settings on which completions depend, without lines and weights; options at their defaults are left out."""
+    options: dict[str, object] = {
+        "raw": request.raw,
+        "dtype": None if request.dtype == "auto" else request.dtype,
+        "load_in": request.load_in,
+        "layer_budget": request.layer_budget,
+        "head_budget": request.head_budget,
+        "kv_bits": check_bits(request.kv_bits),
+        "positions": request.positions,
+        "prefill_chunk": request.prefill_chunk,
+        "pin_system": request.pin_system,
+        "guard": request.guard,
+        "memory": None if memory is None else memory.digest,
+    }
+    options |= {name: value for name, value in asdict(defaults).items() if value != getattr(Sampling(), name)}
+    always = {"model": request.model or "embedded", "policy": spec(policy), "budget": budget}
+    return {**always, **{name: value for name, value in options.items() if value is not None and value is not False}}

@@ -15,12 +15,14 @@ def together(batch: Batch) -> Batch:
     """The options of a job that several processes run together: the first one writes, the others write nowhere.
 
     Raises:
-        InputError: the processes cannot read the input, or cannot compile.
+        InputError: the processes cannot read the input, cannot compile, or shall start workers of Ray.
     """
     if torchrun.processes() == 1:
         return batch
     if batch.compile:
         raise InputError("--compile does not go together with a model that is split over processes.")
+    if batch.workers is not None:
+        raise InputError("--ray-workers does not go together with torchrun. Start the command without torchrun.")
     split.join()
     return batch if torchrun.leads() else replace(batch, output="-")
 

@@ -1,0 +1,120 @@
+"""A batch job on workers of Ray: this process reads the lines, hands them out, and writes the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from kvkeep.cli import console
+from kvkeep.cli.generate.bar import Bar
+from kvkeep.cli.generate.build import Recipe, rows_of
+from kvkeep.cli.generate.request import Batch, Request
+from kvkeep.engine import Engine
+from kvkeep.errors import KVKeepError
+from kvkeep.jobs.output import Output
+from kvkeep.jobs.pace import Work
+from kvkeep.models.load import embedded
+from kvkeep.planning.plan import plan
+from kvkeep.scale.cluster import Need, check_room, check_versions, nodes, own_cpus, share
+from kvkeep.scale.crew import Crew, Item
+from kvkeep.scale.worker import Answer
+
+PROCESS_BYTES = 400 * 10**6
+"""Main memory of a worker beside weights and rows: Python, torch, buffers."""
+
+
+def crew_of(request: Request, batch: Batch, *, requests: int, longest: int, budget: int, memory: str | None) -> Crew:
+    """The workers of a job, which have not been started yet. The cluster has been joined.
+
+    Args:
+        request: the options of the command.
+        batch: the options of the job.
+        requests: number of all requests.
+        longest: tokens of the longest one.
+        budget: tokens kept per layer and head.
+        memory: a fingerprint of the memory that every line follows.
+
+    Raises:
+        InputError: nodes have other versions than this process, or the workers do not fit.
+    """
+    assert batch.workers is not None
+    found = nodes()
+    check_versions(found)
+    gpus = int(request.device.startswith("cuda") or (request.device == "auto" and any(node.gpus for node in found)))
+    cpus = request.threads or (own_cpus(batch.workers, None) if batch.address is None else share(found, batch.workers))
+    asked = replace(request, model=_whole(request.model), memory=_whole(request.memory))
+    if request.device == "auto" or gpus:  # a worker sees its own GPU alone
+        asked = replace(asked, device="cuda" if gpus else "cpu")
+    most = ceil(requests / batch.workers)
+    bytes_needed = 0 if gpus else _bytes(request, batch, most, longest, budget)
+    need = Need(cpus=cpus, gpus=gpus, memory=bytes_needed)
+    check_room(found, need, batch.workers)
+    recipe = Recipe(request=asked, batch=batch, most=most, budget=budget, memory=memory)
+    return Crew(recipe, batch.workers, need, tell=console.note)
+
+
+def _whole(name: str | None) -> str | None:
+    """The whole path of a file or a folder, which a worker looks up from another folder; a hub name as it is."""
+    if name is None:
+        return None
+    with suppress(OSError):
+        path = Path(name).expanduser()
+        if path.exists():
+            return str(path.resolve())
+    return name
+
+
+def _bytes(request: Request, batch: Batch, most: int, longest: int, budget: int) -> int:
+    """Main memory of a worker, as `kvkeep.plan` counts it; 0 for a model that cannot be planned."""
+    names = ("kv_bits", "layer_budget", "head_budget", "prefill_chunk", "positions", "dtype")
+    options: dict[str, Any] = {name: getattr(request, name) for name in names}
+    with suppress(KVKeepError):
+        made = plan(request.model or embedded(), request.policy, budget, context=longest, **options)
+        weights, row = made.bounded.weight_bytes, made.bounded.row_bytes
+        rows = rows_of(batch, most)
+        slots = min(rows * row, batch.kv_memory) if batch.kv_memory else rows * row
+        return PROCESS_BYTES + slots + (weights if request.load_in is None else 0)
+    return 0
+
+
+class Far:
+    """The lines of a job on their way through workers.
+
+    Args:
+        crew: the workers.
+        lines: the lines that are not done yet, while they are read.
+        work_of: returns the tokens of a line's requests.
+    """
+
+    engine: Engine | None = None
+
+    def __init__(self, crew: Crew, lines: Iterator[Item], work_of: Callable[[int], Work]) -> None:
+        self._crew, self._lines, self._work_of = crew, lines, work_of
+        self.size: Mapping[str, int] = {
+            "rows": crew.facts.rows,
+            "row_bytes": crew.facts.row_bytes,
+            "workers": crew.size,
+        }
+
+    def run(self, output: Output, bar: Bar, stopped: Callable[[], bool]) -> tuple[int, Mapping[int, str]]:
+        """Run the lines and write their answers; return the number of new tokens, and why lines failed."""
+        new, failed = 0, dict[int, str]()
+
+        def take(answer: Answer) -> None:
+            nonlocal new
+            if answer.number in output.done or answer.number in failed:
+                return
+            if answer.whole is None:
+                failed[answer.number] = str(answer.reason)
+                bar.whole(self._work_of(answer.number), None)
+                return
+            output.put(answer.number, answer.digest, answer.whole)
+            new += answer.new
+            bar.whole(self._work_of(answer.number), answer.new)
+
+        self._crew.run(self._lines, output.own, take, stopped)
+        return new, failed

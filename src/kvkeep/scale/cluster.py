@@ -1,0 +1,283 @@
+"""A cluster of Ray: started on this machine or joined by its address, and checked before workers are started there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from kvkeep.engine.room import free_bytes
+from kvkeep.errors import InputError, show_bytes
+from kvkeep.models.threads import cores
+from kvkeep.version import __version__
+
+EXTRA = "kvkeep[ray]"
+OBJECT_STORE = 128 * 2**20
+"""Bytes of the object store of a cluster on this machine alone. Lines and answers are small, so little lies there."""
+PACKAGES = ("torch", "transformers")
+"""Packages whose version changes tokens in their last digits."""
+_DETAIL = re.compile(r"Worker exit detail: (.+?)\.(?: |$)", re.DOTALL)
+_SETTINGS = 4  # the type of the frame with which both sides begin
+_ANSWER_S = 5.0
+_SCOUT_S = 120.0
+
+
+def need_ray() -> Any:
+    """The package of Ray.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise InputError(f"Ray is not installed: pip install '{EXTRA}'.") from error
+    return ray
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one worker takes.
+
+    Attributes:
+        cpus: CPU cores, one for each thread.
+        gpus: GPUs.
+        memory: bytes of main memory for weights and rows; 0 if it is not known.
+    """
+
+    cpus: int = 1
+    gpus: int = 0
+    memory: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.cpus} CPU{'s' if self.cpus > 1 else ''}"]
+        parts += [f"{self.gpus} GPU"] if self.gpus else []
+        parts += [show_bytes(self.memory)] if self.memory else []
+        return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of a cluster.
+
+    Attributes:
+        name: its address.
+        cpus: CPU cores that Ray gives away.
+        gpus: GPUs that Ray gives away.
+        memory: bytes of main memory that are free, and that Ray gives away.
+        versions: package → version.
+    """
+
+    name: str
+    cpus: int
+    gpus: int
+    memory: int
+    versions: dict[str, str]
+
+    def fits(self, need: Need) -> int:
+        """The number of workers that fit."""
+        shares = [self.cpus // need.cpus]
+        shares += [self.gpus // need.gpus] if need.gpus else []
+        shares += [self.memory // need.memory] if need.memory else []
+        return min(shares)
+
+
+@contextmanager
+def joined(address: str | None, *, cpus: int) -> Iterator[None]:
+    """A cluster for the time of this block: the one at an address, or one on this machine alone.
+
+    If this process has joined one already, it is that, and it stays.
+
+    Args:
+        address: ``host:port`` of a running cluster, or ``auto`` for the one of this machine. Without one, that of the
+            variable RAY_ADDRESS; without that, a cluster is started here, and ended with the block.
+        cpus: CPU cores that a cluster of this machine alone gives away.
+
+    Raises:
+        InputError: Ray is not installed, or no cluster answers there.
+    """
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # 20 attempts of Ray take a quarter of an hour
+    ray = need_ray()
+    if ray.is_initialized():  # the caller's own session
+        yield
+        return
+    address = _meant(address)
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+    if address == "local":
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent away
+        os.environ.setdefault("RAY_worker_niceness", "0")  # workers are the work, as an engine in this process is
+        options |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": OBJECT_STORE}
+    try:
+        ray.init(address=address, **options)
+    except Exception as error:  # whatever Ray raises: another version of it, no cluster, a port of something else
+        ray.shutdown()
+        where = "on this machine" if address in ("local", "auto") else f"at {address}"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"There is no cluster of Ray {where}: {reason:.300}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _meant(address: str | None) -> str:
+    return address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+def check_ray(address: str | None) -> None:
+    """Refuse what is known before any work: a missing package, an address at which nothing answers.
+
+    Raises:
+        InputError: Ray is not installed, the address is no ``host:port``, or nothing answers there.
+    """
+    need_ray()
+    address = _meant(address)
+    if address in ("local", "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
+        raise InputError(
+            f"`ray_address={address}` is no address of a cluster. Give host:port of its head node, as ray start "
+            "prints it, or auto for the cluster of this machine. Addresses of Ray's client (ray://) are not supported: "
+            "run the job on a node of the cluster."
+        )
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as connection:
+            speaks = bool(os.environ.get("RAY_USE_TLS")) or _speaks_http2(connection)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(
+            f"Nothing answers at `ray_address={address}`: {reason}. Start a cluster with ray start, or leave "
+            "the address out: the workers then run on this machine."
+        ) from error
+    if not speaks:
+        raise InputError(
+            f"What answers at `ray_address={address}` is no cluster of Ray. Give host:port of its head node, as ray "
+            "start prints it; the port is 6379 if you have not chosen another."
+        )
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """Whether a server speaks HTTP/2 (RFC 9113, section 3.4), as Ray's does. Ray itself would ask for many minutes."""
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)))
+    try:
+        answer = connection.recv(9)
+    except OSError:
+        return False
+    return len(answer) >= 4 and answer[3] == _SETTINGS
+
+
+def own_cpus(workers: int, threads: int | None) -> int:
+    """CPU cores for each worker of a cluster on this machine alone: its threads, or an equal share."""
+    return threads or max(1, cores() // workers)
+
+
+def share(nodes: Sequence[Node], workers: int) -> int:
+    """The most CPU cores that each of some workers can have; 1 if there are too few for that."""
+    most = max((node.cpus for node in nodes), default=1)
+    fits = (cpus for cpus in range(most, 1, -1) if sum(node.cpus // cpus for node in nodes) >= workers)
+    return next(fits, 1)
+
+
+def scout() -> dict[str, Any]:
+    """What a node says of itself. Runs there."""
+    return {
+        "free": free_bytes(torch.device("cpu")),
+        "versions": {
+            "kvkeep": __version__,
+            "python": ".".join(platform.python_version_tuple()[:2]),
+            **{name: version(name).partition("+")[0] for name in PACKAGES},
+        },
+    }
+
+
+def nodes() -> list[Node]:
+    """The machines of the cluster, each of which has been asked.
+
+    Raises:
+        InputError: a machine has no kvkeep that can be imported, or does not answer.
+    """
+    ray = need_ray()
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    asked = [
+        ray.remote(num_cpus=0, max_retries=3)(scout)
+        .options(scheduling_strategy=On(node["NodeID"], soft=False))
+        .remote()
+        for node in alive
+    ]
+    found = []
+    for node, reference in zip(alive, asked, strict=True):
+        name, resources = node["NodeManagerAddress"], node["Resources"]
+        try:
+            said = ray.get(reference, timeout=_SCOUT_S)
+        except Exception as error:  # no kvkeep there, a node that goes away, a process that cannot be started
+            raise InputError(
+                f"The node {name} cannot run kvkeep: {last_words(error)}. Install kvkeep {__version__} with "
+                f"'{EXTRA}' on every node."
+            ) from error
+        memory = min(int(resources.get("memory", 0)), said["free"] if said["free"] is not None else 2**62)
+        cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+        found.append(Node(name, cpus, gpus, memory, said["versions"]))
+    return found
+
+
+def check_versions(found: Sequence[Node], own: dict[str, str] | None = None) -> None:
+    """Refuse nodes whose packages are not those of this process: the tokens would depend on who made them.
+
+    Raises:
+        InputError: a version differs.
+    """
+    own = own or scout()["versions"]
+    for node in found:
+        for name, mine in own.items():
+            if node.versions.get(name) != mine:
+                raise InputError(
+                    f"The node {node.name} has {name} {node.versions.get(name)}, and this process has {mine}. Answers "
+                    "would depend on the node that makes them: install the same version everywhere."
+                )
+
+
+def check_room(found: Sequence[Node], need: Need, workers: int) -> None:
+    """Refuse more workers than fit, and say how many would.
+
+    Raises:
+        InputError: they do not fit.
+    """
+    fits = sum(node.fits(need) for node in found)
+    if fits >= workers:
+        return
+    have = "; ".join(
+        f"{node.name} has {node.cpus} CPUs" + (f", {node.gpus} GPUs" if need.gpus else "") + _memory(node, need)
+        for node in found[:5]
+    )
+    more = f"; and {len(found) - 5} more nodes" if len(found) > 5 else ""
+    less = "Lower `max_rows`, `budget` or `threads`, or add nodes."
+    remedy = f"Give `ray_workers={fits}`, or less to each: lower `max_rows`, `budget` or `threads`." if fits else less
+    each = "each" if workers > 1 else ""
+    raise InputError(
+        f"{workers} worker{'s' if workers > 1 else ''} of {need} {each}".rstrip()
+        + f" do{'' if workers > 1 else 'es'} not fit into the cluster, {fits or 'none'} would: {have}{more}. {remedy}"
+    )
+
+
+def _memory(node: Node, need: Need) -> str:
+    return f" and {show_bytes(node.memory)} of free memory" if need.memory else ""
+
+
+def last_words(error: BaseException) -> str:
+    """The reason of an error of Ray, in one line: such an error is long, and has a traceback before its reason."""
+    text = str(getattr(error, "cause", None) or error)
+    if detail := _DETAIL.search(text):
+        return f"its process ended ({' '.join(detail[1].split()):.120})"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines[-1].rstrip(".") if lines else type(error).__name__)[:300]

@@ -1,0 +1,245 @@
+"""A worker: a process with a model and an engine of its own, which runs the lines of a batch job that it is given.
+
+Nothing here knows Ray. A thread steps the engine, and a coroutine waits for the answer of each line, so that lines
+share the engine's rows as they do in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from kvkeep.engine.engine import Engine
+from kvkeep.engine.request import Result
+from kvkeep.errors import KVKeepError
+from kvkeep.jobs.lines import BadLine, Line, reason_of
+from kvkeep.jobs.records import as_line, record
+from kvkeep.jobs.survey import Shape, problem
+from kvkeep.openai.answers import Show
+from kvkeep.snapshot import Snapshot
+
+Layout: TypeAlias = tuple[bool, bool]
+"""How weights were laid out for speed, see `kvkeep.models.fused.chosen`. It changes the last digits of products."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a worker works with.
+
+    Attributes:
+        engine: runs requests.
+        read: reads a line with the model's tokenizer, from its number and its bytes.
+        show: returns the text of a token, for log-probabilities in OpenAI's format.
+        weights: a fingerprint of the model's weights.
+        layout: how they were laid out.
+        memory: the memory that every line follows.
+    """
+
+    engine: Engine
+    read: Callable[[int, bytes], Line | BadLine]
+    show: Show
+    weights: str
+    layout: Layout = (False, False)
+    memory: Snapshot | None = None
+
+
+@runtime_checkable
+class Make(Protocol):
+    """Loads a model and makes an engine, in the process of a worker. It travels there, so it is small."""
+
+    def __call__(self, like: Layout | None) -> Built:
+        """Make the engine.
+
+        Args:
+            like: how another worker has laid out the weights; ``None`` for a choice by speed.
+
+        Raises:
+            KVKeepError: the model cannot be used, or not one row fits.
+        """
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a worker says of itself once its engine is there.
+
+    Attributes:
+        weights: a fingerprint of the model's weights.
+        layout: how they were laid out.
+        rows: number of sequences that it runs at once.
+        row_bytes: bytes of a row.
+        host: name of its machine.
+        pid: number of its process.
+    """
+
+    weights: str
+    layout: Layout
+    rows: int
+    row_bytes: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a line.
+
+    Attributes:
+        number: the line's number.
+        digest: the line's fingerprint.
+        whole: its line of the output; ``None`` if it failed.
+        reason: why it failed.
+        new: tokens that were generated for it.
+    """
+
+    number: int
+    digest: str = ""
+    whole: bytes | None = None
+    reason: str | None = None
+    new: int = 0
+
+
+class Worker:
+    """Runs lines on an engine of its own.
+
+    Args:
+        make: makes the engine.
+    """
+
+    def __init__(self, make: Make) -> None:
+        self._make = make
+        self._built: Built | None = None
+        self._loop: Loop | None = None
+
+    def begin(self, like: Layout | None) -> Facts | str:
+        """Load the model and make the engine; return facts, or the message of an error.
+
+        Args:
+            like: how another worker has laid out the weights; ``None`` for a choice by speed.
+        """
+        try:
+            built = self._make(like)
+        except KVKeepError as error:
+            return str(error)
+        self._built, self._loop = built, Loop(built.engine)
+        self._loop.start()
+        engine = built.engine
+        return Facts(built.weights, built.layout, engine.rows, engine.row_bytes, platform.node(), os.getpid())
+
+    def judge(self, shapes: Sequence[Shape]) -> list[str | None]:
+        """Why the engine refuses requests of each shape; ``None`` where it does not."""
+        built = self._built
+        assert built is not None
+        return [problem(shape, built.engine, built.memory) for shape in shapes]
+
+    async def run(self, number: int, raw: bytes, made_by: Mapping[str, Any]) -> Answer:
+        """Run a line to its end.
+
+        Args:
+            number: its number in the input.
+            raw: its bytes.
+            made_by: the settings of the job, which are written beside the completion.
+        """
+        built, loop = self._built, self._loop
+        assert built is not None
+        assert loop is not None
+        line = built.read(number, raw)
+        if isinstance(line, BadLine):
+            return Answer(number, reason=line.reason)
+        found = await asyncio.wrap_future(loop.put(line))
+        if isinstance(found, str):
+            return Answer(number, line.digest, reason=found)
+        whole = as_line(record(line, found, made_by, built.show))
+        return Answer(number, line.digest, whole, new=sum(len(one.token_ids) for one in found))
+
+
+@dataclass
+class _Task:
+    """A line in the engine.
+
+    Attributes:
+        line: the line.
+        future: takes the results of its requests, or the reason why it failed.
+        results: place among the line's requests → result.
+    """
+
+    line: Line
+    future: Future[list[Result] | str] = field(default_factory=Future)
+    results: dict[int, Result] = field(default_factory=dict)
+
+    def end(self, place: int, result: Result) -> None:
+        """Note the result of a request; the last one ends the line."""
+        self.results[place] = result
+        if len(self.results) < len(self.line.requests):
+            return
+        problems = [str(one.error) for one in self.results.values() if one.finish_reason == "error"]
+        self.future.set_result(problems[0] if problems else [self.results[at] for at in sorted(self.results)])
+
+
+class Loop(threading.Thread):
+    """Steps an engine as long as lines are in it, in a thread of its own that ends with the process.
+
+    Args:
+        engine: runs the lines. Nobody else adds requests to it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(name="kvkeep-worker", daemon=True)
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+        self._running: dict[int, tuple[_Task, int]] = {}
+
+    def put(self, line: Line) -> Future[list[Result] | str]:
+        """Queue a line, from any thread; the future takes its results, or the reason why it failed."""
+        task = _Task(line)
+        self._inbox.put(task)
+        return task.future
+
+    def run(self) -> None:
+        """Feed the engine and step it. An error of the engine itself reaches all lines that are in it."""
+        while True:
+            self._feed()
+            try:
+                events = self._engine.step()
+            except BaseException as error:
+                self._give_up(error)
+                continue
+            for event in events:
+                if event.result is not None and event.id in self._running:
+                    task, place = self._running.pop(event.id)
+                    task.end(place, event.result)
+
+    def _feed(self) -> None:
+        """Take lines while the engine has room for more; wait for one if nothing runs."""
+        while not self._running or self._engine.has_room:
+            try:
+                task = self._inbox.get(block=not self._running)
+            except queue.Empty:
+                return
+            self._begin(task)
+
+    def _begin(self, task: _Task) -> None:
+        numbers: list[int] = []
+        try:
+            numbers.extend(self._engine.add(request) for request in task.line.requests)
+        except KVKeepError as error:
+            for number in numbers:
+                self._engine.cancel(number)
+            task.future.set_result(reason_of(error))
+        except BaseException as error:
+            task.future.set_exception(error)
+        else:
+            self._running |= {number: (task, place) for place, number in enumerate(numbers)}
+
+    def _give_up(self, error: BaseException) -> None:
+        for number in self._running:
+            self._engine.cancel(number)
+        for task in {id(task): task for task, _ in self._running.values()}.values():
+            task.future.set_exception(error)
+        self._running.clear()
