@@ -7,6 +7,7 @@ same paths through the same package.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ _LINES = (".jsonl", ".ndjson", ".json")
 
 def is_foreign(source: str) -> bool:
     """Whether an input is no local JSONL file or pipe: an address with a scheme, a Parquet file, or a folder."""
-    return "://" in source or source.lower().endswith(_PARQUET) or (source != "-" and Path(source).is_dir())
+    return "://" in source or source.lower().endswith(_PARQUET) or os.path.isdir(source)
 
 
 @contextmanager
