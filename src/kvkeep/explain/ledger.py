@@ -123,4 +123,3 @@ class Ledger:
             scores.append(table[:, :length])
             free.append(open_[:, :length])
         return torch.cat(scores), torch.cat(free)
-
