@@ -42,6 +42,16 @@ def file(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("long") / "page.html"
+    found = kvkeep.explain(
+        None, text(9600), policies=["local"], budget=200, prefill_chunk=32, max_new_tokens=1, question="What?"
+    )
+    path.write_text(found.to_html(), encoding="utf-8")
+    return path
+
+
 @pytest.fixture
 def opened(browser, file):
     """Opens a page, and fails if it reports an error or asks for anything but itself."""
@@ -166,12 +176,12 @@ def test_the_keyboard_alone(opened):
 
 @pytest.mark.slow
 def test_a_fragment_opens_the_same_state(opened):
-    fragment = "#m=3&t=12&a=1&p=1&h=2"
+    fragment = "#m=3&t=12&a=1&p=1&h=2&f=0"
     page = opened(fragment=fragment)
     assert page.url.endswith(fragment)
     assert page.get_attribute("#link", "href") == fragment
     assert moment(page) == 3
-    page.evaluate("location.hash = '#m=99999999&t=-5&a=zz&p=1e9&h=<b>'")
+    page.evaluate("location.hash = '#m=99999999&t=-5&a=zz&p=1e9&h=<b>&f=7'")
     until(page, "kvkeep.page.state.moment === kvkeep.page.data.moments - 1")
     assert page.evaluate("kvkeep.page.state.token") == -1
 
@@ -351,6 +361,30 @@ def test_a_hostile_text_is_only_text(opened, tmp_path):
     assert "\u202e" not in shown
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.slow
+def test_a_long_text_is_shown_a_part_at_a_time(opened, long_file):
+    page = opened(long_file, fragment="#f=2&t=8001")
+    tokens = page.evaluate("kvkeep.page.data.tokens")
+    assert len(tokens) > 8000
+    assert "Time is sampled" in page.inner_text("#notes")
+    shown = page.locator("article [role=option]")
+    assert shown.count() == len(tokens) - 8000 + page.evaluate("kvkeep.page.data.runs[0].answer.length")
+    assert shown.nth(1).get_attribute("aria-selected") == "true"
+    assert "part 3 of 3, from token 8001" in page.inner_text(".parts")
+    page.click(".parts button >> nth=0")
+    assert shown.count() == 4000
+    assert page.url.endswith("f=1")
+    page.locator("summary", has_text="Shades as a table").first.click()
+    rows = page.locator("article details tbody tr")
+    rows.first.wait_for()
+    assert rows.count() == 4000
+    assert rows.first.locator("th").inner_text() == "4001"
+    page.evaluate("location.hash = '#f=0&m=0'")
+    until(page, "document.querySelector('.parts').textContent.includes('part 1 of 3')")
+    page.keyboard.press("ArrowRight")
+    assert moment(page) == 1
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from kvkeep.explain import figures, packed
 from kvkeep.explain.ledger import Ledger
@@ -55,7 +56,7 @@ class Run:
             "scores": packed.short_floats(ledger.scores[:, :n]),
             "rivals": packed.whole_numbers(torch.stack(ledger.rivals)),
             "rival_scores": packed.short_floats(torch.stack(ledger.rival_scores)),
-            "mass": packed.shades(torch.stack(ledger.mass)[:, :n]),
+            "mass": packed.shades(pad_sequence(ledger.mass, batch_first=True)),
             "total": packed.shades(ledger.total[:, :n]),
             "attended": packed.shades(torch.stack(ledger.rows)[:, :n]),
             "full": packed.shades(self.missed.full[:, :n]),

@@ -45,7 +45,7 @@ class Ledger:
     Attributes:
         dropped: the moment at which a head dropped a token, `HELD` if it has not.
         scores: the score of a token when it was dropped; NaN if it had none, as behind a sliding window.
-        mass: attention that tokens received in a moment, averaged over heads.
+        mass: attention that the tokens read so far received in a moment, averaged over heads.
         total: attention that tokens received from all later queries, by head.
         rows: attention of the query that chose an answer's token, averaged over heads.
         rivals: position of the lowest token that stayed and was not protected, -1 if there was none.
@@ -57,7 +57,7 @@ class Ledger:
     dropped: Int[Tensor, "H n"]
     scores: Float[Tensor, "H n"]
     total: Float[Tensor, "H n"]
-    mass: list[Float[Tensor, " n"]] = field(default_factory=list)
+    mass: list[Float[Tensor, " _"]] = field(default_factory=list)
     rows: list[Float[Tensor, " n"]] = field(default_factory=list)
     rivals: list[Int[Tensor, " H"]] = field(default_factory=list)
     rival_scores: list[Float[Tensor, " H"]] = field(default_factory=list)
@@ -88,9 +88,9 @@ class Ledger:
             last: tokens read so far.
         """
         self.read = last
-        received = _wide(torch.cat([one.keys.mass for one in watches.values()]).cpu(), self.total.shape[1])
+        received = torch.cat([one.keys.mass for one in watches.values()]).cpu()
         self.total += received
-        self.mass.append(received.mean(dim=0))
+        self.mass.append(received[:, :last].mean(dim=0))
         held = torch.cat([one.held for one in watches.values()]).cpu()
         gone = (self.dropped == HELD) & ~held
         gone[:, last:] = False
@@ -106,7 +106,7 @@ class Ledger:
     def choose(self, watches: dict[int, Watch]) -> None:
         """Note the attention of the newest query, which chooses the next token of the answer."""
         rows = torch.cat([one.keys.newest for one in watches.values()]).cpu()
-        self.rows.append(_wide(rows, self.total.shape[1]).mean(dim=0))
+        self.rows.append(rows.mean(dim=0))
 
     def _compared(
         self, watches: dict[int, Watch], heard: dict[int, Heard]
@@ -123,7 +123,3 @@ class Ledger:
             scores.append(table[:, :length])
             free.append(open_[:, :length])
         return torch.cat(scores), torch.cat(free)
-
-
-def _wide(found: Float[Tensor, "H S"], length: int) -> Float[Tensor, "H n"]:
-    return torch.nn.functional.pad(found, (0, length - found.shape[1]))

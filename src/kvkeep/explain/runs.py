@@ -139,14 +139,13 @@ def full(
     return own, found
 
 
-def _followed(cache: FullCache, first: Float[Tensor, "H S"], ledger: Ledger, lost: list[Tensor]) -> Missed:
+def _followed(cache: FullCache, first: Float[Tensor, "H n"], ledger: Ledger, lost: list[Tensor]) -> Missed:
     """Feed the answer of a run to the full cache, which holds the prompt."""
     n, moment = ledger.total.shape[1], len(lost) - 1
     whole, missed, row = [], [], first
     for token in ledger.answered.ids:
-        wide = torch.nn.functional.pad(row, (0, n - row.shape[1]))
-        whole.append(wide.mean(dim=0))
-        missed.append((wide * ledger.lacks(moment)).mean(dim=0))
+        whole.append(row.mean(dim=0))
+        missed.append((row * ledger.lacks(moment)).mean(dim=0))
         cache.feed(torch.tensor([token]), Phase.DECODE)
         row, moment = cache.newest(), moment + 1
         lost.append(_lost(row, ledger, moment))
@@ -154,6 +153,6 @@ def _followed(cache: FullCache, first: Float[Tensor, "H S"], ledger: Ledger, los
     return Missed(torch.stack(lost), torch.stack(whole) if whole else none, torch.stack(missed) if missed else none)
 
 
-def _lost(mass: Float[Tensor, "H S"], ledger: Ledger, moment: int) -> Float[Tensor, " H"]:
+def _lost(mass: Float[Tensor, "H n"], ledger: Ledger, moment: int) -> Float[Tensor, " H"]:
     """The share of attention that falls on tokens that each head had dropped."""
-    return (mass * ledger.lacks(moment)[:, : mass.shape[1]]).sum(dim=-1) / mass.sum(dim=-1)
+    return (mass * ledger.lacks(moment)).sum(dim=-1) / mass.sum(dim=-1)

@@ -1,7 +1,7 @@
-"""Attention beside a run: reference attention over the tokens that a layer holds, and over all tokens.
+"""Attention beside a run: over the tokens that a layer holds, and over all tokens.
 
-Both keep every key outside of the bounded memory, at true positions and in the model's dtype. One block of one layer's
-matrix exists at a time.
+Both keep every key outside of the bounded memory, at true positions and in the model's dtype. Attention comes from a
+backend (`kvkeep.backends`), in float32, which sums what each key receives and never holds a matrix of tokens by tokens.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.argument import handed
-from kvkeep.backends import reference
+from kvkeep.backends import choose, reference
 from kvkeep.cache import BoundedCache, handing_cache
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.handing import BoundedLayer, HandingLayer, handing_part
 from kvkeep.layer import Layer
 from kvkeep.layout import windows_of
-from kvkeep.types import EMPTY, AttentionOptions, Phase
+from kvkeep.statistic import Mass
+from kvkeep.types import EMPTY, AttentionOptions, Phase, Slots
 
-_BLOCK_BYTES = 32 * 2**20
-"""Most bytes of logits that exist at a time, but at least those of one query."""
+_MASS = Mass()
 
 
 class Keys:
@@ -37,8 +37,8 @@ class Keys:
         newest: attention of the newest query, averaged in the same way.
     """
 
-    mass: Float[Tensor, "Hk S"]
-    newest: Float[Tensor, "Hk S"]
+    mass: Float[Tensor, "Hk n"]
+    newest: Float[Tensor, "Hk n"]
     _keys: Float[Tensor, "1 Hk n D"]
 
     def __init__(self, length: int):
@@ -49,44 +49,56 @@ class Keys:
         query: Float[Tensor, "1 Hq T D"],
         keys: Float[Tensor, "1 Hk T D"],
         options: AttentionOptions,
-        held: Bool[Tensor, "Hk n"] | None = None,
-        values: Float[Tensor, "1 Hk S E"] | None = None,
-    ) -> Float[Tensor, "1 Hq T E"] | None:
+        held: Int[Tensor, "Hk S"] | None = None,
+        values: Float[Tensor, "1 Hk n E"] | None = None,
+    ) -> Float[Tensor, "1 Hq T E"]:
         """Add keys and compute the attention of new queries, in float32.
 
         Args:
             query: the new queries.
             keys: their keys.
             options: what the model's attention asks for.
-            held: which of all tokens are seen beside the new ones; ``None``: all.
-            values: values of all tokens.
+            held: positions of the tokens that are seen beside the new ones, -1 = none; ``None``: all of them.
+            values: values of all tokens; without them the output means nothing.
 
         Returns:
-            The output, if there are values.
+            The output.
+
+        Cost:
+            That of attention over the tokens that are seen, once.
         """
         first, last = self.columns, self.columns + keys.shape[2]
         if not first:
             self._keys = keys.new_empty(*keys.shape[:2], self._length, keys.shape[3])
         self._keys[:, :, first:last] = keys
         self.columns = last
-        columns = torch.arange(last, device=keys.device)
-        places = columns.expand(keys.shape[1], last)
-        if held is not None:
-            places = places.masked_fill(~(held[:, :last] | (columns >= first)), EMPTY)
-        self.mass = torch.zeros(places.shape, device=keys.device)
-        wide, outputs = self._keys[:, :, :last].float(), []
-        rows = max(1, _BLOCK_BYTES // (4 * query.shape[1] * last))
-        for start in range(0, query.shape[2], rows):
-            part = query[:, :, start : start + rows].float()
-            now = columns[None, first + start : first + start + rows]
-            sees = reference.visible(now, places[None], options.window)
-            weights = reference.softmax(reference.logits(part, wide, sees, options), options.sinks)
-            shared = weights[0].mean(dim=1)
-            self.mass += shared.sum(dim=1)
-            self.newest = shared[:, -1]
-            if values is not None:
-                outputs.append((weights @ values[:, :, None]).flatten(1, 2))
-        return torch.cat(outputs, dim=2) if outputs else None
+        new = torch.arange(first, last, dtype=torch.int32, device=keys.device)
+        slots = self._all(last, values) if held is None else self._of(held, new)
+        now, wide = new[None].long(), query.float()
+        out, report = choose(wide.device, wide.dtype).attend(wide, slots, now, statistic=_MASS, options=options)
+        self.mass = self._by_position(report.sums["mass"][0], slots)
+        sees = reference.visible(now[:, -1:], slots.positions, options.window)
+        row = reference.softmax(reference.logits(wide[:, :, -1:], slots.keys, sees, options), options.sinks)
+        self.newest = self._by_position(row[0, :, :, 0].mean(dim=1), slots)
+        return out
+
+    def _all(self, last: int, values: Float[Tensor, "1 Hk n E"] | None) -> Slots:
+        """All tokens so far, in their order."""
+        keys = self._keys[:, :, :last].float()
+        given = keys if values is None else values[:, :, :last].float()
+        return Slots(keys, given, torch.arange(last, dtype=torch.int32, device=keys.device)[None, None])
+
+    def _of(self, held: Int[Tensor, "Hk S"], new: Int[Tensor, " T"]) -> Slots:
+        """Some tokens of each head, and the new ones at the end."""
+        most = int((held >= 0).sum(dim=-1).amax())
+        places = torch.cat([held.topk(most).values, new.expand(len(held), -1)], dim=-1).to(torch.int32)
+        index = places.long().clamp(min=0)[None, :, :, None].expand(-1, -1, -1, self._keys.shape[3])
+        keys = self._keys.gather(2, index).float()
+        return Slots(keys, keys, places[None])
+
+    def _by_position(self, found: Float[Tensor, "Hk S"], slots: Slots) -> Float[Tensor, "Hk n"]:
+        places = slots.positions[0].long().expand(found.shape) % (self._length + 1)  # -1 goes to the spare place
+        return found.new_zeros(len(found), self._length + 1).scatter_(-1, places, found)[:, : self._length]
 
 
 class Watch:
@@ -102,6 +114,7 @@ class Watch:
     """
 
     held: Bool[Tensor, "Hk n"]
+    _positions: Int[Tensor, "Hk S"]
 
     def __init__(self, layer: Layer, length: int):
         self.layer, self.keys, self._length = layer, Keys(length), length
@@ -118,10 +131,11 @@ class Watch:
     ) -> Float[Tensor, "1 Hq T E"]:
         """Watch, then as `Layer.step`."""
         if not self.keys.columns:
-            self.held = torch.zeros(keys.shape[1], self._length, dtype=torch.bool, device=keys.device)
-        self.keys.attend(query, keys, options, self.held)
+            self._positions = torch.full((keys.shape[1], 1), EMPTY, device=keys.device)
+        self.keys.attend(query, keys, options, self._positions)
         out = self.layer.step(query, keys, values, options=options, phase=phase, real=real)
-        self.held = members(self.layer.store.positions[0], self._length)
+        self._positions = self.layer.store.positions[0].clone()
+        self.held = members(self._positions, self._length)
         return out
 
 
@@ -165,9 +179,7 @@ class Whole:
             self._values = values.new_empty(*values.shape[:2], self._length, values.shape[3])
         last = first + values.shape[2]
         self._values[:, :, first:last] = values
-        out = self.keys.attend(query, keys, options, values=self._values[:, :, :last].float())
-        assert out is not None
-        return out.to(query.dtype)
+        return self.keys.attend(query, keys, options, values=self._values).to(query.dtype)
 
 
 def watch(cache: BoundedCache, length: int) -> dict[int, Watch]:
@@ -196,11 +208,11 @@ class FullCache:
         """Run new tokens and return the logits that follow the last one."""
         return feed(self._model, self._cache, ids, phase)
 
-    def mass(self) -> Float[Tensor, "H S"]:
+    def mass(self) -> Float[Tensor, "H n"]:
         """Attention of the newest step, of all heads of all layers."""
         return torch.cat([layer.keys.mass for layer in self._layers.values()]).cpu()
 
-    def newest(self) -> Float[Tensor, "H S"]:
+    def newest(self) -> Float[Tensor, "H n"]:
         """Attention of the newest query, of all heads of all layers."""
         return torch.cat([layer.keys.newest for layer in self._layers.values()]).cpu()
 

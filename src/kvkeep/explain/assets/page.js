@@ -12,8 +12,9 @@
   }
   const data = await kvkeep.readData(find("data").textContent);
   const state = { moment: data.moments - 1, token: -1, answer: 0, run: 0, head: 0, from: 0 };
-  const KEYS = { m: "moment", t: "token", a: "answer", p: "run", h: "head" };
-  const MOST = { moment: data.moments - 1, token: data.tokens.length + 999, answer: 999, run: data.runs.length - 1, head: data.heads.length - 1 };
+  const KEYS = { m: "moment", t: "token", a: "answer", p: "run", h: "head", f: "from" };
+  const parts = Math.ceil(data.tokens.length / PAGE_TOKENS); // long texts are shown a part at a time
+  const MOST = { from: parts - 1, moment: data.moments - 1, token: data.tokens.length + 999, answer: 999, run: data.runs.length - 1, head: data.heads.length - 1 };
 
   function readState() {
     for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
@@ -42,8 +43,6 @@
     return `${moment + 1} of ${data.moments}: ${what}`;
   }
 
-  /* Long texts are shown a part at a time. */
-  const parts = Math.ceil(data.tokens.length / PAGE_TOKENS);
   const first = () => state.from * PAGE_TOKENS;
   const last = (run) => (state.from === parts - 1 ? run.tokens.length : first() + PAGE_TOKENS);
 
@@ -65,7 +64,10 @@
     return { run, box, text, words, buttons, fold };
   });
 
+  const count = el("span", { role: "status" });
+
   function fillTexts() {
+    count.textContent = `part ${state.from + 1} of ${parts}, from token ${first() + 1}`;
     for (const { run, text } of texts) {
       text.set(run.tokens.slice(first(), last(run)));
       if (state.from === parts - 1) text.mark("answer", run.answer.map((_, i) => run.prompt - first() + i));
@@ -90,7 +92,7 @@
 
   function drawTables() {
     for (const { run, fold } of texts) {
-      fold.replaceChildren(kvkeep.folded("Shades as a table", run.policy, () => kvkeep.shadesTable(run, state.moment)));
+      fold.replaceChildren(kvkeep.folded("Shades as a table", run.policy, () => kvkeep.shadesTable(run, state.moment, first(), last(run))));
     }
   }
 
@@ -207,9 +209,7 @@
       state.from = Math.min(parts - 1, Math.max(0, state.from + by));
       fillTexts();
       drawAll();
-      count.textContent = `part ${state.from + 1} of ${parts}`;
     };
-    const count = el("span", {}, `part 1 of ${parts}`);
     const buttons = [["\u2190 earlier text", -1], ["later text \u2192", 1]].map(([name, by]) => el("button", { type: "button", click: turn(by) }, name));
     find("legend").after(el("p", { class: "parts" }, buttons[0], " ", count, " ", buttons[1]));
   }
@@ -218,7 +218,9 @@
   find("play").addEventListener("click", () => play(!timer));
   document.addEventListener("keydown", pressed);
   window.addEventListener("hashchange", () => {
+    const part = state.from;
     readState();
+    if (part !== state.from) fillTexts();
     drawAll();
   });
   find("sum-panel").querySelector(".body").replaceChildren(...kvkeep.sumPanel(data));

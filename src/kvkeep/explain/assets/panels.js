@@ -233,11 +233,12 @@
     ];
   };
 
-  kvkeep.shadesTable = function (run, moment) {
+  kvkeep.shadesTable = function (run, moment, first, last) {
     const shares = run.shares(moment);
+    const shown = range(Math.max(0, Math.min(run.read(moment), last) - first));
     return table(
       `Share of heads that hold each token under ${run.policy}`, ["token", "text", "heads"],
-      range(run.read(moment)).map((i) => [i + 1, kvkeep.quoted(run.tokens[i]), percent(shares[i])]),
+      shown.map((i) => i + first).map((i) => [i + 1, kvkeep.quoted(run.tokens[i]), percent(shares[i])]),
     );
   };
   kvkeep.folded = folded;
