@@ -20,7 +20,7 @@ RayWorkers = Annotated[
     typer.Option(
         metavar="N",
         help="Run the lines on N engines, each in a process of a cluster of Ray. --max-rows and --kv-memory are then "
-        "those of each. Needs the extra kvkeep[ray].",
+        "those of each. Needs the extra kvkeep\\[ray].",
         rich_help_panel=JOB,
     ),
 ]
