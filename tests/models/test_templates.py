@@ -153,14 +153,16 @@ def test_a_forked_process_fills_in_templates_by_itself(tokenizer):
     assert templates.fill(tokenizer, MESSAGES) == MESSAGES[0]["content"]
 
 
-@pytest.mark.parametrize(("body", "why"), [("exit 3", "ends with code 3"), ("exec sleep 600", "not ready after 1 s")])
-def test_a_process_that_does_not_start(body, why, tokenizer, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("body", "limit_s", "why"), [("exit 3", 300.0, "ends with code 3"), ("exec sleep 600", 1.0, "not ready after 1 s")]
+)
+def test_a_process_that_does_not_start(body, limit_s, why, tokenizer, monkeypatch, tmp_path):
     tokenizer.chat_template = "x"
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{body}\n")
     program.chmod(0o755)
     monkeypatch.setattr(templates, "_WORKER", templates._new())
-    monkeypatch.setattr(worker, "_START_S", 1.0)
+    monkeypatch.setattr(worker, "_START_S", limit_s)
     monkeypatch.setattr(sys, "executable", str(program))
     with pytest.raises(InputError, match=f"does not start .*{why}"):
         templates.fill(tokenizer, MESSAGES)

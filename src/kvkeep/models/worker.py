@@ -81,9 +81,11 @@ class Worker:
             env={**os.environ, "PYTHONPATH": places, "USE_TORCH": "0", "PYTHONIOENCODING": "utf-8"},
         )
         if self._read(process, _START_S) is None:
-            late = process.poll() is None or process.returncode == -signal.SIGKILL
+            with suppress(subprocess.TimeoutExpired):  # its output ends a moment before it does
+                process.wait(1.0)
             process.kill()
             process.communicate()
+            late = process.returncode == -signal.SIGKILL
             why = f"it is not ready after {_START_S:.0f} s" if late else f"it ends with code {process.returncode}"
             raise OSError(f"{self.command}: {why}")
         return process
