@@ -10,6 +10,7 @@ from typing import Any
 from kvkeep.traffic.client import Outcome
 from kvkeep.traffic.percentiles import spread
 
+
 def summary(outcomes: Sequence[Outcome], *, seconds: float) -> dict[str, Any]:
     """All numbers of a run.
 

@@ -16,6 +16,9 @@ from kvkeep.planning.fleet.steps import Steps
 _OFTEN = 512
 """Steps between two looks at the clock."""
 
+FLOWS = ("new_tokens", "read_tokens", "reread_tokens", "seconds", "busy_s", "row_s", "row_bytes", "disk_bytes")
+"""What is noted of the time between the first and the last counted arrival, where arrivals are drawn."""
+
 Progress = Callable[[float], object]
 """Called about once a second with the share of the messages that are answered."""
 
@@ -34,7 +37,6 @@ class Job:
         made: tokens of the answer that were there before the present stretch of decode steps.
         first: the second of the first token.
         began, ends: the steps after which it was, and will have been, decoding; 0 while it is not.
-        pages: that it holds in a paged cache.
     """
 
     number: int
@@ -47,7 +49,6 @@ class Job:
     first: float = 0.0
     began: int = 0
     ends: int = 0
-    pages: int = 0
 
     def __lt__(self, other: Job) -> bool:
         return self.number < other.number
@@ -98,7 +99,8 @@ class Device(ABC):
     Args:
         steps: seconds of its runs.
         arrivals: the messages that come.
-        counted_from: the first message that is counted.
+        counted_from: the first message that is counted. With one above 0, the numbers in `FLOWS` are those between its
+            arrival and the last one, since before and after that the device is emptier than in the long run.
 
     Attributes:
         now: the second.
@@ -114,6 +116,9 @@ class Device(ABC):
         self.log = Log()
         self._steps, self._arrivals, self._counted_from = steps, arrivals, counted_from
         self._ends: list[tuple[int, int, Job]] = []
+        self._coming: list[tuple[float, int, Job]] = []
+        self._looked = self._late_ones = 0
+        self._marks: list[dict[str, float]] = []
 
     def run(self, *, hopeless: tuple[float, int] | None = None, progress: Progress | None = None) -> Log:
         """Answer all messages.
@@ -126,8 +131,7 @@ class Device(ABC):
         while not self.log.hopeless:
             self._take_arrivals()
             if not self.waiting and not self.rows:
-                due = self._arrivals.next_due()
-                if due is None:
+                if (due := self._next_due()) is None:
                     break
                 self.now = max(self.now, due)
                 continue
@@ -137,8 +141,11 @@ class Device(ABC):
                 shown = time.monotonic()
                 progress(self.log.ended / total)
             if hopeless is not None:
-                self._give_up(*hopeless)
+                self.log.hopeless = self._late(*hopeless)
         self.log.seconds = self.now
+        if len(self._marks) == 2 and self._marks[0]["seconds"] < self._marks[1]["seconds"]:
+            for name in FLOWS:
+                setattr(self.log, name, self._marks[1][name] - self._marks[0][name])
         return self.log
 
     @property
@@ -162,12 +169,11 @@ class Device(ABC):
     def seen(self, job: Job) -> int:
         """Tokens in memory that the next prompt token of a job attends to."""
 
-    def start(self, job: Job) -> None:
-        """Note that a sequence begins to decode."""
+    @abstractmethod
+    def hold(self, job: Job, by: int) -> None:
+        """Note that a sequence begins to decode (1), or does not decode any more (-1)."""
 
-    def stop(self, job: Job) -> None:
-        """Note that a sequence does not decode any more."""
-
+    @abstractmethod
     def end(self, job: Job) -> None:
         """Note that an answer is complete."""
 
@@ -203,13 +209,13 @@ class Device(ABC):
             job.began, job.ends = self.tick, self.tick + job.new - job.made
             heapq.heappush(self._ends, (job.ends, job.number, job))
             self.decoding += 1
-            self.start(job)
+            self.hold(job, 1)
 
     def leave(self, job: Job) -> None:
         """Let a sequence decode no further."""
-        job.made += self.tick - job.began
         self.decoding -= 1
-        self.stop(job)
+        self.hold(job, -1)
+        job.made, job.past = job.made + self.tick - job.began, job.past + self.tick - job.began
         job.began = job.ends = 0
 
     def spend(self, seconds: float) -> None:
@@ -246,21 +252,38 @@ class Device(ABC):
         self._arrivals.follow(job.talk, self.now)
         self.end(job)
 
+    def _next_due(self) -> float | None:
+        """The second at which the next message comes, or is ready."""
+        due = self._arrivals.next_due()
+        ready = self._coming[0][0] if self._coming else None
+        return due if ready is None else ready if due is None else min(due, ready)
+
     def _take_arrivals(self) -> None:
-        """Let messages wait that have come by now."""
-        while (due := self._arrivals.next_due()) is not None and due <= self.now:
+        """Let messages wait that have come by now, and whose memory is there."""
+        while (due := self._next_due()) is not None and due <= self.now:
+            if self._coming and self._coming[0][0] == due:
+                self.waiting.append(heapq.heappop(self._coming)[2])
+                continue
             one = self._arrivals.pop()
             job, ready = self.came(one.talk, self.log.began, one.at)
             self.log.began += 1
-            self.enter(job, ready)
+            if self._counted_from and (job.number == self._counted_from or not self._arrivals.left):
+                self.log.seconds = self.now
+                self._marks.append({name: getattr(self.log, name) for name in FLOWS})
+            if ready > one.at:
+                heapq.heappush(self._coming, (ready, job.number, job))
+            else:
+                self.waiting.append(job)
         self.log.waiting_most = max(self.log.waiting_most, len(self.waiting))
 
-    def enter(self, job: Job, ready: float) -> None:
-        """Put a job into the queue."""
-        self.waiting.append(job)
-
-    def _give_up(self, late_s: float, most: int) -> None:
-        """Stop if more first tokens than that are late already."""
-        if self.waiting and self.now - self.waiting[0].arrived > late_s and len(self.waiting) > most:
-            waiting = sum(self.now - job.arrived > late_s for job in self.waiting if not job.made)
-            self.log.hopeless = waiting > most
+    def _late(self, late_s: float, most: int) -> bool:
+        """Whether more first tokens than that are late already."""
+        counted = self.log.first_s
+        while self._looked < len(counted):
+            self._late_ones += counted[self._looked] > late_s
+            self._looked += 1
+        more = most - self._late_ones
+        if more < 0:
+            return True
+        line = self.waiting
+        return len(line) > more and line[0].number >= self._counted_from and self.now - line[more].arrived > late_s

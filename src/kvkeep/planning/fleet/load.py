@@ -148,17 +148,18 @@ class Arrivals:
         place: the number of this device; a trace is dealt out, and what is drawn is alike for all.
 
     Attributes:
+        left: number of messages that will come.
         thinking: conversations that have begun before, the least recently used first.
     """
 
     def __init__(self, load: FleetLoad, devices: int = 1, place: int = 0) -> None:
         self._load, self._count, self._heap = load, itertools.count(), list[Due]()
-        self._left = load.requests
+        self.left = load.requests
         self.thinking: list[Talk] = []
         self._users: Iterator[list[Talk]] = iter(())
         if load.trace:
             mine = load.trace[place::devices]
-            self._left = sum(map(len, mine))
+            self.left = sum(map(len, mine))
             self._push(Talk(turns[0].due or 0.0, turns) for turns in mine)
         else:
             self._users = self._drawn(devices)
@@ -167,7 +168,7 @@ class Arrivals:
 
     def next_due(self) -> float | None:
         """The second of the next message; ``None`` after the last."""
-        if not self._left:
+        if not self.left:
             return None
         self._refill()
         return self._heap[0].at if self._heap else None
@@ -175,7 +176,7 @@ class Arrivals:
     def pop(self) -> Due:
         """The next message."""
         self._refill()
-        self._left -= 1
+        self.left -= 1
         return heapq.heappop(self._heap)
 
     def follow(self, talk: Talk, end: float) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,7 +72,7 @@ class Limits:
             device: type of device, which decides about these.
         """
 
-        @lru_cache(maxsize=None)
+        @cache
         def weights(tokens: int) -> float:
             return cost.read_bytes(tokens) - tokens * cost.row_bytes
 
