@@ -65,7 +65,7 @@ def _describe(found: Found) -> dict[str, Any]:
         "keeps_the_limits": found.carried,
         "simulated_devices": found.simulated,
         "rows": found.rows,
-        "rows_used": log.row_s / seconds,
+        "rows_used_mean": log.row_s / seconds,
         "rows_used_most": log.rows_most,
         "memory_bytes": found.memory_bytes,
         "first_token_s": spread(log.first_s),
@@ -147,8 +147,9 @@ def _lines(fleet: Fleet, ours: Found, theirs: Found) -> dict[str, Callable[[Foun
     """The lines of the table: the name of each, and its cell."""
     lines: dict[str, Callable[[Found], str]] = {
         "devices": lambda one: f"{one.devices}",
-        "sequences at once, on each": lambda one: f"{one.rows}",
-        "of these in use, mean": lambda one: three_digits(one.log.row_s / _device_seconds(one)),
+        "rows of each": lambda one: f"{one.rows}" if one is ours else f"up to {one.rows}",
+        "sequences at once, mean": lambda one: three_digits(one.log.row_s / _device_seconds(one)),
+        "sequences at once, most": lambda one: f"{one.log.rows_most}",
         "memory of each": lambda one: show_bytes(one.memory_bytes),
     }
     for words, key in {"first token": "first_s", "time per token": "token_s"}.items():

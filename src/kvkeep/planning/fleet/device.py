@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from abc import ABC, abstractmethod
 from bisect import insort
@@ -184,7 +185,7 @@ class Device(ABC):
             The jobs that have read their prompts and go on; `begin` makes them decode.
         """
         tokens = sum(count for _, count in pieces)
-        pairs = sum(count * (self.seen(job) + count / 2) for job, count in pieces)
+        pairs = math.fsum(count * (self.seen(job) + count / 2) for job, count in pieces)
         rows = self.decoding if decode else 0
         self.spend(self._steps.seconds(rows, self.slots() if decode else 0.0, tokens, pairs))
         if decode:

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from kvkeep.errors import InputError
@@ -123,8 +124,9 @@ class FleetLoad:
             return len(whens) / max(1e-9, max(whens) - min(whens))
         return self.rate * self.sessions.average * self.turns.average
 
+    @cached_property
     def pool(self) -> list[Talk]:
-        """Conversations like those that come."""
+        """Conversations like those that come; nobody changes them."""
         if self.trace:
             return [Talk(turns[0].due or 0.0, turns) for turns in self.trace]
         draw = random.Random(f"{self.seed} pool")
@@ -210,7 +212,7 @@ class Arrivals:
     def _begin(self, devices: int) -> None:
         """Draw the conversations whose users are thinking when the simulation begins, as many as in the long run."""
         load = self._load
-        pool = [(talk, sum(turn.wait for turn in talk.turns)) for talk in load.pool()]
+        pool = [(talk, sum(turn.wait for turn in talk.turns)) for talk in load.pool]
         waits = [wait for _, wait in pool]
         count = round(load.rate / devices * load.sessions.average * sum(waits) / len(pool))
         if count > MOST_THINKING:

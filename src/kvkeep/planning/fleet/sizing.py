@@ -87,7 +87,7 @@ class Fleet:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MOST_DEVICES:
                 raise InputError(f"`{name}={value}` is outside 1 … {MOST_DEVICES}.")
-        setting, longest = self.plan.setting, max(talk.total for talk in self.load.pool())
+        setting, longest = self.plan.setting, max(talk.total for talk in self.load.pool)
         if not setting.policy.evicts and longest > setting.budget:
             raise CapacityError(
                 f"{spec(setting.policy)} never evicts, and a conversation of {longest} tokens is longer than the "
@@ -154,7 +154,7 @@ def plan_for(load: FleetLoad, model: Any = None, *, context: int | None = None, 
     Raises:
         KVKeepError: as for `plan`.
     """
-    pool = load.pool()
+    pool = load.pool
     longest = max(talk.total for talk in pool)
     message = max(turn.prompt for talk in pool for turn in talk.turns)
     if options.get("prefill_chunk") is None and message < longest:
@@ -202,8 +202,8 @@ def paged(fleet: Fleet, progress: Progress | None = None) -> Found:
         step_bytes=full_step_bytes(shape, size),
         step_tokens=fleet.paged_tokens,
     )
-    steps = _steps(fleet, setting.token_bytes)
-    start, context = fleet.load.counted_from, max(talk.total for talk in fleet.load.pool()) // 2
+    steps = _steps(fleet, float(setting.token_bytes))
+    start, context = fleet.load.counted_from, max(talk.total for talk in fleet.load.pool) // 2
     try:
         found = _search(
             fleet, lambda come: Paged(steps, come, pages, counted_from=start), steps, pages.rows, context, progress
@@ -254,7 +254,7 @@ def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, slots: int, progr
 
 def _fewest(fleet: Fleet, steps: Steps, rows: int, slots: int) -> int:
     """A number of devices below which there is not the time for all prompts and answers."""
-    load, pool = fleet.load, fleet.load.pool()
+    load, pool = fleet.load, fleet.load.pool
     turns = [turn for talk in pool for turn in talk.turns]
     prompt, new = (sum(turn[place] for turn in turns) / len(turns) for place in (0, 1))
     many = 2**16
@@ -278,7 +278,7 @@ def _tried(
         come = Arrivals(load, devices, place)
         most = (come.left - load.counted_from) // 100
         hopeless = None if whole or places > 1 else (fleet.first_token, most)
-        share = None if progress is None else partial(_share, progress, place, places)
+        share = partial(_share, progress, place, places) if progress else None
         log = _joined(log, make(come).run(hopeless=hopeless, progress=share))
     return Found(devices, rows, log, places, _is_carried(fleet, log))
 
@@ -300,20 +300,20 @@ def _joined(one: Log, other: Log) -> Log:
 def _is_carried(fleet: Fleet, log: Log) -> bool:
     if log.hopeless:
         return False
-    if log.first_s and percentile(sorted(log.first_s), 99) > fleet.first_token:
+    if log.first_s and percentile(sorted(log.first_s), 99.0) > fleet.first_token:
         return False
-    return fleet.per_token is None or not log.token_s or percentile(sorted(log.token_s), 99) <= fleet.per_token
+    return fleet.per_token is None or not log.token_s or percentile(sorted(log.token_s), 99.0) <= fleet.per_token
 
 
 def _too_slow(fleet: Fleet, log: Log) -> str:
     """Why a load is not carried that hardly uses a device."""
-    first = percentile(sorted(log.first_s), 99)
+    first = percentile(sorted(log.first_s), 99.0)
     if first > fleet.first_token:
         return (
             f"without other requests the first token takes {first:.3g} s in 1 % of the answers, and `first_token` is "
             f"{fleet.first_token:g} s. Allow more, or shorten the prompts."
         )
-    token = percentile(sorted(log.token_s), 99)
+    token = percentile(sorted(log.token_s), 99.0)
     return (
         f"without other requests a token takes {token:.3g} s in 1 % of the answers, and `per_token` is "
         f"{fleet.per_token:g} s. Allow more, or take a smaller `budget` or fewer bits."

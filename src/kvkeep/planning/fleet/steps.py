@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -21,6 +21,7 @@ from kvkeep.runs import in_full
 _MOST_POINTS = 10_000
 
 
+@runtime_checkable
 class Steps(Protocol):
     """What runs of a model cost."""
 
