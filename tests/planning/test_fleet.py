@@ -267,6 +267,18 @@ def test_lines_through_measured_steps():
     assert fit({"decode": decode, "prompt": past}, "x").prompt == pytest.approx((0, 0.001, 1e-6), abs=1e-9)
 
 
+def test_prompts_beside_rows_have_a_line_of_their_own():
+    mixed = [
+        {"rows": r, "tokens": n, "seconds": 0.01 + 0.002 * r + 0.003 + 0.0005 * n} for r in (1, 4) for n in (8, 64)
+    ]
+    decode = [{"rows": r, "seconds": 0.01 + 0.002 * r} for r in (1, 8)]
+    found = fit({**GOOD, "decode": decode, "mixed": mixed}, "x")
+    assert found.mixed == pytest.approx((0.003, 0.0005))
+    assert found.seconds(4, 0.0, 100) == pytest.approx(0.018 + 0.053)
+    assert found.seconds(4, 0.0) == pytest.approx(0.018)
+    assert fit(GOOD, "x").mixed == (0.0, fit(GOOD, "x").prompt[1])
+
+
 def test_no_line_falls_below_zero():
     decode = [{"rows": 1, "seconds": 0.01}, {"rows": 8, "seconds": 0.009}]
     prompt = [{"tokens": 1, "seconds": 0.001}, {"tokens": 512, "seconds": 1.0}]
@@ -290,6 +302,10 @@ GOOD = {
         ({"decode": [{"rows": True, "seconds": 1}, {"rows": 2, "seconds": 1}]}, "rows of point 1"),
         ({"decode": [{"rows": 2, "seconds": 1}, {"rows": 2, "seconds": 1}]}, "have the same rows"),
         ({"decode": [{"rows": 1, "slots": -1, "seconds": 1}, {"rows": 2, "seconds": 1}]}, "slots of point 1"),
+        (
+            {"mixed": [{"rows": 1, "seconds": 1}, {"rows": 2, "seconds": 1}]},
+            "point 1 of mixed has no rows or no tokens",
+        ),
         *(({"device": 3}, "device is no text"), ({"prompt": [7, 8]}, "point 1 of prompt")),
     ],
 )

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +19,13 @@ from kvkeep.planning.cost import Cost, ModelShape
 from kvkeep.runs import in_full
 
 _MOST_POINTS = 10_000
+_LARGEST = 10**12
+_FIELDS = {
+    "decode": (("rows",), "slots"),
+    "prompt": (("tokens",), "past"),
+    "mixed": (("rows", "tokens"), "slots"),
+}
+"""What a point of each list has beside its seconds, and what it may have."""
 
 
 @runtime_checkable
@@ -103,22 +110,24 @@ class Fitted:
     Attributes:
         decode: seconds of a decode step: fixed, of a row, of a slot.
         prompt: seconds of a run of prompts: fixed, of a token, of a pair of tokens.
+        mixed: seconds that prompts add to a decode step in one run: fixed, of a token.
         error: the largest relative error of a point.
         device: type of device on which they were measured, if the file says so.
     """
 
     decode: tuple[float, float, float]
     prompt: tuple[float, float, float]
+    mixed: tuple[float, float]
     error: float
     device: str | None = None
 
     def seconds(self, rows: int, slots: float, tokens: int = 0, pairs: float = 0.0) -> float:
-        """See `Steps.seconds`. Prompt tokens that share a run with rows cost no second fixed time."""
+        """See `Steps.seconds`."""
         fixed, per_token, per_pair = self.prompt
-        read = tokens * per_token + pairs * per_pair
         if not rows:
-            return fixed + read
-        return self.decode[0] + rows * self.decode[1] + slots * self.decode[2] + read
+            return fixed + tokens * per_token + pairs * per_pair
+        step = self.decode[0] + rows * self.decode[1] + slots * self.decode[2]
+        return step + self.mixed[0] + tokens * self.mixed[1] + pairs * per_pair if tokens else step
 
 
 def read_steps(path: str | Path) -> Fitted:
@@ -126,7 +135,8 @@ def read_steps(path: str | Path) -> Fitted:
 
     It has ``decode``, a list of ``{"rows": 8, "seconds": 0.02}`` with ``slots`` (of all rows) if they differ, and
     ``prompt``, a list of ``{"tokens": 512, "seconds": 0.3}`` with ``past`` (tokens before them) if there are any. It
-    may have ``device``, its type.
+    may have ``mixed``, runs of both, ``{"rows": 8, "tokens": 64, "seconds": 0.05}``; without it prompt tokens take the
+    time that they take alone, less the fixed one. It may have ``device``, its type.
 
     Raises:
         InputError: the file cannot be read, or has no such object.
@@ -164,7 +174,19 @@ def fit(steps: dict[str, Any], name: str) -> Fitted:
         raise InputError(f"{name}: device is no text.")
     first, off = _line(columns, [one["seconds"] for one in decode])
     second, also = _line(reading, [one["seconds"] for one in prompt])
-    return Fitted(first, second, max(off, also), device)
+    whole = Fitted(first, second, (0.0, second[1]), max(off, also), device)
+    return whole if steps.get("mixed") is None else _with_mixed(whole, _points(name, steps, "mixed"))
+
+
+def _with_mixed(lines: Fitted, points: Sequence[dict[str, float]]) -> Fitted:
+    """The same with a line through what prompts add to a decode step."""
+    whole = [one["seconds"] for one in points]
+    steps = [lines.seconds(round(one["rows"]), one.get("slots", 0.0)) for one in points]
+    added = [max(1e-9, both - step) for both, step in zip(whole, steps, strict=True)]
+    (fixed, per_token, _), _ = _line([[1.0, one["tokens"], 0.0] for one in points], added, beside=whole)
+    found = [step + fixed + one["tokens"] * per_token for step, one in zip(steps, points, strict=True)]
+    error = max(abs(one / both - 1) for one, both in zip(found, whole, strict=True))
+    return replace(lines, mixed=(fixed, per_token), error=max(lines.error, error))
 
 
 def _json(text: str) -> dict[str, Any] | None:
@@ -177,40 +199,42 @@ def _json(text: str) -> dict[str, Any] | None:
 
 def _points(name: str, steps: dict[str, Any], kind: str) -> list[dict[str, float]]:
     """The points of a list, checked."""
-    key, other = ("rows", "slots") if kind == "decode" else ("tokens", "past")
+    keys, other = _FIELDS[kind]
     points = steps[kind]
     if not isinstance(points, list) or not 2 <= len(points) <= _MOST_POINTS:
         raise InputError(f"{name}: {kind} is no list of 2 to {_MOST_POINTS} points.")
     found = []
     for number, point in enumerate(points, 1):
-        if not isinstance(point, dict) or not {key, "seconds"} <= set(point):
-            raise InputError(f"{name}: point {number} of {kind} has no {key} or no seconds.")
-        for field in (key, "seconds", other):
+        if not isinstance(point, dict) or not {*keys, "seconds"} <= set(point):
+            raise InputError(f"{name}: point {number} of {kind} has no {' or no '.join((*keys, 'seconds'))}.")
+        for field in (*keys, "seconds", other):
             value = point.get(field, 1)
             least = 0 if field == other else math.ulp(0.0)
             number_like = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number_like or not least <= value < 10**12:
+            if not number_like or not least <= value < _LARGEST:
                 raise InputError(f"{name}: {field} of point {number} of {kind} is no number above 0.")
-        found.append({field: float(point[field]) for field in (key, "seconds", other) if field in point})
-    if len({point[key] for point in found}) == 1:
-        raise InputError(f"{name}: all points of {kind} have the same {key}; a line needs two.")
+        found.append({field: float(point[field]) for field in (*keys, "seconds", other) if field in point})
+    if len({point[keys[-1]] for point in found}) == 1:
+        raise InputError(f"{name}: all points of {kind} have the same {keys[-1]}; a line needs two.")
     return found
 
 
-def _line(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[tuple[float, float, float], float]:
-    """The three numbers, none of them negative, with the least relative error, and the largest error of a point."""
-    weight = 1.0 / torch.tensor(seconds, dtype=torch.float64)
+def _line(
+    columns: Sequence[Sequence[float]], seconds: Sequence[float], beside: Sequence[float] | None = None
+) -> tuple[tuple[float, float, float], float]:
+    """The three numbers, none of them negative, with the least error in parts of ``beside``, and the largest error."""
+    weight = 1.0 / torch.tensor(beside or seconds, dtype=torch.float64)
     table = torch.tensor(columns, dtype=torch.float64) * weight[:, None]
+    aim = torch.tensor(seconds, dtype=torch.float64) * weight
     best, least = torch.zeros(3, dtype=torch.float64), math.inf
     for used in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
         part = table[:, used]
         scale = part.norm(dim=0).clamp_min(1e-300)
-        found = torch.linalg.lstsq(part / scale, torch.ones(len(part), dtype=torch.float64), driver="gelsd").solution
-        found = found / scale
+        found = torch.linalg.lstsq(part / scale, aim, driver="gelsd").solution / scale
         whole = torch.zeros(3, dtype=torch.float64)
         whole[list(used)] = found
-        off = (table @ whole - 1.0).norm().item()
-        if (found >= 0).all() and off < least - 1e-12:
+        off = (table @ whole - aim).norm().item()
+        if bool((found >= 0).all()) and off < least - 1e-12:
             best, least = whole, off
     fixed, first, second = best.tolist()
-    return (fixed, first, second), (table @ best - 1.0).abs().max().item()
+    return (fixed, first, second), (table @ best - aim).abs().max().item()
