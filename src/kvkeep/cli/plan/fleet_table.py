@@ -105,7 +105,7 @@ def notes(fleet: Fleet, loaded: Loaded, ours: Found, theirs: Found) -> list[str]
         if one.reason:
             said.append(f"{name}: {one.reason}")
         elif not one.carried:
-            said.append(f"{name}: {console.count(one.devices or 0, 'device')} miss the limits.")
+            said.append(f"{name}: the limits are missed with {console.count(one.devices or 0, 'device')}.")
     return said
 
 
