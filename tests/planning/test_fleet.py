@@ -10,11 +10,11 @@ import pytest
 
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.models.load import quiet
-from kvkeep.planning.fleet import sizing
 from kvkeep.planning.fleet.bounded import Bounded, Rows
 from kvkeep.planning.fleet.load import Arrivals, FleetLoad, Turn
 from kvkeep.planning.fleet.paged import PAGE, Paged, Pages, TooLongError
-from kvkeep.planning.fleet.sizing import Fleet, bounded, paged, plan_for
+from kvkeep.planning.fleet.setup import Fleet
+from kvkeep.planning.fleet.sizing import bounded, paged, plan_for
 from kvkeep.planning.fleet.steps import Limits, fit, read_steps
 from kvkeep.planning.fleet.trace import read_trace
 from kvkeep.traffic.lengths import Lengths
@@ -399,6 +399,7 @@ def test_the_smallest_number_of_devices_is_found(folder):
     assert found.memory_bytes <= one.memory
 
 
+@pytest.mark.slow
 def test_the_same_for_pages(folder):
     asked = load(rate=100.0, requests=100)
     one = fleet(folder, asked, memory=500_000, chunk=16)
@@ -408,6 +409,7 @@ def test_the_same_for_pages(folder):
     assert not paged(dataclasses.replace(one, devices=found.devices - 1)).carried
 
 
+@pytest.mark.slow
 def test_a_load_that_no_number_of_devices_carries(folder):
     few = load(requests=20)
     with pytest.raises(InputError, match="without other requests the first token takes"):
@@ -486,4 +488,3 @@ def test_more_conversations_than_a_simulation_holds():
     asked = load(rate=1e6, turns=length("9"), between=length("1000"))
     with pytest.raises(InputError, match="open on one device"):
         Arrivals(asked)
-    assert sizing.MOST_DEVICES == 10**6

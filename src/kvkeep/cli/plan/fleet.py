@@ -20,7 +20,8 @@ from kvkeep.models.load import quiet
 from kvkeep.planning.bandwidth import measure_bandwidth
 from kvkeep.planning.fleet.device import Progress
 from kvkeep.planning.fleet.load import FleetLoad
-from kvkeep.planning.fleet.sizing import Fleet, bounded, paged, plan_for
+from kvkeep.planning.fleet.setup import Fleet
+from kvkeep.planning.fleet.sizing import bounded, paged, plan_for
 from kvkeep.planning.fleet.steps import read_steps
 from kvkeep.planning.fleet.trace import Trace, read_trace
 from kvkeep.traffic.lengths import Lengths
@@ -96,10 +97,16 @@ def read_load(given: dict[str, Any]) -> Loaded:
     else:
         words = _words(given, lines=bool(trace.lines))
     lengths = {name: Lengths.read(given[name] or text, name) for name, text in _LENGTHS.items()}
-    lengths["new_tokens"] = lengths.pop("max_new_tokens")
     load = FleetLoad(
-        rate=given["rate"] if given["rate"] is not None else 1.0, **lengths, lines=trace.lines, trace=trace.turns
-    )  # type: ignore[arg-type]
+        rate=1.0 if given["rate"] is None else given["rate"],
+        prompt_tokens=lengths["prompt_tokens"],
+        new_tokens=lengths["max_new_tokens"],
+        sessions=lengths["sessions"],
+        turns=lengths["turns"],
+        between=lengths["between"],
+        lines=trace.lines,
+        trace=trace.turns,
+    )
     load = replace(load, **{name: given[name] for name in ("requests", "seed") if given[name] is not None})
     return Loaded(load, words, trace.failed)
 

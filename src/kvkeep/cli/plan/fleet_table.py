@@ -9,7 +9,8 @@ from kvkeep.cli import console
 from kvkeep.cli.plan import report
 from kvkeep.errors import show_bytes, three_digits
 from kvkeep.planning.fleet.load import FleetLoad
-from kvkeep.planning.fleet.sizing import Fleet, Found
+from kvkeep.planning.fleet.setup import Fleet
+from kvkeep.planning.fleet.sizing import Found
 from kvkeep.registry import spec
 from kvkeep.traffic.percentiles import SHARES, spread
 
