@@ -488,3 +488,9 @@ def test_more_conversations_than_a_simulation_holds():
     asked = load(rate=1e6, turns=length("9"), between=length("1000"))
     with pytest.raises(InputError, match="open on one device"):
         Arrivals(asked)
+
+
+def test_long_conversations_make_a_small_pool():
+    pool = load(turns=length("10000")).pool
+    assert sum(len(talk.turns) for talk in pool) == 200_000
+    assert len(load().pool) == 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -18,8 +19,8 @@ from kvkeep.traffic.plan import Line
 MOST_THINKING = 10**6
 """Conversations of one device that a simulation holds when it begins."""
 
-_POOL = 1000
-"""Conversations from which those are drawn that have begun before the simulation."""
+_POOL, _POOL_TURNS = 1000, 200_000
+"""Conversations, and turns of them, from which those are drawn that have begun before the simulation."""
 
 ONE = Lengths(1, 1)
 
@@ -124,13 +125,19 @@ class FleetLoad:
             return len(whens) / max(1e-9, max(whens) - min(whens))
         return self.rate * self.sessions.average * self.turns.average
 
+    @property
+    def waiting_s(self) -> float:
+        """Seconds for which a conversation waits for its user, in the mean."""
+        return math.fsum(turn.wait for talk in self.pool for turn in talk.turns) / len(self.pool)
+
     @cached_property
     def pool(self) -> list[Talk]:
         """Conversations like those that come; nobody changes them."""
         if self.trace:
             return [Talk(turns[0].due or 0.0, turns) for turns in self.trace]
         draw = random.Random(f"{self.seed} pool")
-        return [self.talk(0.0, draw, 7 * number) for number in range(_POOL)]
+        count = max(20, min(_POOL, round(_POOL_TURNS / self.turns.average)))
+        return [self.talk(0.0, draw, 7 * number) for number in range(count)]
 
 
 class Due(NamedTuple):
@@ -212,35 +219,40 @@ class Arrivals:
     def _begin(self, devices: int) -> None:
         """Draw the conversations whose users are thinking when the simulation begins, as many as in the long run."""
         load = self._load
-        pool = [(talk, sum(turn.wait for turn in talk.turns)) for talk in load.pool]
-        waits = [wait for _, wait in pool]
-        count = round(load.rate / devices * load.sessions.average * sum(waits) / len(pool))
+        pool = [_Past.of(talk) for talk in load.pool]
+        waits = [past.waits[-1] for past in pool]
+        count = round(load.rate / devices * load.sessions.average * load.waiting_s)
         if count > MOST_THINKING:
             raise InputError(
                 f"{count} conversations are open on one device at the same time, and the simulation holds "
                 f"{MOST_THINKING}. Give more `devices`, or a lower `rate`."
             )
         draw = random.Random(load_seed(load, "thinking"))
-        for talk, wait in draw.choices(pool, weights=waits, k=count) if count else ():
-            self.thinking.append(_begun(talk, draw.uniform(0.0, wait)))
+        for past in draw.choices(pool, weights=waits, k=count) if count else ():
+            self.thinking.append(past.begun(draw.uniform(0.0, past.waits[-1])))
         self.thinking.sort(key=lambda talk: talk.used)
         for talk in self.thinking:
             due = talk.used + talk.turns[talk.done].wait
             heapq.heappush(self._heap, Due(due, next(self._count), talk))
 
 
-def _begun(like: Talk, age: float) -> Talk:
-    """A conversation whose users have thought for ``age`` seconds in all before second 0."""
-    talk = Talk(0.0, like.turns)
-    for done, turn in enumerate(like.turns):
-        if done and age <= turn.wait:
-            talk.done, talk.used = done, -age
-            break
-        age -= turn.wait
-        talk.tokens += turn.prompt + turn.new
-    else:  # rounding
-        talk.done, talk.tokens = len(like.turns) - 1, talk.tokens - sum(like.turns[-1][:2])
-    return talk
+class _Past(NamedTuple):
+    """The beginnings of a conversation: seconds of waiting, and tokens, before each of its turns."""
+
+    turns: tuple[Turn, ...]
+    waits: list[float]
+    tokens: list[int]
+
+    @classmethod
+    def of(cls, talk: Talk) -> _Past:
+        waits = [*itertools.accumulate(turn.wait for turn in talk.turns)]
+        tokens = [*itertools.accumulate((turn.prompt + turn.new for turn in talk.turns), initial=0)]
+        return cls(talk.turns, waits, tokens)
+
+    def begun(self, age: float) -> Talk:
+        """The conversation whose users have thought for ``age`` seconds in all before second 0."""
+        done = max(1, min(len(self.turns) - 1, bisect.bisect_left(self.waits, age)))
+        return Talk(0.0, self.turns, done, self.tokens[done], self.waits[done - 1] - age)
 
 
 def load_seed(load: FleetLoad, name: object) -> str:

@@ -151,7 +151,11 @@ def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, slots: int, progr
         return _tried(fleet, make, fleet.devices, rows, progress, whole=True)
     load = fleet.load
     most = len(load.trace) or MOST_DEVICES
-    quiet = load if load.trace else replace(load, rate=min(load.rate, _QUIET), requests=min(load.requests, 400))
+    quiet = (
+        load
+        if load.trace
+        else replace(load, rate=min(load.rate, _QUIET, 1.0 / (1.0 + load.waiting_s)), requests=min(load.requests, 400))
+    )
     alone = _tried(replace(fleet, load=quiet), make, most if load.trace else 1, rows, progress, whole=True)
     if not alone.carried:
         return replace(alone, devices=None, reason=_too_slow(fleet, alone.log))
