@@ -57,6 +57,7 @@ def bench(monkeypatch):
             "plan",
             "novel",
             "server",
+            "fleet",
         }:
             del sys.modules[name]
 
@@ -572,3 +573,15 @@ def test_http_beside_the_engine(monkeypatch, capsys):
     assert all(len(seconds) == 1 for one in data["speeds"] for seconds in one["seconds"].values())
     assert len(data["first"]["ms"]["http"]) == len(data["first"]["ms"]["alone"]) == 2
     assert min(*data["stall"]["ms"]["alone"], *data["stall"]["ms"]["http"]) > 0
+
+
+@pytest.mark.slow
+def test_the_simulator_beside_an_engine(monkeypatch, capsys):
+    small = ("--rows", "2", "--prompt", "4-9", "--new", "2-4", "--chunk", "8", "--budget", "8")
+    shown, data = run("fleet", monkeypatch, capsys, *small, "--requests", "4", "--steps", "2", "--loads", "0.5")
+    assert all(words in shown for words in ("50% load", "first token, p50", "tokens/s"))
+    (one,) = data["runs"]
+    assert min(*one["measured"].values(), *one["simulated"].values()) > 0
+    _, alone = run("fleet", monkeypatch, capsys, *small, "--steps", "2", "--steps-only")
+    assert alone["runs"] == []
+    assert {"decode", "prompt", "mixed"} <= set(alone["steps"])

@@ -17,7 +17,8 @@ pytest.importorskip("httpx")
 
 from kvkeep.cli.main import app
 from kvkeep.traffic.client import Outcome
-from kvkeep.traffic.summary import percentile, spread, summary
+from kvkeep.traffic.percentiles import percentile, spread
+from kvkeep.traffic.summary import summary
 
 MODELS = {"data": [{"id": "fake"}]}
 USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}

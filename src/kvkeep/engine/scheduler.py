@@ -50,7 +50,12 @@ def pace(device: torch.device) -> int:
     The prompts' first tokens then come a quarter later than without running rows, and tokens of running rows take five
     times as long as without prompts.
     """
-    return PROMPT_SHARE * STEP_TOKENS.get(device.type, OTHER_STEP_TOKENS)
+    return pace_of(device.type)
+
+
+def pace_of(kind: str) -> int:
+    """Return the same for a type of device: ``cpu``, ``cuda``."""
+    return PROMPT_SHARE * STEP_TOKENS.get(kind, OTHER_STEP_TOKENS)
 
 
 class Gap(NamedTuple):

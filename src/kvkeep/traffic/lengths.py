@@ -46,6 +46,21 @@ class Lengths:
             raise InputError(f"`{name}={text}` is out of range: lengths are 1 to {_MOST}, the smaller one first.")
         return cls(low, high, low if found["mean"] else None)
 
+    def __str__(self) -> str:
+        if self.mean is not None:
+            return f"~{self.mean}"
+        return f"{self.low}" if self.low == self.high else f"{self.low}-{self.high}"
+
+    @property
+    def average(self) -> float:
+        """The mean."""
+        return (self.low + self.high) / 2 if self.mean is None else float(self.mean)
+
+    @property
+    def most(self) -> int:
+        """The largest that is drawn."""
+        return self.high if self.mean is None else _TAIL * self.mean
+
     def draw(self, source: random.Random) -> int:
         """A length."""
         if self.mean is None:

@@ -15,9 +15,10 @@ from kvkeep.cli import console
 from kvkeep.errors import InputError, three_digits
 from kvkeep.runs import in_full
 from kvkeep.traffic.client import Outcome, Target, model_of
+from kvkeep.traffic.percentiles import SHARES
 from kvkeep.traffic.plan import Load, arrivals
 from kvkeep.traffic.running import send
-from kvkeep.traffic.summary import SHARES, summary
+from kvkeep.traffic.summary import summary
 
 _TIMES = {
     "ttft_s": "first token",

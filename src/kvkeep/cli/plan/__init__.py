@@ -27,6 +27,7 @@ from kvkeep.cli.options import (
     parse_prefill_chunk,
     parse_tokens,
 )
+from kvkeep.cli.plan import options as fleets
 from kvkeep.errors import InputError
 from kvkeep.policies import DEFAULT
 
@@ -127,13 +128,57 @@ def plan(
         bool, typer.Option("--measure", help="Measure the bandwidth of --device.", rich_help_panel=_MACHINE)
     ] = False,
     device: Device = "auto",
+    fleet: fleets.Fleet = False,
+    rate: fleets.Rate = None,
+    prompt_tokens: fleets.PromptTokens = None,
+    max_new_tokens: fleets.NewTokens = None,
+    sessions: fleets.Sessions = None,
+    turns: fleets.Turns = None,
+    between: fleets.Between = None,
+    input: fleets.Input = None,  # noqa: A002  the flag of all commands
+    requests: fleets.Requests = None,
+    seed: fleets.Seed = None,
+    devices: fleets.Devices = None,
+    first_token: fleets.FirstToken = None,
+    per_token: fleets.PerToken = None,
+    steps: fleets.Steps = None,
+    compute: fleets.Compute = None,
+    decode_every: fleets.DecodeEvery = None,
+    host_memory: fleets.HostMemory = None,
+    bus: fleets.Bus = None,
+    disk: fleets.Disk = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show how many rows fit into a memory, and how fast they can be, before a model is loaded.
 
-    Only the model's configuration is read: a hub name, a folder or a config.json is enough.
+    Only the model's configuration is read: a hub name, a folder or a config.json is enough. With --fleet, show how many
+    devices bear a load, and what waits where.
     """
+    load = {
+        "rate": rate,
+        "prompt_tokens": prompt_tokens,
+        "max_new_tokens": max_new_tokens,
+        "sessions": sessions,
+        "turns": turns,
+        "between": between,
+        "input": input,
+        "requests": requests,
+        "seed": seed,
+    }
+    machines = {
+        "devices": devices,
+        "first_token": first_token,
+        "per_token": per_token,
+        "steps": steps,
+        "compute": None if compute is None else fleets.parse_compute(compute),
+        "decode_every": decode_every,
+        "host_memory": None if host_memory is None else parse_bytes(host_memory, "--host-memory"),
+        "bus": None if bus is None else parse_speed(bus, "--bus"),
+        "disk": None if disk is None else parse_speed(disk, "--disk"),
+    }
+    if not fleet and (alone := next((name for name, value in (load | machines).items() if value is not None), None)):
+        raise InputError(f"`{alone}` says something about a fleet; add --fleet.")
     if bandwidth is not None and measure:
         raise InputError("--bandwidth and --measure were both given; one of them says how fast the memory is.")
     kept = None if budget is None else parse_budget(budget, "--budget")
@@ -156,12 +201,17 @@ def plan(
         "memory": None if memory is None else parse_bytes(memory, "--memory"),
         "bandwidth": None if bandwidth is None else parse_speed(bandwidth),
     }
+    if fleet:
+        from kvkeep.cli.plan import fleet as simulated
+
+        simulated.serve(load, machines, measure=measure, device=device, json=json, **asked)
+        return
     from kvkeep.cli.plan import report  # imports torch and transformers
 
     report.serve(measure=measure, device=device, json=json, **asked)
 
 
-def parse_speed(text: str) -> float:
+def parse_speed(text: str, option: str = "--bandwidth") -> float:
     """Read bytes per second: ``100GB/s``, ``3.35 TB/s``.
 
     Raises:
@@ -169,5 +219,5 @@ def parse_speed(text: str) -> float:
     """
     example = "100GB/s"
     if not text.rstrip().endswith("/s"):
-        raise InputError(f"--bandwidth {text!r} is not a size per second; write e.g. {example}.")
-    return float(parse_bytes(text.rstrip().removesuffix("/s"), "--bandwidth", example=example))
+        raise InputError(f"{option} {text!r} is not a size per second; write e.g. {example}.")
+    return float(parse_bytes(text.rstrip().removesuffix("/s"), option, example=example))
