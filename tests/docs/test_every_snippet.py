@@ -23,6 +23,7 @@ RUNNERS = {
     "docs/index.md": "tests/docs/test_docs.py",
     "docs/sessions.md": "tests/docs/test_docs.py",
     "docs/server.md": "tests/server/test_page.py",
+    "docs/scale.md": "tests/scale/test_ray.py",
     "docs/tensor-parallel.md": "tests/parallel/test_torchrun.py",
     "docs/tutorials/": "tests/docs/test_tutorials.py",
     "docs/": "tests/first_contact/test_snippets.py",
@@ -144,7 +145,7 @@ def test_a_benchmark_has_the_options_that_a_page_shows(command, monkeypatch):
         whole(parser, *arguments)
         raise StopError
 
-    words = shlex.split(re.sub(r"\[(.*?)\]", r"\1", command))[1:]
+    words = shlex.split(re.sub(r"\[(.*?)\]", r"\1", command.partition(" > ")[0]))[1:]
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", read)

@@ -133,6 +133,7 @@ def test_a_picked_token_shows_its_heads(opened):
     assert part.locator(".map button.out").count() == len(record().heads)
     part.locator("summary").nth(1).click()
     drops = part.locator("details").nth(1).locator("tbody tr")
+    drops.first.wait_for()
     assert drops.count() == len(record().heads)
     cells = drops.nth(0).locator("td").all_inner_texts()
     assert cells[0] == str(int(run.ledger.dropped[0, token]) + 1)

@@ -5,6 +5,7 @@ The README's own snippets, those of the engine's page and the examples run in ``
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -14,6 +15,7 @@ import model_folders
 import pytest
 import result_folders
 import torch
+from transformers import LlamaConfig
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -24,8 +26,8 @@ from kvkeep.profile import Profile
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-ELSEWHERE = ("README.md", "engine.md", "index.md", "server.md", "sessions.md")
-"""Pages whose Python runs in ``tests/docs`` and ``tests/server``."""
+ELSEWHERE = ("README.md", "engine.md", "index.md", "scale.md", "server.md", "sessions.md", "tensor-parallel.md")
+"""Pages whose Python runs in ``tests/docs``, ``tests/parallel``, ``tests/scale`` and ``tests/server``."""
 ANYWHERE = {
     "generate": ["-n", "3"],
     "eval": ["--tasks", "agreement", "--limit", "1", "--no-plots"],
@@ -39,7 +41,7 @@ ANYWHERE = {
     "lm-eval": ["--help"],
 }
 """Options that make a command short, or that it needs here."""
-NEEDS_MORE = ("--load-in", "--device cuda")
+NEEDS_MORE = ("--load-in", "--device cuda", "--ray-workers")
 """Options that need packages or devices that a first user may not have."""
 
 
@@ -93,6 +95,13 @@ def place(tmp_path, monkeypatch):
         (tmp_path / name).write_text('policy = "h2o"\nbudget = 40\n')
     (tmp_path / "server.toml").write_text('budget = 64\nkv-memory = "1MiB"\n')
     (tmp_path / "questions.jsonl").write_text('{"prompt": "what is it about"}\n')
+    LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99).to_json_file("config.json")
+    (tmp_path / "trace.jsonl").write_text(
+        "".join(json.dumps({"at": n, "prompt_tokens": 9, "new_tokens": 3}) + "\n" for n in range(9))
+    )
+    decode = [{"rows": n, "seconds": 0.01 + 0.001 * n} for n in (1, 8)]
+    prompt = [{"tokens": n, "seconds": 0.01 + 0.001 * n} for n in (8, 64)]
+    (tmp_path / "steps.txt").write_text(json.dumps({"decode": decode, "prompt": prompt}))
     monkeypatch.setenv("KVKEEP_SESSIONS", str(tmp_path / "sessions"))
     memories.save(tmp_path / "report.kvkeep")
     return tmp_path

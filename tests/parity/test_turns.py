@@ -11,6 +11,7 @@ from models import build, padded_batch
 from transformers import DynamicCache
 
 import kvkeep
+from kvkeep.argument import handed, handed_over
 from kvkeep.errors import BrokenCacheError, InputError, ShapeError
 from kvkeep.types import Phase
 
@@ -127,14 +128,14 @@ def test_rows_of_different_lengths_go_on_as_each_does_alone(model, policy, how):
     def turn(inputs):
         if how == "generate":
             return greedy(model, inputs)
-        out, cache = [], inputs["past_key_values"]
+        out, cache = [], handed_over(inputs)
         with torch.inference_mode():
             token = model(**inputs).logits[:, -1:].argmax(-1)
             places, real = inputs["position_ids"][:, -1:], inputs["attention_mask"]
             while len(out) < NEW - 1:
                 out.append(token)
                 places, real = places + 1, torch.nn.functional.pad(real, (0, 1), value=1)
-                rest = {"attention_mask": real, "position_ids": places, "past_key_values": cache}
+                rest = {"attention_mask": real, "position_ids": places, **handed(model, cache)}
                 token = model(input_ids=token, **rest).logits[:, -1:].argmax(-1)
         return torch.cat([*out, token], dim=1)
 

@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 import rayjobs
@@ -210,6 +212,19 @@ def test_a_dataset_goes_through_a_stage(address, ray, tmp_path):
         if one["id"] < 30:
             (alone,) = engine.generate(one["prompt"], kvkeep.Sampling(max_new_tokens=one["options"]["max_new_tokens"]))
             assert one["completion"]["text"] == alone.text
+
+
+def test_the_python_of_the_page_runs(address, ray, tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "scale.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    code = code.replace('"Qwen/Qwen3-0.6B", workers=4', "None, workers=1")
+    prompts = [{"prompt": f"Once {n}", "options": {"max_new_tokens": 2}} for n in range(3)]
+    code = code.replace("prompts/", str(tmp_path / "prompts")).replace("answers/", str(tmp_path / "answers"))
+    with cluster.joined(address[0], cpus=2):
+        ray.data.from_items(prompts).write_parquet(str(tmp_path / "prompts"))
+        exec(code, {})
+        answers = ray.data.read_parquet(str(tmp_path / "answers")).take_all()
+    assert [one["completion"]["new_tokens"] for one in answers] == [2] * 3
 
 
 def test_parquet_and_folders_are_inputs(ray, tmp_path):
