@@ -53,6 +53,9 @@ def test_names_are_whole_in_eighty_columns(monkeypatch):
     names = [name for name in demo.POLICIES if name != DEFAULT]
     assert [name for name in names if f"\n  {name} " not in done.stdout] == []
     assert all(len(line) <= 80 for line in done.stdout.splitlines() if DEFAULT not in line)
+    shares = [re.search(r"^  \S.* (right|wrong) .* (\S+)$", line) for line in done.stdout.splitlines()]
+    assert len([one for one in shares if one]) > 20
+    assert all(one[2].endswith("%") for one in shares if one)
 
 
 def test_another_question_was_not_chosen(monkeypatch):

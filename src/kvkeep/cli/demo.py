@@ -125,6 +125,13 @@ def tell_story(screen: Console, writer: Writer, seed: int) -> None:
     )
 
 
+OTHER_COLUMNS = 59
+"""Width of the table of policies without its answers."""
+
+LONGEST_ANSWER, SHORTEST_ANSWER = 24, 8
+"""Characters of an answer that are shown."""
+
+
 def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
     """The second scene: one question about a fact far back, under each policy."""
     asked, prompt = _question(writer, seed)
@@ -142,7 +149,8 @@ def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
     screen.print()
     table = console.table("policy", "budget", "answer", "", "KV memory", "of full")
     table.columns[0].min_width = 2 + max(len(name) for name in POLICIES if name != DEFAULT)
-    table.columns[2].no_wrap, table.columns[2].max_width = True, 24  # an answer that is too long is cut, a name never
+    room = screen.width - OTHER_COLUMNS  # an answer that is too long is cut, a name or a number never
+    table.columns[2].no_wrap, table.columns[2].max_width = True, max(SHORTEST_ANSWER, min(LONGEST_ANSWER, room))
     for column in (1, 4, 5):
         table.columns[column].justify = "right"
     full_bytes, kind = 0, ""
