@@ -128,9 +128,6 @@ def tell_story(screen: Console, writer: Writer, seed: int) -> None:
 OTHER_COLUMNS = 59
 """Width of the table of policies without its answers."""
 
-LONGEST_ANSWER, SHORTEST_ANSWER = 24, 8
-"""Characters of an answer that are shown."""
-
 
 def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
     """The second scene: one question about a fact far back, under each policy."""
@@ -150,7 +147,7 @@ def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
     table = console.table("policy", "budget", "answer", "", "KV memory", "of full")
     table.columns[0].min_width = 2 + max(len(name) for name in POLICIES if name != DEFAULT)
     room = screen.width - OTHER_COLUMNS  # an answer that is too long is cut, a name or a number never
-    table.columns[2].no_wrap, table.columns[2].max_width = True, max(SHORTEST_ANSWER, min(LONGEST_ANSWER, room))
+    table.columns[2].no_wrap, table.columns[2].max_width = True, max(8, min(24, room))
     for column in (1, 4, 5):
         table.columns[column].justify = "right"
     full_bytes, kind = 0, ""
@@ -220,9 +217,8 @@ def _answers(writer: Writer, prompt: Int[Tensor, "1 T"], budget: int) -> Iterato
         room = budget if policy.evicts else tokens + ANSWER_TOKENS
         cache = kvkeep.BoundedCache(writer.model.config, policy, room)
         writer.read(prompt[:, :-1], cache)  # cuts the text to the budget; the reply sees nothing else
-        reply = generate(prompt, **handed(writer.model, cache), max_new_tokens=ANSWER_TOKENS, do_sample=False)[
-            0, tokens:
-        ]
+        given = handed(writer.model, cache)
+        reply = generate(prompt, **given, max_new_tokens=ANSWER_TOKENS, do_sample=False)[0, tokens:]
         yield Answer(name, room, writer.text_of(reply.tolist()), cache.memory().allocated_bytes)
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InputError
-from kvkeep.runs import in_full
+from kvkeep.traffic.jsonl import length, objects
 from kvkeep.traffic.lengths import Lengths
 
 _WORDS = (
@@ -126,44 +124,22 @@ def read_lines(path: str | Path) -> tuple[Line, ...]:
     Raises:
         InputError: the file cannot be read, or a line is of another kind.
     """
-    try:
-        raw = in_full(str(path)).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no UTF-8 text.") from error
-    found = [_line(path, number, text) for number, text in enumerate(raw.split("\n"), 1) if text.strip()]
+    found = [_line(where, fields) for where, fields in objects(path)]
     if not found:
         raise InputError(f"{path} has no line.")
     return tuple(found)
 
 
-def _line(path: str | Path, number: int, text: str) -> Line:
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}, line {number}: no JSON.") from error
-    if not isinstance(fields, dict):
-        raise InputError(f"{path}, line {number}: no JSON object.")
+def _line(where: str, fields: dict[str, Any]) -> Line:
     prompt = fields.get("prompt")
     if prompt is not None and not (isinstance(prompt, str) and prompt.strip() and is_whole(prompt)):
-        raise InputError(f"{path}, line {number}: prompt is no text.")
-    lengths = [_length(path, number, fields, names) for names in (("prompt_tokens",), ("max_tokens", "new_tokens"))]
+        raise InputError(f"{where}: prompt is no text.")
+    lengths = [length(where, fields, names) for names in (("prompt_tokens",), ("max_tokens", "new_tokens"))]
     if prompt is None and lengths[0] is None:
-        raise InputError(f"{path}, line {number}: it has neither prompt nor prompt_tokens.")
+        raise InputError(f"{where}: it has neither prompt nor prompt_tokens.")
     return Line(prompt, *lengths)
 
 
 def is_whole(text: str) -> bool:
     """Whether a text has no half of a character, which cannot be sent."""
     return text.encode("utf-8", "replace").decode() == text
-
-
-def _length(path: str | Path, number: int, fields: dict[str, Any], names: Sequence[str]) -> int | None:
-    """The number of tokens that has one of these names."""
-    for name in names:
-        if (value := fields.get(name)) is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**7:
-                raise InputError(f"{path}, line {number}: {name} is not a whole number of 1 or more.")
-            return value
-    return None

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvkeep.errors import InputError
 from kvkeep.planning.fleet.load import Turn
-from kvkeep.runs import in_full
+from kvkeep.traffic.jsonl import length, objects
 from kvkeep.traffic.plan import Line
 
 _TIMES = ("at", "planned")
 _PROMPTS, _ANSWERS = ("prompt_tokens",), ("new_tokens", "max_tokens")
-_LONGEST = 10**7
 
 
 class Trace(NamedTuple):
@@ -40,19 +38,9 @@ def read_trace(path: str | Path) -> Trace:
     Raises:
         InputError: the file cannot be read, has no line, or a line is of another kind.
     """
-    try:
-        raw = in_full(str(path)).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no UTF-8 text.") from error
     talks: dict[object, list[Turn]] = {}
     lines, timed, failed = [], 0, 0
-    for number, text in enumerate(raw.split("\n"), 1):
-        if not text.strip():
-            continue
-        where = f"{path}, line {number}"
-        fields = _fields(where, text)
+    for where, fields in objects(path):
         if fields.get("error") is not None:
             failed += 1
             continue
@@ -63,7 +51,7 @@ def read_trace(path: str | Path) -> Trace:
             raise InputError(f"{where}: some lines have a time (`at`) and some have none.")
         if at is not None:
             turn = Turn(line.prompt_tokens or 1, line.new_tokens or 1, due=at)
-            talks.setdefault(_session(where, fields, number), []).append(turn)
+            talks.setdefault(_session(where, fields), []).append(turn)
     if not lines:
         raise InputError(f"{path} has no line{' of a request that did not fail' if failed else ''}.")
     return Trace(_from_zero(talks), tuple(lines), failed)
@@ -77,35 +65,16 @@ def _from_zero(talks: dict[object, list[Turn]]) -> tuple[tuple[Turn, ...], ...]:
     return tuple(sorted(moved, key=lambda turns: turns[0].due or 0.0))
 
 
-def _fields(where: str, text: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: no JSON.") from error
-    if not isinstance(fields, dict):
-        raise InputError(f"{where}: no JSON object.")
-    return fields
-
-
 def _lengths(where: str, fields: dict[str, Any]) -> Line:
-    prompt = _whole(where, fields, _PROMPTS)
+    prompt = length(where, fields, _PROMPTS)
     if prompt is None:
         text = " A text is not counted; give its tokens." if "prompt" in fields or "messages" in fields else ""
         raise InputError(f"{where}: it has no prompt_tokens.{text}")
-    new = _whole(where, fields, _ANSWERS)
+    new = length(where, fields, _ANSWERS)
     times = fields.get("times")
     if new is None and isinstance(times, list) and times:  # of a server that does not count
         new = len(times)
     return Line(None, prompt, new)
-
-
-def _whole(where: str, fields: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    for name in names:
-        if (value := fields.get(name)) is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LONGEST:
-                raise InputError(f"{where}: {name} is not a whole number from 1 to {_LONGEST}.")
-            return value
-    return None
 
 
 def _time(where: str, fields: dict[str, Any]) -> float | None:
@@ -119,10 +88,10 @@ def _time(where: str, fields: dict[str, Any]) -> float | None:
     return None
 
 
-def _session(where: str, fields: dict[str, Any], number: int) -> object:
+def _session(where: str, fields: dict[str, Any]) -> object:
     session = fields.get("session")
     if session is None:
-        return number
+        return (where,)  # a conversation of its own
     if isinstance(session, bool) or not isinstance(session, str | int):
         raise InputError(f"{where}: session is neither a text nor a whole number.")
     return str(session)
