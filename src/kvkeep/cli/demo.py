@@ -125,8 +125,7 @@ def tell_story(screen: Console, writer: Writer, seed: int) -> None:
     )
 
 
-OTHER_COLUMNS = 59
-"""Width of the table of policies without its answers."""
+OTHER_COLUMNS = 59  # width of the table of policies without its answers
 
 
 def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
@@ -146,8 +145,8 @@ def ask_everyone(screen: Console, writer: Writer, seed: int) -> None:
     screen.print()
     table = console.table("policy", "budget", "answer", "", "KV memory", "of full")
     table.columns[0].min_width = 2 + max(len(name) for name in POLICIES if name != DEFAULT)
-    room = screen.width - OTHER_COLUMNS  # an answer that is too long is cut, a name or a number never
-    table.columns[2].no_wrap, table.columns[2].max_width = True, max(8, min(24, room))
+    room = max(8, min(24, screen.width - OTHER_COLUMNS))  # an answer that is too long is cut; names, numbers never
+    table.columns[2].no_wrap, table.columns[2].max_width = True, room
     for column in (1, 4, 5):
         table.columns[column].justify = "right"
     full_bytes, kind = 0, ""
