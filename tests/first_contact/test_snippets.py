@@ -95,7 +95,6 @@ def place(tmp_path, monkeypatch):
         (tmp_path / name).write_text('policy = "h2o"\nbudget = 40\n')
     (tmp_path / "server.toml").write_text('budget = 64\nkv-memory = "1MiB"\n')
     (tmp_path / "questions.jsonl").write_text('{"prompt": "what is it about"}\n')
-    LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99).to_json_file("config.json")
     (tmp_path / "trace.jsonl").write_text(
         "".join(json.dumps({"at": n, "prompt_tokens": 9, "new_tokens": 3}) + "\n" for n in range(9))
     )
@@ -126,6 +125,9 @@ def test_the_command_runs(line, place):
         heads = {"model": {"layers": 2, "kv_heads": 2}, "heads": ((0.0, 1.0), (0.0, 1.0)), "least": 8}
         Profile(**heads).save(place / "heads.json")
     words = words_of(line)
+    if "config.json" in words:
+        shape = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
+        shape.to_json_file(str(place / "config.json"))
     if package := {"serve": "fastapi", "lm-eval": "lm_eval"}.get(words[0]):
         pytest.importorskip(package)
     if "--system" in words:
