@@ -126,6 +126,26 @@ class Engine(Keeping):
         """The bytes of a row in all layers, measured."""
         return self._rows.row_bytes
 
+    @property
+    def n_waiting(self) -> int:
+        """The number of requests that have no row yet."""
+        return sum("started" not in one.times for one in list(self._all.values()))
+
+    @property
+    def n_running(self) -> int:
+        """The number of requests that have a row, or have had one."""
+        return len(self._all) - self.n_waiting
+
+    @property
+    def session_bytes(self) -> tuple[int, int]:
+        """The bytes of sessions' memories in main memory, and in files."""
+        return self._sessions.nbytes
+
+    def waits(self, number: int) -> bool:
+        """Whether the request of a number has no row yet. Never waits for a step."""
+        one = self._all.get(number)
+        return one is not None and "started" not in one.times
+
     def memory(self) -> Memory:
         """Return the bytes of all rows and of sequences in main memory, summed over real tensors."""
         return self._rows.memory() + hosted_memory(self._scheduler.waiting)

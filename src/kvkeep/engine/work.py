@@ -90,26 +90,6 @@ class Work:
         """Whether fewer requests wait than there are rows: time to add more."""
         return len(self._scheduler.waiting) < max(1, self.rows) + self._rotation.host_rows and not self._twins.full
 
-    @property
-    def n_waiting(self) -> int:
-        """The number of requests that have no row yet."""
-        return sum("started" not in one.times for one in list(self._all.values()))
-
-    @property
-    def n_running(self) -> int:
-        """The number of requests that have a row, or have had one."""
-        return len(self._all) - self.n_waiting
-
-    @property
-    def session_bytes(self) -> tuple[int, int]:
-        """The bytes of sessions' memories in main memory, and in files."""
-        return self._sessions.nbytes
-
-    def waits(self, number: int) -> bool:
-        """Whether the request of a number has no row yet. Never waits for a step."""
-        one = self._all.get(number)
-        return one is not None and "started" not in one.times
-
     def cancel(self, number: int) -> Result | None:
         """End a request now; its row is free at the next step. Return ``None`` if it has ended already."""
         with Uninterrupted(), self._service.turn:
