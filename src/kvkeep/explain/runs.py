@@ -60,7 +60,7 @@ class Work:
     def __init__(self, model: Any, prompt: Prompt, rooms: Sequence[int], progress: Callable[[float], object]):
         config = unwrapped(model).config
         vocabulary = config.get_text_config().vocab_size  # embeddings are looked up, and logits are needed once a step
-        self._weights = sum(one.numel() for one in model.parameters() if vocabulary not in one.shape)
+        self._weights: int = sum(one.numel() for one in model.parameters() if vocabulary not in one.shape)
         self._pair: int = 2 * len(windows_of(config)) * config.get_text_config().hidden_size
         self._progress, self._done, self._all = progress, 0, 0
         end = 0
