@@ -1,10 +1,11 @@
 """Quality of policies in slots of 16, 8 and 4 bits, at equal budgets and at equal bytes.
 
     python bench/bits.py --output DIR [--write docs/quantised.md]
+    python bench/bits.py --output DIR --papers        # an hour: the budgets of the papers' tables and the same bytes
     python bench/bits.py --output DIR --look          # minutes: few questions, one length
 
-Runs `kvkeep eval` on the embedded model, in the kind of H2O's Table 6: recall of questions inside the text and asked
-later, and perplexity. The same command goes on where it stopped; `--collect` runs nothing and shows what is there.
+Runs `kvkeep eval` on the embedded model, in the kind of H2O's Table 6 and Scissorhands' Table 4: recall of questions
+inside the text and asked later, and perplexity. The same command goes on where it stopped; `--collect` runs nothing and shows what is there.
 "At equal bytes" compares 20 % of the tokens in the model's dtype, 40 % in 8 bits and 75 % in 4 bits. `--write` replaces
 the tables between the marks in a page.
 """
@@ -70,6 +71,22 @@ def steps(questions: int, *, contexts: tuple[int, ...], tokens: int) -> Iterator
                 yield Step(protocol, policies, budgets, options)
 
 
+def of_papers(questions: int) -> Iterator[Step]:
+    """H2O at 20 %, Scissorhands at 50 %, `snapkv` beside them, and the same bytes spent in three ways."""
+    asked = ("--tasks", "recall", "--ask", "inside", "--context", str(CONTEXTS[0]), "--limit", str(questions))
+    read = ("--tasks", "perplexity", "--limit", "8")
+    rest = [(("h2o@8", "snapkv@8"), ("40%",)), (("h2o@4", "snapkv@4"), ("75%",))]
+    rest.append((("scissorhands@16", "scissorhands@4"), ("50%",)))
+    for folder, options, bits, budgets in (
+        ("perplexity", read, BITS, ("20%", "60%")),
+        ("inside", asked, ("16", "8", "4"), ("20%",)),
+    ):
+        whole = ["full", *(f"full@{one}" for one in bits if one != "16" and folder == "perplexity")]
+        first = [*whole, *(f"{policy}@{one}" for policy in ("h2o", "snapkv") for one in bits)]
+        for policies, shares in [(tuple(first), budgets), *rest]:
+            yield Step(folder, policies, shares, options)
+
+
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
@@ -89,19 +106,23 @@ def read(folder: Path, task: str, case: Callable[[str], bool]) -> Cells:
 
 def table(found: Cells, shown: Callable[[str, str, str], str]) -> list[list[str]]:
     """A line for each policy and bits, a cell for each budget."""
-    columns = [*BUDGETS, "100%"]
-    body = []
-    for policy in ("full", *POLICIES):
+    columns, body = budgets_of(found), []
+    for policy in dict.fromkeys(policy for policy, _, _ in found):
         for bits in BITS:
             line = [shown(policy, bits, one) if (policy, bits, one) in found else "" for one in columns]
             body += [[f"`{policy}`", bits, *line]] if any(line) else []
     return body
 
 
+def budgets_of(found: Cells) -> list[str]:
+    """The budgets that were measured, the smallest first."""
+    return sorted({budget for _, _, budget in found}, key=lambda one: float(one.rstrip("%")))
+
+
 def of_split(found: Cells, shown: Callable[[str, str, str], str]) -> list[list[str]]:
     """A line for each policy, a cell for each way to spend the same bytes."""
-    lines = [[f"`{p}`", *(shown(p, *one) if (p, *one) in found else "" for one in SPLIT.items())] for p in POLICIES]
-    return [line for line in lines if any(line[1:])]
+    policies = [policy for policy, bits, share in found if (bits, share) == ("8", SPLIT["8"])]
+    return [[f"`{p}`", *(shown(p, *one) if (p, *one) in found else "" for one in SPLIT.items())] for p in policies]
 
 
 def recall(found: Cells) -> Callable[[str, str, str], str]:
@@ -141,7 +162,7 @@ def tables(output: Path) -> Iterator[tuple[str, list[str], list[list[str]]]]:
             kinds.append((title, found, recall))
     for title, found, shown in kinds:
         if body := table(found, shown(found)):
-            yield title, ["policy", "bits", *BUDGETS, "100%"], body
+            yield title, ["policy", "bits", *budgets_of(found)], body
         if body := of_split(found, shown(found)):
             head = ["policy", *(f"{share} at {bits}" for bits, share in SPLIT.items())]
             yield f"the same bytes; {title}", head, body
@@ -167,12 +188,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("bits-results"))
     parser.add_argument("--questions", type=int, default=400, help="questions per cell")
     parser.add_argument("--limit", type=int, default=32, help="windows of 1024 tokens for perplexity")
+    parser.add_argument("--papers", action="store_true", help="the budgets of the papers' tables, and the same bytes")
     parser.add_argument("--look", action="store_true", help="few questions, one length")
     parser.add_argument("--collect", action="store_true", help="run nothing, put together what is there")
     parser.add_argument("--write", type=Path, help="a page whose tables are replaced")
     options = parser.parse_args()
     few = {"contexts": CONTEXTS[:1], "tokens": 4} if options.look else {"contexts": CONTEXTS, "tokens": options.limit}
-    for step in [] if options.collect else steps(16 if options.look else options.questions, **few):
+    planned = of_papers(options.questions) if options.papers else None
+    planned = planned or steps(16 if options.look else options.questions, **few)
+    for step in [] if options.collect else planned:
         subprocess.run(step.command(options.output), check=True, stdout=subprocess.DEVNULL)
     found = list(tables(options.output))
     for title, head, body in found:

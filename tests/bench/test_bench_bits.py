@@ -55,7 +55,7 @@ def test_tables_compare_bits_at_a_budget_and_at_the_same_bytes(output):
     )
     lines = ["`full` 16", "`full` 4", "`h2o` 16", "`h2o` 8", "`h2o` 4"]
     assert [" ".join(line[:2]) for line in recall] == lines
-    twenty = 2 + bits.BUDGETS.index("20%")
+    twenty = 2  # the smallest budget with results comes first
     assert recall[2][twenty].startswith("86 (")
     assert not recall[3][twenty].endswith("*")
     assert recall[4][twenty].startswith("43 (")
@@ -70,16 +70,25 @@ def test_a_page_gets_the_tables_between_its_marks(output):
     bits.replaced(page, "\n\n".join(bits.markdown(*one) for one in bits.tables(output)))
     text = page.read_text()
     assert "old" not in text
-    assert "| policy | bits | 5% | 10% | 20% | 60% | 100% |" in text
+    assert "| policy | bits | 20% | 40% | 100% |" in text
     assert text.startswith("a\n")
     assert text.endswith("b\n")
 
 
 def test_every_command_names_policies_and_bits_that_exist(tmp_path):
-    for step in bits.steps(400, contexts=bits.CONTEXTS, tokens=32):
+    for step in [*bits.steps(400, contexts=bits.CONTEXTS, tokens=32), *bits.of_papers(400)]:
         words = step.command(tmp_path)
         arms = split_arms(words[words.index("--policies") + 1])
         assert {kv_bits for policy, kv_bits in arms if policy.evicts} <= set(bits.BITS)
+
+
+def test_the_papers_settings_are_among_the_cells():
+    found = [
+        (step.folder, policy, share) for step in bits.of_papers(9) for policy in step.policies for share in step.budgets
+    ]
+    assert len(found) == len({*found})
+    for folder in ("perplexity", "inside"):
+        assert {(folder, "h2o@4", "20%"), (folder, "h2o@4", "75%"), (folder, "scissorhands@4", "50%")} <= {*found}
 
 
 def test_a_full_cache_of_4_bits_is_no_reference():
