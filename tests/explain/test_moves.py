@@ -92,12 +92,35 @@ def test_a_move_changes_what_differs_and_nothing_else(opened):
         assert 0 < found["tokens"] == sum(one != other for one, other in zip(before, after, strict=True))
 
 
+def test_an_open_table_keeps_the_rows_that_stay(opened):
+    page = opened(fragment="#t=12&m=5")
+    unfold(page)
+    page.evaluate("window.kept = document.querySelector('article details tbody tr')")
+    for target in (4, 7):
+        page.evaluate(f"kvkeep.page.setMoment({target})")
+        settled(page)
+        assert page.evaluate("kept.isConnected && kept === document.querySelector('article details tbody tr')")
+
+
+def test_a_head_holds_what_the_record_says(opened):
+    page, head = opened(fragment="#h=2"), 2
+    for target in (9, 0, 4):
+        page.evaluate(f"kvkeep.page.setMoment({target})")
+        settled(page)
+        said = page.locator("#head-panel .side h3 + p").all_inner_texts()
+        for run, words in zip(record().runs, said, strict=True):
+            read, dropped = min(record().read(target), run.ledger.read), run.ledger.dropped[head]
+            held = int(((dropped[:read] < 0) | (dropped[:read] > target)).sum())
+            assert words.startswith(f"Holds {held} of {read} tokens")
+
+
 def test_many_moves_before_a_frame_are_drawn_once(opened):
     page = opened(fragment="#t=12&m=0")
     drawn = page.evaluate(
         """() => new Promise(done => {
             let drawn = 0;
-            new MutationObserver(() => drawn++).observe(document.getElementById("moment"), {childList: true});
+            new MutationObserver(all => drawn += all.length).observe(
+                document.getElementById("moment"), {childList: true});
             const slider = document.getElementById("time");
             for (const value of [1, 5, 2, 7, 3]) {
                 slider.value = value;

@@ -26,6 +26,9 @@ from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import embedded, find, quiet
 from kvkeep.runs import write_whole
 
+_SPEED_OVER_S = 600.0
+"""Seconds over which the bar averages: one chunk of a long text may take longer than rich's 30 seconds."""
+
 
 def serve(request: Request) -> None:
     """Record a text under the policies, and write or print the record.
@@ -75,7 +78,14 @@ def _progress() -> Iterator[Callable[[float], None]]:
     """A bar on standard error; nothing where that is no terminal."""
     screen = console.err()
     columns = (TextColumn("recording"), BarColumn(bar_width=None), TaskProgressColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True, expand=True)
+    bar = Progress(
+        *columns,
+        console=screen,
+        disable=not screen.is_terminal,
+        transient=True,
+        expand=True,
+        speed_estimate_period=_SPEED_OVER_S,
+    )
     task = bar.add_task("", total=1.0)
     with bar:
         yield lambda share: bar.update(task, completed=share)

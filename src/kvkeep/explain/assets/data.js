@@ -2,7 +2,9 @@
 "use strict";
 (function (kvkeep) {
   async function bytes(table) {
-    const packed = Uint8Array.from(atob(table.data), (letter) => letter.charCodeAt(0));
+    const letters = atob(table.data);
+    const packed = new Uint8Array(letters.length);
+    for (let i = 0; i < letters.length; i++) packed[i] = letters.charCodeAt(i);
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
     return new Response(stream).arrayBuffer();
   }
@@ -109,9 +111,13 @@
       return { drops, gone };
     }
 
+    /* 1 for each token that a head holds. */
     heldBy(head, moment) {
-      const found = new Float32Array(this.dropped.columns);
-      for (let i = 0; i < found.length; i++) found[i] = this.holds(head, i, moment) ? 1 : 0;
+      const { columns, values } = this.dropped;
+      const found = new Float32Array(columns);
+      const own = this.moment(moment);
+      const read = this.read(moment);
+      for (let i = 0, at = head * columns; i < read; i++, at++) found[i] = values[at] > own ? 1 : 0;
       return found;
     }
   }
