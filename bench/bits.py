@@ -5,9 +5,9 @@
     python bench/bits.py --output DIR --look          # minutes: few questions, one length
 
 Runs `kvkeep eval` on the embedded model, in the kind of H2O's Table 6 and Scissorhands' Table 4: recall of questions
-inside the text and asked later, and perplexity. The same command goes on where it stopped; `--collect` runs nothing and shows what is there.
-"At equal bytes" compares 20 % of the tokens in the model's dtype, 40 % in 8 bits and 75 % in 4 bits. `--write` replaces
-the tables between the marks in a page.
+inside the text and asked later, and perplexity. The same command goes on where it stopped; `--collect` runs nothing and
+shows what is there. "At equal bytes" compares 20 % of the tokens in the model's dtype, 40 % in 8 bits and 75 % in 4
+bits. `--write` replaces the tables between the marks in a page.
 """
 
 from __future__ import annotations
