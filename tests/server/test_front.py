@@ -270,6 +270,15 @@ def test_a_session_that_stays_elsewhere_is_refused_in_the_end(mortal, monkeypatc
     assert answer.headers["retry-after"] == "1"
 
 
+def test_a_holder_that_did_not_answer_in_time_is_found_later(mortal):
+    make(mortal, "trip")
+    home = holder(mortal, "trip")
+    other = ({"one", "two"} - {home}).pop()
+    mortal.desk._places.note(("session", "everybody", "trip"), other)  # as if the holder had not answered
+    assert turn(mortal, "trip").status_code == 404
+    assert asked(mortal, lambda: turn(mortal, "trip")) == [home]
+
+
 def test_keys_have_sessions_of_their_own():
     with fronted(keys=keys("key-of-anna", "key-of-bert")) as running:
         assert running.complete().status_code == 401

@@ -85,7 +85,6 @@ class Replica:
         self._name = name or _own_name()
         self._ready = False
         self._leases: SharedFolder | None = None
-        settle()
         settings = recipe.settings
         if settings.session_dir is not None:
             self._leases = SharedFolder(Path(settings.session_dir).expanduser(), f"replica-{self._name}")
@@ -99,6 +98,7 @@ class Replica:
             self._engine = Engine(model, checkpoint.tokenizer, **options)
         served = Served(self._engine, checkpoint, tool_use=tool_use_of(checkpoint, recipe.tool_form))
         self._app = make_app(served, settings, leases=self._leases)
+        settle()
 
     async def ask(self, to: str, request: Received) -> AsyncGenerator[Any, None]:
         """Yield the messages of an answer; ``None`` alone if the request is for another replica, which has ended.

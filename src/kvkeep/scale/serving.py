@@ -124,6 +124,7 @@ def deployment(
     return serve.deployment(Replica).options(
         name=ENGINES,
         max_ongoing_requests=_MOST_AT_ONCE,
+        max_constructor_retry_count=1,
         graceful_shutdown_timeout_s=grace_s,
         graceful_shutdown_wait_loop_s=_LOOK_S,
         request_router_config=router,

@@ -100,9 +100,15 @@ class Front:
             raise RefusalError(503, "The server is about to end: it takes no requests.", headers={"Retry-After": "5"})
         asked = await _received(request, self._settings)
         wish = await self._wish(asked)
-        relay = Relay(send, write_s=self._settings.read_timeout_s, named=asked.path == "/v1/responses")
+        owner, named = owner_of(request), asked.path == "/v1/responses"
+
+        def begins(status: int) -> None:
+            if status in (404, 503) and wish.held is not None:
+                self._places.forget((wish.held[0], owner, wish.held[1]))  # another one may hold it
+
+        relay = Relay(send, write_s=self._settings.read_timeout_s, named=named, begins=begins)
         try:
-            await unless_gone(request, self._answer(owner_of(request), asked, wish, relay))
+            await unless_gone(request, self._answer(owner, asked, wish, relay))
         except GoneError:
             if not relay.begun:
                 raise

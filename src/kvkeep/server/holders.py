@@ -109,6 +109,10 @@ class Places:
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 
+    def forget(self, key: Key) -> None:
+        """Forget the replica that was thought to hold something."""
+        self._known.pop(key, None)
+
     def choose(self, wish: Wish, here: Mapping[str, int]) -> str:
         """The replica for a request that may run on any: one that is warm and has a free row, or the emptiest one."""
         emptiest = min(here, key=lambda one: (self.busy[one] / max(1, here[one]), self._turn.get(one, 0)))

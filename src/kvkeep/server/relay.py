@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Send
@@ -19,13 +19,14 @@ class Relay:
         send: sends messages to the client.
         write_s: seconds in which the client must take a piece.
         named: whether events of a stream have names.
+        begins: called with the status of an answer before anything of it is sent.
 
     Attributes:
         begun: whether something was sent.
     """
 
-    def __init__(self, send: Send, *, write_s: float, named: bool) -> None:
-        self._send, self._write_s, self._named = send, write_s, named
+    def __init__(self, send: Send, *, write_s: float, named: bool, begins: Callable[[int], object]) -> None:
+        self._send, self._write_s, self._named, self._begins = send, write_s, named, begins
         self._start: Message | None = None
         self.begun = False
 
@@ -41,6 +42,7 @@ class Relay:
         """
         async for message in messages:
             if message["type"] == "http.response.start":
+                self._begins(message["status"])
                 if unless is not None and unless in Headers(raw=message["headers"]):
                     return False
                 self._start = message
