@@ -25,6 +25,8 @@ CHAT = "/v1/chat/completions"
         ("DELETE", "/v1/sessions/a", {}, (SESSION, "a"), None),
         ("POST", CHAT, {"session_id": "a", "messages": []}, (SESSION, "a"), None),
         ("POST", CHAT, {"session_id": ["a"]}, None, None),
+        ("POST", CHAT, {"session_id": "a" * 10**6}, None, None),
+        ("GET", f"/v1/sessions/{'a' * 10**4}", {}, (SESSION, "a" * 128), None),
         ("POST", "/v1/completions", {"session_id": "a"}, None, None),
         ("POST", "/v1/responses", {"previous_response_id": "r"}, (RESPONSE, "r"), None),
         ("POST", "/v1/responses", {"input": "x"}, None, None),

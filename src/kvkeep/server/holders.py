@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 Key: TypeAlias = tuple[str, str, str]
 """A kind of thing, its owner, and its name."""
 SESSION, RESPONSE = "session", "response"
-_MOST_KNOWN = 2**16
+_MOST_KNOWN, _LONGEST = 2**16, 128
+"""Things of which the router remembers the replica, and characters of a name."""
 _PIECE, _MOST_PIECES = 512, 64
 """Characters between two beginnings of a prompt that are compared, and the number of beginnings."""
 
@@ -39,7 +40,7 @@ class Wish:
 
 def wish_of(method: str, path: str, body: Mapping[str, Any]) -> Wish:
     """What a request needs, as far as its path and body say it. What is wrong with a body, its replica says."""
-    parts = path.strip("/").split("/")
+    parts = [part[:_LONGEST] for part in path.strip("/").split("/")]
     fresh = _text(body, "id")
     if parts[:2] == ["v1", "sessions"]:
         if len(parts) == 2:
@@ -71,8 +72,9 @@ def beginnings(body: Mapping[str, Any]) -> list[bytes]:
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:
+    """A name in a body; ``None`` for what no replica takes as one."""
     found = body.get(name)
-    return found if isinstance(found, str) else None
+    return found if isinstance(found, str) and len(found) <= _LONGEST else None
 
 
 def _rows(body: Mapping[str, Any]) -> int:
