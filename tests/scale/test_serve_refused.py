@@ -99,3 +99,4 @@ def test_a_killed_command_leaves_its_replicas_and_the_next_one_says_so(address, 
         while serve.status().applications:
             assert time.monotonic() < end
             time.sleep(0.2)
+    assert not list((tmp_path / "sessions").glob("replica-*"))  # each has ended in order, and had no sessions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 from collections.abc import AsyncGenerator, Mapping
@@ -137,12 +136,12 @@ class Replica:
         """What Ray Serve tells `rows_policy`."""
         return {"rows": self._engine.rows, "busy": self._engine.n_running + self._engine.n_waiting}
 
-    async def __del__(self) -> None:
+    def __del__(self) -> None:
         """Write all sessions and let other replicas take them. Ray Serve has waited for the requests."""
-        if (engine := getattr(self, "_engine", None)) is None:
+        if (engine := self.__dict__.pop("_engine", None)) is None:
             return
         with suppress(KVKeepError):  # a full disk: sessions go on from their last files
-            await asyncio.to_thread(engine.close)
+            engine.close()
         if self._leases is not None:
             self._leases.close()
 
