@@ -168,6 +168,64 @@ def _request(asked):
     return Request(prompt=prompts(asked["length"])["input_ids"][0].tolist(), sampling=sampling, **rest)
 
 
+def disagree(folder, cases):
+    """The errors of engines whose processes are given something else each: options, and requests as for `_request`.
+
+    After each error all processes give the same to a new engine, which has to work.
+    """
+    import kvkeep
+    from kvkeep.errors import InputError
+
+    model, found = load_model(folder), []
+    rank = torch_rank()
+    for case in cases:
+        options = {"policy": "h2o", "budget": 24, "rows": 2} | case.get("options", [{}, {}])[rank]
+        with kvkeep.Engine(model, **options) as engine:
+            try:
+                found.append([one.token_ids for one in engine.generate([_request(one) for one in case["asked"][rank]])])
+            except InputError as error:
+                found.append(str(error))
+    with kvkeep.Engine(model, policy="h2o", budget=24) as engine:
+        return [*found, [list(one.token_ids) for one in engine.generate([_request({"length": 9})])]]
+
+
+def cancel_in_one(folder):
+    """The error of engines of which one has cancelled a request between two steps."""
+    import kvkeep
+    from kvkeep.errors import InputError
+
+    with kvkeep.Engine(load_model(folder), policy="h2o", budget=24) as engine:
+        for length in (9, 12):
+            engine.add(_request({"length": length, "sampling": {"max_new_tokens": 9}}))
+        engine.step()
+        if torch_rank() == 1:
+            engine.cancel(0)
+        try:
+            engine.step()
+        except InputError as error:
+            return str(error)
+
+
+def leave_others(folder):
+    """The error of the first process, once the second has ended without a word."""
+    import kvkeep
+    from kvkeep.errors import InputError
+
+    with kvkeep.Engine(load_model(folder), policy="h2o", budget=24) as engine:
+        if torch_rank() == 1:
+            return None
+        try:
+            engine.generate([_request({"length": 9})])
+        except InputError as error:
+            return str(error)
+
+
+def torch_rank():
+    import torch
+
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
 def converse(folder, policy):
     """Turns of a session, a fork from its memory, and a request that continues it."""
     import kvkeep

@@ -7,7 +7,7 @@ Without tensor parallelism every method returns what it was given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,23 +50,11 @@ class Heads:
                 divided equally among the processes.
             InputError: the processes that the model is split over do not run.
         """
-        split = getattr(config, "distributed_config", None)
-        ranks = getattr(split, "tp_size", None) or 1
-        if others := [name for name in _OTHERS if (getattr(split, name, None) or 1) > 1]:
-            raise UnsupportedModelError(
-                f"The model was loaded with {others[0]}={getattr(split, others[0])}. kvkeep follows tensor parallelism "
-                "alone: load it with tp_size, or with a device_map."
-            )
-        text = config.get_text_config(decoder=True)
-        if ranks == 1 or not _divides(text, split):
+        ranks, text = _ranks(config), config.get_text_config(decoder=True)
+        if ranks == 1 or not _divides(text, config.distributed_config):
             return ALONE
         count = number_of_heads(text, ranks)
-        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != ranks:
-            raise InputError(
-                f"The model was loaded for {ranks} processes of tensor parallelism, and these do not run. Start "
-                "them with torchrun."
-            )
-        return cls(dist.get_rank(), ranks, count)
+        return replace(sharing(config), count=count)
 
     def check(self, mine: int) -> None:
         """Refuse keys of another number of heads than this process should hold.
@@ -119,6 +107,18 @@ class Heads:
             dist.broadcast(numbers, 0)
         return numbers
 
+    def texts(self, mine: str, device: torch.device) -> list[str]:
+        """The texts of all processes, in their order. A text has at least one character, and no NUL."""
+        if self.ranks == 1:
+            return [mine]
+        raw = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8).to(device)
+        padded = torch.nn.functional.pad(raw, (0, self.most(len(raw), device) - len(raw)))
+        return [bytes(one.tolist()).rstrip(b"\0").decode() for one in self._gathered(padded)]
+
+    def alike(self, number: int, device: torch.device) -> bool:
+        """Whether a number is the same in all processes."""
+        return self.ranks == 1 or len({int(one) for one in self._gathered(torch.tensor(number, device=device))}) == 1
+
     def _gathered(self, mine: Tensor) -> list[Tensor]:
         """The tensors of all processes, in their order."""
         sent = (mine.to(torch.uint8) if mine.dtype == torch.bool else mine).contiguous()
@@ -131,13 +131,46 @@ ALONE = Heads()
 """One process holds all heads."""
 
 
+def sharing(config: Any) -> Heads:
+    """The processes that run a model together, whether they divide its heads or not; `ALONE` if this one runs it alone.
+
+    Args:
+        config: the model's configuration.
+
+    Raises:
+        UnsupportedModelError: the model is split in a way in which kvkeep cannot follow.
+        InputError: the processes that the model is split over do not run.
+    """
+    if (ranks := _ranks(config)) == 1:
+        return ALONE
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != ranks:
+        raise InputError(
+            f"The model was loaded for {ranks} processes of tensor parallelism, and these do not run. Start "
+            "them with torchrun."
+        )
+    return Heads(dist.get_rank(), ranks)
+
+
+def _ranks(config: Any) -> int:
+    """The number of processes that a model is split over; 1 if a plan leaves everything whole.
+
+    Raises:
+        UnsupportedModelError: it is split in another way as well.
+    """
+    split = getattr(config, "distributed_config", None)
+    if others := [name for name in _OTHERS if (getattr(split, name, None) or 1) > 1]:
+        raise UnsupportedModelError(
+            f"The model was loaded with {others[0]}={getattr(split, others[0])}. kvkeep follows tensor parallelism "
+            "alone: load it with tp_size, or with a device_map."
+        )
+    return 1 if getattr(split, "tp_plan", None) == {} else getattr(split, "tp_size", None) or 1
+
+
 def _divides(config: Any, split: Any) -> bool:
     """Whether a model's plan divides its heads; if it does not, every process has all of them."""
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
     own = getattr(split, "tp_plan", None)
     plan |= own if isinstance(own, dict) else {}
-    if own == {}:
-        return False
     return any(name.rpartition(".")[2] in _KEYS and style == "colwise" for name, style in plan.items())
 
 

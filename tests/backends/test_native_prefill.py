@@ -41,6 +41,19 @@ def test_every_known_statistic_comes_from_the_kernel_and_is_that_of_torch(statis
                 torch.testing.assert_close(found, expected.sums[name].float(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("statistic", [Mass(), Low(live=True)], ids=lambda one: type(one).__name__)
+def test_so_many_keys_that_a_blocks_logits_leave_the_cache(statistic):
+    """Blocks do not shrink below some rows, or all keys would be read from memory for every few of them."""
+    query, slots, now = chunk(T=45, S=12000, D=16, G=2, Hk=2, pads=3)
+    out, report = by_kernel(query, slots, now, statistic)
+    want, expected = TorchBackend().attend(query, slots, now, statistic=statistic, options=PLAIN)
+    real = (now >= 0)[:, None, :, None].expand_as(want)
+    torch.testing.assert_close(out[real], want[real], rtol=1e-4, atol=1e-5)
+    for name, found in report.sums.items():
+        far = (found - expected.sums[name].float()).abs() > 1e-6 + 1e-3 * found.abs()
+        assert far.float().mean() < 1e-3  # only next to the threshold of what is low
+
+
 @pytest.mark.parametrize("statistic", KNOWN, ids=lambda one: type(one).__name__)
 def test_neither_the_number_of_threads_nor_other_rows_change_anything(statistic):
     query, slots, now = chunk(T=200, S=100, D=64, G=2, Hk=3, B=2)

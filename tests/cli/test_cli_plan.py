@@ -449,3 +449,6 @@ def test_a_trace_of_another_format_names_its_line(tmp_path):
     assert "line 2: it has no prompt_tokens" in refused("--fleet", "--input", file, *DEVICE)
     file.write_text('{"at": 1, "prompt_tokens": 2, "max_tokens": 1}\n')
     assert "--rate was given, and" in refused(*LOAD, *DEVICE, "--input", file)
+    said = refused("--fleet", *DEVICE, "--input", file, "--requests", "20")
+    assert "--requests was given, and" in said
+    assert "all its messages are simulated" in said

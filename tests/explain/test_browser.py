@@ -2,44 +2,19 @@
 
 import io
 import re
-import shutil
 
 import pytest
 from PIL import Image
 
 import kvkeep
+from explain.browsing import moment, needs_browser, settled, until
 from explain.records import record, text
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; Debian has the package chromium"),
-    pytest.mark.filterwarnings("ignore"),  # of playwright
-]
-FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync"),
-]
-WAIT_MS = 10_000
+pytestmark = needs_browser
 HOSTILE = (
     "<script>window.broken = 1</script></script><!-- <img src=x onerror='window.broken=1'> \" ' & &lt; `${x}` \\u003c "
     "\x01\x02\x7f\u202eevil\u202c \u2028 שלום עולם مرحبا بالعالم 👩‍👩‍👧 🎉 e\u0301 \r\n\t </style> ]]>\n"
 )
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield found
-        found.close()
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(record().to_html(), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -50,41 +25,6 @@ def long_file(tmp_path_factory):
     )
     path.write_text(found.to_html(), encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def opened(browser, file):
-    """Opens a page, and fails if it reports an error or asks for anything but itself."""
-    noise, pages = [], []
-
-    def open_(path=file, fragment="", **options):
-        page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}} | options)
-        page.set_default_timeout(WAIT_MS)
-        page.on("console", lambda message: noise.append(message.text))
-        page.on("pageerror", lambda error: noise.append(str(error)))
-        page.on("request", lambda request: None if request.url.startswith("file:") else noise.append(request.url))
-        page.goto(f"file://{path}{fragment}")
-        page.wait_for_selector("html[data-ready]")
-        pages.append(page)
-        return page
-
-    yield open_
-    for page in pages:
-        page.close()
-    assert noise == []
-
-
-def until(page, truth):
-    """Wait for something to be true; the page forbids the strings that playwright itself would evaluate."""
-    for _ in range(WAIT_MS // 50):
-        if page.evaluate(truth):
-            return
-        page.wait_for_timeout(50)
-    raise AssertionError(truth)
-
-
-def moment(page):
-    return page.evaluate("kvkeep.page.state.moment")
 
 
 def shades(page, policy):
@@ -102,6 +42,7 @@ def test_the_slider_moves_all_texts(opened):
     page.focus("#time")
     page.keyboard.press("Home")
     assert moment(page) == 0
+    settled(page)
     for run in record().runs:
         read = shades(page, run.policy)
         assert len(read) == len(record().tokens) + len(run.answer)
@@ -112,6 +53,7 @@ def test_the_slider_moves_all_texts(opened):
             assert shade == (f"level-{max(1, int(held * 10 + 0.5))}" if held else "gone")
     page.keyboard.press("ArrowRight")
     assert moment(page) == 1
+    settled(page)
     assert "2 of" in page.inner_text("#moment")
 
 

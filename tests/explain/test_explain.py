@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvkeep
 from explain.records import POLICIES, record, shown, tables, text
@@ -130,6 +131,22 @@ def test_packed_numbers_come_back():
     values = torch.rand(7, 5) ** 8 * 40
     assert torch.allclose(unpacked(shades(values)).sqrt(), values.double().sqrt(), atol=0.5 / 255 * 40**0.5)
     assert unpacked(shades(torch.zeros(2, 3))).tolist() == [[0.0] * 3] * 2
+    assert shades(torch.zeros(0, 3))["shape"] == [0, 3]
+
+
+def test_a_table_is_packed_a_few_rows_at_a_time():
+    """Of 100 000 tokens and 254 moments the numbers in float64 would take 200 MB, several times."""
+    widest = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            widest.append(found.nbytes if isinstance(found, torch.Tensor) and not func.is_view else 0)
+            return found
+
+    with Made():
+        shades(torch.rand(254, 500))
+    assert sorted(widest)[-2] <= 254 * 500  # what was given, and the bytes of the table
     assert unpacked(short_floats(torch.zeros(0, 3))).shape == (0, 3)
     odd = unpacked(short_floats(torch.tensor([[torch.nan, torch.inf, -2.0]])))
     assert odd[0, 0].isnan()

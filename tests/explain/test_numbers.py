@@ -16,8 +16,9 @@ from kvkeep.models.text import encode
 from kvkeep.types import Phase
 
 CELLS = 200
-HALF_STEP = 0.5 / 255 + 2e-3
-"""The rounding of a shade, and that of attention in float32 beside float64."""
+HALF_STEP = 0.5 / 255 + 4e-3
+"""The rounding of a shade, and that of keys in bfloat16: the recorder's attention is float32, that of the second run is
+not, and some CPUs round otherwise than others."""
 
 
 @pytest.fixture(scope="module")

@@ -136,3 +136,16 @@ def test_a_callback_may_explain_something_itself(tokenizer, made):
     outer = kvkeep.explain(model, TEXT, tokenizer=tokenizer, progress=progress, **SHORT)
     assert outer.answer == inner[0].answer
     assert model.config._attn_implementation != "kvkeep"
+
+
+def test_the_share_of_work_grows_to_its_end_as_the_work_does(tokenizer, made):
+    """The full cache's pass is the longer, the longer the text: a bar that counted tokens would promise too much."""
+    shares = []
+    model = made("LlamaForCausalLM", "LlamaConfig")
+    kvkeep.explain(model, TEXT * 12, tokenizer=tokenizer, progress=shares.append, **SHORT | {"prefill_chunk": 64})
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    chunks = -(-len(tokenizer(TEXT * 12)["input_ids"]) // 64)
+    bounded, full = shares[2 * chunks - 1], shares[2 * chunks :]
+    assert bounded < 0.5  # two of three passes
+    assert full[-2] - full[-3] > 1.2 * (full[1] - full[0])  # a chunk that sees all costs more than one that sees few

@@ -106,11 +106,8 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("line", cases())
-def test_the_command_runs(line, place):
-    if any(option in line for option in NEEDS_MORE):
-        pytest.skip("needs a package or a device")
+def prepare(line: str, place: Path) -> None:
+    """Write the folders and files that only some commands read."""
     if "--report" in line:
         result_folders.evaluation(place / "results")
     if "--leaderboard" in line:
@@ -124,10 +121,18 @@ def test_the_command_runs(line, place):
     if "profile:" in line:
         heads = {"model": {"layers": 2, "kv_heads": 2}, "heads": ((0.0, 1.0), (0.0, 1.0)), "least": 8}
         Profile(**heads).save(place / "heads.json")
-    words = words_of(line)
-    if "config.json" in words:
+    if " config.json" in line:
         shape = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=99)
         shape.to_json_file(str(place / "config.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", cases())
+def test_the_command_runs(line, place):
+    if any(option in line for option in NEEDS_MORE):
+        pytest.skip("needs a package or a device")
+    prepare(line, place)
+    words = words_of(line)
     if package := {"serve": "fastapi", "lm-eval": "lm_eval"}.get(words[0]):
         pytest.importorskip(package)
     if "--system" in words:

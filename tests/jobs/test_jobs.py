@@ -96,10 +96,32 @@ def test_a_completion_says_what_it_was_made_with(tmp_path):
     assert run("-i", source, "-o", target, "--budget", 20, "--seed", 3, "-n", 4).exit_code == 0
     one, two = (completions(target)[line][COMPLETION] for line in (1, 2))
     settings = {"format": 3, "model": "embedded", "policy": DEFAULT, "budget": 20, "seed": 3, "max_new_tokens": 4}
+    layout = one["made_by"].pop("weight_layout")
+    assert [type(one) for one in layout] == [bool, bool]
+    assert two["made_by"].pop("weight_layout") == layout
     weights = one["made_by"].pop("weights")
     assert (len(weights), two["made_by"].pop("weights")) == (16, weights)
     assert one["made_by"] == two["made_by"] == settings
     assert (one["options"], two.get("options")) == (options, None)
+
+
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [([True, False], True), ([False, True], True), ([False, False], True), ("x", False), ([1, 0], False)],
+)
+def test_a_job_goes_on_with_the_weights_laid_out_as_before(tmp_path, said, known):
+    source = write(tmp_path / "in.jsonl", {"prompt": "Hello"}, {"prompt": "Good evening"})
+    target = tmp_path / "out.jsonl"
+    job = ("-i", source, "-o", target, "--budget", 20, "-n", 4, "--threads", 1)
+    assert run(*job).exit_code == 0
+    first = next(iter(completions(target).values()))
+    first[COMPLETION]["made_by"]["weight_layout"] = said
+    target.write_text(json.dumps(first) + "\n")
+    assert run(*job).exit_code == 0
+    number = 3 - first[COMPLETION]["line"]
+    found = completions(target)[number][COMPLETION]["made_by"]["weight_layout"]
+    assert [type(one) for one in found] == [bool, bool]
+    assert not known or found == said
 
 
 @pytest.mark.parametrize("name", ["-", "pipe"])

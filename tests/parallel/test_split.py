@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 import kvkeep
 from kvkeep.cli import torchrun
 from kvkeep.cli.main import app
+from kvkeep.engine.split import check_split
 from kvkeep.errors import InputError, ShapeError, UnsupportedModelError, UnsupportedOperationError
-from kvkeep.parallel import ALONE, Heads, number_of_heads
+from kvkeep.parallel import ALONE, Heads, number_of_heads, sharing
 from kvkeep.types import AttentionOptions, Phase
 
 
@@ -57,7 +58,13 @@ def test_the_share_of_a_process_follows_from_the_configuration(two):
 def test_a_plan_that_leaves_the_keys_whole_leaves_all_heads_to_every_process(two):
     assert of(LlamaConfig(), tp_size=2, tp_plan={}) is ALONE
     gathered = {f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"}
-    assert of(LlamaConfig(), tp_size=2, tp_plan=gathered) is ALONE
+    config = LlamaConfig()
+    assert of(config, tp_size=2, tp_plan=gathered) is ALONE
+    assert sharing(config) == Heads(1, 2)  # other layers are split, so engines have to take the same steps
+    with pytest.raises(UnsupportedOperationError, match="`host_rows` depends on one process"):
+        check_split(config, host_rows=2)
+    of(config, tp_size=2, tp_plan={})
+    assert sharing(config) is ALONE
 
 
 @pytest.mark.parametrize(
@@ -117,8 +124,6 @@ def test_a_profile_of_heads_is_refused(two, tmp_path):
 
 @pytest.mark.parametrize("option", [{"host_rows": 2}, {"session_dir": "here"}, {"graphs": True}])
 def test_an_engine_refuses_what_depends_on_one_process(option, two):
-    from kvkeep.engine.split import check_split
-
     config = LlamaConfig()
     check_split(config, **option)
     config.distributed_config = SimpleNamespace(tp_size=2)

@@ -434,6 +434,27 @@ def test_a_trace_is_dealt_out_to_all_devices(folder):
         bounded(dataclasses.replace(one, devices=None, first_token=1e-6))
 
 
+def test_the_search_with_a_trace_ends_early_at_sizes_that_are_too_small(folder, monkeypatch):
+    draw = random.Random(0)
+    one = fleet(folder, given(*sorted([(draw.uniform(0, 0.5), 20, 5)] for _ in range(150))), first_token=0.3)
+    ran, run = [], Bounded.run
+
+    def counted(self, **options):
+        log = run(self, **options)
+        ran.append((log.hopeless, log.ended))
+        return log
+
+    monkeypatch.setattr(Bounded, "run", counted)
+    found = bounded(one)
+    assert sum(hopeless for hopeless, _ in ran) >= 2
+    assert all(ended < 40 for hopeless, ended in ran if hopeless)  # of 150
+    whole = [bounded(dataclasses.replace(one, devices=count)) for count in (found.devices - 1, found.devices)]
+    assert [tried.carried for tried in whole] == [False, True]
+    assert whole[1] == found
+    late = [sum(first > 0.3 for first in tried.log.first_s) for tried in whole]
+    assert late[1] <= 1 < late[0]  # 1 % of 150 messages, on all devices together
+
+
 def test_the_limits_of_a_plan():
     with quiet(), model_folders.one_thread():
         cost = plan_for(load(), model_folders.folder(), budget=32, memory=10**8).bounded

@@ -25,6 +25,8 @@ _CURLY = "“”„‘’"
 _MOST_SHOWN = 40
 _ALIKE = 0.7
 """How alike two options must be for one to be a misspelling of the other."""
+_NEARLY_EQUAL = 0.9
+"""The same, where another command has an option of the misspelt name."""
 
 _OTHER_NAMES = {
     "--batch-size": "--max-rows",
@@ -208,7 +210,8 @@ def _unknown_option(name: str, ctx: Any) -> str:
     having = [f"kvkeep {word}" for word, command in _commands(ctx) if name in _names(command)]
     if having and ctx.parent is None:
         return f"{said} Options follow the command: {having[0]} {name}"
-    if close := difflib.get_close_matches(name.replace("_", "-").lower(), own, n=1, cutoff=_ALIKE):
+    alike = _NEARLY_EQUAL if having else _ALIKE
+    if close := difflib.get_close_matches(name.replace("_", "-").lower(), own, n=1, cutoff=alike):
         return f"{said} Did you mean {close[0]}?"
     if having:
         return f"{said} It belongs to {' and '.join(having[:2])}."

@@ -26,13 +26,12 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.service import Box
 from kvkeep.engine.sessions import Sessions
 from kvkeep.engine.shelf import Shelf
-from kvkeep.engine.split import check_split
+from kvkeep.engine.split import Agreement, check_split
 from kvkeep.memory import Memory
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
 from kvkeep.models.offloaded import device_of
 from kvkeep.models.suitable import generator
-from kvkeep.parallel import Heads
 from kvkeep.policies import DEFAULT
 from kvkeep.policies.base import Policy
 
@@ -41,8 +40,8 @@ class Engine(Keeping):
     """Runs many requests on one model, each in a row of KV memory that is allocated once.
 
     A request gets the tokens that it would get alone with the same ``prefill_chunk``, whatever runs beside it. Where
-    transformers has split the model over processes, each of them makes an engine and gives it the same requests; see
-    ``docs/tensor-parallel.md``.
+    transformers has split the model over processes, each of them makes an engine and gives it the same requests, which
+    they compare before each step; see ``docs/tensor-parallel.md``.
 
     Args:
         model: any model that `kvkeep.attach` takes, in evaluation mode.
@@ -107,11 +106,14 @@ class Engine(Keeping):
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
         asked["host_rows"] = (rotation := Rotation(host_rows)).host_rows
         admission = Admission(self.model, tokenizer, **asked, chunk=prefill_chunk, guard=guard, options=options)
-        alone, on_cuda = Heads.of(self.model.config).ranks == 1, device_of(self.model).type == "cuda"
+        settings = {**spread, **numbers, "policy": self.policy, "budget": budget, "prefix_memory": prefix_memory}
+        agreement = Agreement(self.model.config, device_of(self.model), {**settings, "positions": positions})
+        alone, on_cuda = agreement.together.ranks == 1, device_of(self.model).type == "cuda"
         graphs = not has_states and (alone and on_cuda if graphs is None else graphs)
         prefixes = Prefixes(prefix_memory, prefill_chunk, lambda: admission.identity.weights)
         runner, first = Runner(self.model, graphs=graphs), admission.make_rows(self.policy)
         rooms: dict[str, Any] = {"prefixes": prefixes, "sessions": Sessions(Shelf(session_memory, session_dir))}
+        rooms["agreement"] = agreement
         paced: dict[str, Any] = {"decode_every": decode_every or scheduler.pace(device_of(self.model))}
         paced["mixed_tokens"] = 0 if graphs else scheduler.MIXED_TOKENS.get(device_of(self.model).type, 0)
         super().__init__(admission, runner, first, chunk=prefill_chunk, rotation=rotation, **paced, **rooms)
@@ -125,6 +127,26 @@ class Engine(Keeping):
     def row_bytes(self) -> int:
         """The bytes of a row in all layers, measured."""
         return self._rows.row_bytes
+
+    @property
+    def n_waiting(self) -> int:
+        """The number of requests that have no row yet."""
+        return sum("started" not in one.times for one in list(self._all.values()))
+
+    @property
+    def n_running(self) -> int:
+        """The number of requests that have a row, or have had one."""
+        return len(self._all) - self.n_waiting
+
+    @property
+    def session_bytes(self) -> tuple[int, int]:
+        """The bytes of sessions' memories in main memory, and in files."""
+        return self._sessions.nbytes
+
+    def waits(self, number: int) -> bool:
+        """Whether the request of a number has no row yet. Never waits for a step."""
+        one = self._all.get(number)
+        return one is not None and "started" not in one.times
 
     def memory(self) -> Memory:
         """Return the bytes of all rows and of sequences in main memory, summed over real tensors."""

@@ -25,6 +25,7 @@ from kvkeep.engine.runner import Runner
 from kvkeep.engine.scheduler import Scheduler
 from kvkeep.engine.service import Box, Service
 from kvkeep.engine.sessions import Sessions
+from kvkeep.engine.split import Agreement
 from kvkeep.engine.twins import Twins
 from kvkeep.engine.writing import Pending
 from kvkeep.errors import InputError, KVKeepError
@@ -50,6 +51,7 @@ class Work:
         prefixes: common beginnings of prompts.
         rotation: decides when a sequence gives up its row.
         sessions: the sessions of the engine.
+        agreement: the processes that run the model together.
     """
 
     def __init__(  # noqa: PLR0913  the parts of an engine
@@ -64,6 +66,7 @@ class Work:
         prefixes: Prefixes,
         sessions: Sessions,
         rotation: Rotation,
+        agreement: Agreement,
     ) -> None:
         self._admission, self._runner = admission, runner
         self._schedule = partial(Scheduler, chunk=chunk, decode_every=decode_every, mixed_tokens=mixed_tokens)
@@ -73,6 +76,7 @@ class Work:
         self._count, self._closed = 0, False
         self._service = Service()
         self._prefixes, self._sessions, self._rotation = prefixes, sessions, rotation
+        self._agreement = agreement
         self._use(rows)
 
     @property
@@ -89,26 +93,6 @@ class Work:
     def has_room(self) -> bool:
         """Whether fewer requests wait than there are rows: time to add more."""
         return len(self._scheduler.waiting) < max(1, self.rows) + self._rotation.host_rows and not self._twins.full
-
-    @property
-    def n_waiting(self) -> int:
-        """The number of requests that have no row yet."""
-        return sum("started" not in one.times for one in list(self._all.values()))
-
-    @property
-    def n_running(self) -> int:
-        """The number of requests that have a row, or have had one."""
-        return len(self._all) - self.n_waiting
-
-    @property
-    def session_bytes(self) -> tuple[int, int]:
-        """The bytes of sessions' memories in main memory, and in files."""
-        return self._sessions.nbytes
-
-    def waits(self, number: int) -> bool:
-        """Whether the request of a number has no row yet. Never waits for a step."""
-        one = self._all.get(number)
-        return one is not None and "started" not in one.times
 
     def cancel(self, number: int) -> Result | None:
         """End a request now; its row is free at the next step. Return ``None`` if it has ended already."""
@@ -146,6 +130,7 @@ class Work:
     def _step(self) -> None:
         with Uninterrupted(), self._service.turn, self._rotation:
             self._service.sweep(self.cancel)
+            self._agreement.check(self._all.values())
             with Guard(self._recover, self._scheduler.beginning):
                 self._admit()
             for run in (runs := self._scheduler.plan()):
@@ -197,7 +182,7 @@ class Work:
         places = [*(place for place, *_ in twins), *(place for place, _ in ready)]
         requests = [*(twin for *_, twin in twins), *(one for _, one in ready)]
         chosen = logits if len(requests) == len(logits) and not twins else logits[places]
-        tokens = sampler.draw(chosen, requests, self._rows.heads)
+        tokens = sampler.draw(chosen, requests, self._agreement.together)
         memories = {one.id: self._rows.take(cast(int, one.row)) for _, one, _ in twins}
         for n, (_, reader, twin) in enumerate(twins):
             with self._guarded(twin):
@@ -287,7 +272,7 @@ class Work:
 
     def _recover(self, error: BaseException, touched: Sequence[Generation]) -> None:
         """End the requests that a failure has touched. Rows are freed before anything runs that may fail again."""
-        if self._rows.heads.ranks > 1 and not isinstance(error, KVKeepError):
+        if self._agreement.together.ranks > 1 and not isinstance(error, KVKeepError):
             raise error  # the other processes may not have failed, and would wait for ever
         self._rows.renew()  # a layer that was left half way refuses to go on
         failed = [one for one in touched if one.id in self._all]

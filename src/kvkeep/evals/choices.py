@@ -13,7 +13,7 @@ from typing import Any
 
 from kvkeep.evals import sources
 from kvkeep.evals.hub import Place
-from kvkeep.evals.sources import Source
+from kvkeep.evals.sources import Source, text
 
 _OPTION = re.compile(r"""(?:^|,)[\s\['"]*([a-eA-E])\s*\)(?:\s*\1\s*\))?""")
 _MARK = re.compile(r"(?:Answer|Solution|Option)(\d): ")
@@ -59,11 +59,11 @@ def _adapted(name: str, row: Mapping[str, str]) -> Choice:
     if name == "mathqa":
         question, _, options = row["instruction"].rpartition("The options:")
         return _mathqa({"Problem": question, "options": options, "correct": row["answer"]})
-    text, _, _ = row["instruction"].partition("Answer format:")
-    asked, *rest = _MARK.split(text.split(": ", 1)[1])
+    before, _, _ = row["instruction"].partition("Answer format:")
+    asked, *rest = _MARK.split(before.split(": ", 1)[1])
     choices = [part.strip() for part in rest[1::2]]
     right = int(re.sub(r"\D", "", row["answer"])) - 1
-    if not choices or not 0 <= right < len(choices):
+    if not choices or not all(choices) or not 0 <= right < len(choices):
         raise ValueError("no choices, or another answer")
     if name == "winogrande":
         return _filled(asked.strip(), choices, right)
@@ -88,8 +88,8 @@ def _copa(row: Mapping[str, Any]) -> Choice:
     link = {"cause": "because", "effect": "therefore"}.get(row["question"])
     if link is None:
         raise ValueError(f"'question' is {row['question']!r}, neither 'cause' nor 'effect'")
-    context = f"{_text(row, 'premise').strip()[:-1]} {link}"
-    choices = [_text(row, "choice1"), _text(row, "choice2")]
+    context = f"{text(row, 'premise').strip()[:-1]} {link}"
+    choices = [text(row, "choice1"), text(row, "choice2")]
     said = tuple(f" {choice[0].lower()}{choice[1:]}" for choice in choices)
     return Choice((context,) * 2, said, _one_of(row["label"], 2))
 
@@ -99,38 +99,42 @@ def _science(name: str) -> Callable[[Mapping[str, Any]], Choice]:
 
     def read(row: Mapping[str, Any]) -> Choice:
         if isinstance(asked := row.get("question"), Mapping):
-            stem = _text(asked, "stem")
-            pairs = [(one["label"], _text(one, "text")) for one in asked["choices"]]
+            stem = text(asked, "stem")
+            pairs = [(one["label"], text(one, "text")) for one in asked["choices"]]
         else:
-            stem = _text(row, "question_stem" if "question_stem" in row else "question")
-            pairs = list(zip(row["choices"]["label"], row["choices"]["text"], strict=True))
+            stem = text(row, "question_stem" if "question_stem" in row else "question")
+            said = _texts(row["choices"], "text")
+            pairs = list(zip(row["choices"]["label"], said, strict=True))
         labels = [label for label, _ in pairs]
-        return _asked(name, stem, [text for _, text in pairs], _among(_text(row, "answerKey").strip(), labels))
+        return _asked(name, stem, [choice for _, choice in pairs], _among(text(row, "answerKey").strip(), labels))
 
     return read
 
 
 def _piqa(row: Mapping[str, Any]) -> Choice:
-    return _asked("piqa", _text(row, "goal"), [_text(row, "sol1"), _text(row, "sol2")], _one_of(row["label"], 2))
+    return _asked("piqa", text(row, "goal"), [text(row, "sol1"), text(row, "sol2")], _one_of(row["label"], 2))
 
 
 def _winogrande(row: Mapping[str, Any]) -> Choice:
-    options = [_text(row, "option1"), _text(row, "option2")]
-    return _filled(_text(row, "sentence"), options, _among(_text(row, "answer"), ("1", "2")))
+    options = [text(row, "option1"), text(row, "option2")]
+    return _filled(text(row, "sentence"), options, _among(text(row, "answer"), ("1", "2")))
 
 
 def _mathqa(row: Mapping[str, Any]) -> Choice:
     """The options stand in one text, as in ``a ) 38 , b ) 27 , c ) 30``, or as a list of such texts."""
-    options, question = _OPTION.split(_text(row, "options")), row["Problem"].strip()
+    options, question = _OPTION.split(text(row, "options")), row["Problem"].strip()
     letters, choices = options[1::2], [part.strip(" ,[]'\"") for part in options[2::2]]
     if not question or not all(choices):
         raise ValueError("a question or an option is empty")
     return _asked("mathqa", question, choices, _among(row["correct"].lower(), [one.lower() for one in letters]))
 
 
+_RTE = ("premise", "hypothesis"), ("sentence1", "sentence2")
+
+
 def _rte(row: Mapping[str, Any]) -> Choice:
     """An entry of GLUE (``sentence1``, 0 for entailment) or of SuperGLUE (``premise``, the label as a word)."""
-    said, asked = (row["premise"], row["hypothesis"]) if "premise" in row else (row["sentence1"], row["sentence2"])
+    said, asked = (text(row, name) for name in _RTE[0 if "premise" in row else 1])
     label = row["label"] if isinstance(row["label"], int) else _among(row["label"], ("entailment", "not_entailment"))
     context = f"{said.strip()}\nQuestion: {asked.strip()} True or False?\nAnswer:"
     return Choice((context,) * 2, (" True", " False"), _one_of(label, 2))
@@ -138,7 +142,7 @@ def _rte(row: Mapping[str, Any]) -> Choice:
 
 def _hellaswag(row: Mapping[str, Any]) -> Choice:
     before, after = row["ctx_a"], row["ctx_b"]
-    context = _plain(f"{_text(row, 'activity_label')}: {before} {after[:1].upper()}{after[1:].lower()}")
+    context = _plain(f"{text(row, 'activity_label')}: {before} {after[:1].upper()}{after[1:].lower()}")
     endings = [f" {_plain(ending)}" for ending in row["endings"]]
     return Choice(
         (context,) * len(endings), tuple(endings), _among(str(row["label"]), [*map(str, range(len(endings)))])
@@ -150,11 +154,11 @@ def _plain(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def _text(row: Mapping[str, Any], name: str) -> str:
-    value = row[name]
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name!r} is {value!r:.20}, no text")
-    return value
+def _texts(row: Mapping[str, Any], name: str) -> list[str]:
+    """A field that has to be a list of texts."""
+    if not isinstance(row[name], list):
+        raise ValueError(f"{name!r} is {row[name]!r:.20}, no list")
+    return [text({name: one}, name) for one in row[name]]
 
 
 def _among(label: object, known: Sequence[object]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ def rows(
         found = _objects(str(source.hub), "Row", enumerate(hub.rows(source.hub, otherwise), 1))
     else:
         path = _found(data, source, task)
-        if path.is_dir():
+        if path.name == source.saved:
             found = _objects(
                 str(path), "Row", enumerate(hub.saved(path, source.hub.split if source.hub else "test"), 1)
             )
@@ -115,6 +116,19 @@ def rows(
             found = _objects(str(path), "Entry", enumerate(content if isinstance(content, list) else [content], 1))
     _check(found, fields or {})
     return found
+
+
+def text(row: Mapping[str, Any], name: str) -> str:
+    """A field of a row that has to be a text.
+
+    Raises:
+        KeyError: the row has no such field.
+        ValueError: it is something else, or blank.
+    """
+    value = row[name]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name!r} is {value!r:.20}, no text")
+    return value
 
 
 def fingerprint(data: str | None, sources: Sequence[Source]) -> str | None:
@@ -145,8 +159,10 @@ def _found(folder: str | None, source: Source, task: str) -> Path:
 
 
 def _in(folder: str, source: Source) -> Path | None:
-    """The file of a data set in a folder, or its saved folder."""
-    paths = [path for name in source.names if (path := Path(folder, name)).is_file()]
+    """The file of a data set in a folder, or its saved folder. What has the file's name and is no file is found, too:
+    it is refused when it is read, and not left out without a word.
+    """
+    paths = [path for name in source.names if os.path.lexists(path := Path(folder, name))]
     saved = Path(folder, source.saved)
     return paths[0] if paths else saved if hub.is_saved(saved) else None
 
@@ -157,7 +173,7 @@ def _files(folder: str | None, source: Source) -> list[Path]:
         return []
     saved = Path(folder, source.saved)
     tables = [path for path in saved.rglob("*.arrow") if path.is_file()] if hub.is_saved(saved) else []
-    return [*(path for name in source.names if (path := Path(folder, name)).is_file()), *tables]
+    return [*(path for name in source.names if os.path.lexists(path := Path(folder, name))), *tables]
 
 
 def _objects(name: str, unit: str, numbered: Iterable[tuple[int, Any]]) -> Rows:
@@ -202,6 +218,9 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _bytes(path: Path) -> bytes:
+    if not path.is_file():  # a pipe would never end
+        kind = "a folder" if path.is_dir() else "a link to nothing" if path.is_symlink() else "no regular file"
+        raise InputError(f"{path} is {kind}. Put the file of the data set there, or remove it.")
     try:
         return read_whole(path) or b""
     except OSError as error:

@@ -80,7 +80,7 @@ def explain(  # noqa: PLR0913  the choices of a user
         raw: leave the tokenizer's chat template out.
         name: the model's name on the page; by default its own.
         command: the command that the page shows; by default this call.
-        progress: called with the share of the work that is done.
+        progress: called with the share of the work that is done, as far as time follows the products of numbers.
 
     Returns:
         The record, with ``to_html``, ``to_json`` and a page in notebooks.
@@ -103,16 +103,13 @@ def explain(  # noqa: PLR0913  the choices of a user
         prompt, notes = _prompt(checkpoint, found, message, asked, raw=raw)
         slots = _slots(asked, len(prompt.ids), notes)
         _check_runs(checkpoint, asked.policies, slots, prompt)
-        total, read = (len(asked.policies) + 1) * len(prompt.ids), 0
-
-        def done(tokens: int) -> None:
-            nonlocal read
-            read += tokens
-            progress(min(1.0, read / total))
-
+        rooms = [_room(one, slots, prompt) for one in asked.policies]
+        work = runs.Work(found, prompt, rooms, progress)
         with enough_memory(found.device):
-            ledgers = [runs.bounded(found, one, _room(one, slots, prompt), prompt, done) for one in asked.policies]
-            answer, missed = runs.full(found, prompt, ledgers, done)
+            ledgers = [
+                runs.bounded(found, one, room, prompt, work) for one, room in zip(asked.policies, rooms, strict=True)
+            ]
+            answer, missed = runs.full(found, prompt, ledgers, work)
         ids, tokens = prompt.ids.tolist(), checkpoint.tokenizer
         return Explanation(
             model=name or checkpoint.name,

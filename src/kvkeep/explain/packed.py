@@ -13,6 +13,8 @@ SHADES = 255
 """Steps of a shade."""
 HELD = 255
 """Stands for a token that was not dropped."""
+_ROWS = 8
+"""Rows of a table that are turned into shades at a time, in float64."""
 MOST_MOMENTS = 254
 """Moments that a drop can be told by in one byte."""
 
@@ -25,8 +27,10 @@ def moments(dropped: Tensor) -> dict[str, Any]:
 def shades(values: Tensor) -> dict[str, Any]:
     """Numbers of 0 or more, one byte each: the square root of the share of the largest, in 255 steps."""
     most = float(values.max()) if values.numel() else 0.0
-    steps = (values.double() / (most or 1.0)).sqrt().mul(SHADES).round()
-    return {**_table("uint8", steps.to(torch.uint8)), "largest": most}
+    steps = torch.empty(values.shape, dtype=torch.uint8)
+    for some, to in zip(values.split(_ROWS), steps.split(_ROWS), strict=True):
+        to.copy_((some.double() / (most or 1.0)).sqrt_().mul_(SHADES).round_())
+    return {**_table("uint8", steps), "largest": most}
 
 
 def short_floats(values: Tensor) -> dict[str, Any]:

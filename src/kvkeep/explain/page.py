@@ -14,7 +14,7 @@ from typing import Any
 
 _ASSETS = Path(__file__).parent / "assets"
 _STYLES = ("colours.css", "tokens.css", "page.css")
-_SCRIPTS = ("tokens.js", "strip.js", "data.js", "panels.js", "page.js")
+_SCRIPTS = ("tokens.js", "parts.js", "strip.js", "data.js", "columns.js", "panels.js", "answers.js", "page.js")
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 

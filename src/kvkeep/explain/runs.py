@@ -15,6 +15,8 @@ from kvkeep.cache import BoundedCache
 from kvkeep.explain.ledger import Answered, Ledger
 from kvkeep.explain.overheard import Heard, overheard
 from kvkeep.explain.watch import FullCache, feed, watch
+from kvkeep.layout import windows_of
+from kvkeep.models.suitable import unwrapped
 from kvkeep.policies.base import Policy
 from kvkeep.types import Phase
 
@@ -45,6 +47,36 @@ class Prompt:
         return list(self.ids.split(self.chunk))
 
 
+class Work:
+    """The share of the work that is done, in products of numbers: time follows it closely enough for a bar.
+
+    Args:
+        model: the model.
+        prompt: the prompt.
+        rooms: slots of each head, for each bounded run.
+        progress: called with the share after each step.
+    """
+
+    def __init__(self, model: Any, prompt: Prompt, rooms: Sequence[int], progress: Callable[[float], object]):
+        config = unwrapped(model).config
+        vocabulary = config.get_text_config().vocab_size  # embeddings are looked up, and logits are needed once a step
+        self._weights: int = sum(one.numel() for one in model.parameters() if vocabulary not in one.shape)
+        self._pair: int = 2 * len(windows_of(config)) * config.get_text_config().hidden_size
+        self._progress, self._done, self._all = progress, 0, 0
+        end = 0
+        for piece in prompt.chunks():
+            size, end = len(piece), end + len(piece)
+            self._all += self._of(size, end) + sum(self._of(size, 2 * min(end, room + size)) for room in rooms)
+
+    def _of(self, tokens: int, seen: int) -> int:
+        return tokens * (self._weights + self._pair * seen)
+
+    def add(self, tokens: int, seen: int) -> None:
+        """Note that tokens were read, each of which attended to so many."""
+        self._done += self._of(tokens, seen)
+        self._progress(min(1.0, self._done / self._all))
+
+
 @dataclass(frozen=True, eq=False)
 class Missed:
     """What the full cache says about one policy's run.
@@ -61,7 +93,7 @@ class Missed:
 
 
 @torch.inference_mode()
-def bounded(model: Any, policy: Policy, budget: int, prompt: Prompt, done: Callable[[int], object]) -> Ledger:
+def bounded(model: Any, policy: Policy, budget: int, prompt: Prompt, work: Work) -> Ledger:
     """Run a prompt and its greedy answer in a bounded cache, and record every moment.
 
     Args:
@@ -69,7 +101,7 @@ def bounded(model: Any, policy: Policy, budget: int, prompt: Prompt, done: Calla
         policy: the eviction policy.
         budget: tokens kept per layer and head.
         prompt: the prompt.
-        done: called with the number of tokens of each step.
+        work: is told of each step.
     """
     heard: dict[int, Heard] = {}
     cache = BoundedCache(model.config, overheard(policy, heard.__setitem__), budget, prefill_chunk=prompt.chunk)
@@ -84,7 +116,7 @@ def bounded(model: Any, policy: Policy, budget: int, prompt: Prompt, done: Calla
         read += len(piece)
         ledger.note(watches, heard, read)
         heard.clear()
-        done(len(piece))
+        work.add(len(piece), 2 * min(read, budget + len(piece)))  # attention is computed twice
         if not pieces and len(ids) < prompt.new_tokens and not prompt.ends.intersection(ids[-1:]):
             ledger.choose(watches)
             ids.append(int(logits.argmax()))
@@ -105,28 +137,27 @@ def _budgets(cache: BoundedCache) -> list[int]:
 
 
 @torch.inference_mode()
-def full(
-    model: Any, prompt: Prompt, ledgers: Sequence[Ledger], done: Callable[[int], object]
-) -> tuple[list[int], list[Missed]]:
+def full(model: Any, prompt: Prompt, ledgers: Sequence[Ledger], work: Work) -> tuple[list[int], list[Missed]]:
     """Run a prompt under the full cache, its own greedy answer, and then the answer of each bounded run.
 
     Args:
         model: the model, attached.
         prompt: the prompt.
         ledgers: the bounded runs.
-        done: called with the number of tokens of each step.
+        work: is told of each chunk.
 
     Returns:
         The full cache's answer, and what it says about each run.
     """
     cache, begun = FullCache(model, prompt.length), [list[Tensor]() for _ in ledgers]
-    logits = torch.empty(0)
+    logits, read = torch.empty(0), 0
     for moment, piece in enumerate(prompt.chunks()):
         logits = cache.feed(piece, Phase.PREFILL)
         mass = cache.mass()
         for ledger, lost in zip(ledgers, begun, strict=True):
             lost.append(_lost(mass, ledger, moment))
-        done(len(piece))
+        read += len(piece)
+        work.add(len(piece), read)
     first, own = cache.newest(), list[int]()
     while len(own) < prompt.new_tokens and not prompt.ends.intersection(own[-1:]):
         own.append(int(logits.argmax()))
@@ -135,7 +166,6 @@ def full(
     for ledger, lost in zip(ledgers, begun, strict=True):
         cache.go_back(len(prompt.ids))
         found.append(_followed(cache, first, ledger, lost))
-        done(len(ledger.answered.ids))
     return own, found
 
 

@@ -20,6 +20,9 @@ from kvkeep.openai.answers import Show
 FORMAT = 3
 """Version of the lines. Older versions chunked prompts and drew tokens differently, so their jobs are not resumed."""
 
+LAYOUT = "weight_layout"
+"""The setting that says how weights were laid out for speed. A job goes on under another one, too."""
+
 SYNC_S = 2.0
 """Seconds after which the next line is followed by a sync to the disk."""
 
@@ -95,7 +98,7 @@ class Output:
     def agree(self, made_by: Mapping[str, Any]) -> None:
         """Set the settings that are written with each completion.
 
-        The weights' fingerprint may be missing at first; then this is called again with it.
+        The weights' fingerprint and layout may be missing at first; then this is called again with them.
 
         Raises:
             InputError: the file was written with other settings.
@@ -106,6 +109,14 @@ class Output:
                 f"{self.name} was written with {differences[0]}, and this job has {differences[1]}. Give another "
                 "output file, or the same settings and weights."
             )
+
+    @property
+    def weight_layout(self) -> tuple[bool, bool] | None:
+        """How an earlier run of the job laid out the weights, see `kvkeep.models.fused.chosen`; `None` if unknown."""
+        said = self.made_by.get(LAYOUT)
+        if isinstance(said, list | tuple) and [type(one) for one in said] == [bool, bool]:
+            return said[0], said[1]
+        return None
 
     @property
     def own(self) -> Mapping[str, Any]:
@@ -232,8 +243,13 @@ def _remedy(path: Path) -> str:
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Two settings' differences in words, one text for each; ``None`` if they agree. Unknown weights are ignored."""
-    known = {*one, *other} if "weights" in one and "weights" in other else {*one, *other} - {"weights"}
+    """Two settings' differences in words, one text for each; ``None`` if they agree.
+
+    Unknown weights are ignored, and how weights are laid out.
+    """
+    known = {*one, *other} - {LAYOUT}
+    if not ("weights" in one and "weights" in other):
+        known -= {"weights"}
     names = sorted(name for name in known if one.get(name) != other.get(name))
 
     def words(settings: Mapping[str, Any]) -> str:

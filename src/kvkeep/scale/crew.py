@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from kvkeep.errors import InputError
 from kvkeep.jobs.survey import Shape
 from kvkeep.scale.cluster import Need, last_words, need_ray
-from kvkeep.scale.worker import Answer, Facts, Make, Worker
+from kvkeep.scale.worker import Answer, Facts, Layout, Make, Worker
 
 Item: TypeAlias = tuple[int, bytes]
 """The number of a line, and its bytes."""
@@ -60,6 +60,7 @@ class Crew:
         make: makes the engine of a worker.
         size: the number of workers.
         need: what each takes.
+        like: how the first worker lays out the weights; it chooses by speed if this is left out.
         tell: prints a note for the user.
 
     Attributes:
@@ -72,9 +73,10 @@ class Crew:
         size: int,
         need: Need,
         *,
+        like: Layout | None = None,
         tell: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self._ray, self._make, self._tell = need_ray(), make, tell
+        self._ray, self._make, self._like, self._tell = need_ray(), make, like, tell
         options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_concurrency": _MOST_AT_ONCE}
         options |= {"memory": need.memory} if need.memory else {}
         self._remote = self._ray.remote(Worker).options(**options, max_restarts=0, max_task_retries=0)
@@ -184,7 +186,7 @@ class Crew:
 
     def _hire(self, place: _Place) -> None:
         place.handle = self._remote.remote(self._make)
-        place.starting = place.handle.begin.remote(None if self._facts is None else self._facts.layout)
+        place.starting = place.handle.begin.remote(self._like if self._facts is None else self._facts.layout)
 
     def _dismiss(self, place: _Place) -> None:
         if place.handle is not None:

@@ -14,6 +14,7 @@ from kvkeep.backends import reference
 from kvkeep.codes import KV_BITS, decode, encode, encode_keys, hadamard
 from kvkeep.eviction import head_budgets, limit
 from kvkeep.layer import Layer
+from kvkeep.parallel import ALONE, Heads
 from kvkeep.pins import Spans, table
 from kvkeep.policies.base import Policy
 from kvkeep.store import Cascade
@@ -116,10 +117,11 @@ class Moment:
     layer: Layer
 
 
-def run(policy: Policy, case: Case, tape: Tape | None = None) -> Iterator[Moment]:
+def run(policy: Policy, case: Case, tape: Tape | None = None, *, heads: Heads = ALONE) -> Iterator[Moment]:
     """Feed a case to a real layer: the prompt, then one token at a time."""
     tape = Tape.random(case) if tape is None else tape
     layer = Layer(policy, case.budget, index=1, prefill_chunk=case.chunk, pins=[case.pins], kv_bits=case.kv_bits)
+    layer.heads = heads
     columns = tape.real.shape[1]
     bounds = [0, *range(columns - case.steps, columns + 1)]
     for start, stop in itertools.pairwise(bounds):

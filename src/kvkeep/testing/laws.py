@@ -20,6 +20,7 @@ from kvkeep.registry import available, parse, spec
 from kvkeep.statistic import Nothing
 from kvkeep.testing.case import Case, Tape, replay, run
 from kvkeep.testing.moving import Fed
+from kvkeep.testing.shared import held, outputs, run_shared
 from kvkeep.types import EMPTY, Phase, Slots, State, View
 
 MARGIN = 1e-5
@@ -207,6 +208,21 @@ def heads_are_independent(policy: Policy, case: Case) -> None:
     other.keys[:, 1:] = other.keys[:, 1:].flip(-1)
     for one, two in zip(run(policy, case, tape), run(policy, case, other), strict=True):
         assert torch.equal(one.positions[:, 0], two.positions[:, 0]), "head 0 depends on the other heads"
+
+
+@_law
+def processes_share_the_heads(policy: Policy, case: Case) -> None:
+    """A layer whose heads are divided among two processes keeps the same tokens as one with all heads.
+
+    A policy that looks at all heads of a layer has to ask `View.heads` for them.
+    """
+    case = replace(case, heads=2 * case.heads)
+    tape = Tape.random(case)
+    together = run_shared(policy, case, tape, 2)
+    for step, (one, parts) in enumerate(zip(run(policy, case, tape), together, strict=True)):
+        whole, shared = held([one]), held(parts)
+        assert whole == shared, f"step {step}: one process keeps {whole}, two keep {shared}"
+        torch.testing.assert_close(outputs(parts), one.out, rtol=1e-4, atol=1e-5)
 
 
 @_law

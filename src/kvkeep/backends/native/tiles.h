@@ -1,7 +1,8 @@
 // The parts of attention of many tokens per row: what is asked, how it is cut into work, and products of tiles.
 //
-// A block of query rows meets all keys that it sees at once: its logits, at most ROOM floats, stay in the second-level
-// cache, where they become probabilities, are summed over the rows, and weigh the values. Keys are transposed once per
+// A block of query rows meets all keys that it sees at once: its logits, about ROOM floats, stay in the second-level
+// cache, where they become probabilities, are summed over the rows, and weigh the values. So many keys that LEAST_ROWS
+// rows leave the cache are read from memory for each block, and fewer rows would read them more often. Keys are transposed once per
 // head, a panel of PANEL keys at a time. Panels that no row of a block sees are skipped, so a causal chunk costs half.
 //
 // One head's rows are cut into parts whose number does not depend on the number of threads. One thread does a part from
@@ -49,7 +50,7 @@ namespace {
 constexpr int ROWS = 6;  // with TILE vectors of keys, the sums fill the registers
 constexpr int64_t PANEL = TILE * W;
 constexpr int64_t PARTS = 16, HEADS_AT_ONCE = 32;
-constexpr int64_t MOST_ROWS = 48, ROOM = 48 * 4096;
+constexpr int64_t LEAST_ROWS = 24, MOST_ROWS = 48, ROOM = 48 * 4096;
 
 // One head's keys and values, packed: panels of transposed keys, values in pairs, positions.
 struct Packed {
@@ -68,7 +69,7 @@ struct Plan {
     Plan(const Prefill &a, bool narrow) : a(a), dim(a.dim), value_dim(a.value_dim) {
         slots = a.pieces[0].slots + a.pieces[1].slots;
         panels = (slots + PANEL - 1) / PANEL;
-        const int64_t rows = std::max<int64_t>(ROWS, std::min(MOST_ROWS, ROOM / (panels * PANEL)));
+        const int64_t rows = std::clamp(ROOM / (panels * PANEL), LEAST_ROWS, MOST_ROWS);
         tokens_each = std::max<int64_t>(1, std::min(rows / a.group, a.tokens));
         rows_each = up(tokens_each * a.group, ROWS);
         blocks = (a.tokens + tokens_each - 1) / tokens_each;

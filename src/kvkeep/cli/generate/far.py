@@ -21,13 +21,22 @@ from kvkeep.models.load import embedded
 from kvkeep.planning.plan import plan
 from kvkeep.scale.cluster import Need, check_room, check_versions, nodes, own_cpus, share
 from kvkeep.scale.crew import Crew, Item
-from kvkeep.scale.worker import Answer
+from kvkeep.scale.worker import Answer, Layout
 
 PROCESS_BYTES = 400 * 10**6
 """Main memory of a worker beside weights and rows: Python, torch, buffers."""
 
 
-def crew_of(request: Request, batch: Batch, *, requests: int, longest: int, budget: int, memory: str | None) -> Crew:
+def crew_of(
+    request: Request,
+    batch: Batch,
+    *,
+    requests: int,
+    longest: int,
+    budget: int,
+    memory: str | None,
+    like: Layout | None = None,
+) -> Crew:
     """The workers of a job, which have not been started yet. The cluster has been joined.
 
     Args:
@@ -37,6 +46,7 @@ def crew_of(request: Request, batch: Batch, *, requests: int, longest: int, budg
         longest: tokens of the longest one.
         budget: tokens kept per layer and head.
         memory: a fingerprint of the memory that every line follows.
+        like: how an earlier run of the job laid out the weights.
 
     Raises:
         InputError: nodes have other versions than this process, or the workers do not fit.
@@ -54,7 +64,7 @@ def crew_of(request: Request, batch: Batch, *, requests: int, longest: int, budg
     need = Need(cpus=cpus, gpus=gpus, memory=bytes_needed)
     check_room(found, need, batch.workers)
     recipe = Recipe(request=asked, batch=batch, most=most, budget=budget, memory=memory)
-    return Crew(recipe, batch.workers, need, tell=console.note)
+    return Crew(recipe, batch.workers, need, like=like, tell=console.note)
 
 
 def whole(name: str | None) -> str | None:

@@ -29,10 +29,11 @@ from kvkeep.engine import Engine
 from kvkeep.engine.prompts import checked_guard
 from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs.lines import Line, digest, read
-from kvkeep.jobs.output import Output
+from kvkeep.jobs.output import LAYOUT, Output
 from kvkeep.jobs.survey import Judge, Survey, foreign, problem, remove_bad, write_bad
 from kvkeep.models import split, threads
 from kvkeep.models.device import enough_memory, parse_device
+from kvkeep.models.fused import chosen
 from kvkeep.models.load import Checkpoint, embedded, find, quiet
 from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
@@ -120,7 +121,8 @@ def _near(job: _Job, budget: int) -> None:
     """Run a job on one engine in this process."""
     writer = _load(job.request, job.checkpoint, job.output, job.settings)
     job.output.show = show_with(writer)
-    engine = _engine(writer, job.request, job.batch, job.survey, budget=budget)
+    engine = _engine(writer, job, budget=budget)
+    job.output.agree({**job.output.own, LAYOUT: chosen(writer.model)})
     _remark(job.survey, job.checkpoint, job.request.model or "embedded")
     memory = job.survey.memory
     todo = _todo(job, lambda shapes: [problem(shape, engine, memory) for shape in shapes])
@@ -139,12 +141,13 @@ def _far(job: _Job, budget: int, memory: str | None) -> None:
     console.progress(f"starting {console.count(batch.workers, 'worker')} …")
     with interruptible() as stopped, joined(batch.address, cpus=cpus * batch.workers):
         lengths = {"requests": survey.requests, "longest": survey.longest}
-        crew = crew_of(job.request, batch, **lengths, budget=budget, memory=memory)
+        like = job.output.weight_layout
+        crew = crew_of(job.request, batch, **lengths, budget=budget, memory=memory, like=like)
         with closing(crew):
             crew.begin(stopped)
             if stopped():
                 raise typer.Exit(console.INTERRUPTED)
-            job.output.agree({**job.settings, "weights": crew.facts.weights})
+            job.output.agree({**job.settings, "weights": crew.facts.weights, LAYOUT: crew.facts.layout})
             _remark(survey, job.checkpoint, job.request.model or "embedded")
             todo = _todo(job, crew.judge)
             each = f"{console.count(batch.workers, 'worker')}, each with "
@@ -222,10 +225,12 @@ def _load(request: Request, checkpoint: Checkpoint, output: Output, settings: di
     return writer
 
 
-def _engine(writer: Writer, request: Request, batch: Batch, survey: Survey, *, budget: int) -> Engine:
-    """The engine, with no more rows than lines."""
+def _engine(writer: Writer, job: _Job, *, budget: int) -> Engine:
+    """The engine, with no more rows than lines, on weights that are laid out as by an earlier run."""
+    request, survey = job.request, job.survey
     try:
-        return engine_of(writer, request, batch, most=survey.requests, budget=budget)
+        like = job.output.weight_layout
+        return engine_of(writer, request, job.batch, most=survey.requests, budget=budget, like=like)
     except BudgetError as error:
         if request.budget or parse_policy(request.policy).evicts:
             raise

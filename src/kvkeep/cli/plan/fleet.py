@@ -89,6 +89,8 @@ def read_load(given: dict[str, Any]) -> Loaded:
     if trace.turns:
         if both := next((name for name in _DRAWN if given[name] is not None), None):
             raise InputError(f"`{both}` was given, and {file} is a trace with times that says it.")
+        if given["requests"] is not None:
+            raise InputError(f"`requests` was given, and {file} is a trace with times: all its messages are simulated.")
         words = f"{console.count(sum(map(len, trace.turns)), 'message')} of a trace"
         if len(trace.turns) < sum(map(len, trace.turns)):
             words += f", in {console.count(len(trace.turns), 'conversation')}"

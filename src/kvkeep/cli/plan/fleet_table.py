@@ -155,9 +155,7 @@ def _lines(fleet: Fleet, ours: Found, theirs: Found) -> dict[str, Callable[[Foun
     }
     for words, key in {"first token": "first_s", "time per token": "token_s"}.items():
         for share in (f"p{SHARES[0]:g}", f"p{SHARES[-1]:g}"):
-            lines[f"{words}, {share}"] = lambda one, key=key, share=share: _time(  # type: ignore[misc]
-                spread(getattr(one.log, key)), share
-            )
+            lines[f"{words}, {share}"] = _share_of(key, share)
     lines |= {
         "new tokens/s, all devices": lambda one: console.show_rate(
             one.log.new_tokens / _device_seconds(one) * (one.devices or 0)
@@ -179,6 +177,11 @@ def _lines(fleet: Fleet, ours: Found, theirs: Found) -> dict[str, Callable[[Foun
             )
             lines["main memory ↔ disk"] = _ours(ours, lambda log: _flow(log.disk_bytes, ours))
     return lines
+
+
+def _share_of(key: str, share: str) -> Callable[[Found], str]:
+    """The cell of a percentile of the times that a log has under this name."""
+    return lambda one: _time(spread(getattr(one.log, key)), share)
 
 
 def _ours(ours: Found, cell: Callable[[Any], str]) -> Callable[[Found], str]:

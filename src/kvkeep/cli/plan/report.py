@@ -224,8 +224,13 @@ def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
         lines[f"memory for {console.count(made.rows, 'row')}"] = lambda one: _fits(made, one, made.rows or 0)
     lines["a step reads more cache than weights from"] = lambda one: console.count(one.crossover_rows, "row")
     for name, rows in _speeds(made).items():
-        lines[f"tokens/s at most, {name}"] = lambda one, rows=rows: _speed(made, one, rows(one))  # type: ignore[misc]
+        lines[f"tokens/s at most, {name}"] = _speed_of(made, rows)
     return lines
+
+
+def _speed_of(made: Plan, rows: Callable[[Cost], int]) -> Callable[[Cost], str]:
+    """The cell of the speed of a number of rows."""
+    return lambda one: _speed(made, one, rows(one))
 
 
 def _speeds(made: Plan) -> dict[str, Callable[[Cost], int]]:

@@ -11,7 +11,7 @@ from kvkeep.errors import InputError
 from kvkeep.evals import sources
 from kvkeep.evals.answered import Item
 from kvkeep.evals.hub import Place
-from kvkeep.evals.sources import Source
+from kvkeep.evals.sources import Source, text
 
 _ASK = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 
@@ -64,63 +64,82 @@ def library(name: str, data: str | None) -> Library:
     """
     source = SOURCES[name]
     read = sources.rows(data, source, f"ruler's {name}")
-    try:
-        found = _squad(read.rows) if name == "qa_1" else _hotpot(read.rows)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise InputError(f"{read.name} has another format than {source.public}: {error!r:.80}.") from error
+    what = f"part of {source.public}"
+    found = _squad(read.read(_flat, what)) if name == "qa_1" else _hotpot(read.read(_entry, what))
     if not found.questions:
         raise InputError(f"{read.name} has no question with an answer.")
     return found
 
 
-def _squad(rows: Sequence[Mapping[str, Any]]) -> Library:
+_Flat = tuple[str, str, str, tuple[str, ...]]
+
+
+def _squad(rows: Iterable[Sequence[_Flat]]) -> Library:
     """The authors' file is one object with articles and their paragraphs; the hub has a row for each question."""
-    asked = list(_flat(rows))
-    numbers = {text: i for i, text in enumerate(sorted({text for _, text, _, _ in asked}))}
+    asked = [one for row in rows for one in row]
+    numbers = {said: i for i, said in enumerate(sorted({said for _, said, _, _ in asked}))}
     about: dict[str, set[int]] = {}
-    for article, text, _, _ in asked:
-        about.setdefault(article, set()).add(numbers[text])
+    for article, said, _, _ in asked:
+        about.setdefault(article, set()).add(numbers[said])
     questions = [
-        Asked(question, answers, (numbers[text],), tuple(sorted(about[article] - {numbers[text]})))
-        for article, text, question, answers in asked
+        Asked(question, answers, (numbers[said],), tuple(sorted(about[article] - {numbers[said]})))
+        for article, said, question, answers in asked
         if answers
     ]
     return Library(tuple(numbers), tuple(questions))
 
 
-def _flat(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
+def _flat(row: Mapping[str, Any]) -> list[_Flat]:
     """Article, paragraph, question and different answers of each question; a paragraph without any has empty ones."""
-    for row in rows:
-        if "data" not in row:
-            yield str(row["title"]), str(row["context"]), str(row["question"]), _different(row["answers"]["text"])
-            continue
-        for number, article in enumerate(row["data"]):
-            for paragraph in article["paragraphs"]:
-                yield str(number), str(paragraph["context"]), "", ()
-                for one in paragraph["qas"]:
-                    answers = () if one.get("is_impossible", False) else (answer["text"] for answer in one["answers"])
-                    yield str(number), str(paragraph["context"]), str(one["question"]), _different(answers)
+    if "data" not in row:
+        return [(text(row, "title"), text(row, "context"), text(row, "question"), _different(row["answers"]["text"]))]
+    found: list[_Flat] = []
+    for number, article in enumerate(row["data"], 1):
+        for place, paragraph in enumerate(article["paragraphs"], 1):
+            try:
+                found += _paragraph(str(number), paragraph)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                said = f"no {error}" if isinstance(error, KeyError) else f"{error}"
+                raise ValueError(f"paragraph {place} of article {number}: {said}") from error
+    return found
 
 
-def _different(answers: Iterable[object]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(map(str, answers)))
+def _paragraph(article: str, paragraph: Mapping[str, Any]) -> Iterator[_Flat]:
+    context = text(paragraph, "context")
+    yield article, context, "", ()
+    for one in paragraph["qas"]:
+        answers = [] if one.get("is_impossible", False) else [answer["text"] for answer in one["answers"]]
+        yield article, context, text(one, "question"), _different(answers)
 
 
-def _hotpot(rows: Sequence[Mapping[str, Any]]) -> Library:
-    """Documents are pairs of title and sentences; in the hub's copy titles and sentences are two lists."""
-    shown = [[f"{title}\n{''.join(said)}" for title, said in _documents(row["context"])] for row in rows]
-    texts = sorted({text for some in shown for text in some})
-    numbers = {text: i for i, text in enumerate(texts)}
-    questions = [
-        Asked(str(row["question"]), (str(row["answer"]),), tuple(numbers[text] for text in some))
-        for row, some in zip(rows, shown, strict=True)
-    ]
+def _different(answers: Any) -> tuple[str, ...]:
+    """The answers, each once. A blank one would be found in every reply."""
+    if not isinstance(answers, list):
+        raise ValueError(f"answers are {answers!r:.20}, no list")
+    return tuple(dict.fromkeys(text({"answer": answer}, "answer") for answer in answers))
+
+
+def _hotpot(rows: Sequence[tuple[str, str, Sequence[str]]]) -> Library:
+    texts = sorted({said for _, _, shown in rows for said in shown})
+    numbers = {said: i for i, said in enumerate(texts)}
+    questions = [Asked(asked, (answer,), tuple(numbers[said] for said in shown)) for asked, answer, shown in rows]
     return Library(tuple(texts), tuple(questions))
 
 
-def _documents(context: Any) -> list[tuple[str, list[str]]]:
+def _entry(row: Mapping[str, Any]) -> tuple[str, str, list[str]]:
+    """Question, answer and documents, which are pairs of title and sentences, or two lists in the hub's copy."""
+    context = row["context"]
     pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, Mapping) else context
-    return [(str(title), list(said)) for title, said in pairs]
+    shown = [_document(title, said) for title, said in pairs]
+    if not shown:
+        raise ValueError("it has no documents")
+    return text(row, "question"), text(row, "answer"), shown
+
+
+def _document(title: Any, said: Any) -> str:
+    if not isinstance(title, str) or not isinstance(said, list):
+        raise ValueError("'context' holds no titles and lists of sentences")
+    return f"{title}\n{''.join(said)}"
 
 
 def items(found: Library, asked: Asked, seed: str) -> Callable[[int], Item]:

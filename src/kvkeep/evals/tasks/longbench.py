@@ -6,6 +6,7 @@ than the model was trained for loses the middle of its text.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -54,7 +55,7 @@ class LongBench(Answered):
         """A case for each task, by default for each whose file is there.
 
         Raises:
-            InputError: a file is missing or of another format.
+            InputError: a file is missing, or a line has another format or no answer.
         """
         known = tuple(described())
         there = [name for name in known if sources.has(options.data, source(name))]
@@ -65,13 +66,9 @@ class LongBench(Answered):
 
 
 def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str]) -> Case:
-    task = described()[name]
-    fields = {"context": str, "input": str, "answers": list}
-    if task["metric"] == "classification":
-        fields["all_classes"] = list
-    rows = sources.rows(options.data, source(name), f"longbench's {name}", fields).rows
-    n = min(options.limit or len(rows), len(rows))
-    items = [_item(task, rows[(options.seed * n + i) % len(rows)]) for i in range(n)]
+    task, every = described()[name], read(name, options.data)
+    n = min(options.limit or len(every), len(every))
+    items = [every[(options.seed * n + i) % len(every)] for i in range(n)]
     room = None if checkpoint.trained_length is None else checkpoint.trained_length - int(task["new"])
     short = [item if room is None else _shortened(checkpoint, item, room, name) for item in items]
     if cut := sum(one is not other for one, other in zip(items, short, strict=True)):
@@ -80,16 +77,47 @@ def _case(checkpoint: Checkpoint, options: Options, name: str, notes: list[str])
     return Case(prompts, int(task["new"]), lambda item, reply: grade(task, item, reply))
 
 
+def read(name: str, data: str | None) -> list[Item]:
+    """All items of a task.
+
+    Raises:
+        InputError: its file is missing, or a line has another format or no answer that a reply can be graded by.
+    """
+    task, fields = described()[name], {"context": str, "input": str, "answers": list}
+    if task["metric"] == "classification":
+        fields["all_classes"] = list
+    found = sources.rows(data, source(name), f"longbench's {name}", fields)
+    return found.read(lambda row: _item(task, row), f"item of longbench's {name}")
+
+
 def _item(task: Mapping[str, Any], row: Mapping[str, Any]) -> Item:
     before, after = str(task["prompt"]).split("{context}")
-    classes = row.get("all_classes") or ()
+    classes = row["all_classes"] if task["metric"] == "classification" else []
     return Item(
-        text=before + row["context"],
+        text=before + sources.text(row, "context"),
         question=after.replace("{input}", row["input"]),
-        answers=tuple(str(answer) for answer in row["answers"]),
-        classes=tuple(str(name) for name in classes) if isinstance(classes, list) else (),
+        answers=tuple(_answer(task["metric"], answer, classes) for answer in _some(row["answers"])),
+        classes=tuple(sources.text({"all_classes": one}, "all_classes") for one in classes),
         chat=not task.get("few_shot", False),
     )
+
+
+def _some(answers: list[Any]) -> list[Any]:
+    if not answers:
+        raise ValueError("it has no answer, so that every reply would be wrong")
+    return answers
+
+
+def _answer(metric: str, answer: Any, classes: list[Any]) -> str:
+    """An answer that a reply can be graded by."""
+    said = sources.text({"answers": answer}, "answers")
+    if metric == "retrieval" and not re.search(r"Paragraph \d", said):
+        raise ValueError(f"its answer {said!r:.30} names no paragraph, as in 'Paragraph 7'")
+    if metric == "count" and not re.fullmatch(r"\s*\d+\s*", said):
+        raise ValueError(f"its answer {said!r:.30} is no number")
+    if metric == "classification" and said not in classes:
+        raise ValueError(f"its answer {said!r:.30} is none of its classes")
+    return said
 
 
 def _shortened(checkpoint: Checkpoint, item: Item, room: int, name: str) -> Item:

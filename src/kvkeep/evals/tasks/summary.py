@@ -90,8 +90,9 @@ def _item(name: str, row: Mapping[str, Any], place: str) -> Item:
     for article, summary in _FIELDS:
         text, answer = row.get(article), row.get(summary)
         if isinstance(text, str) and isinstance(answer, str) and text.strip() and answer.strip():
-            text = text.rpartition("###\nArticle: ")[2].partition("\n\nSummarize the above")[0]
-            return Item(text=f"Article: {text.strip()}", question=_ASK[name], answers=(answer,))
+            text = text.rpartition("###\nArticle: ")[2].partition("\n\nSummarize the above")[0].strip()
+            if text:
+                return Item(text=f"Article: {text}", question=_ASK[name], answers=(answer,))
     wanted = " or ".join(f"{article!r} and {summary!r}" for article, summary in _FIELDS)
     raise InputError(f"{place} has no article with its summary: it needs {wanted}, as text.")
 

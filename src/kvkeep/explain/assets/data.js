@@ -66,18 +66,47 @@
       return found === HELD ? -1 : found;
     }
 
-    /* The share of heads that hold each token; -1 for tokens that are not read yet. */
-    shares(moment) {
+    /* The share of heads that hold each token of a part; -1 for tokens that are not read yet. */
+    shares(moment, first, last) {
       const { rows, columns, values } = this.dropped;
       const own = this.moment(moment);
-      const read = this.read(moment);
-      const found = new Float32Array(columns).fill(-1);
-      for (let i = 0; i < read; i++) found[i] = 0;
+      const read = Math.min(last, this.read(moment));
+      const found = new Float32Array(last - first).fill(-1);
+      found.fill(0, 0, Math.max(0, read - first));
       for (let head = 0; head < rows; head++) {
-        for (let i = 0, at = head * columns; i < read; i++, at++) if (values[at] > own) found[i] += 1;
+        const start = head * columns;
+        for (let i = first; i < read; i++) if (values[start + i] > own) found[i - first] += 1;
       }
-      for (let i = 0; i < read; i++) found[i] /= rows;
+      for (let i = first; i < read; i++) found[i - first] /= rows;
       return found;
+    }
+
+    /* The share of tokens that a head holds, mean over heads, and the number of tokens that no head holds. */
+    sums(moment) {
+      this.ends ??= this.#counted();
+      const own = this.moment(moment);
+      const read = this.read(moment);
+      return { held: 1 - this.ends.drops[own] / (read * this.dropped.rows), gone: this.ends.gone[own] };
+    }
+
+    /* How many drops there were up to each moment, and how many tokens had then left every head. */
+    #counted() {
+      const { rows, columns, values } = this.dropped;
+      const drops = new Float64Array(HELD + 1);
+      const gone = new Float64Array(HELD + 1);
+      const last = new Uint8Array(columns);
+      for (let head = 0; head < rows; head++) {
+        for (let i = 0, at = head * columns; i < columns; i++, at++) {
+          drops[values[at]] += 1;
+          if (values[at] > last[i]) last[i] = values[at];
+        }
+      }
+      for (const moment of last) gone[moment] += 1;
+      for (let moment = 1; moment < HELD; moment++) {
+        drops[moment] += drops[moment - 1];
+        gone[moment] += gone[moment - 1];
+      }
+      return { drops, gone };
     }
 
     heldBy(head, moment) {

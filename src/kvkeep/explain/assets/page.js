@@ -3,6 +3,7 @@
 (async function (kvkeep) {
   const PAGE_TOKENS = 4000;
   const STEP_MS = 350;
+  const REST_MS = 250;
   const { el } = kvkeep;
   const find = (id) => document.getElementById(id);
   const about = find("about");
@@ -26,12 +27,11 @@
     if (state.answer >= data.runs[state.run].answer.length) state.answer = -1;
   }
 
+  const hash = () => "#" + Object.entries(KEYS).map(([key, name]) => `${key}=${state[name]}`).join("&");
+
   function writeState() {
-    const hash = "#" + Object.entries(KEYS).map(([key, name]) => `${key}=${state[name]}`).join("&");
-    const link = find("link");
-    if (link) link.setAttribute("href", hash);
     try {
-      history.replaceState(null, "", hash);
+      history.replaceState(null, "", hash());
     } catch {
       /* a frame without an address of its own */
     }
@@ -47,84 +47,58 @@
   const last = (run) => (state.from === parts - 1 ? run.tokens.length : first() + PAGE_TOKENS);
 
   const texts = data.runs.map((run, number) => {
-    const box = el("div", {});
-    const text = new kvkeep.TokenText(box, { label: `Text under ${run.policy}`, onPick: (i) => pickToken(first() + i, number) });
-    const words = el("p", { class: "quiet" });
-    const answer = el("ul", { class: "answer", "aria-label": `Answer under ${run.policy}` });
-    const buttons = run.answer.map((token, i) => {
-      const shown = kvkeep.visible(token).replace(/\n/g, "\u21b5") || "\u25ab";
-      return el("button", { type: "button", "aria-pressed": "false", click: () => pickAnswer(number, i) }, shown);
+    const found = new kvkeep.Column(run, { onPick: (token) => pickToken(token, number), onAnswer: (i) => pickAnswer(number, i) });
+    find("columns").append(found.element);
+    found.box.addEventListener("scroll", () => {
+      const { scrollTop } = found.box;
+      for (const { box } of texts) if (box !== found.box && Math.abs(box.scrollTop - scrollTop) > 1) box.scrollTop = scrollTop;
     });
-    answer.append(...buttons.map((button) => el("li", {}, button)));
-    const fold = el("div", {});
-    find("columns").append(el("article", { "data-policy": run.policy }, el("h2", {}, run.policy), answer, words, box, fold));
-    box.addEventListener("scroll", () => {
-      for (const other of texts) if (other.box !== box && Math.abs(other.box.scrollTop - box.scrollTop) > 1) other.box.scrollTop = box.scrollTop;
-    });
-    return { run, box, text, words, buttons, fold };
+    return found;
   });
-
+  const body = (id) => find(id).querySelector(".body");
+  const answerPanel = new kvkeep.AnswerPanel(data, body("answer-panel"));
+  const tokenPanel = new kvkeep.TokenPanel(data, body("token-panel"), pickHead);
+  const headPanel = new kvkeep.HeadPanel(data, body("head-panel"), pickHead);
   const count = el("span", { role: "status" });
+
+  /* Everything is drawn in one go, so that no table shows another moment than its picture. What is drawn already is
+     left alone. */
+  const drawn = {};
+  const differs = (...names) => names.some((name) => drawn[name] !== state[name]);
+  let frame = 0;
+
+  function draw() {
+    cancelAnimationFrame(frame);
+    frame = 0;
+    const part = differs("from");
+    const time = differs("moment");
+    if (part) fillTexts();
+    if (time) find("moment").textContent = momentName(state.moment);
+    if (part || time) for (const text of texts) text.drawTime(state.moment);
+    if (part || differs("run", "answer")) drawAnswer();
+    if (time || differs("token", "head")) tokenPanel.draw(state);
+    if (part || differs("token")) for (const { text } of texts) text.pick(state.token < 0 ? -1 : state.token - first());
+    if (time || differs("head")) headPanel.draw(state);
+    Object.assign(drawn, state);
+    find("link").setAttribute("href", hash());
+  }
 
   function fillTexts() {
     count.textContent = `part ${state.from + 1} of ${parts}, from token ${first() + 1}`;
-    for (const { run, text } of texts) {
-      text.set(run.tokens.slice(first(), last(run)));
-      if (state.from === parts - 1) text.mark("answer", run.answer.map((_, i) => run.prompt - first() + i));
-    }
-  }
-
-  function drawTime() {
-    find("time").value = state.moment;
-    find("time").setAttribute("aria-valuetext", momentName(state.moment));
-    find("moment").textContent = momentName(state.moment);
-    for (const { run, text, words, buttons } of texts) {
-      const shares = run.shares(state.moment);
-      text.shade(shares.subarray(first(), last(run)));
-      const read = run.read(state.moment);
-      let held = 0;
-      let gone = 0;
-      for (let i = 0; i < read; i++) (held += shares[i]), (gone += shares[i] === 0 ? 1 : 0);
-      words.textContent = `Holds ${kvkeep.percent(held / read)} of ${read} tokens per head; ${gone} are gone from every head.`;
-      buttons.forEach((button, i) => button.classList.toggle("early", run.prompt + i >= read));
-    }
-  }
-
-  function drawTables() {
-    for (const { run, fold } of texts) {
-      fold.replaceChildren(kvkeep.folded("Shades as a table", run.policy, () => kvkeep.shadesTable(run, state.moment, first(), last(run))));
-    }
+    for (const text of texts) text.fill(first(), last(text.run));
   }
 
   function drawAnswer() {
-    const { parts: shown, kept, missed } = kvkeep.answerPanel(data, state);
-    find("answer-panel").querySelector(".body").replaceChildren(...shown);
-    texts.forEach(({ text, buttons }, number) => {
-      const here = (list) => (number === state.run ? list.map((i) => i - first()).filter((i) => i >= 0) : []);
-      text.mark("kept", here(kept));
-      text.mark("missed", here(missed));
-      buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(number === state.run && i === state.answer)));
-    });
-  }
-
-  function drawToken() {
-    find("token-panel").querySelector(".body").replaceChildren(...kvkeep.tokenPanel(data, state, pickHead));
-    for (const { text } of texts) text.pick(state.token < 0 ? -1 : state.token - first());
-  }
-
-  function drawHead() {
-    const { parts: shown, later } = kvkeep.headPanel(data, state, pickHead);
-    find("head-panel").querySelector(".body").replaceChildren(...shown);
-    later.forEach((draw) => draw());
+    const { kept, missed } = answerPanel.draw(state);
+    texts.forEach((text, number) => (number === state.run ? text.drawAnswer(state.answer, kept, missed) : text.drawAnswer(-1, [], [])));
   }
 
   function pickToken(token, number) {
     state.token = token;
     const run = data.runs[number];
-    if (token >= run.prompt) pickAnswer(number, token - run.prompt);
-    drawToken();
-    say([...find("token-panel").querySelectorAll(".body > p, [data-policy] > h3, [data-policy] > h3 + p")].map((one) => one.textContent));
-    writeState();
+    if (token >= run.prompt) Object.assign(state, { run: number, answer: token - run.prompt });
+    show();
+    say(tokenPanel.words());
   }
 
   /* One sentence for screen readers; the panels around it are too long to be read out at every step. */
@@ -133,47 +107,53 @@
   }
 
   function pickAnswer(number, i) {
-    state.run = number;
-    state.answer = i;
-    drawAnswer();
-    say([find("answer-panel").querySelector("p").textContent]);
-    writeState();
+    Object.assign(state, { run: number, answer: i });
+    show();
+    say([answerPanel.said.textContent]);
   }
 
   function pickHead(head) {
-    const had = document.activeElement;
-    const inMap = had && had.closest(".map");
-    const column = inMap && had.closest("[data-policy]").dataset.policy;
-    const inSelect = had && had.id === "head";
     state.head = head;
-    drawToken();
-    drawHead();
-    if (inSelect) find("head").focus();
-    if (inMap) [...document.querySelectorAll("#token-panel [data-policy]")].find((one) => one.dataset.policy === column)?.querySelector('[aria-pressed="true"]')?.focus({ preventScroll: true });
+    show();
+  }
+
+  function show() {
+    clearTimeout(rest);
+    draw();
     writeState();
   }
 
-  /* The texts follow at once, the panels when the slider rests for a frame. */
-  let waiting = false;
+  /* A move is drawn in the next frame; several moves before it are drawn once. The address and the words for screen
+     readers wait until time rests: a browser takes few addresses, and nobody can listen to every moment. */
+  let rest = 0;
   function setMoment(moment) {
     const wanted = Math.min(data.moments - 1, Math.max(0, moment));
     if (wanted === state.moment) return;
     state.moment = wanted;
-    drawTime();
-    if (waiting) return;
-    waiting = true;
-    requestAnimationFrame(() => {
-      waiting = false;
-      drawTables();
-      drawToken();
-      drawHead();
-      writeState();
-    });
+    setSlider();
+    frame ||= requestAnimationFrame(draw);
+    restLater();
+  }
+
+  function restLater() {
+    clearTimeout(rest);
+    rest = setTimeout(rested, REST_MS);
+  }
+
+  function setSlider() {
+    find("time").value = state.moment;
+    find("time").setAttribute("aria-valuetext", momentName(state.moment)); // a slider says it itself while it has the focus
+  }
+
+  function rested() {
+    writeState();
+    if (!timer && document.activeElement !== find("time")) say([momentName(state.moment)]);
   }
 
   let timer = 0;
   function play(on) {
     clearInterval(timer);
+    if (timer && !on) restLater();
     timer = 0;
     if (on) {
       if (state.moment === data.moments - 1) setMoment(0);
@@ -192,23 +172,13 @@
     event.preventDefault();
   }
 
-  function drawAll() {
-    drawTime();
-    drawTables();
-    drawAnswer();
-    drawToken();
-    drawHead();
-    writeState();
-  }
-
   about.textContent = `${data.tokens.length} tokens read by ${data.model} in chunks of ${data.chunk}, with ${data.budget} slots per layer and head` +
     (data.question ? `. The question: ${kvkeep.quoted(data.question)}` : ".");
   find("notes").append(...data.notes.map((note) => el("p", { class: "note" }, note)));
   if (parts > 1) {
     const turn = (by) => () => {
       state.from = Math.min(parts - 1, Math.max(0, state.from + by));
-      fillTexts();
-      drawAll();
+      show();
     };
     const buttons = [["\u2190 earlier text", -1], ["later text \u2192", 1]].map(([name, by]) => el("button", { type: "button", click: turn(by) }, name));
     find("legend").after(el("p", { class: "parts" }, buttons[0], " ", count, " ", buttons[1]));
@@ -218,15 +188,15 @@
   find("play").addEventListener("click", () => play(!timer));
   document.addEventListener("keydown", pressed);
   window.addEventListener("hashchange", () => {
-    const part = state.from;
     readState();
-    if (part !== state.from) fillTexts();
-    drawAll();
+    setSlider();
+    show();
   });
-  find("sum-panel").querySelector(".body").replaceChildren(...kvkeep.sumPanel(data));
+  window.addEventListener("beforeprint", draw);
+  body("sum-panel").replaceChildren(...kvkeep.sumPanel(data));
   readState();
-  fillTexts();
-  drawAll();
+  setSlider();
+  show();
   document.documentElement.dataset.ready = "true";
   kvkeep.page = { data, state, setMoment };
 })((window.kvkeep = window.kvkeep || {}));

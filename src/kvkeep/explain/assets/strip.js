@@ -1,12 +1,19 @@
 /* A strip: positions from left to right, as a bar of constant length.
 
    new kvkeep.Strip(canvas, {label})
-     .draw(values, read)    values[i] in 0 … 1 is the height of position i; positions from read on are not there yet
+     .draw(values, read, held)    values[i] in 0 … 1 is the height of position i; positions from read on are not there
+                                  yet; held of them are told to screen readers
    Several positions that share a pixel show their largest value. The colours are the page's own.
 */
 "use strict";
 (function (kvkeep) {
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const NAMES = ["--panel", "--held", "--line"];
+  let colours = null; // until the page changes them
+  const colour = () => {
+    const style = getComputedStyle(document.documentElement);
+    return (colours ??= Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(name).trim()])));
+  };
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", () => (colours = null));
 
   class Strip {
     constructor(canvas, { label }) {
@@ -15,21 +22,28 @@
       canvas.classList.add("strip");
       canvas.setAttribute("role", "img");
       this.last = null;
+      this.size = null;
       new ResizeObserver(() => this.#again()).observe(canvas);
       for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", () => this.#again());
     }
 
-    draw(values, read) {
+    draw(values, read, held) {
       this.last = [values, read];
+      kvkeep.set(this.canvas, "aria-label", `${this.label}: ${held} of ${read} positions`);
+      this.#fill();
+    }
+
+    #fill() {
+      const [values, read] = this.last;
       const { canvas } = this;
-      const wide = Math.max(1, Math.round(canvas.clientWidth * (window.devicePixelRatio || 1)));
-      const high = Math.max(1, Math.round(canvas.clientHeight * (window.devicePixelRatio || 1)));
+      this.size ??= this.#measured();
+      const [wide, high] = this.size;
       if (canvas.width !== wide) canvas.width = wide;
       if (canvas.height !== high) canvas.height = high;
       const context = canvas.getContext("2d");
-      context.fillStyle = colour("--panel");
+      context.fillStyle = colour()["--panel"];
       context.fillRect(0, 0, wide, high);
-      context.fillStyle = colour("--held");
+      context.fillStyle = colour()["--held"];
       const most = new Float32Array(wide);
       for (let i = 0; i < read; i++) {
         const from = Math.floor((i * wide) / values.length);
@@ -38,14 +52,19 @@
       }
       for (let x = 0; x < wide; x++) if (most[x] > 0) context.fillRect(x, high * (1 - most[x]), 1, high * most[x]);
       const end = (read * wide) / values.length;
-      context.fillStyle = colour("--line");
+      context.fillStyle = colour()["--line"];
       if (end < wide) context.fillRect(end, 0, 1, high);
-      const held = values.reduce((sum, value, i) => sum + (i < read && value > 0 ? 1 : 0), 0);
-      canvas.setAttribute("aria-label", `${this.label}: ${held} of ${read} positions`);
+    }
+
+    /* Reading a size makes the browser lay out the page, so it is read once for each size. */
+    #measured() {
+      const ratio = window.devicePixelRatio || 1;
+      return [this.canvas.clientWidth, this.canvas.clientHeight].map((length) => Math.max(1, Math.round(length * ratio)));
     }
 
     #again() {
-      if (this.last) this.draw(...this.last);
+      this.size = null;
+      if (this.last) this.#fill();
     }
   }
   kvkeep.Strip = Strip;

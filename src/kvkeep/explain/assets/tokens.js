@@ -84,6 +84,7 @@
         list.add(wanted);
         this.shades[i] = wanted;
       }
+      this.#describe();
     }
 
     mark(kind, positions) {
@@ -104,16 +105,23 @@
       this.active = Math.min(Math.max(position, 0), this.spans.length - 1);
       const span = this.spans[this.active];
       span.classList.add("is-active");
-      span.setAttribute("aria-description", described(this.shades[this.active] || ""));
+      this.#describe();
       this.element.setAttribute("aria-activedescendant", span.id);
       this.show(this.active);
+    }
+
+    /* The active token's shade in words, which follow the time. */
+    #describe() {
+      const words = described(this.shades[this.active] || "");
+      const span = this.spans[this.active];
+      if (span && span.getAttribute("aria-description") !== words) span.setAttribute("aria-description", words);
     }
 
     /* Scroll the text, and nothing around it, so that a token is seen. */
     show(position) {
       const span = this.spans[position];
       if (!span) return;
-      const top = span.offsetTop - this.element.offsetTop;
+      const top = span.offsetTop; // from the top of the text, which is positioned
       const from = this.element.scrollTop;
       if (top < from) this.element.scrollTop = top;
       else if (top + span.offsetHeight > from + this.element.clientHeight) {

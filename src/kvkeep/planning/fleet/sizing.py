@@ -146,7 +146,11 @@ def _steps(fleet: Fleet, slot_bytes: float) -> Steps:
 
 
 def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, slots: int, progress: Progress | None) -> Found:
-    """The smallest number of devices that carries the load, or what is asked for."""
+    """The smallest number of devices that carries the load, or what is asked for.
+
+    A trace is dealt out anew to each number of devices, so a smaller number may happen to bear it although the number
+    below the found one does not. Nothing but trying all of them would tell.
+    """
     if fleet.devices is not None:
         return _tried(fleet, make, fleet.devices, rows, progress, whole=True)
     load = fleet.load
@@ -196,12 +200,17 @@ def _tried(
     """
     load, log = fleet.load, Log()
     places = min(devices, len(load.trace)) if load.trace else 1
+    counted = (sum(map(len, load.trace)) or load.requests) - load.counted_from
+    late_left = counted // 100
     for place in range(places):
         come = Arrivals(load, devices, place)
-        most = (come.left - load.counted_from) // 100
-        hopeless = None if whole or places > 1 else (fleet.first_token, most)
+        hopeless = None if whole else (fleet.first_token, late_left)
         share = partial(_share, progress, place, places) if progress else None
-        log = _joined(log, make(come).run(hopeless=hopeless, progress=share))
+        one = make(come).run(hopeless=hopeless, progress=share)
+        log = _joined(log, one)
+        if one.hopeless:
+            break
+        late_left -= sum(first > fleet.first_token for first in one.first_s)
     return Found(devices, rows, log, places, _is_carried(fleet, log))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 
 from kvkeep.planning import slots
 from kvkeep.research.theory.claim import Claim, Outcome, claim, judge
@@ -253,15 +254,15 @@ def _noisy() -> Outcome:
     for make in EXAMPLES.values():
         for seed in range(5):
             f, noise = make(8, seed), random.Random(seed)
-            S = greedy(f, 8, 3, oracle=lambda i, S, f=f, noise=noise: _misled(f, i, S, noise.choice((-0.2, 0.2))))  # type: ignore[misc]
+            S = greedy(f, 8, 3, oracle=partial(_misled, f, noise))
             slack = min(slack, f(S) - noisy_bound(optimum(f, 8, 3), 3, epsilon))
     return judge(
         f"20 runs with every marginal off by {epsilon}: at least {slack:.2f} above the bound", printed=slack >= 0
     )
 
 
-def _misled(f: SetFunction, i: int, S: Set, error: float) -> float:
-    return marginal(f, i, S) + error
+def _misled(f: SetFunction, noise: random.Random, i: int, S: Set) -> float:
+    return marginal(f, i, S) + noise.choice((-0.2, 0.2))
 
 
 @claim("h2o-lemma-d19", "H2O, Lemma D.19", f"{_SETS}test_lemma_d19_leaves_room")

@@ -62,8 +62,8 @@ def algorithm_1_literal(Q: Sequence[Vector], K: Sequence[Vector], k: int) -> Ite
             row = [Fraction(math.exp(dot(query, K[s]))) if s in S else Fraction(0) for s in range(i + 1)]
             D = sum(row)
             o = [score / D for score in row]
-            u = max(G, key=lambda v, o=o, G=G: sum(o[s] for s in G if s != v))  # type: ignore[misc]
-            G = _without(G, u)
+            others = {v: sum(o[s] for s in G if s != v) for v in G}
+            G = _without(G, max(G, key=others.__getitem__))
         S = G
         yield S
 

@@ -101,8 +101,8 @@ def greedy(f: SetFunction, n: int, k: int, *, oracle: Callable[[int, Set], float
     """
     S = EMPTY
     for _ in range(k):
-        rest = [i for i in range(n) if i not in S]
-        S |= {max(rest, key=lambda i, S=S: oracle(i, S) if oracle else f(S | {i}))}  # type: ignore[misc]
+        gains = {i: oracle(i, S) if oracle else f(S | {i}) for i in range(n) if i not in S}
+        S |= {max(gains, key=gains.__getitem__)}
     return S
 
 

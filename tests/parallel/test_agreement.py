@@ -1,0 +1,165 @@
+"""Engines of several processes that are given different requests: they say how these differ, before anything runs."""
+
+import copy
+import json
+
+import model_folders
+import pytest
+import ranks
+import torch
+
+import kvkeep
+from kvkeep import Request, Sampling
+from kvkeep.engine.generation import Generation
+from kvkeep.engine.split import Agreement, described, difference
+from kvkeep.errors import InputError
+from kvkeep.parallel import Heads
+from kvkeep.policies.h2o import H2O
+
+
+def generation(number=0, ids=(3, 4, 5), *, policy=None, budget=8, ends=(2,), sampling=None, **asked):
+    request = Request(prompt=ids, sampling=Sampling(**(sampling or {})), **asked)
+    return Generation(number, request, policy or H2O(), budget, frozenset(ends), None, None)
+
+
+def process(*live, **engine):
+    return {"engine": {"budget": "8"} | engine, "requests": {str(one.id): described(one) for one in live}}
+
+
+FIRST, SECOND = generation(), generation(1, (7, 8))
+
+CHANGES = [
+    ({"ids": (3, 9, 5)}, "token 1 of its prompt is 4 in process 0 and 9 in process 1"),
+    ({"ids": (3, 4)}, "its prompt has 3 tokens in process 0 and 2 in process 1"),
+    ({"sampling": {"temperature": 0.5}}, "`temperature` is 0.0 in process 0 and 0.5 in process 1"),
+    ({"sampling": {"seed": 1}}, "`seed` is 0"),
+    ({"sampling": {"max_new_tokens": 1}}, "`max_new_tokens` is 256"),
+    ({"sampling": {"logit_bias": {3: 1.0}}}, r"`logit_bias` is \(\)"),
+    ({"policy": H2O(recent=1)}, "`policy`"),
+    ({"budget": 9}, "`budget` is 8 in process 0 and 9"),
+    ({"guard": 0.5}, "`guard` is None"),
+    ({"pins": ((0, 2),)}, "`pins`"),
+    ({"stop": ("a",)}, "`stop`"),
+    ({"sequence": 1}, "`sequence` is 0"),
+    ({"logprobs": 1}, "`logprobs` is None"),
+    ({"prompt_logprobs": 1}, "`prompt_logprobs` is None"),
+    ({"structured_outputs": {"regex": "a"}}, "`structured_outputs` is None"),
+    ({"ends": ()}, r"`ends` is \[2\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES)
+def test_every_difference_of_a_request_is_named(change, said):
+    with pytest.raises(InputError, match=f"Request 0 differs: {said}"):
+        raise InputError(difference([process(FIRST, SECOND), process(generation(**change), SECOND)]))
+
+
+def test_other_requests_engines_and_orders_are_named():
+    both = process(FIRST, SECOND)
+    assert difference([both, both, process(FIRST)]) == "Process 0 has request 1, and process 2 does not."
+    assert difference([process(SECOND), both]) == "Process 1 has request 0, and process 0 does not."
+    turned = process(generation(0, (7, 8)), generation(1))
+    assert difference([both, turned]) == "Request 0 of process 0 is request 1 of process 1: their order differs."
+    assert difference([both, process(FIRST, SECOND, budget="9")]) == (
+        "The engines have different options: `budget` is 8 in process 0 and 9 in process 1."
+    )
+    late = copy.deepcopy(both)
+    late["requests"] = dict(reversed(late["requests"].items()))
+    assert late == both  # JSON objects with another order, as the digest sees it
+
+
+def test_the_compared_number_depends_on_everything(monkeypatch):
+    """Each change of a request, and the order, changes the number; asking again does not."""
+    agreement = Agreement.__new__(Agreement)
+    seen = set()
+    for live in ([FIRST, SECOND], [SECOND, FIRST], [FIRST], [], *([generation(**change)] for change, _ in CHANGES)):
+        agreement._known, agreement._digests, agreement._settings = {}, {}, {"budget": "8"}
+        number = agreement._digest(live)
+        assert number == agreement._digest(live)
+        assert -(2**63) <= number < 2**63
+        seen.add(number)
+    assert len(seen) == 4 + len(CHANGES)
+    agreement._settings = {"budget": "9"}
+    assert agreement._digest([FIRST]) not in seen
+
+
+def test_one_process_compares_nothing():
+    agreement = Agreement(type("Config", (), {}), torch.device("cpu"), {})
+    agreement.check(iter(lambda: 1 / 0, None))
+
+
+def test_texts_of_different_lengths_reach_all(monkeypatch):
+    sent = ["a longer text, ü", "b"]
+
+    def gathered(self, mine):
+        if mine.ndim == 0:
+            return [torch.tensor(len(one.encode())) for one in sent]
+        padded = [one.encode().ljust(len(mine), b"\0") for one in sent]
+        assert bytes(mine.tolist()) == padded[self.rank]
+        return [torch.tensor(list(one), dtype=torch.uint8) for one in padded]
+
+    monkeypatch.setattr(Heads, "_gathered", gathered)
+    for rank in range(2):
+        assert Heads(rank, 2).texts(sent[rank], torch.device("cpu")) == sent
+    assert Heads().texts("a", torch.device("cpu")) == ["a"]
+
+
+def test_an_engine_compares_before_it_runs_anything(monkeypatch):
+    """As one of two processes, of which the other has another prompt."""
+    with model_folders.one_thread():
+        engine = kvkeep.Engine(*kvkeep.load(device="cpu"), budget=16)
+    engine._agreement.together = Heads(0, 2)
+    monkeypatch.setattr(Heads, "alike", lambda self, number, device: False)
+    theirs = process(generation(0, (7, 8)))
+    monkeypatch.setattr(Heads, "texts", lambda self, mine, device: [mine, json.dumps({**json.loads(mine), **theirs})])
+    theirs["engine"] = engine._agreement._settings
+    monkeypatch.setattr(engine._runner, "run", lambda *_: pytest.fail("a step ran"))
+    with pytest.raises(InputError, match=r"Request 0 differs: token 0 of its prompt is 3 in process 0 and 7"):
+        engine.generate([Request(prompt=(3, 4))])
+    assert not engine.busy
+
+
+ONE, TWO = {"length": 20, "sampling": {"max_new_tokens": 6}}, {"length": 31, "sampling": {"max_new_tokens": 3}}
+
+CASES = [
+    ({"asked": [[ONE], [{**ONE, "length": 21}]]}, "Request 0 differs: token 0 of its prompt is"),
+    ({"asked": [[ONE, TWO], [TWO, ONE]]}, "Request 0 of process 0 is request 1 of process 1: their order differs."),
+    ({"asked": [[ONE, TWO], [ONE]]}, "Process 0 has request 1, and process 1 does not."),
+    ({"asked": [[ONE], [ONE, TWO]]}, "Process 1 has request 1, and process 0 does not."),
+    ({"asked": [[ONE, ONE, ONE, TWO], [ONE, ONE, ONE]]}, "Process 0 has request 3, and process 1 does not."),
+    (
+        {"asked": [[ONE], [{**ONE, "sampling": {"max_new_tokens": 6, "temperature": 0.5}}]]},
+        "Request 0 differs: `temperature` is 0.0 in process 0 and 0.5 in process 1.",
+    ),
+    ({"asked": [[ONE], [{**ONE, "policy": "tova"}]]}, "Request 0 differs: `policy` is"),
+    (
+        {"asked": [[ONE], [ONE]], "options": [{}, {"prefill_chunk": 8}]},
+        "The engines have different options: `prefill_chunk` is None in process 0 and 8 in process 1.",
+    ),
+]
+
+
+@pytest.mark.slow
+def test_two_processes_with_different_requests_say_how_they_differ(tmp_path):
+    """A prompt, the order, the number, the sampling, the policy, options of the engine; afterwards all works again."""
+    folder = ranks.save_model(tmp_path)
+    cases = [case for case, _ in CASES]
+    one, two = ranks.run(2, ranks.disagree, folder, cases)
+    assert one == two
+    for (_, said), found in zip(CASES, one, strict=False):
+        assert str(found).startswith(said), found
+        assert str(found).endswith("Give all processes the same options, and the same requests in the same order.")
+    (alone,) = ranks.run(1, ranks.disagree, folder, [])
+    assert one[-1] == alone[-1]
+
+
+@pytest.mark.slow
+def test_a_request_that_one_process_cancels_is_missed(tmp_path):
+    found = ranks.run(2, ranks.cancel_in_one, ranks.save_model(tmp_path))
+    assert [one.partition(".")[0] for one in found] == ["Process 0 has request 0, and process 1 does not"] * 2
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_is_missed(tmp_path):
+    alone, _ = ranks.run(2, ranks.leave_others, ranks.save_model(tmp_path))
+    assert "have lost each other" in alone
