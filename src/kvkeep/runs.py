@@ -42,12 +42,13 @@ class Lock:
     Args:
         target: an open file, or a folder that exists.
         name: name of the target in messages.
+        shared: whether others may hold it as well that share it.
 
     Raises:
         InputError: another process, or another part of this one, is writing there.
     """
 
-    def __init__(self, target: IO[bytes] | Path, name: str):
+    def __init__(self, target: IO[bytes] | Path, name: str, *, shared: bool = False):
         self._own: int | None = None
         if sys.platform == "win32":  # nor can a folder be opened there
             return
@@ -56,7 +57,7 @@ class Lock:
         else:
             descriptor = target.fileno()
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _TAKEN:
                 self.release()

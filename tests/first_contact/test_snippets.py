@@ -41,7 +41,7 @@ ANYWHERE = {
     "lm-eval": ["--help"],
 }
 """Options that make a command short, or that it needs here."""
-NEEDS_MORE = ("--load-in", "--device cuda", "--ray-workers")
+NEEDS_MORE = ("--load-in", "--device cuda", "--ray-workers", "--ray-replicas")
 """Options that need packages or devices that a first user may not have."""
 
 

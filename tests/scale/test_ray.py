@@ -216,7 +216,7 @@ def test_a_dataset_goes_through_a_stage(address, ray, tmp_path):
 
 def test_the_python_of_the_page_runs(address, ray, tmp_path):
     page = Path(__file__).parents[2] / "docs" / "scale.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)  # the other: test_serve.py
     code = code.replace('"Qwen/Qwen3-0.6B", workers=4', "None, workers=1")
     prompts = [{"prompt": f"Once {n}", "options": {"max_new_tokens": 2}} for n in range(3)]
     code = code.replace("prompts/", str(tmp_path / "prompts")).replace("answers/", str(tmp_path / "answers"))

@@ -1,1 +1,1 @@
-"""Past one process: the lines of a job on a cluster of Ray (`worker`, `crew`, `cluster`), datasets of Ray (`ray`)."""
+"""Past one process, on Ray: a job's lines (`crew`, `worker`), datasets (`ray`), replicas of a server (`serving`)."""

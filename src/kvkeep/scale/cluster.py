@@ -247,8 +247,17 @@ def check_versions(found: Sequence[Node], own: dict[str, str] | None = None) -> 
                 )
 
 
-def check_room(found: Sequence[Node], need: Need, workers: int) -> None:
+def check_room(
+    found: Sequence[Node], need: Need, workers: int, *, what: str = "worker", option: str = "ray_workers"
+) -> None:
     """Refuse more workers than fit, and say how many would.
+
+    Args:
+        found: the machines of the cluster.
+        need: what each worker takes.
+        workers: their number.
+        what: a word for a worker.
+        option: the argument with their number.
 
     Raises:
         InputError: they do not fit.
@@ -262,10 +271,10 @@ def check_room(found: Sequence[Node], need: Need, workers: int) -> None:
     )
     more = f"; and {len(found) - 5} more nodes" if len(found) > 5 else ""
     less = "Lower `max_rows`, `budget` or `threads`, or add nodes."
-    remedy = f"Give `ray_workers={fits}`, or less to each: lower `max_rows`, `budget` or `threads`." if fits else less
+    remedy = f"Give `{option}={fits}`, or less to each: lower `max_rows`, `budget` or `threads`." if fits else less
     each = "each" if workers > 1 else ""
     raise InputError(
-        f"{workers} worker{'s' if workers > 1 else ''} of {need} {each}".rstrip()
+        f"{workers} {what}{'s' if workers > 1 else ''} of {need} {each}".rstrip()
         + f" do{'' if workers > 1 else 'es'} not fit into the cluster, {fits or 'none'} would: {have}{more}. {remedy}"
     )
 

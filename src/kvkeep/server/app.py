@@ -21,6 +21,7 @@ from kvkeep.server.desk import Desk
 from kvkeep.server.errors import GoneError, RefusalError, refusal_of
 from kvkeep.server.gate import Gate
 from kvkeep.server.generating import Generator
+from kvkeep.server.leases import Leases
 from kvkeep.server.looking import Looker
 from kvkeep.server.metrics import Metrics
 from kvkeep.server.page import add_page
@@ -48,20 +49,20 @@ _THREADS = 64
 Route: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
-def make_app(served: Served, settings: Settings, origins: Sequence[str] = ()) -> FastAPI:
+def make_app(served: Served, settings: Settings, origins: Sequence[str] = (), leases: Leases | None = None) -> FastAPI:
     """The application that serves a model.
 
     Args:
         served: the model.
         settings: how clients are treated.
         origins: origins of web pages that may call it.
+        leases: the rights to hold sessions, where several servers share them.
     """
     served = replace(served, longest=settings.max_model_len)
     desk = Desk(served.engine, settings)
     app = FastAPI(title="kvkeep", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan)
-    app.state.desk = desk
     looker, generator = Looker(served, desk, settings), Generator(served, desk, settings)
-    book = Book(served.engine, settings.max_sessions, settings.session_dir)
+    book = Book(served.engine, settings.max_sessions, settings.session_dir, leases)
     talks = Conversations(book, generator, settings)
     _add(app, "GET", "/metrics", Metrics(served.engine, desk, settings.name, book).show)
     _add(app, "GET", "/health", looker.health)
@@ -75,13 +76,14 @@ def make_app(served: Served, settings: Settings, origins: Sequence[str] = ()) ->
     _add(app, "GET", "/tokenizer_info", looker.tokenizer_info)
     _add_sessions(app, talks)
     responder = Responder(served.engine, generator, desk, settings)
+    app.state.desk, app.state.book, app.state.responder = desk, book, responder
     _add(app, "POST", "/v1/responses", responder.respond, ResponseBody)
     _add(app, "GET", "/v1/responses/{name}", responder.look)
     _add(app, "DELETE", "/v1/responses/{name}", responder.remove)
     if settings.page:
         add_page(app)
     for kind in (RefusalError, GoneError, ClientDisconnect, KVKeepError, HTTPException):
-        app.add_exception_handler(kind, _failed)
+        app.add_exception_handler(kind, answer_to)
     app.add_middleware(Gate, settings=settings)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -105,8 +107,13 @@ def _add_sessions(app: FastAPI, talks: Conversations) -> None:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "kvkeep-web"))
+    use_threads()
     yield
+
+
+def use_threads() -> None:
+    """Give the running loop the threads in which an application works."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "kvkeep-web"))
 
 
 def _add(app: FastAPI, method: str, path: str, route: Route, body: type[Body] | None = None) -> None:
@@ -129,8 +136,8 @@ def _inlined(schema: Any, name: str, part: object) -> Any:
     return [_inlined(one, name, part) for one in schema] if isinstance(schema, list) else schema
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    """The answer to a request that cannot be answered: the standard error object, never a traceback."""
+async def answer_to(request: Request, error: Exception) -> Response:
+    """The answer to a request that fails: the standard error object, never a traceback."""
     if isinstance(error, GoneError | ClientDisconnect):
         return Response(status_code=499)  # nobody reads it
     if isinstance(error, KVKeepError):

@@ -34,7 +34,7 @@ async def body_of(request: Request, kind: type[_B], settings: Settings, *, empty
     Raises:
         RefusalError: the body is too large, comes too slowly, is no JSON object, or does not follow the schema.
     """
-    raw = await _received(request, settings)
+    raw = await received(request, settings)
     if empty and not raw.strip():
         raw = b"{}"
     if len(raw) < _LARGE:
@@ -42,7 +42,12 @@ async def body_of(request: Request, kind: type[_B], settings: Settings, *, empty
     return checked(kind, await asyncio.to_thread(_fields, raw))
 
 
-async def _received(request: Request, settings: Settings) -> bytes:
+async def received(request: Request, settings: Settings) -> bytes:
+    """The bytes of a body.
+
+    Raises:
+        RefusalError: it is too large, or comes too slowly.
+    """
     most, parts, size = settings.max_body_bytes, [], 0
     declared = request.headers.get("content-length", "0")
     too_large = RefusalError(

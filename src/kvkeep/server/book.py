@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -18,9 +19,11 @@ from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
 from kvkeep.server.asking import check_policy
 from kvkeep.server.errors import RefusalError, unknown
+from kvkeep.server.leases import Alone, Leases, elsewhere
 from kvkeep.server.schema import SessionBody
 from kvkeep.snapshot import Snapshot
 
+log = logging.getLogger("kvkeep.access")
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}", re.ASCII)
 _MOST_STATES = 9
 """States that a session can go back to, the present one included."""
@@ -72,14 +75,16 @@ class Book:
         engine: the engine.
         most: sessions that may be open.
         folder: the engine's folder of saved sessions.
+        leases: the rights to hold sessions, where several servers share them.
 
     Attributes:
         lock: held by the thread that looks something up or changes it.
     """
 
-    def __init__(self, engine: Engine, most: int, folder: str | None = None) -> None:
+    def __init__(self, engine: Engine, most: int, folder: str | None = None, leases: Leases | None = None) -> None:
         self.lock = threading.RLock()
         self._engine, self._most, self._folder = engine, most, folder
+        self._leases = leases or Alone()
         self._open: dict[tuple[str, str], Entry] = {}
 
     @property
@@ -95,7 +100,12 @@ class Book:
     def names(self, owner: str) -> list[str]:
         """The names of an owner's sessions, open or saved."""
         mine = f"{owner}--"
-        return [name.removeprefix(mine) for name in self._engine.session_names if name.startswith(mine)]
+        found = {*self._engine.session_names, *self._leases.names()}
+        return sorted(name.removeprefix(mine) for name in found if name.startswith(mine))
+
+    def holds(self, owner: str, name: str) -> bool:
+        """Whether a session is open here."""
+        return (owner, name) in self._open
 
     @_alone
     def make(self, owner: str, body: SessionBody) -> Entry:
@@ -105,11 +115,10 @@ class Book:
             RefusalError: its name is taken, or there are too many.
             KVKeepError: the engine refuses it.
         """
-        name = self._free(owner, body.id)
         if body.policy is not None:
             check_policy(body.policy)
         pins = spans([(one[0], one[1]) for one in body.pins or ()])
-        return self._opened(owner, name, None, policy=body.policy, budget=body.budget, pins=pins)
+        return self._opened(owner, self._free(owner, body.id), None, policy=body.policy, budget=body.budget, pins=pins)
 
     @_alone
     def find(self, owner: str, name: str) -> Entry:
@@ -124,6 +133,11 @@ class Book:
         if _NAME.fullmatch(name) is None or name not in self.names(owner):
             raise unknown("session", name, "Make it with POST /v1/sessions.")
         self._check_room()
+        if not self._leases.take(full := _full(owner, name)):
+            raise elsewhere(name)
+        if full not in self._engine.session_names:  # another server has deleted it meanwhile
+            self._leases.give(full)
+            raise unknown("session", name, "Make it with POST /v1/sessions.")
         return self._opened(owner, name, None)
 
     @_alone
@@ -212,6 +226,19 @@ class Book:
         found = self.find(owner, name)
         found.session.close(delete=True)
         self._open.pop((owner, name), None)
+        self._leases.give(_full(owner, name))
+
+    def keep(self, entry: Entry) -> None:
+        """Write a session to the disk after a change, if another server may have to go on with it.
+
+        What cannot be written is logged: the session goes on here, and elsewhere from its last file.
+        """
+        if not self._leases.shared:
+            return
+        try:
+            entry.session.save()
+        except (SnapshotError, InputError) as error:
+            log.error("Session %s was not written: %s", entry.id, error)
 
     @_alone
     def note(self, entry: Entry) -> None:
@@ -229,11 +256,12 @@ class Book:
 
     def _opened(self, owner: str, name: str, memory: Snapshot | None, **options: object) -> Entry:
         """Open a session of the engine."""
-        made = self._engine.session(
-            name=_full(owner, name),
-            memory=memory,
-            **options,  # type: ignore[arg-type]
-        )
+        full = _full(owner, name)
+        try:
+            made = self._engine.session(name=full, memory=memory, **options)  # type: ignore[arg-type]
+        except BaseException:
+            self._leases.give(full)
+            raise
         found = self._open[owner, name] = Entry(name, made)
         self.note(found)
         return found
@@ -246,10 +274,10 @@ class Book:
         """
         self._check_room()
         if name is None:
-            return f"sess_{secrets.token_hex(12)}"
+            name = f"sess_{secrets.token_hex(12)}"
         if _NAME.fullmatch(name) is None:
             raise RefusalError(400, "The name of a session has 1 to 64 letters, digits, - and _.", param="id")
-        if (owner, name) in self._open or name in self.names(owner):
+        if (owner, name) in self._open or name in self.names(owner) or not self._leases.take(_full(owner, name)):
             raise RefusalError(409, f"There is a session {name} already. Choose another name.", param="id")
         return name
 
@@ -267,8 +295,3 @@ class Book:
 def _full(owner: str, name: str) -> str:
     """The name of a session in the engine, and of its file."""
     return f"{owner}--{name}"
-
-
-def listed(names: Sequence[str]) -> list[dict[str, str]]:
-    """Names of sessions as a list has them."""
-    return [{"id": name, "object": "session"} for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import Request, Response
@@ -10,7 +11,7 @@ from kvkeep.pins import spans
 from kvkeep.registry import spec
 from kvkeep.server.asking import turn_of
 from kvkeep.server.bodies import body_of
-from kvkeep.server.book import Book, Entry, listed
+from kvkeep.server.book import Book, Entry
 from kvkeep.server.desk import in_thread
 from kvkeep.server.errors import parameter
 from kvkeep.server.generating import Generator
@@ -40,7 +41,7 @@ class Conversations:
     async def all(self, request: Request) -> Response:
         """List the sessions of a key."""
         names = await in_thread(lambda: self._book.names(owner_of(request)))
-        return reply({"object": "list", "data": listed(names)})
+        return reply({"object": "list", "data": [{"id": name, "object": "session"} for name in names]})
 
     async def one(self, request: Request) -> Response:
         """Describe a session."""
@@ -54,12 +55,12 @@ class Conversations:
     async def fork(self, request: Request) -> Response:
         """Copy a session."""
         body = await body_of(request, ForkBody, self._settings, empty=True)
-        return reply(card(await in_thread(lambda: self._book.fork(owner_of(request), name(request), body.id))), 201)
+        return reply(card(await self._changed(lambda: self._book.fork(owner_of(request), name(request), body.id))), 201)
 
     async def rewind(self, request: Request) -> Response:
         """Take back the last turns of a session."""
         body = await body_of(request, RewindBody, self._settings, empty=True)
-        return reply(card(await in_thread(lambda: self._book.rewind(owner_of(request), name(request), body.turns))))
+        return reply(card(await self._changed(lambda: self._book.rewind(owner_of(request), name(request), body.turns))))
 
     async def pin(self, request: Request) -> Response:
         """Say which tokens of a session may not be dropped."""
@@ -67,7 +68,7 @@ class Conversations:
         if body.pins is None:
             raise parameter("pins", "is missing: spans of positions such as [[0, 12]], or [] for none")
         pins = spans([(one[0], one[1]) for one in body.pins])
-        return reply(card(await in_thread(lambda: self._book.pin(owner_of(request), name(request), pins))))
+        return reply(card(await self._changed(lambda: self._book.pin(owner_of(request), name(request), pins))))
 
     async def save(self, request: Request) -> Response:
         """Write a session to the disk."""
@@ -75,7 +76,7 @@ class Conversations:
 
     async def restore(self, request: Request) -> Response:
         """Go back to the saved state of a session."""
-        return reply(card(await in_thread(lambda: self._book.restore(owner_of(request), name(request)))))
+        return reply(card(await self._changed(lambda: self._book.restore(owner_of(request), name(request)))))
 
     async def remove(self, request: Request) -> Response:
         """End a session."""
@@ -97,6 +98,13 @@ class Conversations:
 
     async def _note(self, entry: Entry) -> None:
         await in_thread(lambda: self._book.note(entry))
+        await in_thread(lambda: self._book.keep(entry))
+
+    async def _changed(self, work: Callable[[], Entry]) -> Entry:
+        """Change a session in a thread."""
+        entry: Entry = await in_thread(work)
+        await in_thread(lambda: self._book.keep(entry))
+        return entry
 
 
 def card(entry: Entry) -> dict[str, Any]:

@@ -66,6 +66,10 @@ class Shelf:
         self._kept.move_to_end(name)
         return found
 
+    def has(self, who: str, name: str) -> bool:
+        """Whether an owner's answer is there."""
+        return name in self._kept and self._kept[name].owner == who
+
     def put(self, name: str, kept: Kept) -> list[Session]:
         """Keep an answer, and return the sessions of those that are dropped for it."""
         self._kept[name] = kept
@@ -92,6 +96,10 @@ class Responder:
     def __init__(self, engine: Engine, generator: Generator, desk: Desk, settings: Settings) -> None:
         self._engine, self._generator, self._desk, self._settings = engine, generator, desk, settings
         self._shelf = Shelf(settings.max_responses)
+
+    def holds(self, who: str, name: str) -> bool:
+        """Whether an owner's answer is kept here."""
+        return self._shelf.has(who, name)
 
     async def respond(self, request: Request) -> Response:
         """Answer, and keep the answer so that it can be continued."""

@@ -22,7 +22,8 @@ After: TypeAlias = Callable[[], Awaitable[object]]
 _LOOKS = 4
 """Looks at a stream within the shortest of its times."""
 _PING = b": still reading\n\n"
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream without names of events."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -76,12 +77,12 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for chunk in self._chunks:
-                await self._send(send, self._event(chunk))
+                await self._send(send, _event(chunk, named=self._named))
         except (RefusalError, KVKeepError) as error:
             refusal = error if isinstance(error, RefusalError) else refusal_of(error)
-            await self._send(send, self._event({"type": "error", **refusal.body} if self._named else refusal.body))
+            await self._send(send, failed(refusal, named=self._named))
         if self._done:
-            await self._send(send, _DONE)
+            await self._send(send, DONE)
         self._sending = True  # no comment after the end
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -95,10 +96,6 @@ class EventStream(Response):
             if not self._sending and waited > self._ping_s:
                 await self._send(send, _PING)
 
-    def _event(self, value: Mapping[str, Any]) -> bytes:
-        name = f"event: {value['type']}\n".encode() if self._named else b""
-        return b"%bdata: %b\n\n" % (name, encoded(value))
-
     async def _send(self, send: Send, piece: bytes) -> None:
         """Send a piece, and note when.
 
@@ -111,6 +108,16 @@ class EventStream(Response):
         except OSError as error:
             raise GoneError from error
         self._sending = False
+
+
+def _event(value: Mapping[str, Any], *, named: bool) -> bytes:
+    name = f"event: {value['type']}\n".encode() if named else b""
+    return b"%bdata: %b\n\n" % (name, encoded(value))
+
+
+def failed(refusal: RefusalError, *, named: bool) -> bytes:
+    """The event of a failure in a stream that has begun."""
+    return _event({"type": "error", **refusal.body} if named else refusal.body, named=named)
 
 
 async def begun(chunks: Chunks) -> Chunks:

@@ -56,7 +56,7 @@ def crew_of(
     check_versions(found)
     gpus = int(request.device.startswith("cuda") or (request.device == "auto" and any(node.gpus for node in found)))
     cpus = request.threads or (own_cpus(batch.workers, None) if batch.address is None else share(found, batch.workers))
-    asked = replace(request, model=_whole(request.model), memory=_whole(request.memory))
+    asked = replace(request, model=whole(request.model), memory=whole(request.memory))
     if request.device == "auto" or gpus:  # a worker sees its own GPU alone
         asked = replace(asked, device="cuda" if gpus else "cpu")
     most = ceil(requests / batch.workers)
@@ -67,7 +67,7 @@ def crew_of(
     return Crew(recipe, batch.workers, need, like=like, tell=console.note)
 
 
-def _whole(name: str | None) -> str | None:
+def whole(name: str | None) -> str | None:
     """The whole path of a file or a folder, which a worker looks up from another folder; a hub name as it is."""
     if name is None:
         return None

@@ -12,12 +12,42 @@ from kvkeep.cli import complete
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.options import MEMORY, MODEL, OUTPUT, given
 from kvkeep.cli.usage import CommandLineError
+from kvkeep.errors import InputError
 from kvkeep.runs import in_full
 
-ADDRESS, CLIENTS, LIMITS = "Address", "Clients", "Limits"
+ADDRESS, CLIENTS, LIMITS, REPLICAS = "Address", "Clients", "Limits", "Replicas"
 """Panels of ``--help``."""
 ENVIRONMENT = "KVKEEP"
 """What the names of environment variables begin with."""
+
+
+MOST_REPLICAS = 1024
+
+
+def parse_replicas(text: str | None, address: str | None) -> tuple[int, int] | None:
+    """Read ``--ray-replicas``: the least and the most replicas, or ``None``.
+
+    Raises:
+        InputError: it is neither a number nor two, or is out of range; or there is an address without it.
+    """
+    if address is not None and not address.strip():
+        raise InputError(
+            "--ray-address is empty. Give host:port, or leave it out: the replicas then run on this machine."
+        )
+    if text is None:
+        if address is not None:
+            raise InputError("--ray-address is where the replicas of --ray-replicas run; give --ray-replicas N, too.")
+        return None
+    first, dash, last = text.strip().partition("-")
+    numbers = [first, last] if dash else [first, first]
+    if not all(one.isascii() and one.isdecimal() for one in numbers):
+        raise InputError(f"--ray-replicas {text!r:.40} is not a number; give 2, or the least and the most: 1-4.")
+    least, most = (int(one[:9]) for one in numbers)
+    if not 1 <= least <= most <= MOST_REPLICAS:
+        raise InputError(
+            f"--ray-replicas {text:.40} is out of range; give 1 to {MOST_REPLICAS}, the smaller one first."
+        )
+    return least, most
 
 
 def _config(ctx: Any, file: str | None) -> str | None:
@@ -166,6 +196,24 @@ AllowOrigin = Annotated[
     list[str] | None,
     typer.Option(
         metavar="URL", help="A web page's origin that may call the API (CORS). Default: none.", rich_help_panel=ADDRESS
+    ),
+]
+RayReplicas = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="Serve with N engines, each in a process of a cluster of Ray; with 1-4, as many as rows are needed. "
+        "--max-rows, --kv-memory and the limits below are then those of each. Needs the extra kvkeep\\[ray].",
+        rich_help_panel=REPLICAS,
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="The cluster, or auto for the one of this machine. Default: RAY_ADDRESS, or processes of this machine "
+        "alone.",
+        rich_help_panel=REPLICAS,
     ),
 ]
 KeyFile = Annotated[

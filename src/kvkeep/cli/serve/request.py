@@ -32,6 +32,8 @@ class Request:
     load_in: str | None
     threads: int | None
     allow_pickle: bool
+    replicas: tuple[int, int] | None
+    ray_address: str | None
     host: str
     port: int
     unix_socket: str | None

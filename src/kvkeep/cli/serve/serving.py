@@ -15,6 +15,7 @@ import typer
 from kvkeep import budget as budgets
 from kvkeep.cli import console
 from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.serve.far import Answering, engine_options, serve_far
 from kvkeep.cli.serve.keys import read_keys
 from kvkeep.cli.serve.request import Request
 from kvkeep.engine import Engine
@@ -27,8 +28,10 @@ from kvkeep.layout import Layout
 from kvkeep.models import threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.load import Checkpoint, embedded, find, quiet
-from kvkeep.models.text import Writer
+from kvkeep.openai.tool_forms import ToolUse
 from kvkeep.registry import parse as parse_policy
+from kvkeep.scale.cluster import check_ray
+from kvkeep.scale.serving import need_serve
 from kvkeep.server.app import make_app
 from kvkeep.server.gate import log
 from kvkeep.server.keys import Keys
@@ -48,6 +51,9 @@ def run(request: Request) -> None:
     """
     _check_numbers(request)
     place, keys = _place(request), read_keys(request.key_file)
+    if request.replicas is not None:
+        check_ray(request.ray_address)
+        need_serve()
     with quiet(), threads.restored(), enough_memory(parse_device(request.device)):
         checkpoint, limit = _checkpoint(request)
         tool_use = tool_use_of(checkpoint, request.tool_form)
@@ -58,26 +64,41 @@ def run(request: Request) -> None:
         _remark(request, settings)
         socket = listen(place)
         with socket:
-            writer = writer_of(checkpoint, request)
-            with _engine(writer, request) as engine:
-                _serve(Served(engine, checkpoint, tool_use=tool_use), settings, place, socket, request)
-
-
-def _serve(served: Served, settings: Settings, place: Place, socket: Any, request: Request) -> None:
-    """Answer requests until a signal ends it."""
-    _log(request.access_log)
-    port = 0 if place.unix_socket else socket.getsockname()[1]
-
-    def ready() -> None:
-        engine = served.engine
-        rows = f"{console.count(engine.rows, 'conversation')} of {console.show_bytes(engine.row_bytes)} at once"
-        console.err().print(f"{settings.name} at {place.url(port)}/v1: {rows}. Ctrl-C ends.", soft_wrap=True)
-
-    server = Server(make_app(served, settings, request.allow_origin), place, ready)
-    settle()
-    asyncio.run(server.serve([socket]))
-    if server.interrupted:
+            if request.replicas is None:
+                interrupted = _serve_here(checkpoint, tool_use, settings, place, socket, request)
+            else:
+                interrupted = serve_far(request, settings, longest=limit, answer=_answer(place, socket, request))
+    if interrupted:
         raise typer.Exit(console.INTERRUPTED)
+
+
+def _serve_here(
+    checkpoint: Checkpoint, tool_use: ToolUse, settings: Settings, place: Place, socket: Any, request: Request
+) -> bool:
+    """Serve with an engine in this process; return whether Ctrl-C has ended it."""
+    writer = writer_of(checkpoint, request)
+    with Engine(writer.model, checkpoint.tokenizer, **engine_options(request)) as engine:
+        app = make_app(Served(engine, checkpoint, tool_use=tool_use), settings, request.allow_origin)
+        return _answer(place, socket, request)(app, settings.name, engine.rows, engine.row_bytes)
+
+
+def _answer(place: Place, socket: Any, request: Request) -> Answering:
+    """A function that answers requests until a signal ends it."""
+
+    def answer(app: Any, name: str, rows: int, row_bytes: int, more: str = "") -> bool:
+        _log(request.access_log)
+        port = 0 if place.unix_socket else socket.getsockname()[1]
+
+        def ready() -> None:
+            size = f"{console.count(rows, 'conversation')} of {console.show_bytes(row_bytes)} at once{more}"
+            console.err().print(f"{name} at {place.url(port)}/v1: {size}. Ctrl-C ends.", soft_wrap=True)
+
+        server = Server(app, place, ready)
+        settle()
+        asyncio.run(server.serve([socket]))
+        return server.interrupted
+
+    return answer
 
 
 def _check_numbers(request: Request) -> None:
@@ -162,27 +183,6 @@ def _checkpoint(request: Request) -> tuple[Checkpoint, int | None]:
     layout.slots(request.budget)
     trained = checkpoint.trained_length if layout.rotation is None else None
     return checkpoint, request.max_model_len or trained
-
-
-def _engine(writer: Writer, request: Request) -> Engine:
-    return Engine(
-        writer.model,
-        writer.checkpoint.tokenizer,
-        policy=request.policy,
-        budget=request.budget,
-        rows=request.max_rows,
-        kv_memory=request.kv_memory,
-        prefill_chunk=request.prefill_chunk,
-        layer_budget=request.layer_budget,
-        head_budget=request.head_budget,
-        kv_bits=request.kv_bits,
-        positions=request.positions,
-        guard=request.guard,
-        host_rows=request.host_rows,
-        prefix_memory=request.prefix_memory,
-        session_memory=request.session_memory,
-        session_dir=request.session_dir,
-    )
 
 
 def _remark(request: Request, settings: Settings) -> None:

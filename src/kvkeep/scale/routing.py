@@ -1,0 +1,79 @@
+"""How the router reaches each replica of Ray Serve by its name. Importing this module imports Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import ray.exceptions
+from ray.serve.exceptions import RayServeException
+
+from kvkeep.scale import known
+from kvkeep.scale.replica import Facts
+from kvkeep.server.front import LostError, MissedError
+from kvkeep.server.replaying import Received
+
+_STARTING_S = 0.1
+
+
+class RayReplicas:
+    """The replicas of a deployment of Ray Serve, see `kvkeep.server.front.Replicas`.
+
+    Args:
+        handle: of the deployment, whose replicas are `kvkeep.scale.replica.Replica`.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._handle, self._place = handle, str(handle.deployment_id)
+        self._ended: set[str] = set()
+
+    async def facts(self) -> list[Facts]:
+        """What all replicas say of themselves, as soon as Ray Serve has told of one."""
+        await self._handle.facts.remote()
+        while not self.here():
+            await asyncio.sleep(_STARTING_S)
+        return list(await asyncio.gather(*(self._of(one).facts.remote() for one in self.here())))
+
+    def here(self) -> Mapping[str, int]:
+        """The replicas that take requests, and the rows of each."""
+        found = known.of(self._place)
+        self._ended &= found.keys()
+        return {name: rows for name, rows in found.items() if name not in self._ended}
+
+    async def ask(self, replica: str, request: Received) -> AsyncGenerator[Any, None]:
+        """Yield the messages with which a replica answers.
+
+        Raises:
+            MissedError: the replica has ended; the request did not reach it.
+            LostError: it has ended with the request.
+        """
+        messages = self._of(replica).options(stream=True).ask.remote(replica, request)
+        try:
+            async for message in messages:
+                if message is None:
+                    raise MissedError(replica)
+                yield message
+        except MissedError:
+            self._ended.add(replica)
+            raise
+        except (ray.exceptions.RayError, RayServeException) as error:
+            if isinstance(error, ray.exceptions.ActorDiedError):
+                self._ended.add(replica)
+            raise LostError(replica) from error
+        finally:
+            messages.cancel()
+
+    async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
+        """Whether a replica holds a session or an answer.
+
+        Raises:
+            LostError: it has ended.
+        """
+        try:
+            return bool(await self._of(replica).holds.remote(replica, kind, owner, name))
+        except (ray.exceptions.RayError, RayServeException) as error:
+            raise LostError(replica) from error
+
+    def _of(self, replica: str) -> Any:
+        return self._handle.options(multiplexed_model_id=replica)

@@ -1,0 +1,272 @@
+"""The router before several replicas of a server: each request goes whole to one of them, and its answer back.
+
+It has no routes of its own but three that ask all replicas: health, metrics, and the list of sessions. `Replicas` says
+how replicas are reached; the router does not know what runs them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from kvkeep.errors import InputError
+from kvkeep.openai.strict import decoded
+from kvkeep.server import summing
+from kvkeep.server.app import answer_to
+from kvkeep.server.bodies import received
+from kvkeep.server.errors import GoneError, RefusalError
+from kvkeep.server.gate import Gate
+from kvkeep.server.holders import SESSION, Places, Wish, wish_of
+from kvkeep.server.leases import HELD
+from kvkeep.server.relay import Relay
+from kvkeep.server.replaying import Received, headers_of
+from kvkeep.server.replies import owner_of, reply, unless_gone
+from kvkeep.server.settings import Settings
+
+_ANSWER_S = 5.0
+"""Seconds in which a replica must answer a question about itself."""
+_HELD_S, _PAUSE_S = 10.0, 0.2
+"""Seconds for which a session is waited for whose holder is about to end, and between two tries."""
+_TRIES = 5
+_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class LostError(Exception):
+    """A replica has ended while it had a request."""
+
+
+class MissedError(LostError):
+    """A replica has ended, or is about to, before it had a request."""
+
+
+@runtime_checkable
+class Replicas(Protocol):
+    """The replicas of a server."""
+
+    def here(self) -> Mapping[str, int]:
+        """The replicas that take requests, and the rows of each; 0 where they are not known yet."""
+
+    def ask(self, replica: str, request: Received) -> AsyncGenerator[Message, None]:
+        """Yield the messages with which a replica answers. Whoever closes the generator is a client that leaves.
+
+        Raises:
+            MissedError: the replica has ended; the request did not reach it.
+            LostError: it has ended with the request.
+        """
+
+    async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
+        """Whether a replica holds a session or an answer.
+
+        Raises:
+            LostError: it has ended.
+        """
+
+
+class Front:
+    """Sends each request to a replica.
+
+    Args:
+        replicas: the replicas.
+        settings: of the server.
+        prefixes: whether replicas keep common beginnings of prompts.
+
+    Attributes:
+        draining: whether new requests are refused, because the router is about to end.
+    """
+
+    def __init__(self, replicas: Replicas, settings: Settings, *, prefixes: bool = False) -> None:
+        self._replicas, self._settings, self._prefixes = replicas, settings, prefixes
+        self._places = Places()
+        self.draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        request = Request(scope, receive)
+        sums = {"/health": self._health, "/metrics": self._metrics, "/v1/sessions": self._sessions}
+        if request.method == "GET" and (summed := sums.get(scope["path"])) is not None:
+            await (await summed(request))(scope, receive, send)
+            return
+        if self.draining:
+            raise RefusalError(503, "The server is about to end: it takes no requests.", headers={"Retry-After": "5"})
+        asked = await _received(request, self._settings)
+        wish = await self._wish(asked)
+        owner, named = owner_of(request), asked.path == "/v1/responses"
+
+        def begins(status: int) -> None:
+            if status in (404, 503) and wish.held is not None:
+                self._places.forget((wish.held[0], owner, wish.held[1]))  # another one may hold it
+
+        relay = Relay(send, write_s=self._settings.read_timeout_s, named=named, begins=begins)
+        try:
+            await unless_gone(request, self._answer(owner, asked, wish, relay))
+        except GoneError:
+            if not relay.begun:
+                raise
+
+    async def _answer(self, owner: str, asked: Received, wish: Wish, relay: Relay) -> None:
+        """Let a replica answer. One that ends before it has the request is replaced, and a held session waited for."""
+        end, tries = time.monotonic() + _HELD_S, 0
+        while True:
+            replica = await self._place(owner, wish)
+            try:
+                with self._places.taken(replica, wish.rows):
+                    async with aclosing(self._replicas.ask(replica, asked)) as messages:
+                        if await relay.run(messages, unless=HELD if time.monotonic() < end else None):
+                            return
+                await asyncio.sleep(_PAUSE_S)
+            except MissedError as error:
+                tries += 1
+                if tries == _TRIES:
+                    raise _lost() from error
+                await asyncio.sleep(_PAUSE_S)
+            except LostError as error:
+                if not await relay.broken(_lost()):
+                    raise _lost() from error
+                return
+
+    async def _wish(self, asked: Received) -> Wish:
+        """What a request needs of its replica."""
+        try:
+            many = len(asked.body) > 2**18
+            body = await asyncio.to_thread(decoded, asked.body) if many else decoded(asked.body or b"{}")
+        except (ValueError, RecursionError, InputError):
+            body = {}  # its replica says what is wrong
+        wish = wish_of(asked.method, asked.path, body)
+        return wish if self._prefixes else replace(wish, beginnings=())
+
+    async def _place(self, owner: str, wish: Wish) -> str:
+        """The replica for a request.
+
+        Raises:
+            RefusalError: there is none; or the session that it makes is on another one.
+        """
+        here = self._here()
+        if wish.held is None:
+            return self._places.choose(wish, here)
+        kind, name = wish.held
+        found = await self._holder(kind, owner, name)
+        if found is None:
+            found = self._places.choose(wish, self._here())
+            self._places.note((kind, owner, name), found)
+        if wish.fresh is not None and await self._holder(SESSION, owner, wish.fresh) not in (None, found):
+            raise RefusalError(409, f"There is a session {wish.fresh} already. Choose another name.", param="id")
+        return found
+
+    async def _holder(self, kind: str, owner: str, name: str) -> str | None:
+        """The replica that holds something. All are asked if it is not known."""
+        key = (kind, owner, name)
+        if (found := self._places.find(key, self._here())) is not None:
+            return found
+        here = list(self._here())
+        answers = await asyncio.gather(*(self._holds(one, key) for one in here))
+        known = self._places.find(key, self._here())  # somebody else may have found, or chosen it meanwhile
+        found = next((one for one, holds in zip(here, answers, strict=True) if holds), known)
+        if found is not None:
+            self._places.note(key, found)
+        return found
+
+    async def _holds(self, replica: str, key: tuple[str, str, str]) -> bool:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await self._replicas.holds(replica, *key)
+        except (LostError, TimeoutError):
+            return False
+
+    def _here(self) -> Mapping[str, int]:
+        """The replicas that take requests.
+
+        Raises:
+            RefusalError: there are none.
+        """
+        if not (here := self._replicas.here()):
+            raise RefusalError(503, "No replica of the model runs now. Try again in 5 s.", headers={"Retry-After": "5"})
+        return here
+
+    async def _health(self, request: Request) -> Response:
+        """Sum the rows of all replicas up."""
+        asked = await _received(request, self._settings)
+        found = await self._all(replace(asked, query=b"check=live"))
+        body, status = summing.health({one: json.loads(raw) for one, raw in found.items()}, draining=self.draining)
+        return reply(body, 200 if request.query_params.get("check") == "live" else status)
+
+    async def _metrics(self, request: Request) -> Response:
+        """Show the metrics of all replicas, each by its name."""
+        found = await self._all(await _received(request, self._settings))
+        text = summing.metrics({one: raw.decode() for one, raw in found.items()})
+        return Response(text, headers={"Content-Type": _METRICS})
+
+    async def _sessions(self, request: Request) -> Response:
+        """List the sessions of a key on all replicas."""
+        found = await self._all(await _received(request, self._settings))
+        return reply(summing.sessions({one: json.loads(raw) for one, raw in found.items()}))
+
+    async def _all(self, asked: Received) -> dict[str, bytes]:
+        """Ask all replicas the same; return the bodies of those that answer."""
+        here = list(self._replicas.here())
+        found = await asyncio.gather(*(self._body(one, asked) for one in here))
+        return {one: body for one, body in zip(here, found, strict=True) if body is not None}
+
+    async def _body(self, replica: str, asked: Received) -> bytes | None:
+        """The body of a replica's answer; ``None`` if it does not answer well."""
+        parts = []
+        try:
+            async with asyncio.timeout(_ANSWER_S), aclosing(self._replicas.ask(replica, asked)) as messages:
+                async for message in messages:
+                    if message.get("status", 200) != 200:
+                        return None
+                    parts.append(message.get("body", b""))
+        except (LostError, TimeoutError):
+            return None
+        return b"".join(parts)
+
+
+def make_front(
+    replicas: Replicas, settings: Settings, origins: Sequence[str] = (), *, prefixes: bool = False
+) -> FastAPI:
+    """The application that sends requests to replicas.
+
+    Args:
+        replicas: the replicas.
+        settings: of the server.
+        origins: origins of web pages that may call it.
+        prefixes: whether replicas keep common beginnings of prompts.
+    """
+    app = FastAPI(title="kvkeep", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.desk = front = Front(replicas, settings, prefixes=prefixes)
+    app.mount("/", front)
+    for kind in (RefusalError, GoneError, ClientDisconnect):
+        app.add_exception_handler(kind, answer_to)
+    app.add_middleware(Gate, settings=settings)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+async def _received(request: Request, settings: Settings) -> Received:
+    """The request as it travels to a replica."""
+    client = request.client
+    return Received(
+        method=request.method,
+        path=request.scope["path"],
+        query=request.scope["query_string"],
+        headers=headers_of(request.headers.raw),
+        body=await received(request, settings),
+        client=None if client is None else (client.host, client.port),
+    )
+
+
+def _lost() -> RefusalError:
+    message = (
+        "The replica that ran the request has ended. Send the request again; a session goes on from its last turn."
+    )
+    return RefusalError(503, message, code="replica_lost", headers={"Retry-After": "1"})

@@ -1,0 +1,78 @@
+"""A request that came to another process, run through the application of this one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Scope
+
+
+@dataclass(frozen=True)
+class Received:
+    """A whole request, small enough to travel between processes.
+
+    Attributes:
+        method, path, query: of its first line.
+        headers: names in lower case, and values.
+        body: all of it.
+        client: the address of the client.
+    """
+
+    method: str
+    path: str
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+    client: tuple[str, int] | None = None
+
+    @property
+    def scope(self) -> Scope:
+        """The request as an application takes it."""
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": self.method,
+            "path": self.path,
+            "raw_path": self.path.encode("utf-8", "surrogateescape"),
+            "root_path": "",
+            "query_string": self.query,
+            "headers": list(self.headers),
+            "client": self.client,
+            "server": None,
+        }
+
+
+async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, None]:
+    """Yield the messages with which an application answers. Whoever closes the generator is a client that leaves."""
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    left, parts = asyncio.Event(), iter([{"type": "http.request", "body": request.body, "more_body": False}])
+
+    async def receive() -> Message:
+        for part in parts:
+            return part
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        messages.put_nowait(message)
+
+    work = asyncio.ensure_future(app(request.scope, receive, send))
+    work.add_done_callback(lambda _: messages.put_nowait(None))
+    try:
+        while (message := await messages.get()) is not None:
+            yield message
+        await work
+    finally:
+        left.set()
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+def headers_of(found: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
+    """The headers that travel with a request: its body is whole, and the connection is another one."""
+    dropped = (b"connection", b"expect", b"transfer-encoding", b"upgrade")
+    return tuple((name.lower(), value) for name, value in found if name.lower() not in dropped)
