@@ -12,6 +12,7 @@ from torch import Tensor
 from kvkeep import loss, scores
 from kvkeep.backends import Added, Backend, Limits, Ring
 from kvkeep.errors import PolicyError
+from kvkeep.policies._heads import average
 from kvkeep.policies.base import Policy
 from kvkeep.statistic import Statistic
 from kvkeep.store import Block, settle
@@ -203,12 +204,17 @@ def _staying(policy: Policy, view: View, state: State, *, window: int | None) ->
 
 
 def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
+    """The budgets that a policy gives to the heads of a layer by its scores, see `divided`."""
+    return divided(policy, view, policy.score(replace(view, budget=average(view)), state))
+
+
+def divided(policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
     """The budgets that a policy gives to heads. Where pins need more, heads with more give of what they have above it.
 
     The sum over a row's heads stays the same.
     """
     assert policy.spreads is not None
-    found = policy.spreads.heads(policy, view, state)
+    found = policy.spreads.heads(policy, view, score)
     if (pins := view.pins) is None:
         return found
     found = view.heads.all(found)

@@ -6,10 +6,9 @@ import copy
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep import scores
@@ -18,7 +17,7 @@ from kvkeep.errors import BudgetError, UnsupportedOperationError
 from kvkeep.policies.abilities import HeadBudgets, Near
 from kvkeep.policies.base import Policy
 from kvkeep.profile import Profile
-from kvkeep.types import EMPTY, Budget, State, View
+from kvkeep.types import EMPTY, Budget, View
 
 RULES = {"uniform": "", "ada": "0.2"}
 """Rules that divide a layer's budget among its heads: name → default parameter."""
@@ -129,7 +128,7 @@ def ada(alpha: float) -> HeadBudgets:
     return HeadBudgets(functools.partial(_heads, alpha), functools.partial(_most, alpha))
 
 
-def _heads(alpha: float, policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
+def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
     """The budget of each head. Protected tokens are not shared out. Equal if there is nothing to choose."""
     now, mean = table(view.budget, view.seen).expand(view.positions.shape[:2]), average(view)
     sinks, recent = policy.protected(mean)
@@ -137,9 +136,8 @@ def _heads(alpha: float, policy: Policy, view: View, state: State) -> Int[Tensor
     base = (mean - fixed).clamp(min=0)
     first_recent = view.seen[:, None] - recent
     older = (view.positions >= sinks) & (view.positions < first_recent[:, :, None])
-    score = policy.score(replace(view, budget=mean), state).nan_to_num(nan=-torch.inf)
     tokens = view.heads.all_slots(view.positions.masked_fill(~older, EMPTY), EMPTY)
-    all_scores, Hk = view.heads.all_slots(score, -torch.inf), tokens.shape[1]
+    all_scores, Hk = view.heads.all_slots(score.nan_to_num(nan=-torch.inf), -torch.inf), tokens.shape[1]
     best = scores.keep(all_scores.flatten(1)[:, None], tokens.flatten(1)[:, None], base * Hk).view(tokens.shape)
     own = (alpha * base.double() + 1e-9).long()
     share = scores.rounded(best.sum(dim=-1).double() * (1.0 - alpha) + own, base * Hk)

@@ -55,11 +55,12 @@ class HeadBudgets:
     """Gives each KV head a budget of its own at the end of a prompt.
 
     Attributes:
-        heads: method that returns these budgets. The sum over a row's heads must stay the same.
+        heads: method that returns these budgets from the scores of the heads' tokens. The sum over a row's heads must
+            stay the same.
         most: method that returns the largest budget of a head, from the budget of a layer and its number of heads.
     """
 
-    heads: Callable[[Any, View, State], Int[Tensor, "B Hk"]]
+    heads: Callable[[Any, View, Float[Tensor, "B Hk S"]], Int[Tensor, "B Hk"]]
     most: Callable[[Any, int, int], int]
 
 

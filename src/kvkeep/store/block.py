@@ -82,7 +82,7 @@ class Block:
         if issubclass(store, PooledStore):
             self.budget = budgets.per_head(numbers, B, Hk, device)
             self.store = store.for_heads(keys, values, budgets.by_head(numbers, Hk), room=room)
-            self.store.divide(self.budget + 1)
+            self.divide()
         else:
             self.budget = budgets.per_row(numbers, B, device)
             self.store = store(keys, values, capacity=budgets.largest(numbers) + 1)
@@ -162,6 +162,12 @@ class Block:
         before, self.store = self.store.capacity, self.store.divided(budget + 1)
         if self.store.capacity != before:
             self._pad(self.store.capacity - before)
+
+    def divide(self) -> None:
+        """Give the heads, which share a pool, ranges for their budgets. The slots lose their content."""
+        assert isinstance(self.store, PooledStore)
+        assert isinstance(self.budget, Tensor)
+        self.store.divide(self.budget + 1)
 
     def held(self) -> Int[Tensor, "B Hk"]:
         """The number of occupied slots of each head."""

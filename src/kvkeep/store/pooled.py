@@ -154,11 +154,14 @@ class PooledStore(Store):
         self.starts[rows] = sizes.cumsum(dim=1) - sizes
         self.entries[rows] = EMPTY
 
+    def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
+        """Keys and values of no token. The slots are not copied."""
+        keys, values = (x.new_empty((*self.sizes.shape, 0, x.shape[-1])) for x in (self.keys, self.values))
+        return keys, values
+
     def wider(self, capacity: int) -> PooledStore:
         """An empty store with more slots, for the same rows, divided equally."""
-        shape = *self.sizes.shape, 1
-        keys, values = (x.new_empty((1, 1, 1, x.shape[-1])).expand(*shape, -1) for x in (self.keys, self.values))
-        return PooledStore(keys, values, capacity)
+        return PooledStore(*self.no_token(), capacity)
 
     def per_row(self) -> dict[str, Tensor]:
         """Every tensor of the store by name. The first axis of each tensor is the rows."""
@@ -192,7 +195,7 @@ class OpenedPool(Store):
         self.pool = pool
         self.index = pool.index()
         self.positions = side_by_side(pool.entries, self.index)
-        ranges = pool.starts, pool.sizes
+        ranges = pool.starts.contiguous(), pool.sizes.contiguous()  # a layer's part of a larger table may not be
         self._slots = PoolSlots.of((pool.keys, pool.values), self.positions, ranges, self.index)
 
     @property

@@ -108,6 +108,11 @@ class Store(abc.ABC):
     def slots(self) -> Slots:
         """The slots themselves, as a backend reads and writes them."""
 
+    def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
+        """Keys and values of no token, which show the shapes of the slots."""
+        keys, values, _ = self.slots()
+        return keys[:, :, :0], values[:, :, :0]
+
     def lying(self, used: int) -> Slots | None:
         """The first ``used`` slots where they lie, for code that reads them there and writes them through `slots`.
 
