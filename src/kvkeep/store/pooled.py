@@ -29,6 +29,7 @@ class PooledStore(Store):
         starts: first entry of each head's range.
         sizes: number of slots of each head.
         widest: the most slots that a head can have. On a GPU, slots are always laid side by side in this width.
+        waits: whether a GPU is waited for instead, to know the longest range; for pools in which a head may have most.
     """
 
     keys: Float[Tensor, "B P D"]
@@ -37,6 +38,7 @@ class PooledStore(Store):
     starts: Int[Tensor, "B Hk"]
     sizes: Int[Tensor, "B Hk"]
     widest: int
+    waits: bool = False
 
     def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int):
         B, Hk, _, D = like_keys.shape
@@ -78,13 +80,18 @@ class PooledStore(Store):
     @property
     def capacity(self) -> int:
         """Slots of the longest range."""
-        waits = self.sizes.device.type == "cpu" and self.sizes.numel()
+        waits = (self.waits or self.sizes.device.type == "cpu") and self.sizes.numel()
         return int(self.sizes.max()) if waits else self.widest
 
     @property
     def room(self) -> int:
         """Slots of all rows and heads."""
         return self.entries.numel()
+
+    @property
+    def n_tokens(self) -> int:
+        """Occupied slots of all rows and heads."""
+        return int((self.entries >= 0).sum())
 
     @property
     def token_bytes(self) -> int:

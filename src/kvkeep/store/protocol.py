@@ -62,6 +62,11 @@ class Store(abc.ABC):
         """Slots of all rows and heads."""
         return self.positions.numel()
 
+    @property
+    def n_tokens(self) -> int:
+        """Occupied slots of all rows and heads."""
+        return int((self.positions >= 0).sum())
+
     def numbers(self, start: float) -> Tensor:
         """One number for each slot, in the order of the slots in memory. A policy's state consists of these."""
         return torch.full(self.positions.shape, start, dtype=torch.float32, device=self.positions.device)
