@@ -1,11 +1,12 @@
-"""Does a profile of heads help? The same questions with and without it, at small budgets.
+"""Do budgets per head help? The same questions with equal heads and with a profile, or under a rule, at small budgets.
 
     kvkeep calibrate --seed 7 --output heads.json
     python bench/heads.py --output DIR --profile heads.json [--questions 400] [--protocols later]
+    python bench/heads.py --output DIR --rule global
 
-Runs `kvkeep eval` on the embedded model with equal heads and with the profile, and shows what stays of the full cache's
-answers, and the difference over the same questions with its 95 % interval. The same command goes on where it stopped.
-`--collect` runs nothing and shows what is there.
+Runs `kvkeep eval` on the embedded model with equal heads, and with the profile or the rule. Shows what stays of the
+full cache's answers, and the difference over the same questions with its 95 % interval. The same command goes on where
+it stopped. `--collect` runs nothing and shows what is there.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ CELLS = {
 }
 """Protocol → policies and budgets."""
 
-COLUMNS = ["policy", "case", "budget", "equal heads", "profile", "difference", "questions"]
+COLUMNS = ["policy", "case", "budget", "equal heads", "divided", "difference", "questions"]
 
 
 def held(output: Path, profile: Path) -> Path:
     """A copy of the profile that is named by its content, so that results never mix two profiles."""
+    if not profile.is_file():
+        raise SystemExit(f"There is no profile {profile}; kvkeep calibrate makes one.")
     content = profile.read_bytes()
     copy = output / f"heads-{hashlib.sha256(content).hexdigest()[:8]}.json"
     output.mkdir(parents=True, exist_ok=True)
@@ -76,7 +79,9 @@ def _setup(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--profile", type=Path, required=True, help="a profile of the embedded model's heads")
+    ways = parser.add_mutually_exclusive_group(required=True)
+    ways.add_argument("--profile", type=Path, help="a profile of the embedded model's heads")
+    ways.add_argument("--rule", help="a rule for --head-budget, such as global or ada:0.2")
     parser.add_argument("--questions", type=int, default=400, help="questions per cell")
     parser.add_argument("--context", type=int, default=1024, help="tokens of a text")
     parser.add_argument("--seed", type=int, default=0)
@@ -85,9 +90,7 @@ def main() -> None:
     parser.add_argument("--budgets", help="in place of each protocol's own")
     parser.add_argument("--collect", action="store_true", help="run nothing, put together what is there")
     options = parser.parse_args()
-    if not options.profile.is_file():
-        raise SystemExit(f"There is no profile {options.profile}; kvkeep calibrate makes one.")
-    rule = f"profile:{held(options.output, options.profile).resolve()}"
+    rule = options.rule or f"profile:{held(options.output, options.profile).resolve()}"
     for protocol in [] if options.collect else options.protocols:
         policies, budgets = options.policies or ",".join(CELLS[protocol][0]), options.budgets or CELLS[protocol][1]
         numbers = budgets if isinstance(budgets, str) else ",".join(budgets)
@@ -98,7 +101,7 @@ def main() -> None:
     better = sum(change.clear and change.points > 0 for _, change in cells)
     worse = sum(change.clear and change.points < 0 for _, change in cells)
     numbers = {"cells": len(cells), "clearly_better": better, "clearly_worse": worse}
-    report("a profile of heads against equal heads", COLUMNS, [line for line, _ in cells], numbers)
+    report("budgets per head against equal heads", COLUMNS, [line for line, _ in cells], numbers)
 
 
 if __name__ == "__main__":

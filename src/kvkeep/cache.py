@@ -26,6 +26,7 @@ from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
 from kvkeep.snapshot.arguments import Settings, identities
 from kvkeep.snapshot.caches import SnapshotCache
+from kvkeep.together import Together
 from kvkeep.types import Phase
 
 
@@ -42,9 +43,9 @@ class BoundedCache(SnapshotCache):
         sequences: identity of each row for policies with randomness; rows get the same stream if not given.
         layer_budget: how the budget is spread over the layers: ``uniform``, ``ramp:0.2``, ``pyramid:20`` or one weight
             per layer; by default the policy's own rule. See `kvkeep.budget.per_layer`.
-        head_budget: how a layer's budget is divided among its KV heads: ``uniform``, ``ada:0.2`` (by scores, at the end
-            of a prompt) or ``profile:FILE`` (by a file, which divides it among the layers, too); by default by the
-            policy's own rule. See ``docs/heads.md``.
+        head_budget: how the budget is divided among KV heads: ``uniform``, ``ada:0.2`` (by scores at the end of a
+            prompt, within each layer), ``global:0.2`` (over all layers) or ``profile:FILE`` (by a file); by
+            default by the policy's own rule. See ``docs/heads.md``.
         positions: ``true``, or ``slot``: tokens are attended at their rank in the cache, so that a stream may be longer
             than the model's trained length. By default the policy's own mode, where the model allows it.
         kv_bits: bits of keys and values in the slots: ``"8"``, ``"4"`` or ``"k8v4"`` (keys in 8, values in 4). By
@@ -93,6 +94,7 @@ class BoundedCache(SnapshotCache):
         self._first, self._prompt_columns = min(layout.windows, default=0), 0
         pinned = spans_of_rows(pins)
         cascade = self.policy.cascades(self._first) if self.policy.cascades else None
+        together = Together(list(layout.windows)) if self.policy.shares_layers else None
         layers: list[Any] = DynamicCache(config=config).layers
         for (number, window), numbers in zip(layout.windows.items(), layout.spread(budget), strict=True):
             bounded = Layer(
@@ -104,6 +106,7 @@ class BoundedCache(SnapshotCache):
                 sequences=sequences,
                 rotation=layout.rotation,
                 cascade=cascade,
+                together=together,
                 pins=pinned,
                 kv_bits=layout.kv_bits,
             )

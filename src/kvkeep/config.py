@@ -40,7 +40,7 @@ class Config:
         policy: the eviction policy, as a string.
         budget: tokens kept per layer and head.
         layer_budget: how the budget is spread over layers: a rule, or a weight for each layer.
-        head_budget: how a layer's budget is divided among its KV heads, e.g. ``profile:FILE``.
+        head_budget: how the budget is divided among KV heads, e.g. ``profile:FILE``.
         kv_bits: bits of keys and values in the slots, e.g. ``"k8v4"``, or a number.
         positions: ``true`` or ``slot``.
         prefill_chunk: prompt tokens per step.

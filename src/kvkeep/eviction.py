@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kvkeep import loss, scores
 from kvkeep.backends import Added, Backend, Limits, Ring
+from kvkeep.division import divided, protected_slots
 from kvkeep.errors import PolicyError
+from kvkeep.policies._heads import average
 from kvkeep.policies.base import Policy
 from kvkeep.statistic import Statistic
 from kvkeep.store import Block, settle
@@ -185,7 +187,7 @@ def cut(
     if policy.spreads is not None:
         block.spread(head_budgets(policy, view, state))
         view, chunk = replace(view, budget=block.budget), None  # no token has a slot any more
-    stays = _staying(policy, view, state, window=window)
+    stays = kept(policy, view, state, _scores(policy, view, state), window=window)
     settle(
         block, view, stays, {name: x for name, x in state.items() if name not in block.heads}, used=used, chunk=chunk
     )
@@ -193,9 +195,11 @@ def cut(
     return stays
 
 
-def _staying(policy: Policy, view: View, state: State, *, window: int | None) -> Bool[Tensor, "B Hk S"]:
+def kept(
+    policy: Policy, view: View, state: State, score: Float[Tensor, "B Hk S"], *, window: int | None = None
+) -> Bool[Tensor, "B Hk S"]:
     """Whether each token stays after a chunk."""
-    score, most = _scores(policy, view, state), limit(policy, view, state, window=window)
+    most = limit(policy, view, state, window=window)
     there = view.positions >= 0
     if there.is_cpu and bool((there.sum(dim=-1) <= most).all()):
         return there
@@ -203,30 +207,13 @@ def _staying(policy: Policy, view: View, state: State, *, window: int | None) ->
 
 
 def head_budgets(policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
-    """The budgets that a policy gives to heads. Where pins need more, heads with more give of what they have above it.
-
-    The sum over a row's heads stays the same.
-    """
-    assert policy.spreads is not None
-    found = policy.spreads.heads(policy, view, state)
-    if (pins := view.pins) is None:
-        return found
-    found = view.heads.all(found)
-    view = replace(view, budget=found.sum(dim=-1, keepdim=True) // found.shape[1])  # what an equal share protects
-    coming = (pins[:, 1::2] - pins[:, ::2]).sum(dim=-1, keepdim=True) + policy.protected(view.budget)[1]
-    held = view.heads.all(protected_slots(policy, view).sum(dim=-1)).maximum(coming)  # generated tokens may be, too
-    above = (found - held).clamp(min=0)
-    free = (found - held).sum(dim=-1, keepdim=True).clamp(min=0)
-    shares = above.double() * free / above.sum(dim=-1, keepdim=True).clamp(min=1)
-    budgets = torch.where((found < held).any(dim=-1, keepdim=True), held + scores.rounded(shares, free), found)
-    return view.heads.mine(budgets)
+    """The budgets that a policy gives to the heads of a layer by its scores, see `divided`."""
+    return divided(policy, view, scored(policy, view, state))
 
 
-def protected_slots(policy: Policy, view: View) -> Bool[Tensor, "B Hk S"]:
-    """Whether each slot holds a token that may not be evicted: a sink, a recent one or a pinned one."""
-    sinks, recent = policy.protected(view.budget)
-    held = scores.protects(view.positions, view.seen, sinks=sinks, recent=recent, pins=view.pins)
-    return held & (view.positions >= 0)
+def scored(policy: Policy, view: View, state: State) -> Float[Tensor, "B Hk S"]:
+    """The scores by which a budget is divided: those under the mean of the heads' budgets."""
+    return _scores(policy, replace(view, budget=average(view)), state)
 
 
 def limit(policy: Policy, view: View, state: State, *, window: int | None = None) -> Budget:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -32,6 +32,7 @@ from kvkeep.store import (
     Store,
     inference,
 )
+from kvkeep.together import Together
 from kvkeep.types import State
 
 _Layer = TypeVar("_Layer", bound="Held")
@@ -45,6 +46,7 @@ class Held:
         index: the layer's number in the model.
         rotation: the model's rotary embedding, for slot positions.
         cascade: the tables that this layer shares with others under a policy that prunes through the layers.
+        together: the layers that share their budget with this one.
         sequences: identity of each row for randomness.
         pins: spans that the policy may not evict.
         kv_bits: bits of keys and values in the slots, a name of `kvkeep.codes.KV_BITS`; ``None``: the model's dtype.
@@ -57,6 +59,7 @@ class Held:
     window: int | None
     rotary: Rotation | None = None
     heads: Heads = ALONE
+    _together: Together | None = None
     _backend: Backend
     _kind: type[Store]
 
@@ -67,6 +70,7 @@ class Held:
         index: int,
         rotation: Rotation | None,
         cascade: Cascade | None,
+        together: Together | None,
         sequences: Sequence[int] | None,
         pins: Sequence[Spans],
         kv_bits: str | None,
@@ -76,14 +80,23 @@ class Held:
         self._index, self._rotation, self._sequences, self._pins = index, rotation, sequences, pins
         self._shared = (cascade or policy.cascades(index)) if policy.cascades else Alone()
         self._kind = store_for(policy, self.budgets, kv_bits)
+        self._together = together
 
     def reset(self) -> None:
         """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
         self.columns, self.moves, self.broken, moves = 0, 0, False, self.moves
         self._shared.clear()
+        if self._together is not None:
+            self._together.clear()
         self.allocated &= self._made and not moves and not self.policy.spreads  # else budgets or pins may be others now
         if self.allocated:
             self.block.clear()
+
+    def mend(self, moves: int) -> None:
+        """Forget steps that have not ended, after the block was filled anew; ``moves``: those of the first layer."""
+        self.broken, self.moves = False, moves
+        if self._together is not None:
+            self._together.clear()
 
     @inference
     def select_rows(self, index: Int[Tensor, " n"]) -> None:
@@ -95,10 +108,18 @@ class Held:
             self._shared.select_rows(self._index, index)
             self.broken = broken
 
-    def over(self: _Layer, block: Block, *, columns: int, cascade: Cascade | None = None) -> _Layer:
+    def over(
+        self: _Layer,
+        block: Block,
+        *,
+        columns: int,
+        cascade: Cascade | None = None,
+        together: Together | None = None,
+    ) -> _Layer:
         """A copy of this layer over a block that somebody else owns and that has seen ``columns`` columns."""
         other = copy.copy(self)
         other.hold(block, columns=columns)
+        other._together = together
         other._shared, other._asked = cascade or Alone(), Asked(self.policy)
         return other
 
@@ -126,16 +147,17 @@ class Held:
 
     def new_block(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> Block:
         """An empty block for such keys and values. It is not yet the layer's own."""
-        block = Block(
-            *(keys, values),
-            numbers=self.budgets,
-            starts=self.policy.slots,
-            heads=self.policy.summaries,
-            sequences=self._sequences,
-            store=self._kind,
-            pins=self._pins,
-            room=self.heads.ranks if self.policy.spreads else 1,
-        )
+        given: dict[str, Any] = {
+            "numbers": self.budgets,
+            "starts": self.policy.slots,
+            "heads": self.policy.summaries,
+            "sequences": self._sequences,
+            "pins": self._pins,
+        }
+        if self._together is not None:
+            return self._together.block(self._index, keys, values, **given)
+        room = self.heads.ranks if self.policy.spreads else 1
+        block = Block(keys, values, store=self._kind, room=room, **given)
         reach(block, self.policy, self.budgets, self.heads)
         return block
 

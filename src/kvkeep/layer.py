@@ -28,6 +28,7 @@ from kvkeep.policies.base import Policy
 from kvkeep.prefill import chunk_size, for_prompt, in_chunks, read
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import Cascade, beside, inference, view_of
+from kvkeep.together import Together
 from kvkeep.types import AttentionOptions, Phase, Report, Slots, View
 
 
@@ -44,6 +45,7 @@ class Layer(Held):
         rotation: the model's rotary embedding, for slot positions: keys are stored unrotated and attended at their
             rank in the cache. ``None``: true positions.
         cascade: the tables that this layer shares with others under a policy that prunes through the layers.
+        together: the layers that share their budget with this one; ``None``: none do.
         pins: spans that the policy may not evict (`kvkeep.pins.spans_of_rows`), one entry for all rows or one per row.
         kv_bits: bits of keys and values in the slots, a name of `kvkeep.codes.KV_BITS`; ``None``: the model's dtype.
 
@@ -72,6 +74,7 @@ class Layer(Held):
         sequences: Sequence[int] | None = None,
         rotation: Rotation | None = None,
         cascade: Cascade | None = None,
+        together: Together | None = None,
         pins: Sequence[Spans] = (),
         kv_bits: str | None = None,
     ):
@@ -87,6 +90,7 @@ class Layer(Held):
             index=index,
             rotation=rotation,
             cascade=cascade,
+            together=together,
             sequences=sequences,
             pins=pins,
             kv_bits=kv_bits,
@@ -138,6 +142,8 @@ class Layer(Held):
             held.close(self.block)
         finally:
             self.block = held
+        if self._together is not None:
+            self._together.end(self.policy, held)
         self.broken = False
         return out
 
@@ -218,6 +224,9 @@ class Layer(Held):
         out, report = read(*given, statistic=wanted, options=options, length=length, rotation=turn)
         self._shared.add(left[:, 0], report, self.heads)
         state = self.policy.observe(state, view, report)
+        if self._together is not None:
+            self._together.wait(self.policy, self.block, view, state, report)
+            return out
         stays = cut(self.policy, self.block, view, state, window=self.window, used=used, chunk=chunk)
         loss.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=left >= 0)
         self._shared.leave(self._index, self.store.positions[:, 0])

@@ -16,7 +16,7 @@ from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperatio
 from kvkeep.held import store_for
 from kvkeep.parallel import ALONE, Heads
 from kvkeep.pins import Spans
-from kvkeep.policies._heads import PROFILE, beside, under
+from kvkeep.policies._heads import PROFILE, beside, check_joint, under
 from kvkeep.policies.base import Policy
 from kvkeep.profile import Profile
 from kvkeep.rotary.embedding import UNROTATED, rotation_for, rotation_of
@@ -57,7 +57,7 @@ class Layout:
         policy: the eviction policy.
         windows: sliding window of each layer with slots, see `windows_of`.
         layer_budget: how budgets are spread over the layers, see `kvkeep.budget.per_layer`.
-        head_budget: how a layer's budget is divided among its heads; ``None``: by the policy's own rule.
+        head_budget: how the budget is divided among heads; ``None``: by the policy's own rule.
         profile: the budgets of all heads, under ``head_budget="profile:FILE"``.
         rotation: the rotary embedding that slot positions need; ``None`` under true positions.
         rotary: the rotary embedding that the policy needs, if any.
@@ -114,6 +114,12 @@ class Layout:
         store_for(policy, [] if profile is None else [()], kv_bits)  # refuses bits where heads have their own budgets
         policy = beside(policy, profile, list(windows))
         heads = Heads.of(config)
+        if policy.shares_layers:
+            asked = layer_budget not in (None, policy.defaults.layer_budget)
+            check_joint(
+                windows=any(windows.values()), chunk=bool(prefill_chunk), layer_budget=asked, split=heads != ALONE
+            )
+            how = "uniform"
         if profile is not None and heads != ALONE:
             raise UnsupportedOperationError(
                 "head_budget=profile does not work with a model that is split over processes: run it in one, or use "

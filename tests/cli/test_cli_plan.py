@@ -83,7 +83,9 @@ def test_options_reach_the_plan(dtype: str):
         assert with_rows(found[kind], 1)["fits"] is None
 
 
-@pytest.mark.parametrize("asked", [("adakv",), ("snapkv", "--head-budget", "ada"), ("h2o", "--head-budget", "ada:0.5")])
+@pytest.mark.parametrize(
+    "asked", [("adakv",), ("snapkv", "--head-budget", "ada"), ("h2o", "--head-budget", "global:0.5")]
+)
 def test_heads_that_share_a_budget_take_what_equal_ones_take(asked: tuple[str, ...]):
     equal = ("snapkv" if asked[0] == "adakv" else asked[0],)
     shared, alike = (as_json("--policy", *one, "--budget", 134, "--context", CONTEXT) for one in (asked, equal))

@@ -99,9 +99,9 @@ def test_a_table_a_file_and_a_curve(text, tmp_path, columns):
 
 
 def test_rules_for_heads_are_searched_side_by_side(text, tmp_path):
-    rules = ("--policies", "h2o", "--head-budget", "uniform,ada:0.2", "--target", "0.5", "--no-plots")
+    rules = ("--policies", "h2o", "--head-budget", "uniform,global:0.2", "--target", "0.5", "--no-plots")
     found = json.loads(tune(*STREAM, *rules, "--text", text, "-o", tmp_path / "out", "--json").stdout)
-    assert {one["head_budget"] for one in found["searched"]} == {"uniform", "ada:0.2"}
+    assert {one["head_budget"] for one in found["searched"]} == {"uniform", "global:0.2"}
     assert Config.read(found["config"]).head_budget == found["chosen"]["head_budget"]
 
 

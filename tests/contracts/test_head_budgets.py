@@ -25,10 +25,16 @@ CASES = [
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_law(law, policy):
+@pytest.mark.parametrize(
+    ("policy", "rule"),
+    [
+        *((policy, "ada:0.1") for policy in POLICIES),
+        *((policy, "global:0.1") for policy in ("h2o", "snapkv:window=2", "leverage:sinks=1,recent=2")),
+    ],
+)
+def test_law(law, policy, rule):
     for case in CASES:
-        LAWS[law](under(kvkeep.parse(policy), "ada:0.1"), case)
+        LAWS[law](under(kvkeep.parse(policy), rule), case)
 
 
 def test_pins_fit_where_heads_protect_a_share_of_uneven_budgets():

@@ -14,6 +14,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
 from kvkeep.store import PooledStore
+from kvkeep.types import Phase
 
 from .models import model
 from .test_equal import prompt_of
@@ -37,11 +38,25 @@ def profile(tmp_path):
 
 def alone(prompt, policy, rule, *, budget=BUDGET, chunk=None, new=NEW):
     """What `model.generate` writes for one prompt."""
-    net = model("llama")
+    net, ids = model("llama"), torch.tensor([prompt])
+    if chunk and rule and rule.startswith("global"):
+        return by_hand(ids, BoundedCache(net.config, policy, budget, head_budget=rule), chunk=chunk, new=new)
     cache = BoundedCache(net.config, policy, budget, prefill_chunk=chunk, head_budget=rule)
-    ids = torch.tensor([prompt])
     out = net.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False, eos_token_id=None)
     return tuple(out[0, len(prompt) :].tolist()), cache
+
+
+@torch.inference_mode()
+def by_hand(ids, cache, *, chunk, new):
+    """The same where chunks go through all layers one after the other."""
+    cache.phase, found = Phase.PREFILL, []
+    for piece in ids.split(chunk, dim=1):
+        logits = model("llama")(input_ids=piece, past_key_values=cache, use_cache=True).logits
+    cache.phase = Phase.DECODE
+    while len(found) < new:
+        found.append(int(logits[0, -1].argmax()))
+        logits = model("llama")(input_ids=torch.tensor([found[-1:]]), past_key_values=cache, use_cache=True).logits
+    return tuple(found), cache
 
 
 def run(engine, requests):
@@ -66,7 +81,7 @@ def asked(policies, budgets=(BUDGET,)):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("kind", ["ada:0.1", "profile"])
+@pytest.mark.parametrize("kind", ["ada:0.1", "global:0.1", "profile"])
 def test_a_row_gets_what_it_gets_alone_beside_other_policies_and_splits(kind, chunk, profile):
     rule = profile if kind == "profile" else kind
     requests = asked(KINDS * 2, budgets=(BUDGET, BUDGET - 2))
@@ -88,7 +103,7 @@ def test_a_row_costs_what_equal_heads_cost(policy, profile):
     assert sizes["ada"] <= sizes[profile] <= sizes["ada"] + layers * heads * slot
 
 
-@pytest.mark.parametrize("rule", ["ada:0.1", "profile"])
+@pytest.mark.parametrize("rule", ["ada:0.1", "global:0.1", "profile"])
 def test_bytes_do_not_depend_on_the_split(rule, profile):
     held = set()
     for seed in range(4):
@@ -215,7 +230,7 @@ def test_alpha_1_is_uniform():
 
 
 @pytest.mark.parametrize("policy", KINDS)
-@pytest.mark.parametrize("kind", ["ada:0.1", "profile"])
+@pytest.mark.parametrize("kind", ["ada:0.1", "global:0.1", "profile"])
 def test_memory_goes_on_bit_for_bit_from_a_file(policy, kind, profile, tmp_path):
     rule = profile if kind == "profile" else kind
     one, other = (Engine(model("llama"), policy=policy, budget=BUDGET, head_budget=rule) for _ in range(2))
@@ -243,7 +258,7 @@ def test_memory_goes_on_bit_for_bit_from_a_file(policy, kind, profile, tmp_path)
         ("full", "it never evicts"),
     ],
 )
-@pytest.mark.parametrize("kind", ["ada", "profile"])
+@pytest.mark.parametrize("kind", ["ada", "global", "profile"])
 def test_policies_to_which_head_budgets_mean_nothing_are_refused_by_name(policy, why, kind, profile):
     rule = profile if kind == "profile" else kind
     with pytest.raises(UnsupportedOperationError, match=f"{policy} cannot have budgets per head: {why}"):
@@ -257,7 +272,7 @@ def test_policies_to_which_head_budgets_mean_nothing_are_refused_by_name(policy,
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("adakv", r"Unknown head budget 'adakv'; use uniform, ada:0\.2 or profile:FILE"),
+        ("adakv", r"Unknown head budget 'adakv'; use uniform, ada:0\.2, global:0\.2 or profile:FILE"),
         ("ada:much", "'much' is not a number; write for example ada:0.2"),
         ("ada:1.5", "is out of range: the share that is divided equally lies between 0 and 1"),
         ("ada:nan", "is out of range"),
@@ -284,7 +299,7 @@ def test_profiles_that_do_not_fit_are_refused(profile, tmp_path):
 
 
 def test_a_guard_is_refused():
-    for rule in ("ada", "uniform"):
+    for rule in ("ada", "global", "uniform"):
         engine = Engine(model("llama"), policy="h2o", budget=40, head_budget=rule)
         request = Request(prompt=prompt_of(1, 60), guard=0.1)
         if rule == "uniform":

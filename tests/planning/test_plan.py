@@ -21,6 +21,7 @@ from kvkeep.models.load import find, quiet, read_weights
 from kvkeep.planning import bandwidth, shapes
 from kvkeep.planning.bandwidth import measure_bandwidth
 from kvkeep.planning.plan import DEFAULT_BUDGET, Plan, default_budget, plan
+from kvkeep.planning.slots import LayerShape, joint_bytes
 from kvkeep.registry import parse
 
 CONTEXT = model_folders.TRAINED_LENGTH
@@ -81,6 +82,37 @@ def test_layer_budgets_and_dtypes(model: torch.nn.Module, dtype: str):
         model.to(torch.float32)
     assert 2 * found.bounded.row_bytes == real
     assert found.bounded.weight_bytes == sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
+
+
+@pytest.mark.parametrize("policy", ["h2o", "leverage:recent=2", "local"])
+def test_layers_that_share_a_budget_take_what_is_planned(policy: str, model: torch.nn.Module):
+    found = made(policy, 12, head_budget="global").bounded
+    assert 2 * found.row_bytes == measured(model, policy, 12, rows=2, head_budget="global")
+    apart = made(policy, 12, head_budget="ada").bounded
+    assert found.row_bytes < apart.row_bytes
+    assert found.step_bytes == apart.step_bytes
+
+
+def test_the_peak_holds_the_layers_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """If no token goes before the last layer has attended. Attention of the model needs little beside its keys."""
+    monkeypatch.setattr("kvkeep.together.AT_ONCE", 1e9)
+    sizes = {"num_hidden_layers": 16, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 100, "head_dim": 128}
+    config = LlamaConfig(**sizes, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=4096)
+    config.save_pretrained(tmp_path)
+    model = kvkeep.attach(AutoModelForCausalLM.from_config(config).eval())
+    cache, ids = kvkeep.BoundedCache(config, "h2o", 64, head_budget="global"), torch.zeros((1, 384), dtype=torch.int64)
+    with torch.inference_mode():
+        peak = allocation.peak_bytes(lambda: model(input_ids=ids, past_key_values=cache, logits_to_keep=1))
+    shared, apart = (
+        made("h2o", 64, head_budget=rule, context=384, model=tmp_path).bounded for rule in ("global", "ada")
+    )
+    assert apart.prompt_bytes + apart.row_bytes < peak <= shared.prompt_bytes + shared.row_bytes
+
+
+def test_layers_of_other_shapes_share_no_budget():
+    shapes = [LayerShape(2, 8, 8), LayerShape(2, 16, 16)]
+    with pytest.raises(kvkeep.UnsupportedOperationError, match="heads of one shape"):
+        joint_bytes(shapes, 12, 4)
 
 
 def test_weights_of_another_dtype():

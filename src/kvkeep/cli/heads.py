@@ -1,4 +1,4 @@
-"""The option that divides a layer's budget among its KV heads."""
+"""The option that divides the budget among KV heads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ HeadBudget = Annotated[
     str | None,
     typer.Option(
         metavar="RULE",
-        help="How a layer's budget is divided among its KV heads: uniform, ada:0.2, or profile:FILE with the file of "
-        "[b]kvkeep calibrate[/b]. Default: the policy's own rule.",
-        autocompletion=complete.words("uniform", "ada:0.2", "profile:"),
+        help="How the budget is divided among KV heads: uniform, ada:0.2 within each layer, global:0.2 over all "
+        "layers, or profile:FILE with the file of [b]kvkeep calibrate[/b]. Default: the policy's own rule.",
+        autocompletion=complete.words("uniform", "ada:0.2", "global:0.2", "profile:"),
         rich_help_panel=MEMORY,
     ),
 ]

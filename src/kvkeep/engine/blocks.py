@@ -7,13 +7,13 @@ empties or measures a row in all of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvkeep.budget import Number
-from kvkeep.errors import BudgetError, ShapeError
+from kvkeep.budget import Number, by_head
+from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
 from kvkeep.held import reach, store_for
 from kvkeep.memory import Memory, bytes_of
 from kvkeep.parallel import ALONE, Heads
@@ -21,12 +21,14 @@ from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.store import (
     Block,
+    JointBlock,
     PooledStore,
     RowCopy,
     Store,
     add_state,
     check_row,
     check_rows,
+    check_together,
     lacks,
     pin_row,
     put_row,
@@ -43,7 +45,8 @@ class Stack:
     """Layers of equal shape in one block.
 
     Attributes:
-        block: it has the rows of the first layer, then the rows of the second one, and so on.
+        block: it has the rows of the first layer, then the rows of the second one, and so on. If the heads of all
+            layers share a pool, it has the heads of all layers in each row.
         layers: the numbers of the layers, counted among those with slots.
         count: rows of each layer.
     """
@@ -54,7 +57,7 @@ class Stack:
 
     @property
     def is_pool(self) -> bool:
-        """Whether the heads of this block share a pool. Such a block belongs to one layer."""
+        """Whether heads of this block share a pool: those of one layer, or of all."""
         return isinstance(self.block.store, PooledStore)
 
     def of(self, row: int) -> slice:
@@ -64,7 +67,16 @@ class Stack:
     def parts(self) -> Iterator[tuple[int, Block]]:
         """The number and the block of each layer. The blocks share the stack's memory."""
         for place, layer in enumerate(self.layers):
-            yield layer, self.block.part(place * self.count, (place + 1) * self.count)
+            rows = place * self.count, (place + 1) * self.count
+            yield layer, self.block.layer(place) if isinstance(self.block, JointBlock) else self.block.part(*rows)
+
+    def under(self, policy: Policy) -> Stack:
+        """The same layers for another policy, see `Block.under`."""
+        return replace(self, block=self.block.under(policy.slots, policy.summaries))
+
+    def lost(self, row: int) -> Iterator[tuple[int, Tensor]]:
+        """The number of each layer, and a copy of one row's sums of attention mass in it."""
+        return zip(self.layers, self.block.lost[self.of(row)].clone().view(len(self.layers), -1, 4), strict=True)
 
 
 class Blocks:
@@ -84,7 +96,12 @@ class Blocks:
         self, policy: Policy, like: Sequence[Slots], *, kv_bits: str | None = None, among: Heads = ALONE
     ) -> None:
         self._policy, self._like, self._kv_bits, self.version = policy, like, kv_bits, 0
-        self._among = among
+        self._among, self._joint = among, policy.shares_layers
+        if self._joint and len({_kinds(one) for one in like}) > 1:
+            raise UnsupportedOperationError(
+                "`head_budget=global` needs layers with heads of one shape and dtype on one device, and those of this "
+                "model differ. Use `head_budget=ada` or a profile."
+            )
         self._stacks: list[Stack] = []
         self._blocks: list[Block] = []
 
@@ -101,7 +118,9 @@ class Blocks:
 
     def row_bytes(self, budgets: Sequence[Number]) -> int:
         """The bytes of one row in all layers, counted on tensors that have shapes but no memory."""
-        shapes = (Slots(*(tensor.to("meta") for tensor in like)) for like in self._like)
+        shapes = [Slots(*(tensor.to("meta") for tensor in like)) for like in self._like]
+        if self._joint:
+            return bytes_of(self._block(1, budgets[0], shapes[0]).per_row().values())
         blocks = [self._block(1, budget, shape) for budget, shape in zip(budgets, shapes, strict=True)]
         return bytes_of(tensor for block in blocks for tensor in block.per_row().values())
 
@@ -111,11 +130,11 @@ class Blocks:
         self._blocks, self._stacks = [], []  # the old memory is freed before new memory is allocated
         alike: dict[tuple[object, ...], list[int]] = {}
         for layer, (budget, like) in enumerate(zip(budgets, self._like, strict=True)):
-            kinds = ((tensor.shape[1], tensor.shape[3:], tensor.dtype, tensor.device) for tensor in like)
-            pooled = self._kind(budget) is PooledStore
-            alike.setdefault((budget, *kinds, layer if pooled else None), []).append(layer)
+            alone = self._kind(budget) is PooledStore and not self._joint
+            alike.setdefault((budget, *_kinds(like), layer if alone else None), []).append(layer)
         for layers in alike.values():
-            block = self._block(count * len(layers), budgets[layers[0]], self._like[layers[0]])
+            rows = count if self._joint else count * len(layers)
+            block = self._block(rows, budgets[layers[0]], self._like[layers[0]])
             self._stacks.append(Stack(block, layers, count))
         self._divide()
 
@@ -133,6 +152,8 @@ class Blocks:
         starts = {str(i): 0.0 for i in range(len(self._policy.slots))}  # a new token's state is written with it
         keys, values = (x[:, :, :1].expand(count, -1, -1, -1) for x in (like.keys, like.values))
         heads, store = shared(self._policy.summaries), self._kind(budget)
+        if self._joint:
+            return JointBlock(keys, values, layers=len(self._like), numbers=[budget], starts=starts, heads=heads)
         room = self._among.ranks if self._policy.spreads else 1
         block = Block(keys, values, numbers=[budget], starts=starts, heads=heads, store=store, room=room)
         reach(block, self._policy, [budget], self._among)
@@ -179,6 +200,8 @@ class Blocks:
                 self._divide()
             if isinstance(block.budget, Tensor):
                 each = [[budget] if isinstance(budget, int) else budget for budget in mine]
+                if isinstance(block, JointBlock):
+                    each = [[one for layer in by_head(mine, block.lost.shape[1] // block.layers) for one in layer]]
                 block.budget[rows] = block.budget.new_tensor(each)
                 if isinstance(block.store, PooledStore):
                     block.store.divide(block.budget[rows] + 1, rows)
@@ -187,11 +210,11 @@ class Blocks:
         """Copy a row of a policy's sequence to a device."""
         found: dict[int, RowCopy] = {}
         for stack in self._stacks:
-            block = stack.block.under(policy.slots, policy.summaries)
+            mine = stack.under(policy)
             if stack.is_pool:
-                found[stack.layers[0]] = take_row(block, row, device)
+                found |= {layer: take_row(block, row, device) for layer, block in mine.parts()}
             else:
-                found |= zip(stack.layers, take_rows(block, stack.of(row), device), strict=True)
+                found |= zip(stack.layers, take_rows(mine.block, stack.of(row), device), strict=True)
         return tuple(found[layer] for layer in sorted(found))
 
     def check(self, copies: Sequence[RowCopy], policy: Policy) -> None:
@@ -206,7 +229,10 @@ class Blocks:
         for stack in self._stacks:
             block, mine = stack.block.under(policy.slots, policy.summaries), [copies[layer] for layer in stack.layers]
             if stack.is_pool:
-                check_row(block, mine[0])
+                blocks = [part for _, part in stack.under(policy).parts()]
+                for part, copy in zip(blocks, mine, strict=True):
+                    check_row(part, copy)
+                check_together(blocks, mine)
                 continue
             if any(isinstance(copy.budget, tuple) for copy in mine):
                 raise BudgetError(
@@ -219,11 +245,11 @@ class Blocks:
         """Overwrite a row with copies that `check` has accepted, apart from their pins."""
         self.limit(row, [copy.budget for copy in copies])
         for stack in self._stacks:
-            block, mine = stack.block.under(policy.slots, policy.summaries), [copies[layer] for layer in stack.layers]
             if stack.is_pool:
-                put_row(block, row, mine[0])
+                for layer, part in stack.under(policy).parts():
+                    put_row(part, row, copies[layer])
             else:
-                put_rows(block, stack.of(row), mine)
+                put_rows(stack.under(policy).block, stack.of(row), [copies[layer] for layer in stack.layers])
 
     def memory_of(self, row: int) -> Memory:
         """Bytes of a row in all layers."""
@@ -233,10 +259,15 @@ class Blocks:
         """Copies of a row's sums of attention mass of all heads in each layer, see `kvkeep.loss`."""
         found: dict[int, Tensor] = {}
         for stack in self._stacks:
-            found |= zip(stack.layers, stack.block.lost[stack.of(row)].clone().unbind(), strict=True)
+            found |= stack.lost(row)
         mine = [found[layer] for layer in sorted(found)]
         return mine if self._among == ALONE else list(self._among.all(torch.stack(mine)).unbind())
 
     def _row(self, stack: Stack, row: int) -> Block:
         """One row of all layers of a stack as a block whose rows are the layers."""
         return stack.block.over({name: x[stack.of(row)] for name, x in stack.block.per_row().items()})
+
+
+def _kinds(like: Slots) -> tuple[object, ...]:
+    """The shapes, dtypes and devices of a layer's heads."""
+    return tuple((tensor.shape[1], tensor.shape[3:], tensor.dtype, tensor.device) for tensor in like)

@@ -53,7 +53,7 @@ class Engine(Keeping):
         prefill_chunk: prompt tokens per step; ``None``: all, so that the policy reads a prompt to its end, then evicts.
             A model with layers that keep a state reads prompts whole; its layers with slots take these chunks.
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
-        head_budget: how a layer's budget is divided among its KV heads, for all requests, see `BoundedCache`.
+        head_budget: how the budget is divided among KV heads, for all requests, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         kv_bits: bits of a number in the slots, see `BoundedCache`.
         decode_every: prompt tokens for which each running row gets a token; by default 128 on a CPU, 1024 elsewhere.

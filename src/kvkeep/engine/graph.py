@@ -54,8 +54,8 @@ def bucket(rows: int, most: int) -> int:
 
 def refusal(policy: Policy) -> str | None:
     """Return the reason why a policy's decode steps cannot be recorded, or ``None`` if they can."""
-    if policy.cascades:
-        return "its layers share tables that are made anew in every step"
+    if policy.cascades or policy.shares_layers:
+        return "its layers share tables that are made anew in every step, or slots that a prompt divides anew"
     if not policy.evicts or policy.grows:
         return "it asks in every step whether there is room left"
     return None
@@ -114,7 +114,7 @@ class Graphs:
         Raises:
             WaitError: the step cannot be recorded.
         """
-        if reason := refusal(policy):
+        if reason := refusal(rows.ruled(policy)):
             raise WaitError(reason)
         step = _Step(self._model, self._options, size, rows.part(0, size, Phase.DECODE))
         with NoWaiting():

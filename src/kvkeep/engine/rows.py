@@ -25,6 +25,7 @@ from kvkeep.policies.base import Policy
 from kvkeep.snapshot.contents import Contents, check_beside
 from kvkeep.snapshot.shared import mine, whole
 from kvkeep.store import Block, has_room, inference
+from kvkeep.together import Together
 from kvkeep.types import Phase
 
 Watch: TypeAlias = Callable[[int, Segment], Policy]
@@ -56,17 +57,15 @@ class Rows:
     """
 
     def __init__(self, model: Decoder, policy: Policy, budget: int, **options: Any) -> None:
-        self._renewals = 0
         self._config = model.config
-        self._budget = budget
-        self._options = options
+        self._budget, self._options = budget, options
         self._layouts: dict[Policy, Layout] = {}
-        self.policy = policy = self._layout(policy).policy
+        self.policy = policy = self.ruled(policy)
         self._layers: dict[Policy, list[Layer]] = {}
         self._owners: list[Owner | None] = []
         self._own: list[Own | None] = []
         self._parts: dict[tuple[tuple[Segment, ...], Own | None, Phase], PhasedCache] = {}
-        self._parts_version = 0
+        self._renewals = self._parts_version = 0
         layers = (probe := probed(model)).bounded_layers()
         self._first = min(layers, default=0)
         like = [layer.store.slots() for layer in layers.values()]
@@ -102,7 +101,7 @@ class Rows:
             return True
         if policy.cascades or self.policy.cascades or (self._blocks.pooled and refusal(policy)):
             return False  # tables of the whole batch; heads that hold equally many tokens
-        apart = self._layout(policy).policy.spreads is not None
+        apart = self.ruled(policy).spreads is not None
         numbers = self.numbers(policy, self._budget)
         if not all(has_room(block, number, apart) for number, block in zip(numbers, self._blocks, strict=True)):
             return False
@@ -228,6 +227,10 @@ class Rows:
         """
         return self._layout(policy).slots(budget)
 
+    def ruled(self, policy: Policy) -> Policy:
+        """The policy under the rows' rule for heads."""
+        return self._layout(policy).policy
+
     def _layout(self, policy: Policy) -> Layout:
         if policy not in self._layouts:
             _make_room(self._layouts)
@@ -255,14 +258,16 @@ class Rows:
         """Some rows of all layers, as a cache for the model."""
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}
+        jointly = (one for one in parts if self.ruled(one.owner.policy).shares_layers)
+        shared = {one: Together(list(self._windows)) for one in jointly}
         for i, (index, window) in enumerate(self._windows.items()):
-            steps = joined([(one, self._layer(i, one, columns, watch)) for one in parts])
+            steps = joined([(one, self._layer(i, one, columns, watch, shared.get(one))) for one in parts])
             layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
         cache = PhasedCache(layers=[layers[index] for index in sorted(layers)])
         cache.latent = caches_latents(self._config)
         return cache
 
-    def _layer(self, index: int, one: Segment, columns: int, watch: Watch | None) -> Layer:
+    def _layer(self, index: int, one: Segment, columns: int, watch: Watch | None, shared: Together | None) -> Layer:
         """Some rows of one layer and one owner."""
         policy = one.owner.policy
         if policy not in self._layers:
@@ -272,7 +277,8 @@ class Rows:
         if not one.owner.pinned:
             block.pins = None
         own = self._own[one.start]
-        layer = self._layers[policy][index].over(block, columns=columns, cascade=None if own is None else own.cascade)
+        given: dict[str, Any] = {"columns": columns, "cascade": own.cascade if own else None, "together": shared}
+        layer = self._layers[policy][index].over(block, **given)
         if watch is not None:
             layer.policy = watch(index, one)
         return layer

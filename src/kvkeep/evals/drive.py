@@ -34,7 +34,7 @@ class Setup:
     Attributes:
         positions: ``true`` or ``slot``; ``None`` for the policy's own mode.
         layer_budget: how the budget is spread over the layers; ``None`` for the policy's own rule.
-        head_budget: how a layer's budget is divided among its heads; ``None`` for the policy's own rule.
+        head_budget: how the budget is divided among heads; ``None`` for the policy's own rule.
         kv_bits: bits of keys and values in the slots; ``None`` for the model's dtype.
         prefill_chunk: tokens of a prompt that a layer takes at once; ``None`` for all.
 

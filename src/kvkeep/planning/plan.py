@@ -89,7 +89,7 @@ def plan(  # noqa: PLR0913  each decides about bytes
         context: tokens of a row, prompt and new ones; by default the model's trained length.
         prefill_chunk: prompt tokens that are fed in one step, of all rows together; ``None`` for a whole prompt.
         layer_budget: how the budget is spread over layers, see `BoundedCache`.
-        head_budget: how a layer's budget is divided among its heads, see `BoundedCache`.
+        head_budget: how the budget is divided among heads, see `BoundedCache`.
         kv_bits: bits of keys and values in the slots, see `BoundedCache`.
         positions: ``true`` or ``slot``, see `BoundedCache`.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16`` or ``float16``.

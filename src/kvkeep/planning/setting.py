@@ -32,7 +32,7 @@ class Setting:
         policy: the eviction policy.
         budget: tokens per layer and head on average.
         layer_budget: how the budget is spread over the layers; ``None``: the policy's own rule.
-        head_budget: how a layer's budget is divided among its heads; ``None``: by the policy's own rule.
+        head_budget: how the budget is divided among heads; ``None``: by the policy's own rule.
         kv_bits: bits of keys and values in the slots of kvkeep's cache; ``None``: its dtype.
         positions: ``true`` or ``slot``; ``None``: the policy's own mode.
         context: tokens of a row, prompt and new ones.
@@ -94,19 +94,6 @@ class Setting:
     def bounded(self) -> Cost:
         """Cost with kvkeep's cache."""
         model, size, per_layer = self.outline.shape, self.dtype.itemsize, self.layer_budgets()
-        divided = self.numbers()
-        blocks = [
-            slots.block_bytes(
-                layer,
-                budget,
-                size,
-                states=len(self.policy.slots),
-                per_head=numbers(self.policy.summaries, key_dim=layer.key_dim, value_dim=layer.value_dim),
-                own_budgets=layer.kv_heads if isinstance(budget, tuple) else 0,
-                kv_bits=self.kv_bits,
-            )
-            for layer, budget in zip(model.layers, divided, strict=True)
-        ]
         shared = slots.shared_bytes(per_layer[0], per_layer[-1]) if self.policy.cascades else 0
         workspace = cost.Workspace(
             block_bytes=BLOCK_BYTES,
@@ -117,12 +104,48 @@ class Setting:
         )
         return Cost(
             **self._weights(),
-            row_bytes=sum(blocks) + shared,
+            row_bytes=self._slot_bytes() + shared,
             prompt_bytes=cost.prompt_bytes(
                 model, per_layer, self.chunk, size, fresh=self.reads_whole, workspace=workspace
-            ),
+            )
+            + self._waiting_bytes(),
             step_bytes=cost.step_bytes(model, per_layer, size, workspace=workspace),
         )
+
+    def _slot_bytes(self) -> int:
+        """Bytes of one row's slots in all layers."""
+        layers, size, states = self.outline.shape.layers, self.dtype.itemsize, len(self.policy.slots)
+        per_head = [numbers(self.policy.summaries, key_dim=one.key_dim, value_dim=one.value_dim) for one in layers]
+        if self._joint:
+            return slots.joint_bytes(layers, self.budget, size, states=states, per_head=per_head[0])
+        return sum(
+            slots.block_bytes(
+                layer,
+                budget,
+                size,
+                states=states,
+                per_head=own,
+                own_budgets=layer.kv_heads if isinstance(budget, tuple) else 0,
+                kv_bits=self.kv_bits,
+            )
+            for layer, budget, own in zip(layers, self.numbers(), per_head, strict=True)
+        )
+
+    def _waiting_bytes(self) -> int:
+        """Bytes of what all layers but one hold until the last one has attended, where they share a budget."""
+        if not self._joint:
+            return 0
+        tokens = self.chunk + (0 if self.reads_whole else self.budget + 1)
+        numbers_each = 4 * (3 + len(self.policy.slots))  # position, score, mass and state
+        each = [
+            layer.token_bytes(self.dtype.itemsize) + layer.kv_heads * numbers_each
+            for layer in self.outline.shape.layers
+        ]
+        return tokens * sum(each[1:])
+
+    @property
+    def _joint(self) -> bool:
+        return self.cache().policy.shares_layers
 
     def full(self) -> Cost:
         """Cost with a full cache."""

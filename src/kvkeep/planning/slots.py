@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvkeep.budget import Number
 from kvkeep.codes import KV_BITS, groups
+from kvkeep.errors import UnsupportedOperationError
 
 _FLOAT32 = 4
 _SCALE = 2
@@ -18,6 +19,12 @@ _SCALE = 2
 _POSITION = 4
 _COUNTERS = 24
 """Bytes of a row's three int64 counters: tokens seen, tokens of the prompt, identity."""
+
+_SEEN = 16
+"""Bytes of two of them, which each layer has for itself."""
+
+_RANGE = 24
+"""Bytes of a head's budget, first entry and number of entries in a pool."""
 
 _LOST = 16
 """Bytes of a head's four float32 sums of attention mass, evicted and all."""
@@ -95,6 +102,23 @@ def block_bytes(
         return (budget + 1) * (layer.slot_bytes(itemsize, kv_bits) + heads * beside) + own
     pool = heads * (-(-sum(budget) // heads) + 1) + 1  # one entry belongs to no head
     return pool * (layer.token_bytes(itemsize) // heads + beside) + own + 16 * heads
+
+
+def joint_bytes(layers: Sequence[LayerShape], budget: int, itemsize: int, *, states: int = 0, per_head: int = 0) -> int:
+    """Bytes of one row in all layers, where the heads of all layers share one pool; arguments as for `block_bytes`.
+
+    Raises:
+        UnsupportedOperationError: the layers' heads have different shapes.
+    """
+    if len({(layer.key_dim, layer.value_dim, layer.kv_heads) for layer in layers}) > 1:
+        raise UnsupportedOperationError(
+            "`head_budget=global` needs layers with heads of one shape, and those of this model differ. Use "
+            "`head_budget=ada` or a profile."
+        )
+    heads, one = sum(layer.kv_heads for layer in layers), layers[0].token_bytes(itemsize) // layers[0].kv_heads
+    pool = heads * (budget + 1) + 1  # one entry belongs to no head
+    own = heads * (_LOST + _FLOAT32 * per_head + _RANGE) + _COUNTERS + _SEEN * (len(layers) - 1)
+    return pool * (one + _POSITION + _FLOAT32 * states) + own
 
 
 def shared_bytes(first_budget: int, last_budget: int) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep import scores
@@ -18,10 +18,10 @@ from kvkeep.errors import BudgetError, UnsupportedOperationError
 from kvkeep.policies.abilities import HeadBudgets, Near
 from kvkeep.policies.base import Policy
 from kvkeep.profile import Profile
-from kvkeep.types import EMPTY, Budget, State, View
+from kvkeep.types import EMPTY, Budget, View
 
-RULES = {"uniform": "", "ada": "0.2"}
-"""Rules that divide a layer's budget among its heads: name → default parameter."""
+RULES = {"uniform": "", "ada": "0.2", "global": "0.2"}
+"""Rules that divide a budget among heads: name → default parameter."""
 
 PROFILE = "profile"
 """The rule that takes budgets from a file, which is written ``profile:FILE``."""
@@ -32,7 +32,7 @@ def under(policy: Policy, rule: str | None) -> Policy:
 
     Args:
         policy: the policy.
-        rule: ``ada:0.2``, ``uniform`` or ``profile:FILE``; ``None`` for the policy's own rule.
+        rule: ``ada:0.2``, ``global:0.2``, ``uniform`` or ``profile:FILE``; ``None`` for the policy's own rule.
 
     Raises:
         BudgetError: there is no such rule.
@@ -44,7 +44,7 @@ def under(policy: Policy, rule: str | None) -> Policy:
     if name != "uniform":
         _check(policy)
     found = copy.copy(policy)
-    object.__setattr__(found, "spreads", ada(share) if name == "ada" else None)
+    object.__setattr__(found, "spreads", _SHARING[name](share) if name in _SHARING else None)
     return found
 
 
@@ -77,14 +77,39 @@ def parsed(rule: str) -> tuple[str, float]:
     if name == PROFILE and text:
         return name, 0.0
     if name not in RULES or (text and not RULES[name]):
-        raise BudgetError(f"Unknown head budget {rule!r:.80}; use uniform, ada:0.2 or profile:FILE.")
+        raise BudgetError(f"Unknown head budget {rule!r:.80}; use uniform, ada:0.2, global:0.2 or profile:FILE.")
     try:
         share = float(text or RULES[name] or 0)
     except ValueError:
-        raise BudgetError(f"{rule!r:.80}: {text!r:.40} is not a number; write for example ada:0.2.") from None
+        raise BudgetError(
+            f"{rule!r:.80}: {text!r:.40} is not a number; write for example {name}:{RULES[name]}."
+        ) from None
     if not 0.0 <= share <= 1.0:
         raise BudgetError(f"{rule!r:.80} is out of range: the share that is divided equally lies between 0 and 1.")
     return name, share
+
+
+def check_joint(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) -> None:
+    """Refuse the rule ``global`` with what it does not go together with.
+
+    Args:
+        windows: layers have sliding windows.
+        chunk: a layer takes its prompt in chunks, before the next layer begins.
+        layer_budget: the budget is spread over the layers by another rule.
+        split: the model is split over processes.
+
+    Raises:
+        UnsupportedOperationError: one of these is so.
+    """
+    reasons = {
+        "sliding windows: a layer's budget is at most its window. Use `head_budget=ada` or a profile": windows,
+        "`prefill_chunk` of a cache, whose layers read the prompt one after the other. Leave `prefill_chunk` out; "
+        "chunks of an engine, and of generate's prefill_chunk_size, go through all layers": chunk,
+        "`layer_budget`, since it divides the budget among the layers, too. Leave `layer_budget` out": layer_budget,
+        "a model that is split over processes. Run it in one, or use `head_budget=ada`": split,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise UnsupportedOperationError(f"`head_budget=global` does not go together with {reason}.")
 
 
 def refusal(policy: Policy) -> str | None:
@@ -129,23 +154,64 @@ def ada(alpha: float) -> HeadBudgets:
     return HeadBudgets(functools.partial(_heads, alpha), functools.partial(_most, alpha))
 
 
-def _heads(alpha: float, policy: Policy, view: View, state: State) -> Int[Tensor, "B Hk"]:
+def across(alpha: float) -> HeadBudgets:
+    """Ada-KV's rule over the heads of all layers: they share the budgets of all layers.
+
+    Args:
+        alpha: share of the budget that is divided equally.
+    """
+    return replace(ada(alpha), ceilings=functools.partial(_ceilings, alpha))
+
+
+_SHARING = {"ada": ada, "global": across}
+"""Rules that divide a budget by scores."""
+
+
+def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk S"]) -> Int[Tensor, "B Hk"]:
     """The budget of each head. Protected tokens are not shared out. Equal if there is nothing to choose."""
     now, mean = table(view.budget, view.seen).expand(view.positions.shape[:2]), average(view)
-    sinks, recent = policy.protected(mean)
-    fixed = sinks + recent + (policy.grows.room if policy.grows else 0)
-    base = (mean - fixed).clamp(min=0)
-    first_recent = view.seen[:, None] - recent
-    older = (view.positions >= sinks) & (view.positions < first_recent[:, :, None])
-    score = policy.score(replace(view, budget=mean), state).nan_to_num(nan=-torch.inf)
-    tokens = view.heads.all_slots(view.positions.masked_fill(~older, EMPTY), EMPTY)
-    all_scores, Hk = view.heads.all_slots(score, -torch.inf), tokens.shape[1]
-    best = scores.keep(all_scores.flatten(1)[:, None], tokens.flatten(1)[:, None], base * Hk).view(tokens.shape)
-    own = (alpha * base.double() + 1e-9).long()
-    share = scores.rounded(best.sum(dim=-1).double() * (1.0 - alpha) + own, base * Hk)
+    base, tokens = _older(policy, view, mean)
+    own, Hk = (alpha * base.double() + 1e-9).long(), tokens.shape[1]
+    best = _among_the_best(view, score, tokens, base * Hk)
+    share = scores.rounded(best.double() * (1.0 - alpha) + own, base * Hk)
     crowded = (tokens >= 0).sum(dim=-1).amax(dim=1, keepdim=True) > base
     budgets = torch.where(crowded, share, base) + mean - base
     return torch.where(view.reads[:, None], view.heads.mine(budgets), now)
+
+
+def _older(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B heads S"]]:
+    """The slots of a head that are shared out, on average, and the positions of the tokens that compete for them."""
+    sinks, recent = policy.protected(mean)
+    fixed = sinks + recent + (policy.grows.room if policy.grows else 0)
+    first_recent = view.seen[:, None] - recent
+    older = (view.positions >= sinks) & (view.positions < first_recent[:, :, None])
+    return (mean - fixed).clamp(min=0), view.heads.all_slots(view.positions.masked_fill(~older, EMPTY), EMPTY)
+
+
+def _among_the_best(
+    view: View, score: Float[Tensor, "B Hk S"], tokens: Int[Tensor, "B heads S"], n: Int[Tensor, "B 1"]
+) -> Int[Tensor, "B heads"]:
+    """The number of each head's tokens among the ``n`` best of all heads."""
+    found = view.heads.all_slots(score.nan_to_num(nan=-torch.inf), -torch.inf)
+    best = scores.keep(found.flatten(1)[:, None], tokens.flatten(1)[:, None], n)
+    return best.view(tokens.shape).sum(dim=-1)
+
+
+def _ceilings(
+    alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk S"], heads: int
+) -> Int[Tensor, "B Hk"]:
+    """Upper limits of what `_heads` gives to some of the heads, before the others are known.
+
+    Tokens of other heads can only take places among the best. So a head gets at most the share that it would get now,
+    and two slots more by rounding. All tokens that are counted among the best now are within the limit, too, because
+    they may be counted in the end. A row that reads no prompt keeps all its tokens.
+    """
+    mean = average(view)
+    base, tokens = _older(policy, view, mean)
+    best = _among_the_best(view, score, tokens, base * heads)
+    share = (best.double() * (1.0 - alpha) + alpha * base.double()).ceil().long() + 2
+    most = torch.maximum(share, best) + mean - base
+    return torch.where(view.reads[:, None], most.maximum(mean), view.positions.shape[-1])
 
 
 def _most(alpha: float, policy: Policy, budget: int, heads: int) -> int:

@@ -55,12 +55,16 @@ class HeadBudgets:
     """Gives each KV head a budget of its own at the end of a prompt.
 
     Attributes:
-        heads: method that returns these budgets. The sum over a row's heads must stay the same.
+        heads: method that returns these budgets from the scores of the heads' tokens. The sum over a row's heads must
+            stay the same.
         most: method that returns the largest budget of a head, from the budget of a layer and its number of heads.
+        ceilings: set if the heads of all layers share their budgets; otherwise those of one layer do. A method that
+            returns upper limits of the budgets of some heads, from their scores and the number of all heads.
     """
 
-    heads: Callable[[Any, View, State], Int[Tensor, "B Hk"]]
+    heads: Callable[[Any, View, Float[Tensor, "B Hk S"]], Int[Tensor, "B Hk"]]
     most: Callable[[Any, int, int], int]
+    ceilings: Callable[[Any, View, Float[Tensor, "B Hk S"], int], Int[Tensor, "B Hk"]] | None = None
 
 
 @dataclass(frozen=True)
@@ -200,6 +204,11 @@ class Abilities:
     def needs_rotary(self) -> bool:
         """Whether the policy is of no use to a model whose keys are not rotated to their positions."""
         return self.rereads
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether the KV heads of all layers share one budget."""
+        return self.spreads is not None and self.spreads.ceilings is not None
 
     @property
     def shares_heads(self) -> bool:

@@ -75,9 +75,7 @@ class Settings:
             return self.budgets[0]
         if not layer.moves:
             return self.budgets[row]
-        held = layer.block.budget
-        heads = layer.store.positions.shape[1]
-        mine = held * heads if isinstance(held, int) else int(held[row].sum()) * heads // held.shape[1]
+        heads, mine = layer.store.positions.shape[1], layer.block.budget_of(row)
         each = map(sum, by_head(layer.budgets, heads))
         found = {one for one, number in zip(self.budgets, each, strict=True) if number == mine}
         if len(found) != 1:

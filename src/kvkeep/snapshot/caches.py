@@ -175,7 +175,7 @@ class SnapshotCache(PhasedCache):
         columns = max(rows[row].seen if row in rows else others[row] for row in range(count))
         for layer, block in zip(layers, blocks, strict=True):
             layer.hold(block, columns=columns)
-            layer.broken, layer.moves = False, layers[0].moves
+            layer.mend(layers[0].moves)
         for row, snapshot in rows.items():
             put(snapshot.contents, blocks, row, cascade=self._settings.cascade, states=states)
         self._history = None if told is None else _history_of(told, columns, blocks[0].seen.device)

@@ -15,7 +15,17 @@ from kvkeep.errors import ShapeError
 from kvkeep.memory import bytes_of
 from kvkeep.pins import Spans
 from kvkeep.snapshot.states import StateCopy, check_state, put_state, take_state
-from kvkeep.store import Block, Cascade, RowCopy, check_row, inference, put_row, take_row
+from kvkeep.store import (
+    Block,
+    Cascade,
+    RowCopy,
+    check_row,
+    check_together,
+    inference,
+    make_room,
+    put_row,
+    take_row,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +130,7 @@ def put(
     """
     states = states or {}
     check(contents, blocks, states)
+    make_room(blocks, row, contents.layers)
     for block, copy in zip(blocks, contents.layers, strict=True):
         put_row(block, row, copy)
     put_beside(contents, blocks[0] if blocks else None, row, cascade=cascade, states=states)
@@ -162,6 +173,7 @@ def check(contents: Contents, blocks: Sequence[Block], states: Mapping[int, obje
     check_beside(contents, len(blocks), states)
     for block, copy in zip(blocks, contents.layers, strict=True):
         check_row(block, copy)
+    check_together(blocks, contents.layers)
 
 
 def check_beside(contents: Contents, layers: int, states: Mapping[int, object]) -> None:

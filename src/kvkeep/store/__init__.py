@@ -4,6 +4,7 @@ from kvkeep.store.block import Block
 from kvkeep.store.cascade import Alone, Cascade
 from kvkeep.store.chunk import beside, settle
 from kvkeep.store.dense import DenseStore
+from kvkeep.store.joint import JointBlock, PartBlock, check_together, divide, make_room
 from kvkeep.store.pooled import PooledStore
 from kvkeep.store.protocol import Store, inference
 from kvkeep.store.quantised import QUANTISED, QuantisedStore
@@ -18,6 +19,8 @@ __all__ = [
     "Block",
     "Cascade",
     "DenseStore",
+    "JointBlock",
+    "PartBlock",
     "PooledStore",
     "QuantisedStore",
     "RowCopy",
@@ -26,9 +29,12 @@ __all__ = [
     "beside",
     "check_row",
     "check_rows",
+    "check_together",
+    "divide",
     "has_room",
     "inference",
     "lacks",
+    "make_room",
     "pin_row",
     "put_row",
     "put_rows",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +20,8 @@ from kvkeep.store.heads import empty, places
 from kvkeep.store.pooled import PooledStore
 from kvkeep.store.protocol import Store
 from kvkeep.types import EMPTY, Budget, Phase, State
+
+_Block = TypeVar("_Block", bound="Block")
 
 
 class Block:
@@ -82,7 +85,7 @@ class Block:
         if issubclass(store, PooledStore):
             self.budget = budgets.per_head(numbers, B, Hk, device)
             self.store = store.for_heads(keys, values, budgets.by_head(numbers, Hk), room=room)
-            self.store.divide(self.budget + 1)
+            self.divide()
         else:
             self.budget = budgets.per_row(numbers, B, device)
             self.store = store(keys, values, capacity=budgets.largest(numbers) + 1)
@@ -163,9 +166,20 @@ class Block:
         if self.store.capacity != before:
             self._pad(self.store.capacity - before)
 
+    def divide(self) -> None:
+        """Give the heads, which share a pool, ranges for their budgets. The slots lose their content."""
+        assert isinstance(self.store, PooledStore)
+        assert isinstance(self.budget, Tensor)
+        self.store.divide(self.budget + 1)
+
     def held(self) -> Int[Tensor, "B Hk"]:
         """The number of occupied slots of each head."""
         return (self.store.positions >= 0).sum(dim=-1)
+
+    def budget_of(self, row: int) -> int:
+        """The budget of a row, the sum over its heads."""
+        heads, held = self.lost.shape[1], self.budget
+        return held * heads if isinstance(held, int) else int(held[row].sum()) * heads // held.shape[1]
 
     def of_slots(self) -> State:
         """The policy's state of each slot."""
@@ -201,13 +215,13 @@ class Block:
         wider = {name: nn.functional.pad(tensor, (0, missing)) for name, tensor in self.of_slots().items()}
         self.state = self.state | wider
 
-    def over(self, tensors: Mapping[str, Tensor]) -> Block:
+    def over(self: _Block, tensors: Mapping[str, Tensor]) -> _Block:
         """A block over other tensors, named as in `per_row`."""
         other = copy.copy(self)
         other._take(tensors)
         return other
 
-    def part(self, start: int, stop: int) -> Block:
+    def part(self: _Block, start: int, stop: int) -> _Block:
         """A range of rows as a block that shares this one's memory, and its budgets if these differ by row."""
         return self.over({name: tensor[start:stop] for name, tensor in self.per_row().items()})
 
@@ -216,7 +230,7 @@ class Block:
         for tensor in self.per_row().values():
             tensor[target] = tensor[source]
 
-    def under(self, starts: Mapping[str, float], heads: Mapping[str, str]) -> Block:
+    def under(self: _Block, starts: Mapping[str, float], heads: Mapping[str, str]) -> _Block:
         """The same slots for another policy, which uses the first of this block's state tensors.
 
         Args:
@@ -245,10 +259,14 @@ class Block:
         per_slot = (slots + bytes_of(self.of_slots().values())) // self.store.room
         return Memory(
             allocated_bytes=everything,
-            occupied_bytes=per_slot * int(self.held().sum()),
+            occupied_bytes=per_slot * self.store.n_tokens,
             state_bytes=everything - slots,
-            full_bytes=int(self.seen.sum()) * self.store.token_bytes,
+            full_bytes=self.full_bytes(),
         )
+
+    def full_bytes(self) -> int:
+        """Bytes of keys and values of all tokens seen."""
+        return int(self.seen.sum()) * self.store.token_bytes
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace the block's tensors."""

@@ -29,6 +29,7 @@ class PooledStore(Store):
         starts: first entry of each head's range.
         sizes: number of slots of each head.
         widest: the most slots that a head can have. On a GPU, slots are always laid side by side in this width.
+        waits: whether a GPU is waited for instead, to know the longest range; for pools in which a head may have most.
     """
 
     keys: Float[Tensor, "B P D"]
@@ -37,6 +38,7 @@ class PooledStore(Store):
     starts: Int[Tensor, "B Hk"]
     sizes: Int[Tensor, "B Hk"]
     widest: int
+    waits: bool = False
 
     def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int):
         B, Hk, _, D = like_keys.shape
@@ -78,13 +80,18 @@ class PooledStore(Store):
     @property
     def capacity(self) -> int:
         """Slots of the longest range."""
-        waits = self.sizes.device.type == "cpu" and self.sizes.numel()
+        waits = (self.waits or self.sizes.device.type == "cpu") and self.sizes.numel()
         return int(self.sizes.max()) if waits else self.widest
 
     @property
     def room(self) -> int:
         """Slots of all rows and heads."""
         return self.entries.numel()
+
+    @property
+    def n_tokens(self) -> int:
+        """Occupied slots of all rows and heads."""
+        return int((self.entries >= 0).sum())
 
     @property
     def token_bytes(self) -> int:
@@ -154,11 +161,14 @@ class PooledStore(Store):
         self.starts[rows] = sizes.cumsum(dim=1) - sizes
         self.entries[rows] = EMPTY
 
+    def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
+        """Keys and values of no token. The slots are not copied."""
+        keys, values = (x.new_empty((*self.sizes.shape, 0, x.shape[-1])) for x in (self.keys, self.values))
+        return keys, values
+
     def wider(self, capacity: int) -> PooledStore:
         """An empty store with more slots, for the same rows, divided equally."""
-        shape = *self.sizes.shape, 1
-        keys, values = (x.new_empty((1, 1, 1, x.shape[-1])).expand(*shape, -1) for x in (self.keys, self.values))
-        return PooledStore(keys, values, capacity)
+        return PooledStore(*self.no_token(), capacity)
 
     def per_row(self) -> dict[str, Tensor]:
         """Every tensor of the store by name. The first axis of each tensor is the rows."""
@@ -192,7 +202,7 @@ class OpenedPool(Store):
         self.pool = pool
         self.index = pool.index()
         self.positions = side_by_side(pool.entries, self.index)
-        ranges = pool.starts, pool.sizes
+        ranges = pool.starts.contiguous(), pool.sizes.contiguous()  # a layer's part of a larger table may not be
         self._slots = PoolSlots.of((pool.keys, pool.values), self.positions, ranges, self.index)
 
     @property

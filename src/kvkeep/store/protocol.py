@@ -62,6 +62,11 @@ class Store(abc.ABC):
         """Slots of all rows and heads."""
         return self.positions.numel()
 
+    @property
+    def n_tokens(self) -> int:
+        """Occupied slots of all rows and heads."""
+        return int((self.positions >= 0).sum())
+
     def numbers(self, start: float) -> Tensor:
         """One number for each slot, in the order of the slots in memory. A policy's state consists of these."""
         return torch.full(self.positions.shape, start, dtype=torch.float32, device=self.positions.device)
@@ -107,6 +112,11 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def slots(self) -> Slots:
         """The slots themselves, as a backend reads and writes them."""
+
+    def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
+        """Keys and values of no token, which show the shapes of the slots."""
+        keys, values, _ = self.slots()
+        return keys[:, :, :0], values[:, :, :0]
 
     def lying(self, used: int) -> Slots | None:
         """The first ``used`` slots where they lie, for code that reads them there and writes them through `slots`.

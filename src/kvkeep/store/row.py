@@ -137,9 +137,7 @@ def put_row(block: Block, row: int, copy: RowCopy) -> None:
 
 def _put_in_pool(block: Block, copy: RowCopy) -> None:
     """Overwrite a block of one row, whose heads share a pool."""
-    assert isinstance(block.store, PooledStore)
-    assert isinstance(block.budget, Tensor)
-    block.store.divide(block.budget + 1)
+    block.divide()
     opened, tensors = block.opened(), copy.tensors
     opened.store.fill(tensors["store.keys"][None], tensors["store.values"][None], copy.positions[None])
     for name, held in opened.per_row().items():

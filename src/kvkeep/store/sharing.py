@@ -36,5 +36,7 @@ def add_state(block: Block, starts: Mapping[str, float], heads: Mapping[str, str
 def _missing(block: Block, heads: Mapping[str, str], device: str | None = None) -> State:
     """State of heads that a block does not have yet."""
     missing = {place: axes for place, axes in shared(heads).items() if place not in block.heads}
-    slots = block.store.slots()
-    return empty(missing, slots.keys.to(device), slots.values.to(device)) if missing else {}
+    if not missing:
+        return {}
+    keys, values = (x.to(device) for x in block.store.no_token())
+    return empty(missing, keys, values)

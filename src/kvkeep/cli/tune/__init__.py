@@ -120,9 +120,9 @@ def tune(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Rules to search that divide a layer's budget among its KV heads, e.g. uniform,ada:0.2,profile:FILE "
+            help="Rules to search that divide the budget among KV heads, e.g. uniform,ada:0.2,global:0.2,profile:FILE "
             "with the file of [b]kvkeep calibrate[/b]. Default: each policy's own rule.",
-            autocompletion=complete.words("uniform", "ada:0.2", "profile:"),
+            autocompletion=complete.words("uniform", "ada:0.2", "global:0.2", "profile:"),
             rich_help_panel=_SEARCH,
         ),
     ] = None,
