@@ -165,6 +165,23 @@ def check_ray(address: str | None) -> None:
         )
 
 
+def check_alive() -> None:
+    """Refuse to wait for a cluster that has gone away. Ray itself would end this process after a minute.
+
+    Raises:
+        InputError: nothing answers at its address.
+    """
+    address = str(need_ray().get_runtime_context().gcs_address)
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except OSError as error:
+        raise InputError(
+            f"The cluster of Ray at {address} has gone away. Answers that are written stay: start a cluster, or leave "
+            "`ray_address` out, and the same command goes on from there."
+        ) from error
+
+
 def _speaks_http2(connection: socket.socket) -> bool:
     """Whether a server speaks HTTP/2 (RFC 9113, section 3.4), as Ray's does. Ray itself would ask for many minutes."""
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0)))
