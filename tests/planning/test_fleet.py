@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import statistics
 
 import model_folders
 import pytest
@@ -289,6 +290,33 @@ def test_arrivals_are_as_many_as_asked_and_conversations_have_begun_before():
     assert len(times) / times[-1] == pytest.approx(2 * 5, rel=0.1)  # from the first second on
     early = sum(at < 30 for at in times)
     assert early == pytest.approx(300, rel=0.2)
+
+
+def test_users_come_at_random_and_more_devices_stretch_their_times():
+    """The times between users are exponential: their deviation is their mean."""
+    gaps = {}
+    for devices in (1, 3):
+        come, times = Arrivals(load(rate=5.0, requests=4000), devices), []
+        while come.next_due() is not None:
+            times.append(come.pop().at)
+        gaps[devices] = [after - before for before, after in itertools.pairwise(times)]
+    assert statistics.mean(gaps[1]) == pytest.approx(0.2, rel=0.05)
+    assert statistics.stdev(gaps[1]) == pytest.approx(0.2, rel=0.08)
+    assert gaps[3] == pytest.approx([3 * gap for gap in gaps[1]], abs=1e-6)
+
+
+def test_the_first_tenth_of_what_is_drawn_is_not_counted(folder):
+    assert load(requests=400).counted_from == 40
+    assert given([(0, 1, 1)]).counted_from == 0
+    assert len(bounded(fleet(folder, load(requests=100, rate=1.0), devices=1)).log.first_s) == 90
+
+
+def test_conversations_that_have_begun_are_those_that_wait_long():
+    """A conversation with nine waits is nine times as likely to be open as one with a single wait."""
+    asked = dataclasses.replace(load(rate=1.0, between=length("60")), turns=length("2-10"))
+    thinking = Arrivals(asked).thinking
+    mean = statistics.mean(len(talk.turns) - 1 for talk in thinking)
+    assert mean == pytest.approx(sum(n * n for n in range(1, 10)) / sum(range(1, 10)), rel=0.05)  # not 5
 
 
 # steps

@@ -4,15 +4,17 @@ import functools
 import itertools
 import random
 import socket
+import subprocess
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from kvkeep.errors import InputError
-from kvkeep.scale import cluster as cluster_of_ray
 from kvkeep.scale import crew, place
 from kvkeep.scale.cluster import Need
+from kvkeep.scale.lost import LostClusterError, check_alive, left
 from kvkeep.scale.worker import Answer, Facts
 
 
@@ -192,32 +194,44 @@ def test_a_worker_that_hangs_is_named(monkeypatch):
     assert len(silent) < 25  # of about 120 waits: each note comes after twice the time
 
 
-def test_a_cluster_that_has_gone_away_is_not_waited_for(monkeypatch):
+def test_a_cluster_that_has_gone_away_is_not_waited_for():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
+        shut = []
         context = SimpleNamespace(gcs_address=address)
-        found = SimpleNamespace(get_runtime_context=lambda: context)
-        monkeypatch.setattr(cluster_of_ray, "need_ray", lambda: found)
-        with pytest.raises(InputError, match=f"The cluster of Ray at {address} has gone away"):
-            cluster_of_ray.check_alive()
+        ray = SimpleNamespace(get_runtime_context=lambda: context, shutdown=lambda: shut.append(1))
+        with pytest.raises(LostClusterError, match=f"The cluster of Ray at {address} has gone away"), left(ray):
+            check_alive(ray)
+        assert not shut  # that would wait for an answer
         taken.listen()
-        cluster_of_ray.check_alive()
+        with left(ray):
+            check_alive(ray)
+        with pytest.raises(ZeroDivisionError), left(ray):
+            raise ZeroDivisionError
+        assert shut == [1, 1]
 
 
 def test_a_crew_without_workers_asks_for_the_cluster(monkeypatch):
-    def gone():
-        raise InputError("It has gone away.")
+    def gone(ray):
+        raise LostClusterError("It has gone away.")
 
-    cluster = Cluster(0, deadly={5})
+    cluster, kills = Cluster(0, deadly={5}), []
     monkeypatch.setattr(crew, "check_alive", gone)
 
     def go_on(calls, honest=cluster._go_on):
         honest([call for call in calls if call.actor is cluster.actors[0]])
 
     monkeypatch.setattr(cluster, "_go_on", go_on)
-    with pytest.raises(InputError, match="gone away"):
-        run(monkeypatch, cluster, 12, size=1)
+    monkeypatch.setattr(cluster, "kill", lambda actor, no_restart: kills.append(actor))
+    monkeypatch.setattr(crew, "need_ray", lambda: cluster)
+    made = crew.Crew(lambda like: None, 1, Need())
+    made.begin()
+    with pytest.raises(LostClusterError, match="gone away"):
+        made.run(iter([(n, b"a") for n in range(12)]), {}, lambda answer: None)
+    before = len(kills)
+    made.close()
+    assert len(kills) == before  # nobody would answer
 
 
 def test_a_crew_whose_workers_all_die_says_so(monkeypatch):
@@ -238,3 +252,18 @@ def test_a_crew_that_is_stopped_reads_no_more_lines(monkeypatch):
     calls = itertools.count()
     answers, _ = run(monkeypatch, Cluster(0), 1000, stopped=lambda: next(calls) > 5)
     assert len(answers) < 100
+
+
+@pytest.mark.slow
+def test_a_command_whose_cluster_has_gone_away_ends_at_once():
+    code = (
+        "from kvkeep.cli.generate.run_lines import ended_with_its_cluster\n"
+        "from kvkeep.scale.lost import LostClusterError\n"
+        "import atexit\n"
+        "atexit.register(print, 'an ordinary end')\n"
+        "with ended_with_its_cluster():\n"
+        "    raise LostClusterError('It has gone away.')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: It has gone away.\n"

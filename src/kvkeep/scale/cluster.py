@@ -17,6 +17,7 @@ import torch
 from kvkeep.engine.room import free_bytes
 from kvkeep.errors import InputError, show_bytes
 from kvkeep.models.threads import cores
+from kvkeep.scale.lost import left
 from kvkeep.version import __version__
 
 EXTRA = "kvkeep[ray]"
@@ -122,10 +123,8 @@ def joined(address: str | None, *, cpus: int) -> Iterator[None]:
         where = "on this machine" if address in ("local", "auto") else f"at {address}"
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"There is no cluster of Ray {where}: {reason:.300}") from error
-    try:
+    with left(ray):
         yield
-    finally:
-        ray.shutdown()
 
 
 def _meant(address: str | None) -> str:
@@ -163,23 +162,6 @@ def check_ray(address: str | None) -> None:
             f"What answers at `ray_address={address}` is no cluster of Ray. Give host:port of its head node, as ray "
             "start prints it; the port is 6379 if you have not chosen another."
         )
-
-
-def check_alive() -> None:
-    """Refuse to wait for a cluster that has gone away. Ray itself would end this process after a minute.
-
-    Raises:
-        InputError: nothing answers at its address.
-    """
-    address = str(need_ray().get_runtime_context().gcs_address)
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
-    except OSError as error:
-        raise InputError(
-            f"The cluster of Ray at {address} has gone away. Answers that are written stay: start a cluster, or leave "
-            "`ray_address` out, and the same command goes on from there."
-        ) from error
 
 
 def _speaks_http2(connection: socket.socket) -> bool:

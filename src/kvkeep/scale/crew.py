@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 from kvkeep.errors import InputError
 from kvkeep.jobs.survey import Shape
-from kvkeep.scale.cluster import Need, check_alive, last_words, need_ray
+from kvkeep.scale.cluster import Need, last_words, need_ray
+from kvkeep.scale.lost import LostClusterError, check_alive
 from kvkeep.scale.place import Item, Place
 from kvkeep.scale.worker import Answer, Facts, Make, Worker
 
@@ -62,6 +63,7 @@ class Crew:
         self._died: Counter[int] = Counter()
         self._died_alone: Counter[int] = Counter()
         self._facts: Facts | None = None
+        self._lost = False
         self.size = size
 
     @property
@@ -132,7 +134,8 @@ class Crew:
             stopped: whether the user wants to stop.
 
         Raises:
-            InputError: no worker is left, or the cluster has gone away.
+            InputError: no worker is left.
+            LostClusterError: the cluster has gone away.
         """
         waits = 0
         while not stopped():
@@ -152,7 +155,7 @@ class Crew:
             more, _ = self._ray.wait(rest, num_returns=len(rest), timeout=0) if ready and rest else ([], [])
             waits = 0 if running or ready else waits + 1
             if waits and waits % _LOST == 0:
-                check_alive()
+                self._check_alive()
             if waits and waits % _SLOW == 0:
                 self._tell("no worker runs; waiting for the cluster to start one")
             for silence in filter(None, [place.silence() for place in self._places]):
@@ -160,9 +163,16 @@ class Crew:
             self._collect({*ready, *more}, take)
 
     def close(self) -> None:
-        """End all workers."""
-        for place in self._places:
+        """End all workers, unless the cluster has gone away."""
+        for place in self._places if not self._lost else ():
             self._dismiss(place)
+
+    def _check_alive(self) -> None:
+        try:
+            check_alive(self._ray)
+        except LostClusterError:
+            self._lost = True
+            raise
 
     def _hire(self, place: Place) -> None:
         place.handle = self._remote.remote(self._make)
