@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import random
+import statistics
 
 import model_folders
 import pytest
@@ -108,6 +109,48 @@ def test_sessions_move_between_rows_main_memory_and_disk():
     assert (log.row_bytes, log.disk_bytes) == (4000, 2000)
     assert (log.host_most, log.kept_most) == (1, 2)
     assert log.busy_s == pytest.approx(4 * 1.0 + 4 * 0.5)
+
+
+def test_a_conversation_in_a_row_is_not_in_main_memory():
+    asked = given([(0, 10, 1), (100, 10, 50)], [(90, 10, 1), (200, 9, 1)], [(101, 10, 1), (300, 9, 1)])
+    log = Bounded(Plain(), Arrivals(asked), rows(3, row_bytes=1000)).run()
+    assert (log.host_most, log.kept_most) == (2, 2)
+
+
+def test_what_lies_on_the_disk_at_the_beginning_was_not_moved_there():
+    asked = load(turns=length("5"), between=length("60"))
+    device = Bounded(Plain(), Arrivals(asked), rows(row_bytes=1000, host_rows=3))
+    assert device.log.kept_most > 100
+    assert (device.log.host_most, device.log.disk_bytes) == (3, 0)
+
+
+class Noted(Plain):
+    """Notes what each run reads: rows, slots, prompt tokens, and pairs of a prompt token and one that it attends to."""
+
+    def __init__(self):
+        self.runs = []
+
+    def seconds(self, rows, slots, tokens=0, pairs=0.0):
+        self.runs.append((rows, slots, tokens, pairs))
+        return super().seconds(rows, slots, tokens, pairs)
+
+
+def test_what_a_prompt_attends_to_is_at_most_the_slots():
+    steps = Noted()
+    Bounded(steps, Arrivals(given([(0, 10, 3), (100, 4, 1)])), rows(slots=8, chunk=6)).run()
+    first = [(0, 0.0, 6, 6 * 3.0), (0, 0.0, 4, 4 * (6 + 2.0)), (1, 8.0, 0, 0.0), (1, 8.0, 0, 0.0)]
+    # 13 tokens are past, of which the slots hold 8; the last token of the answer is read with the message
+    assert steps.runs == [*first, (0, 0.0, 5, 5 * (8 + 2.5))]
+    steps = Noted()
+    Bounded(steps, Arrivals(given([(0, 10, 3), (100, 4, 1)])), rows(slots=65)).run()
+    assert steps.runs[-1] == (0, 0.0, 5, 5 * (12 + 2.5))
+
+
+def test_rows_that_read_are_not_among_those_that_decode():
+    steps = Noted()
+    Bounded(steps, Arrivals(given([(0, 5, 4)], [(0.6, 10, 2)])), rows(2, slots=65, mixed_tokens=10)).run()
+    assert (1, 65.0, 10, 10 * 5.0) in steps.runs
+    assert max(slots for _, slots, _, _ in steps.runs) == 130.0
 
 
 def test_a_turn_waits_for_the_answer_before_it():
@@ -247,6 +290,33 @@ def test_arrivals_are_as_many_as_asked_and_conversations_have_begun_before():
     assert len(times) / times[-1] == pytest.approx(2 * 5, rel=0.1)  # from the first second on
     early = sum(at < 30 for at in times)
     assert early == pytest.approx(300, rel=0.2)
+
+
+def test_users_come_at_random_and_more_devices_stretch_their_times():
+    """The times between users are exponential: their deviation is their mean."""
+    gaps = {}
+    for devices in (1, 3):
+        come, times = Arrivals(load(rate=5.0, requests=4000), devices), []
+        while come.next_due() is not None:
+            times.append(come.pop().at)
+        gaps[devices] = [after - before for before, after in itertools.pairwise(times)]
+    assert statistics.mean(gaps[1]) == pytest.approx(0.2, rel=0.05)
+    assert statistics.stdev(gaps[1]) == pytest.approx(0.2, rel=0.08)
+    assert gaps[3] == pytest.approx([3 * gap for gap in gaps[1]], abs=1e-6)
+
+
+def test_the_first_tenth_of_what_is_drawn_is_not_counted(folder):
+    assert load(requests=400).counted_from == 40
+    assert given([(0, 1, 1)]).counted_from == 0
+    assert len(bounded(fleet(folder, load(requests=100, rate=1.0), devices=1)).log.first_s) == 90
+
+
+def test_conversations_that_have_begun_are_those_that_wait_long():
+    """A conversation with nine waits is nine times as likely to be open as one with a single wait."""
+    asked = dataclasses.replace(load(rate=1.0, between=length("60")), turns=length("2-10"))
+    thinking = Arrivals(asked).thinking
+    mean = statistics.mean(len(talk.turns) - 1 for talk in thinking)
+    assert mean == pytest.approx(sum(n * n for n in range(1, 10)) / sum(range(1, 10)), rel=0.05)  # not 5
 
 
 # steps

@@ -179,7 +179,7 @@ def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk 
     return torch.where(view.reads[:, None], view.heads.mine(budgets), now)
 
 
-def _older(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B heads S"]]:
+def _older(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B heads slots"]]:
     """The slots of a head that are shared out, on average, and the positions of the tokens that compete for them."""
     sinks, recent = policy.protected(mean)
     fixed = sinks + recent + (policy.grows.room if policy.grows else 0)
@@ -189,7 +189,7 @@ def _older(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> tuple[Int[Te
 
 
 def _among_the_best(
-    view: View, score: Float[Tensor, "B Hk S"], tokens: Int[Tensor, "B heads S"], n: Int[Tensor, "B 1"]
+    view: View, score: Float[Tensor, "B Hk S"], tokens: Int[Tensor, "B heads slots"], n: Int[Tensor, "B 1"]
 ) -> Int[Tensor, "B heads"]:
     """The number of each head's tokens among the ``n`` best of all heads."""
     found = view.heads.all_slots(score.nan_to_num(nan=-torch.inf), -torch.inf)

@@ -17,6 +17,7 @@ import torch
 from kvkeep.engine.room import free_bytes
 from kvkeep.errors import InputError, show_bytes
 from kvkeep.models.threads import cores
+from kvkeep.scale.lost import left
 from kvkeep.version import __version__
 
 EXTRA = "kvkeep[ray]"
@@ -122,10 +123,8 @@ def joined(address: str | None, *, cpus: int) -> Iterator[None]:
         where = "on this machine" if address in ("local", "auto") else f"at {address}"
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"There is no cluster of Ray {where}: {reason:.300}") from error
-    try:
+    with left(ray):
         yield
-    finally:
-        ray.shutdown()
 
 
 def _meant(address: str | None) -> str:

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from kvkeep.errors import InputError
 from kvkeep.jobs.survey import Shape
 from kvkeep.scale.cluster import Need, last_words, need_ray
+from kvkeep.scale.lost import LostClusterError, check_alive
+from kvkeep.scale.place import Item, Place
 from kvkeep.scale.worker import Answer, Facts, Layout, Make, Worker
-
-Item: TypeAlias = tuple[int, bytes]
-"""The number of a line, and its bytes."""
 
 Stopped: TypeAlias = Callable[[], bool]
 
@@ -30,27 +28,8 @@ GUILTY = 2
 """Deaths of a worker that ran a line alone, after which the line has failed."""
 _PATIENCE_S = 0.5
 _SLOW = 40  # waits without a worker, after which the user is told
+_LOST = 8  # waits without a worker, after which the cluster is asked for
 _MOST_AT_ONCE = 4096
-
-
-@dataclass(eq=False)
-class _Place:
-    """A place for a worker.
-
-    Attributes:
-        handle: the worker; ``None`` if nobody works here any more.
-        starting: its `Facts`, to come; ``None`` once they are there.
-        running: answer to come → line.
-        deaths: since its last answer.
-        alone: whether its only line is a suspect.
-    """
-
-    number: int
-    handle: Any = None
-    starting: Any = None
-    running: dict[Any, Item] = field(default_factory=dict)
-    deaths: int = 0
-    alone: bool = False
 
 
 class Crew:
@@ -80,12 +59,13 @@ class Crew:
         options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_concurrency": _MOST_AT_ONCE}
         options |= {"memory": need.memory} if need.memory else {}
         self._remote = self._ray.remote(Worker).options(**options, max_restarts=0, max_task_retries=0)
-        self._places = [_Place(number) for number in range(1, size + 1)]
+        self._places = [Place(number) for number in range(1, size + 1)]
         self._again: deque[Item] = deque()
         self._suspects: deque[Item] = deque()
         self._died: Counter[int] = Counter()
         self._died_alone: Counter[int] = Counter()
         self._facts: Facts | None = None
+        self._lost = False
         self.size = size
 
     @property
@@ -104,7 +84,7 @@ class Crew:
         self._await([first], stopped)
         self._await(others, stopped)  # they lay out the weights as the first one has
 
-    def _await(self, places: Sequence[_Place], stopped: Stopped) -> None:
+    def _await(self, places: Sequence[Place], stopped: Stopped) -> None:
         """Start workers and wait for their engines."""
         if stopped():
             return
@@ -157,6 +137,7 @@ class Crew:
 
         Raises:
             InputError: no worker is left.
+            LostClusterError: the cluster has gone away.
         """
         waits = 0
         while not stopped():
@@ -175,20 +156,31 @@ class Crew:
             ready, rest = self._ray.wait(running + starting, timeout=_PATIENCE_S)
             more, _ = self._ray.wait(rest, num_returns=len(rest), timeout=0) if ready and rest else ([], [])
             waits = 0 if running or ready else waits + 1
+            if waits and waits % _LOST == 0:
+                self._check_alive()
             if waits and waits % _SLOW == 0:
                 self._tell("no worker runs; waiting for the cluster to start one")
+            for silence in filter(None, [place.silence() for place in self._places]):
+                self._tell(silence)
             self._collect({*ready, *more}, take)
 
     def close(self) -> None:
-        """End all workers."""
-        for place in self._places:
+        """End all workers, unless the cluster has gone away."""
+        for place in self._places if not self._lost else ():
             self._dismiss(place)
 
-    def _hire(self, place: _Place) -> None:
+    def _check_alive(self) -> None:
+        try:
+            check_alive(self._ray)
+        except LostClusterError:
+            self._lost = True
+            raise
+
+    def _hire(self, place: Place) -> None:
         place.handle = self._remote.remote(self._make)
         place.starting = place.handle.begin.remote(self._like if self._facts is None else self._facts.layout)
 
-    def _dismiss(self, place: _Place) -> None:
+    def _dismiss(self, place: Place) -> None:
         if place.handle is not None:
             with suppress(Exception):  # it is gone, or the cluster is
                 self._ray.kill(place.handle, no_restart=True)
@@ -196,7 +188,7 @@ class Crew:
         place.alone = False
         place.running.clear()
 
-    def _welcome(self, place: _Place, said: Facts | str) -> str | None:
+    def _welcome(self, place: Place, said: Facts | str) -> str | None:
         """Take the facts of a new worker; return what is wrong with it."""
         if isinstance(said, str):
             return said
@@ -206,7 +198,7 @@ class Crew:
                 f"Workers have different weights under one name: those on {said.host} are not those on {known.host}. "
                 "Give every node the same files."
             )
-        place.starting = None
+        place.starting, place.facts = None, said
         return None
 
     def _feed(self, lines: Iterator[Item], made_by: Mapping[str, Any]) -> None:
@@ -223,6 +215,8 @@ class Crew:
                 item, place.alone = self._suspects.popleft(), True
             if item is None:
                 return
+            if not place.running:
+                place.hear()
             place.running[place.handle.run.remote(*item, made_by)] = item
 
     def _collect(self, ready: set[Any], take: Callable[[Answer], object]) -> None:
@@ -243,9 +237,10 @@ class Crew:
                 else:
                     del place.running[reference]
                     place.deaths, place.alone = 0, False
+                    place.hear()
                     take(said)
 
-    def _replace(self, place: _Place, reason: str, take: Callable[[Answer], object]) -> None:
+    def _replace(self, place: Place, reason: str, take: Callable[[Answer], object]) -> None:
         """Start a worker in place of a dead one, and give its lines back."""
         lost, alone = list(place.running.values()), place.alone
         finished = self._finished(place, take)
@@ -261,7 +256,7 @@ class Crew:
         self._tell(f"worker {place.number} died and is replaced{again}: {reason}")
         self._hire(place)
 
-    def _finished(self, place: _Place, take: Callable[[Answer], object]) -> set[int]:
+    def _finished(self, place: Place, take: Callable[[Answer], object]) -> set[int]:
         """Take the answers that a worker gave before it died; return their lines' numbers."""
         found = set()
         ready = (

@@ -20,7 +20,8 @@ from kvkeep.jobs.pace import Work
 from kvkeep.models.load import embedded
 from kvkeep.planning.plan import plan
 from kvkeep.scale.cluster import Need, check_room, check_versions, nodes, own_cpus, share
-from kvkeep.scale.crew import Crew, Item
+from kvkeep.scale.crew import Crew
+from kvkeep.scale.place import Item
 from kvkeep.scale.worker import Answer, Layout
 
 PROCESS_BYTES = 400 * 10**6

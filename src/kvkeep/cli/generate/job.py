@@ -19,7 +19,7 @@ from kvkeep.cli.generate.build import engine_of, show_with
 from kvkeep.cli.generate.completion import sampling_of
 from kvkeep.cli.generate.encode import Read, reader
 from kvkeep.cli.generate.request import Batch, Request
-from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, Near, Workers, interruptible, run
+from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, Near, Workers, ended_with_its_cluster, interruptible, run
 from kvkeep.cli.generate.settings import settings_of
 from kvkeep.cli.generate.together import tell, together
 from kvkeep.cli.loading import check_weights, writer_of
@@ -58,7 +58,14 @@ def serve(request: Request, batch: Batch) -> None:
     device = parse_device(request.device)
     if batch.workers is not None:
         check_ray(batch.address)
-    with quiet(), threads.restored(), enough_memory(device), split.left(), _source(batch.input) as source:
+    with (
+        ended_with_its_cluster(),
+        quiet(),
+        threads.restored(),
+        enough_memory(device),
+        split.left(),
+        _source(batch.input) as source,
+    ):
         batch = together(batch)
         memory = None if request.memory is None else Memory.read(request.memory)
         request = settled(request, memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.jobs.lines import Line, reason_of
 from kvkeep.jobs.output import Output
 from kvkeep.jobs.pace import Work
+from kvkeep.scale.lost import LostClusterError
 
 STANDARD_OUTPUT = "standard output"
 INCOMPLETE = 1
@@ -212,6 +214,21 @@ class Answers:
     def _fail(self, line: Line, reason: str) -> None:
         self.failed.setdefault(line.number, reason)
         self._results.pop(line.number, None)
+
+
+@contextmanager
+def ended_with_its_cluster() -> Iterator[None]:
+    """End this process with an error if its cluster has gone away.
+
+    Ray's threads, which still look for the cluster, would crash an ordinary end of the process.
+    """
+    try:
+        yield
+    except LostClusterError as error:
+        console.error(str(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(console.BAD_INPUT)
 
 
 @contextmanager
