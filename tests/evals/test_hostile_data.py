@@ -252,4 +252,8 @@ def test_a_link_to_a_file_is_read(reader, tmp_path):
 @pytest.mark.parametrize("data", ["", "\0", "nowhere", "x" * 5000])
 def test_a_folder_of_data_that_cannot_be(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(READERS["choice copa"][2], data)
+    for reader in SOME:
+        refused(READERS[reader][2], data)
+        source = sources.Source((READERS[reader][0],), "made up", "saved", None)
+        assert not sources.has(data, source)
+        assert sources.fingerprint(data, [source]) is None

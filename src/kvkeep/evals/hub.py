@@ -5,6 +5,7 @@ No code of a data set is run, and nothing is unpickled: only tables (Parquet, Ar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def rows(place: Place, otherwise: str) -> list[dict[str, Any]]:
 
 def is_saved(folder: Path) -> bool:
     """Whether a folder looks like a data set that the package saved (`save_to_disk`)."""
-    return any(all((folder / name).is_file() for name in names) for names in _MARKS)
+    return any(all(os.path.isfile(folder / name) for name in names) for names in _MARKS)
 
 
 def saved(folder: Path, split: str) -> list[dict[str, Any]]:

@@ -151,8 +151,8 @@ def _found(folder: str | None, source: Source, task: str) -> Path:
     if folder is None:
         online = f", or the word {HUB} to read {source.hub} by the package datasets" if source.hub else ""
         raise InputError(f"{task} needs {wanted}: {source.public}. Give the folder that holds it as `data`{online}.")
-    if not Path(folder).is_dir():
-        raise InputError(f"{folder} is no folder; `data` is the folder that holds {wanted} for {task}.")
+    if not os.path.isdir(folder):  # also of a name that no file system takes
+        raise InputError(f"{folder:.200} is no folder; `data` is the folder that holds {wanted} for {task}.")
     if (path := _in(folder, source)) is None:
         raise InputError(f"{folder} has no {wanted}, which {task} needs: {source.public}.")
     return path
