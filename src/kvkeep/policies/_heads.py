@@ -179,7 +179,9 @@ def _heads(alpha: float, policy: Policy, view: View, score: Float[Tensor, "B Hk 
     return torch.where(view.reads[:, None], view.heads.mine(budgets), now)
 
 
-def _older(policy: Policy, view: View, mean: Int[Tensor, "B 1"]) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B heads slots"]]:
+def _older(
+    policy: Policy, view: View, mean: Int[Tensor, "B 1"]
+) -> tuple[Int[Tensor, "B 1"], Int[Tensor, "B heads slots"]]:
     """The slots of a head that are shared out, on average, and the positions of the tokens that compete for them."""
     sinks, recent = policy.protected(mean)
     fixed = sinks + recent + (policy.grows.room if policy.grows else 0)
