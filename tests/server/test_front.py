@@ -12,6 +12,7 @@ from .fronting import fronted
 from .running import WAIT_S, events, httpx, keys
 
 CHAT, COMPLETE, SESSIONS = "/v1/chat/completions", "/v1/completions", "/v1/sessions"
+LONG = {"prompt": "A", "max_tokens": 1500, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +114,7 @@ def test_an_answer_is_continued_where_it_is_kept(two):
 
 
 def test_others_go_where_rows_are_free(two):
-    with two.client.stream(
-        "POST", COMPLETE, json={"prompt": "A", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    ):
+    with two.client.stream("POST", COMPLETE, json={**LONG, "stream": True}):
         busy = two.replicas.asked[-1][0]
         assert {one for _ in range(4) for one in asked(two, two.complete)} == {"one", "two"} - {busy}
     assert set(asked(two, lambda: [two.complete() for _ in range(4)])) == {"one", "two"}
@@ -171,9 +170,6 @@ def test_a_replica_that_ends_before_it_has_a_request_is_replaced(mortal):
     mortal.replicas.gone.update(("one",))
     assert {mortal.complete().status_code for _ in range(4)} == {200}
     assert mortal.replicas.dead == {"one"}
-
-
-LONG = {"prompt": "A", "max_tokens": 1500, "ignore_eos": True}
 
 
 def in_background(work):

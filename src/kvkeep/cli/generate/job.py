@@ -45,6 +45,7 @@ from kvkeep.scale.cluster import check_ray, joined, own_cpus
 from kvkeep.scale.files import as_lines, is_foreign
 
 
+@ended_with_its_cluster()
 def serve(request: Request, batch: Batch) -> None:
     """Run a batch job.
 
@@ -58,14 +59,7 @@ def serve(request: Request, batch: Batch) -> None:
     device = parse_device(request.device)
     if batch.workers is not None:
         check_ray(batch.address)
-    with (
-        ended_with_its_cluster(),
-        quiet(),
-        threads.restored(),
-        enough_memory(device),
-        split.left(),
-        _source(batch.input) as source,
-    ):
+    with quiet(), threads.restored(), enough_memory(device), split.left(), _source(batch.input) as source:
         batch = together(batch)
         memory = None if request.memory is None else Memory.read(request.memory)
         request = settled(request, memory)
