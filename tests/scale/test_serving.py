@@ -77,6 +77,7 @@ def with_ray(monkeypatch):
         for name, value in more.items():
             setattr(made, name, value)
         monkeypatch.setitem(sys.modules, "ray", made)
+        monkeypatch.delitem(sys.modules, "ray.serve", raising=False)
         monkeypatch.setattr(cluster, "need_ray", lambda: made)
         monkeypatch.setattr(serving, "need_ray", lambda: made)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
