@@ -49,6 +49,17 @@ class Terminal:
         """Press Ctrl-C, as the terminal passes it on."""
         self.process.send_signal(signal.SIGINT)
 
+    def ended_by(self, number):
+        """Send a signal. One between the prompt and the wait for keys is taken up with the next key."""
+        time.sleep(0.5)
+        self.process.send_signal(number)
+        for _ in range(12):
+            try:
+                return self.process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self.type(" ")
+        raise AssertionError(f"{number!r} did not end the chat: {self.said}")
+
     def end(self):
         self.type("\x04")
         code = self.process.wait(timeout=60)
@@ -99,9 +110,7 @@ def test_a_terminal_that_is_closed_and_a_process_that_is_ended_lose_nothing(mode
         terminal.type("the quick fox\r")
         terminal.see("stopped after 3 tokens")
         terminal.see("> ")
-        time.sleep(0.5)  # a signal between the prompt and the wait for keys is taken up with the next key
-        terminal.process.send_signal(number)
-        assert terminal.process.wait(timeout=60) != 0
+        assert terminal.ended_by(number) != 0
         found = kvkeep.Snapshot.load(tmp_path / number.name / "memory.kvkeep")
         assert len(found.note["messages"]) == 2
         again = Terminal(model, tmp_path, "-s", number.name, "-n", SHORT)
