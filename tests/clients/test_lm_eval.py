@@ -250,17 +250,19 @@ metadata:
 @pytest.mark.parametrize("family", FOLDERS)
 @pytest.mark.parametrize("name", choices.NAMES)
 def test_a_hundred_public_questions_score_like_lm_evals_own_model(name, family, tmp_path):
+    if name not in choices.known_in(PUBLIC):
+        pytest.skip(f"{PUBLIC} has no file of {name}")
     found = [one for one in choices.questions(name, PUBLIC) if len(one.contexts[0]) < 800][:100]
     rows = [{"context": one.contexts[0], "choices": list(one.choices), "answer": one.right} for one in found]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "task.yaml").write_text(PUBLIC_TASK.format(name=name, path=tmp_path / "data.jsonl"))
     ours, theirs = (
         evaluate(tmp_path, [f"kvkeep_{name}"], model, family=family, max_length=1024, **more)
-        for model, more in (("kvkeep", {"policy": "full"}), ("hf", {}))
+        for model, more in (("kvkeep", {"policy": "full"}), ("hf", {"dtype": "float64"}))
     )
     largest = 0.0
     for own, hf in zip(answers(ours, f"kvkeep_{name}"), answers(theirs, f"kvkeep_{name}"), strict=True):
         for (score, _), (wanted, _) in zip(own, hf, strict=True):
             largest = max(largest, abs(float(score) - float(wanted)) / max(1.0, abs(float(wanted)) / 100))
     assert len(rows) == 100
-    assert largest < 1e-4  # beyond 100 nats relative to the sum, which hf computes in float32
+    assert largest < 1e-4  # hf's own sums in float32 are up to 9e-5 from those in float64; beyond 100 nats relative
