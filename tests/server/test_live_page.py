@@ -110,6 +110,8 @@ def test_a_chat_with_forks_and_rewinds():
         page.wait_for_selector("#rewind:enabled")
         page.click("#rewind")
         page.locator("#log p").nth(2).wait_for(state="detached")
+        page.wait_for_selector("#send:enabled")
+        assert page.is_disabled("#rewind")  # the first turn cannot be taken back
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 

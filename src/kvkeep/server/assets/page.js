@@ -7,7 +7,7 @@
   const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
   const visible = (text) => text.replace(CONTROL, "\ufffd");
   const talks = new Map();
-  let key = "", now = null, running = null, shown = new Map();
+  let key = "", now = null, running = null, back = false, shown = new Map();
   let pins = [], current = null, anchor = null;
 
   function say(text, wrong) {
@@ -45,7 +45,9 @@
   }
 
   function busy(on) {
-    for (const id of ["fork", "rewind"]) at(id).disabled = on || !now;
+    at("fork").disabled = on || !now;
+    at("rewind").disabled = on || !now || !back;
+    for (const one of at("tree").querySelectorAll("button")) one.disabled = on;  // a click would be lost
     at("send").disabled = on;
     at("stop").disabled = !on;
   }
@@ -65,7 +67,7 @@
     const [card, found] = await Promise.all(["", "/positions"].map((part) => json("GET", "/v1/sessions/" + now.id + part)));
     at("log").replaceChildren();
     for (const one of card.messages.slice(-MOST_MESSAGES)) add(one.role, one.content);
-    at("rewind").disabled = !card.turns_to_rewind;
+    back = card.turns_to_rewind > 0;
     memory(found, card);
   }
 
@@ -130,6 +132,7 @@
       const item = document.createElement("li"), button = document.createElement("button");
       button.type = "button";
       button.textContent = one.name;
+      button.disabled = running !== null;
       if (one === now) button.setAttribute("aria-current", "true");
       button.addEventListener("click", doing(() => go(one)));
       item.append(button);
