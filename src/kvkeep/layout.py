@@ -105,26 +105,16 @@ class Layout:
             )
         how = policy.defaults.layer_budget if layer_budget is None else layer_budget
         rotary = rotation or rotary_of(config, policy) if policy.unrotates or policy.needs_rotary else None
-        profile, policy = None, under(policy, head_budget)
-        if head_budget is not None and head_budget.startswith(f"{PROFILE}:"):
-            if layer_budget not in (None, policy.defaults.layer_budget):
-                raise InputError("A profile gives every layer its budget: leave out `layer_budget`.")
-            profile = Profile.load(head_budget.partition(":")[2])
-            profile.check(config, layers=len(windows))
+        policy, heads = under(policy, head_budget), Heads.of(config)
+        asked = layer_budget not in (None, policy.defaults.layer_budget)
+        profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)
         store_for(policy, [] if profile is None else [()], kv_bits)  # refuses bits where heads have their own budgets
         policy = beside(policy, profile, list(windows))
-        heads = Heads.of(config)
         if policy.shares_layers:
-            asked = layer_budget not in (None, policy.defaults.layer_budget)
             check_joint(
                 windows=any(windows.values()), chunk=bool(prefill_chunk), layer_budget=asked, split=heads != ALONE
             )
             how = "uniform"
-        if profile is not None and heads != ALONE:
-            raise UnsupportedOperationError(
-                "head_budget=profile does not work with a model that is split over processes: run it in one, or use "
-                "head_budget=ada."
-            )
         return cls(policy, windows, how, rotation, rotary, head_budget, profile, kv_bits, heads)
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[Number]]:
@@ -172,6 +162,29 @@ class Layout:
         """
         pairs = zip(map(budgets.smallest, self.slots(budget)), self.windows.values(), strict=True)
         return min((number for number, window in pairs if window is None or number < window), default=None)
+
+
+def _profile(
+    head_budget: str | None, config: PreTrainedConfig, layers: int, heads: Heads, *, layer_budget: bool
+) -> Profile | None:
+    """The profile that `head_budget` names, if it names one.
+
+    Raises:
+        InputError: `layer_budget` was given as well, or the file cannot be used for this model.
+        UnsupportedOperationError: the model is split over processes.
+    """
+    if head_budget is None or not head_budget.startswith(f"{PROFILE}:"):
+        return None
+    if layer_budget:
+        raise InputError("A profile gives every layer its budget: leave out `layer_budget`.")
+    profile = Profile.load(head_budget.partition(":")[2])
+    profile.check(config, layers=layers)
+    if heads != ALONE:
+        raise UnsupportedOperationError(
+            "head_budget=profile does not work with a model that is split over processes: run it in one, or use "
+            "head_budget=ada."
+        )
+    return profile
 
 
 def rotary_of(config: PreTrainedConfig, policy: Policy) -> Rotation | None:

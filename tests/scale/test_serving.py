@@ -1,6 +1,5 @@
 """Replicas of a server: what is checked before one starts, and how many a load needs. Without Ray."""
 
-import builtins
 import sys
 import types
 
@@ -53,15 +52,8 @@ def refused(*words):
     return " ".join(found.output.split())
 
 
-def test_without_ray_the_error_names_the_extra(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name == "ray":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+@pytest.mark.usefixtures("no_ray")
+def test_without_ray_the_error_names_the_extra():
     assert "Ray is not installed: pip install 'kvkeep[ray]'." in refused("--ray-replicas", 2)
     with pytest.raises(InputError, match="Ray is not installed"):
         application(replicas=2)

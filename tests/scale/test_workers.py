@@ -1,7 +1,6 @@
 """Workers and what is checked before they start, without Ray."""
 
 import asyncio
-import builtins
 import json
 import socket
 import threading
@@ -198,15 +197,8 @@ def lines(tmp_path):
     return write(tmp_path / "in.jsonl", {"prompt": "Once"}), tmp_path / "out.jsonl"
 
 
-def test_without_ray_the_error_names_the_extra(lines, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name == "ray":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+@pytest.mark.usefixtures("no_ray")
+def test_without_ray_the_error_names_the_extra(lines):
     result = run("-i", lines[0], "-o", lines[1], "--ray-workers", 2)
     assert result.exit_code == 2
     assert "Ray is not installed: pip install 'kvkeep[ray]'." in result.said

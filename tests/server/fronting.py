@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import ExitStack, contextmanager
 
-from .running import NAME, WAIT_S, Running, checkpoint, model  # isort: skip  it skips tests without fastapi
+from .running import NAME, Running, checkpoint, listening, model  # isort: skip  it skips tests without fastapi
 
 import kvkeep
 from kvkeep.server.app import make_app
@@ -14,7 +13,7 @@ from kvkeep.server.front import LostError, MissedError, make_front
 from kvkeep.server.holders import SESSION
 from kvkeep.server.leases import SharedFolder
 from kvkeep.server.replaying import replay
-from kvkeep.server.running import Place, Server, listen
+from kvkeep.server.running import Place
 from kvkeep.server.served import Served
 from kvkeep.server.settings import Settings
 
@@ -89,23 +88,10 @@ def fronted(*, folder=None, names=("one", "two"), rows=2, budget=96, engine=None
                 stack.callback(leases.close)
         replicas = Local(apps, rows)
         front = make_front(replicas, Settings(name=NAME, **settings), prefixes=prefixes)
-        yield from _listening(front, replicas, engines)
-
-
-def _listening(front, replicas, engines):
-    ready = threading.Event()
-    place = Place(port=0, grace_s=5.0)
-    server = Server(front, place, ready.set)
-    with listen(place) as sock:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-        thread.start()
-        assert ready.wait(WAIT_S)
-        running = Running(sock.getsockname()[1], None, front.state.desk)
-        running.replicas, running.engines = replicas, engines
-        try:
-            yield running
-        finally:
-            running.client.close()
-            server.should_exit = True
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
+        with listening(front, Place(port=0, grace_s=5.0)) as port:
+            running = Running(port, None, front.state.desk)
+            running.replicas, running.engines = replicas, engines
+            try:
+                yield running
+            finally:
+                running.client.close()

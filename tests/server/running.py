@@ -91,18 +91,26 @@ def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, tool_form
     served = Served(made, checkpoint(folder), tool_use=tool_use_of(checkpoint(folder), tool_form))
     place = Place(port=0, read_timeout_s=settings.get("read_timeout_s", 30.0), grace_s=5.0)
     app = make_app(served, Settings(name=NAME, **settings), origins)
-    ready = threading.Event()
-    server = Server(app, place, ready.set)
-    with listen(place) as sock, made:
-        port = sock.getsockname()[1]
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
-        thread.start()
-        assert ready.wait(WAIT_S)
+    with made, listening(app, place) as port:
         running = Running(port, made, app.state.desk, served)
         try:
             yield running
         finally:
             running.client.close()
+
+
+@contextmanager
+def listening(app, place):
+    """The port of a server that runs an application in a thread until the block ends."""
+    ready = threading.Event()
+    server = Server(app, place, ready.set)
+    with listen(place) as sock:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+        thread.start()
+        assert ready.wait(WAIT_S)
+        try:
+            yield sock.getsockname()[1]
+        finally:
             server.should_exit = True
             thread.join(WAIT_S)
             assert not thread.is_alive()

@@ -156,13 +156,21 @@ class Crew:
             ready, rest = self._ray.wait(running + starting, timeout=_PATIENCE_S)
             more, _ = self._ray.wait(rest, num_returns=len(rest), timeout=0) if ready and rest else ([], [])
             waits = 0 if running or ready else waits + 1
-            if waits and waits % _LOST == 0:
-                self._check_alive()
-            if waits and waits % _SLOW == 0:
-                self._tell("no worker runs; waiting for the cluster to start one")
-            for silence in filter(None, [place.silence() for place in self._places]):
-                self._tell(silence)
+            self._tell_of(waits)
             self._collect({*ready, *more}, take)
+
+    def _tell_of(self, waits: int) -> None:
+        """Say that nothing comes, after so many waits in which no worker ran, or from workers that have a line.
+
+        Raises:
+            LostClusterError: the cluster has gone away.
+        """
+        if waits and waits % _LOST == 0:
+            self._check_alive()
+        if waits and waits % _SLOW == 0:
+            self._tell("no worker runs; waiting for the cluster to start one")
+        for silence in filter(None, [place.silence() for place in self._places]):
+            self._tell(silence)
 
     def close(self) -> None:
         """End all workers, unless the cluster has gone away."""

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli import cluster
 from kvkeep.cli.files import STANDARD_OUTPUT, place
 from kvkeep.cli.generate.request import Batch
 from kvkeep.cli.options import parse_bytes, parse_tokens
@@ -24,15 +25,7 @@ RayWorkers = Annotated[
         rich_help_panel=JOB,
     ),
 ]
-RayAddress = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="The cluster, or auto for the one of this machine. Default: RAY_ADDRESS, or processes of this machine "
-        "alone.",
-        rich_help_panel=JOB,
-    ),
-]
+RayAddress = Annotated[str | None, cluster.address(JOB)]
 
 
 def parse_memory(text: str | None) -> str | None:
@@ -88,14 +81,9 @@ def parse_batch(
         output = str(place(output, "--output"))
     if max_rows is not None and max_rows < 1:
         raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
-    if workers is None and address is not None:
-        raise InputError("--ray-address is where the workers of --ray-workers run; give --ray-workers N, too.")
+    cluster.check_address(address, "workers", asked=workers is not None)
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
         raise InputError(f"--ray-workers {workers} is out of range; give 1 to {MOST_WORKERS}.")
-    if address is not None and not address.strip():
-        raise InputError(
-            "--ray-address is empty. Give host:port, or leave it out: the workers then run on this machine."
-        )
     size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
     return Batch(
         input=source,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvkeep.cli import complete
+from kvkeep.cli import cluster, complete
 from kvkeep.cli.files import refuse_device
 from kvkeep.cli.options import MEMORY, MODEL, OUTPUT, given
 from kvkeep.cli.usage import CommandLineError
@@ -30,13 +30,8 @@ def parse_replicas(text: str | None, address: str | None) -> tuple[int, int] | N
     Raises:
         InputError: it is neither a number nor two, or is out of range; or there is an address without it.
     """
-    if address is not None and not address.strip():
-        raise InputError(
-            "--ray-address is empty. Give host:port, or leave it out: the replicas then run on this machine."
-        )
+    cluster.check_address(address, "replicas", asked=text is not None)
     if text is None:
-        if address is not None:
-            raise InputError("--ray-address is where the replicas of --ray-replicas run; give --ray-replicas N, too.")
         return None
     first, dash, last = text.strip().partition("-")
     numbers = [first, last] if dash else [first, first]
@@ -207,15 +202,7 @@ RayReplicas = Annotated[
         rich_help_panel=REPLICAS,
     ),
 ]
-RayAddress = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="The cluster, or auto for the one of this machine. Default: RAY_ADDRESS, or processes of this machine "
-        "alone.",
-        rich_help_panel=REPLICAS,
-    ),
-]
+RayAddress = Annotated[str | None, cluster.address(REPLICAS)]
 KeyFile = Annotated[
     str | None,
     typer.Option(
