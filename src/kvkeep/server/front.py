@@ -1,7 +1,6 @@
 """The router before several replicas of a server: each request goes whole to one of them, and its answer back.
 
-It has no routes of its own but three that ask all replicas: health, metrics, and the list of sessions. `Replicas` says
-how replicas are reached; the router does not know what runs them.
+It has no routes of its own but three that ask all replicas: health, metrics, and the list of sessions.
 """
 
 from __future__ import annotations
@@ -9,15 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvkeep.errors import InputError
 from kvkeep.openai.strict import decoded
@@ -30,6 +28,7 @@ from kvkeep.server.holders import SESSION, Places, Wish, wish_of
 from kvkeep.server.leases import HELD
 from kvkeep.server.relay import Relay
 from kvkeep.server.replaying import Received, headers_of
+from kvkeep.server.replicas import LostError, MissedError, Replicas
 from kvkeep.server.replies import owner_of, reply, unless_gone
 from kvkeep.server.settings import Settings
 
@@ -39,37 +38,6 @@ _HELD_S, _PAUSE_S = 10.0, 0.2
 """Seconds for which a session is waited for whose holder is about to end, and between two tries."""
 _TRIES = 5
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class LostError(Exception):
-    """A replica has ended while it had a request."""
-
-
-class MissedError(LostError):
-    """A replica has ended, or is about to, before it had a request."""
-
-
-@runtime_checkable
-class Replicas(Protocol):
-    """The replicas of a server."""
-
-    def here(self) -> Mapping[str, int]:
-        """The replicas that take requests, and the rows of each; 0 where they are not known yet."""
-
-    def ask(self, replica: str, request: Received) -> AsyncGenerator[Message, None]:
-        """Yield the messages with which a replica answers. Whoever closes the generator is a client that leaves.
-
-        Raises:
-            MissedError: the replica has ended; the request did not reach it.
-            LostError: it has ended with the request.
-        """
-
-    async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
-        """Whether a replica holds a session or an answer.
-
-        Raises:
-            LostError: it has ended.
-        """
 
 
 class Front:
