@@ -9,10 +9,11 @@ from .running import NAME, Running, checkpoint, listening, model  # isort: skip 
 
 import kvkeep
 from kvkeep.server.app import make_app
-from kvkeep.server.front import LostError, MissedError, make_front
+from kvkeep.server.front import make_front
 from kvkeep.server.holders import SESSION
 from kvkeep.server.leases import SharedFolder
 from kvkeep.server.replaying import replay
+from kvkeep.server.replicas import LostError, MissedError
 from kvkeep.server.running import Place
 from kvkeep.server.served import Served
 from kvkeep.server.settings import Settings

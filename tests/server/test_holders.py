@@ -15,7 +15,7 @@ CHAT = "/v1/chat/completions"
 @pytest.mark.parametrize(
     ("method", "path", "body", "held", "fresh"),
     [
-        ("POST", "/v1/sessions", {"id": "a"}, (SESSION, "a"), None),
+        ("POST", "/v1/sessions", {"id": "a"}, (SESSION, "a"), "a"),
         ("POST", "/v1/sessions", {}, None, None),
         ("POST", "/v1/sessions", {"id": 7}, None, None),
         ("GET", "/v1/sessions/a", {}, (SESSION, "a"), None),
@@ -68,6 +68,14 @@ def test_beginnings_are_equal_as_far_as_prompts_are():
     assert len(beginnings({"prompt": "x" * 10**6})) == 64
     assert beginnings({"prompt": "\ud800" * 600}) != []
     assert beginnings({"messages": [{"role": "user", "content": text}]})
+
+
+def test_of_long_lists_only_the_compared_part_is_written():
+    messages = [{"role": "user", "content": "x" * 100}] * 10_000
+    long, longer = beginnings({"messages": messages}), beginnings({"messages": [*messages, {"n": object()}]})
+    assert long == longer  # what no beginning reaches is not looked at
+    assert len(long) == 64
+    assert wish_of("POST", CHAT, {"messages": [{"n": object()}]}, prefixes=False).beginnings == ()
 
 
 def test_the_emptiest_replica_is_chosen_and_all_in_turn():

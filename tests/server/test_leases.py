@@ -188,3 +188,36 @@ def test_a_turn_that_cannot_be_written_is_answered_and_logged(serving, caplog):
 
 def test_a_holder_elsewhere_is_a_refusal_with_a_time():
     assert elsewhere("trip").headers == {"Retry-After": "1", HELD: "1"}
+
+
+def test_a_file_of_locks_that_was_removed_gives_no_more_leases(tmp_path, here):
+    assert here.take("a--held")
+    (tmp_path / ".leases").unlink()
+    refusal = status(lambda: here.take("a--trip"))
+    assert (refusal.status, "was removed or replaced" in refusal.message) == (500, True)
+    assert here.take("a--held")
+    there = SharedFolder(tmp_path, "there")  # has made the file anew
+    assert "was removed or replaced" in status(lambda: here.take("a--trip")).message
+    assert there.take("a--trip")
+    there.close()
+
+
+def test_a_session_that_cannot_be_locked_is_a_refusal(here, monkeypatch):
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(here, "_lock", no_locks)
+    assert "cannot be locked: No locks available" in status(lambda: here.take("a--trip")).message
+    monkeypatch.undo()
+    assert here.take("a--trip")
+
+
+@pytest.mark.parametrize("what", ["folder", "nowhere"])
+def test_a_file_of_locks_that_is_none_leaves_no_folder_behind(tmp_path, what):
+    if what == "folder":
+        (tmp_path / ".leases").mkdir()
+    else:
+        (tmp_path / ".leases").symlink_to(tmp_path / "no" / "file")
+    with pytest.raises(InputError, match="cannot be shared by servers"):
+        SharedFolder(tmp_path, "here")
+    assert [path.name for path in tmp_path.iterdir()] == [".leases"]

@@ -11,14 +11,14 @@ from ray.serve.exceptions import RayServeException
 
 from kvkeep.scale import known
 from kvkeep.scale.replica import Facts
-from kvkeep.server.front import LostError, MissedError
 from kvkeep.server.replaying import Received
+from kvkeep.server.replicas import LostError, MissedError
 
 _STARTING_S = 0.1
 
 
 class RayReplicas:
-    """The replicas of a deployment of Ray Serve, see `kvkeep.server.front.Replicas`.
+    """The replicas of a deployment of Ray Serve, see `kvkeep.server.replicas.Replicas`.
 
     Args:
         handle: of the deployment, whose replicas are `kvkeep.scale.replica.Replica`.

@@ -1,7 +1,6 @@
 """The router before several replicas of a server: each request goes whole to one of them, and its answer back.
 
-It has no routes of its own but three that ask all replicas: health, metrics, and the list of sessions. `Replicas` says
-how replicas are reached; the router does not know what runs them.
+It has no routes of its own but three that ask all replicas: health, metrics, and the list of sessions.
 """
 
 from __future__ import annotations
@@ -9,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvkeep.errors import InputError
 from kvkeep.openai.strict import decoded
@@ -28,8 +27,9 @@ from kvkeep.server.errors import GoneError, RefusalError
 from kvkeep.server.gate import Gate
 from kvkeep.server.holders import SESSION, Places, Wish, wish_of
 from kvkeep.server.leases import HELD
-from kvkeep.server.relay import Relay
+from kvkeep.server.relay import Relay, ends
 from kvkeep.server.replaying import Received, headers_of
+from kvkeep.server.replicas import LostError, MissedError, Replicas
 from kvkeep.server.replies import owner_of, reply, unless_gone
 from kvkeep.server.settings import Settings
 
@@ -38,38 +38,9 @@ _ANSWER_S = 5.0
 _HELD_S, _PAUSE_S = 10.0, 0.2
 """Seconds for which a session is waited for whose holder is about to end, and between two tries."""
 _TRIES = 5
+_LATE_S = 30.0
+"""Seconds after the time-out of requests at which a replica that has not ended its answer is given up."""
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class LostError(Exception):
-    """A replica has ended while it had a request."""
-
-
-class MissedError(LostError):
-    """A replica has ended, or is about to, before it had a request."""
-
-
-@runtime_checkable
-class Replicas(Protocol):
-    """The replicas of a server."""
-
-    def here(self) -> Mapping[str, int]:
-        """The replicas that take requests, and the rows of each; 0 where they are not known yet."""
-
-    def ask(self, replica: str, request: Received) -> AsyncGenerator[Message, None]:
-        """Yield the messages with which a replica answers. Whoever closes the generator is a client that leaves.
-
-        Raises:
-            MissedError: the replica has ended; the request did not reach it.
-            LostError: it has ended with the request.
-        """
-
-    async def holds(self, replica: str, kind: str, owner: str, name: str) -> bool:
-        """Whether a replica holds a session or an answer.
-
-        Raises:
-            LostError: it has ended.
-        """
 
 
 class Front:
@@ -114,25 +85,56 @@ class Front:
                 raise
 
     async def _answer(self, owner: str, asked: Received, wish: Wish, relay: Relay) -> None:
-        """Let a replica answer. One that ends before it has the request is replaced, and a held session waited for."""
+        """Let a replica answer. One that ends with the request, or hangs, is an error for the client."""
+        limit = self._settings.request_timeout_s + _LATE_S
+        try:
+            async with asyncio.timeout(limit):
+                await self._tried(owner, asked, wish, relay)
+        except (LostError, TimeoutError) as error:
+            refusal = _lost() if isinstance(error, LostError) else _hung(limit)
+            if not await relay.broken(refusal):
+                raise refusal from error
+
+    async def _tried(self, owner: str, asked: Received, wish: Wish, relay: Relay) -> None:
+        """Let a replica answer. One that ends before it has the request is replaced, and a held session waited for.
+
+        Raises:
+            LostError: the replica has ended with the request or broken its answer off, or several have ended before
+                they had it.
+        """
         end, tries = time.monotonic() + _HELD_S, 0
         while True:
             replica = await self._place(owner, wish)
             try:
-                with self._places.taken(replica, wish.rows):
-                    async with aclosing(self._replicas.ask(replica, asked)) as messages:
-                        if await relay.run(messages, unless=HELD if time.monotonic() < end else None):
-                            return
-                await asyncio.sleep(_PAUSE_S)
-            except MissedError as error:
+                async with self._taken(owner, wish, replica), aclosing(self._replicas.ask(replica, asked)) as messages:
+                    if await relay.run(messages, unless=HELD if time.monotonic() < end else None):
+                        break
+            except MissedError:
                 tries += 1
                 if tries == _TRIES:
-                    raise _lost() from error
-                await asyncio.sleep(_PAUSE_S)
-            except LostError as error:
-                if not await relay.broken(_lost()):
-                    raise _lost() from error
+                    raise
+            await asyncio.sleep(_PAUSE_S)
+        if not relay.ended:
+            raise LostError(replica)
+
+    @asynccontextmanager
+    async def _taken(self, owner: str, wish: Wish, replica: str) -> AsyncIterator[None]:
+        """Keep for a replica what a request takes there: rows, and the name of the session that it makes.
+
+        Raises:
+            RefusalError: another replica has a session of this name, or is making it.
+        """
+        with self._places.taken(replica, wish.rows):
+            if wish.fresh is None:
+                yield
                 return
+            key = (SESSION, owner, wish.fresh)
+            with self._places.made(key, replica) as mine:
+                if not mine or await self._elsewhere(key, replica):
+                    message = f"There is a session {wish.fresh} already. Choose another name."
+                    raise RefusalError(409, message, param="id")
+                self._places.note(key, replica)
+                yield
 
     async def _wish(self, asked: Received) -> Wish:
         """What a request needs of its replica."""
@@ -141,14 +143,13 @@ class Front:
             body = await asyncio.to_thread(decoded, asked.body) if many else decoded(asked.body or b"{}")
         except (ValueError, RecursionError, InputError):
             body = {}  # its replica says what is wrong
-        wish = wish_of(asked.method, asked.path, body)
-        return wish if self._prefixes else replace(wish, beginnings=())
+        return wish_of(asked.method, asked.path, body, prefixes=self._prefixes)
 
     async def _place(self, owner: str, wish: Wish) -> str:
         """The replica for a request.
 
         Raises:
-            RefusalError: there is none; or the session that it makes is on another one.
+            RefusalError: there is none.
         """
         here = self._here()
         if wish.held is None:
@@ -158,8 +159,6 @@ class Front:
         if found is None:
             found = self._places.choose(wish, self._here())
             self._places.note((kind, owner, name), found)
-        if wish.fresh is not None and await self._holder(SESSION, owner, wish.fresh) not in (None, found):
-            raise RefusalError(409, f"There is a session {wish.fresh} already. Choose another name.", param="id")
         return found
 
     async def _holder(self, kind: str, owner: str, name: str) -> str | None:
@@ -174,6 +173,11 @@ class Front:
         if found is not None:
             self._places.note(key, found)
         return found
+
+    async def _elsewhere(self, key: tuple[str, str, str], replica: str) -> bool:
+        """Whether another replica holds something now. What the router knows of it may be long gone."""
+        other = await self._holder(*key)
+        return other is not None and other != replica and await self._holds(other, key)
 
     async def _holds(self, replica: str, key: tuple[str, str, str]) -> bool:
         try:
@@ -206,8 +210,16 @@ class Front:
         return Response(text, headers={"Content-Type": _METRICS})
 
     async def _sessions(self, request: Request) -> Response:
-        """List the sessions of a key on all replicas."""
-        found = await self._all(await _received(request, self._settings))
+        """List the sessions of a key on all replicas.
+
+        Raises:
+            RefusalError: no replica says which it has.
+        """
+        self._here()
+        if not (found := await self._all(await _received(request, self._settings))):
+            raise RefusalError(
+                503, "No replica could list its sessions. Try again in 5 s.", headers={"Retry-After": "5"}
+            )
         return reply(summing.sessions({one: json.loads(raw) for one, raw in found.items()}))
 
     async def _all(self, asked: Received) -> dict[str, bytes]:
@@ -218,16 +230,17 @@ class Front:
 
     async def _body(self, replica: str, asked: Received) -> bytes | None:
         """The body of a replica's answer; ``None`` if it does not answer well."""
-        parts = []
+        parts, ended = [], False
         try:
             async with asyncio.timeout(_ANSWER_S), aclosing(self._replicas.ask(replica, asked)) as messages:
                 async for message in messages:
                     if message.get("status", 200) != 200:
                         return None
                     parts.append(message.get("body", b""))
+                    ended = ends(message)
         except (LostError, TimeoutError):
             return None
-        return b"".join(parts)
+        return b"".join(parts) if ended else None
 
 
 def make_front(
@@ -244,7 +257,7 @@ def make_front(
     app = FastAPI(title="kvkeep", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.desk = front = Front(replicas, settings, prefixes=prefixes)
     app.mount("/", front)
-    for kind in (RefusalError, GoneError, ClientDisconnect):
+    for kind in (RefusalError, GoneError, ClientDisconnect, HTTPException):
         app.add_exception_handler(kind, answer_to)
     app.add_middleware(Gate, settings=settings)
     if origins:
@@ -270,3 +283,8 @@ def _lost() -> RefusalError:
         "The replica that ran the request has ended. Send the request again; a session goes on from its last turn."
     )
     return RefusalError(503, message, code="replica_lost", headers={"Retry-After": "1"})
+
+
+def _hung(seconds: float) -> RefusalError:
+    message = f"The replica has not ended its answer within {seconds:g} s, and was given up. Send the request again."
+    return RefusalError(503, message, code="timeout", headers={"Retry-After": "1"})

@@ -38,13 +38,18 @@ class Wish:
     rows: int = 0
 
 
-def wish_of(method: str, path: str, body: Mapping[str, Any]) -> Wish:
-    """What a request needs, as far as its path and body say it. What is wrong with a body, its replica says."""
+def wish_of(method: str, path: str, body: Mapping[str, Any], *, prefixes: bool = True) -> Wish:
+    """What a request needs, as far as its path and body say it. What is wrong with a body, its replica says.
+
+    Args:
+        method, path, body: of the request.
+        prefixes: whether beginnings of prompts are wanted.
+    """
     parts = [part[:_LONGEST] for part in path.strip("/").split("/")]
     fresh = _text(body, "id")
     if parts[:2] == ["v1", "sessions"]:
         if len(parts) == 2:
-            return Wish(held=None if fresh is None else (SESSION, fresh))
+            return Wish() if fresh is None else Wish(held=(SESSION, fresh), fresh=fresh)
         return Wish(held=(SESSION, parts[2]), fresh=fresh if parts[3:] == ["fork"] else None)
     if parts[:2] == ["v1", "responses"]:
         name = parts[2] if len(parts) > 2 else _text(body, "previous_response_id")
@@ -54,7 +59,7 @@ def wish_of(method: str, path: str, body: Mapping[str, Any]) -> Wish:
         return Wish(held=(SESSION, name), rows=1)
     if method != "POST" or parts[:1] != ["v1"]:
         return Wish()
-    return Wish(beginnings=beginnings(body), rows=_rows(body))
+    return Wish(beginnings=beginnings(body) if prefixes else (), rows=_rows(body))
 
 
 def beginnings(body: Mapping[str, Any]) -> list[bytes]:
@@ -63,12 +68,22 @@ def beginnings(body: Mapping[str, Any]) -> list[bytes]:
     Only prompts under the same policy and budget share memory.
     """
     prompt = next((body[name] for name in ("messages", "prompt", "input") if body.get(name)), "")
-    text = prompt if isinstance(prompt, str) else json.dumps(prompt)
+    text = prompt if isinstance(prompt, str) else _written(prompt)
     running, found = hashlib.sha256(repr((body.get("policy"), body.get("budget"))).encode("utf-8", "replace")), []
     for start in range(0, min(len(text) - _PIECE + 1, _PIECE * _MOST_PIECES), _PIECE):
         running.update(text[start : start + _PIECE].encode("utf-8", "surrogatepass"))
         found.append(running.copy().digest()[:16])
     return found[::-1]
+
+
+def _written(prompt: object) -> str:
+    """A prompt as JSON, without those parts of a list that no beginning reaches."""
+    text = ""
+    for one in prompt if isinstance(prompt, list) else [prompt]:
+        text += f"{json.dumps(one)}, "
+        if len(text) > _PIECE * _MOST_PIECES:
+            break
+    return text
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:
@@ -93,6 +108,8 @@ class Places:
     def __init__(self) -> None:
         self._known: OrderedDict[Any, str] = OrderedDict()
         self.busy: Counter[str] = Counter()
+        self._makers: dict[Key, str] = {}
+        self._making: Counter[Key] = Counter()
         self._turn: dict[str, int] = {}
         self._count = itertools.count(1)
 
@@ -114,6 +131,18 @@ class Places:
     def forget(self, key: Key) -> None:
         """Forget the replica that was thought to hold something."""
         self._known.pop(key, None)
+
+    @contextmanager
+    def made(self, key: Key, replica: str) -> Iterator[bool]:
+        """Keep a name for a replica while it makes something; ``False`` if another one is making it."""
+        mine = self._makers.setdefault(key, replica) == replica
+        self._making[key] += mine
+        try:
+            yield mine
+        finally:
+            self._making[key] -= mine
+            if not self._making[key]:
+                del self._making[key], self._makers[key]
 
     def choose(self, wish: Wish, here: Mapping[str, int]) -> str:
         """The replica for a request that may run on any: one that is warm and has a free row, or the emptiest one."""

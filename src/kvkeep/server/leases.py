@@ -88,9 +88,9 @@ class SharedFolder:
             raise InputError("Windows has no locks that several servers could share. Leave `session_dir` out.")
         try:
             root.mkdir(parents=True, exist_ok=True)
-            self.own.mkdir(exist_ok=True)
             self._file = open(root / _FILE, "a+b")  # noqa: SIM115  closed with the leases
             self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{own}")  # while this server lives, its folder stays
+            self.own.mkdir(exist_ok=True)
         except OSError as error:
             why = error.strerror or str(error)
             raise InputError(
@@ -102,14 +102,17 @@ class SharedFolder:
         """Take the right to hold a session, and its file; ``False`` if another server has it.
 
         Raises:
-            RefusalError: its file cannot be moved.
+            RefusalError: it cannot be locked, or its file cannot be moved.
         """
         if name in self._held:
             return True
         try:
+            self._check_file()
             self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, name)
         except (BlockingIOError, PermissionError):
             return False
+        except OSError as error:
+            raise RefusalError(500, f"The session cannot be locked: {error.strerror or error}.") from error
         self._held.add(name)
         try:
             self._fetch(f"{name}{SUFFIX}")
@@ -126,8 +129,16 @@ class SharedFolder:
             self._lock(fcntl.LOCK_UN, name)
 
     def names(self) -> Iterator[str]:
-        """The names of sessions with a file in any server's folder."""
-        for folder in self._folders():
+        """The names of sessions with a file in any server's folder.
+
+        Raises:
+            RefusalError: the shared folder cannot be read.
+        """
+        try:
+            folders = self._folders()
+        except OSError as error:
+            raise RefusalError(500, f"The session folder cannot be read: {error.strerror or error}.") from error
+        for folder in folders:
             with suppress(OSError):  # removed meanwhile
                 for entry in os.scandir(folder):
                     if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
@@ -139,6 +150,21 @@ class SharedFolder:
         self._single.release()
         with suppress(OSError):
             self.own.rmdir()
+
+    def _check_file(self) -> None:
+        """Check that the locks of this server are those that others see.
+
+        Raises:
+            RefusalError: the file of locks was removed or replaced.
+        """
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._root / _FILE), os.fstat(self._file.fileno())):
+                return
+        raise RefusalError(
+            500,
+            "The file of locks in the session folder was removed or replaced while servers use it, so two could hold "
+            "one session. The server must be started anew.",
+        )
 
     def _lock(self, kind: int, name: str) -> None:
         """Lock the byte of a name, or unlock it. Names share a byte once in 2**62."""

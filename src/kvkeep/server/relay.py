@@ -23,12 +23,13 @@ class Relay:
 
     Attributes:
         begun: whether something was sent.
+        ended: whether the last piece was sent.
     """
 
     def __init__(self, send: Send, *, write_s: float, named: bool, begins: Callable[[int], object]) -> None:
         self._send, self._write_s, self._named, self._begins = send, write_s, named, begins
         self._start: Message | None = None
-        self.begun = False
+        self.begun = self.ended = False
 
     async def run(self, messages: AsyncGenerator[Message, None], *, unless: str | None) -> bool:
         """Send an answer on; ``False`` if nothing was sent because it has a header.
@@ -51,6 +52,7 @@ class Relay:
                 self.begun = True
                 await self._pass(self._start)
             await self._pass(message)
+            self.ended = ends(message)
         return True
 
     async def broken(self, refusal: RefusalError) -> bool:
@@ -70,3 +72,8 @@ class Relay:
                 await self._send(message)
         except (OSError, TimeoutError) as error:
             raise GoneError from error
+
+
+def ends(message: Message) -> bool:
+    """Whether a message is the last piece of an answer."""
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
