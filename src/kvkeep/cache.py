@@ -219,12 +219,14 @@ class BoundedCache(SnapshotCache):
         return first.seen.device if first and first.allocated else torch.device("cpu")
 
     def _check_whole(self) -> None:
-        """Refuse a cache whose layers have seen different tokens.
+        """Refuse a cache in which a step has not ended, or whose layers have seen different tokens.
 
         Raises:
             BrokenCacheError: a step failed in some layer.
         """
         layers = self.bounded_layers().values()
+        if any(layer.broken for layer in layers):
+            raise BrokenCacheError("a step failed between its beginning and its end")
         if len({(layer.columns, layer.moves) for layer in layers}) > 1:
             raise BrokenCacheError("a step, or a selection of rows, ended between two layers")
 

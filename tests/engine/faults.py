@@ -17,6 +17,8 @@ import torch
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import BudgetError, CapacityError
+from kvkeep.policies._heads import refusal
+from kvkeep.registry import parse
 
 from .models import VOCABULARY, model
 from .test_equal import POLICIES
@@ -27,6 +29,7 @@ PROMPTS = [
 ]
 OTHERS = ["h2o:recent=3", "snapkv:window=4,decode=grow", "streaming_llm:sinks=2", "scissorhands"]
 LAYER_BUDGETS = [None, None, None, "ramp:0.3", "pyramid:3"]
+HEAD_BUDGETS = [None, None, None, "ada:0.3", "global:0.1", "global:0"]
 BUDGETS = [10, 14]
 NEW = (1, 3, 8)
 ROOMY = 64
@@ -114,17 +117,15 @@ class Faults:
 
 
 @functools.cache
-def longest(name, prompt, policy, budget, chunk, layer_budget, most):
+def longest(name, prompt, policy, budget, rules, most):
     """The tokens of a request that has an engine for itself."""
-    engine = Engine(
-        model(name), policy=policy, budget=budget, rows=1, prefill_chunk=chunk, layer_budget=layer_budget, graphs=False
-    )
+    engine = Engine(model(name), policy=policy, budget=budget, rows=1, graphs=False, **dict(rules))
     return engine.generate([Request(prompt=prompt, sampling=Sampling(max_new_tokens=most))])[0].token_ids
 
 
-def alone(request, name, *options):
+def alone(request, name, rules):
     """The tokens that a request gets alone; more are made at once, where its policy has room for them."""
-    new, key = request.sampling.max_new_tokens, (name, request.prompt, request.policy, request.budget, *options)
+    new, key = request.sampling.max_new_tokens, (name, request.prompt, request.policy, request.budget, rules)
     try:
         return longest(*key, NEW[-1])[:new]
     except CapacityError:
@@ -137,8 +138,12 @@ def schedule(seed, monkeypatch):
     double = seed % 10 == 0
     name = "llama-double" if double else "llama"
     policies = [p for p in [*POLICIES, *OTHERS] if double or p != "knorm"]  # its ties hang on rounding
+    head_budget = random.Random(seed + 0.25).choice(HEAD_BUDGETS)
+    if head_budget:
+        policies = [p for p in policies if refusal(parse(p)) is None]
     policies = rng.sample(policies, rng.choice((1, 1, 2, 4)))
     layer_budget, chunk = rng.choice(LAYER_BUDGETS), rng.choice((None, 4, 5, 8))
+    rules = {"prefill_chunk": chunk, "layer_budget": None if head_budget else layer_budget, "head_budget": head_budget}
     most = ROOMY if rng.random() < 0.3 else max(BUDGETS)
     try:
         engine = Engine(
@@ -146,8 +151,7 @@ def schedule(seed, monkeypatch):
             policy=policies[0],
             budget=most,
             rows=rng.choice((1, 2, 3, 5)),
-            prefill_chunk=chunk,
-            layer_budget=layer_budget,
+            **rules,
             graphs=rng.random() < 0.2,
             decode_every=random.Random(~seed).choice((1, 3, 128)),
             host_rows=random.Random(seed + 0.5).choice((0, 0, 1, 4)),
@@ -190,19 +194,19 @@ def schedule(seed, monkeypatch):
             found |= ended
             bound -= 1
             assert bound > 0, "it goes on for ever"
-    check(engine, asked, found, name, chunk, layer_budget)
+    check(engine, asked, found, name, tuple(rules.items()))
     ends = {}
     for result in found.values():
         ends[result.finish_reason] = ends.get(result.finish_reason, 0) + 1
     return ends, faults.fired
 
 
-def check(engine, asked, found, name, chunk, layer_budget):
+def check(engine, asked, found, name, rules):
     """Every request has ended, with the tokens that it gets alone; no row is taken; the engine still works."""
     assert found.keys() == asked.keys()
     for number, request in asked.items():
         result = found[number]
-        want = alone(request, name, chunk, layer_budget)
+        want = alone(request, name, rules)
         if result.finish_reason == "length":
             assert result.token_ids == want, (request, result)
             assert result.error is None
@@ -216,7 +220,7 @@ def check(engine, asked, found, name, chunk, layer_budget):
     assert all(bool((block.store.positions < 0).all()) for block in engine._rows._blocks)
     again = list(asked.values())[:2]
     for request, result in zip(again, engine.generate(again), strict=True):
-        assert result.token_ids == alone(request, name, chunk, layer_budget)
+        assert result.token_ids == alone(request, name, rules)
     before = engine.memory().allocated_bytes
     engine.generate(again)
     assert engine.memory().allocated_bytes == before

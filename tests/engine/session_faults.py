@@ -11,20 +11,23 @@ from collections import Counter
 
 from kvkeep.engine import Engine, Request
 from kvkeep.errors import KVKeepError
+from kvkeep.policies._heads import refusal
+from kvkeep.registry import parse
 
 from .faults import PROMPTS, Faults, run_all
 from .models import model
 from .session_models import Alone, short
 
 POLICIES = ["h2o", "tova", "scissorhands", "random", "adakv:window=4", "spatten", "streaming_llm:sinks=2"]
+RULES = [None, None, "global:0.1"]
 BUDGET = 12
 NEW = (1, 2, 5)
 
 
 @functools.cache
-def answer(policy, chunk, turns):
+def answer(policy, chunk, rule, turns):
     """The answer to the last of several turns, each a prompt and a number of new tokens, and all tokens so far."""
-    alone, told = Alone(policy, BUDGET, chunk), []
+    alone, told = Alone(policy, BUDGET, chunk, head_budget=rule), []
     for prompt, new in turns:
         found = alone.ask(prompt, new)
         told += [*prompt, *found]
@@ -50,6 +53,7 @@ def life(seed, monkeypatch):
     rng = random.Random(seed)
     policy = rng.choice(POLICIES)
     chunk = None if policy == "spatten" else rng.choice((None, 4))
+    rule = random.Random(seed + 0.5).choice(RULES) if refusal(parse(policy)) is None else None
     rate = rng.choice((0.0, 0.2, 0.5))
     faults, ends = Faults(rng, rate), Counter()
     with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patched:
@@ -61,6 +65,7 @@ def life(seed, monkeypatch):
             model("llama"),
             policy=policy,
             budget=BUDGET,
+            head_budget=rule,
             rows=rng.choice((1, 2)),
             prefill_chunk=chunk,
             prefix_memory=10**5 if chunk and rng.random() < 0.5 else 0,
@@ -71,13 +76,13 @@ def life(seed, monkeypatch):
         kept = []
         with faults.injected(model("llama"), monkeypatch):
             for _ in range(14):
-                ends.update(act(rng, engine, open_ones, kept, faults, full, (policy, chunk)))
+                ends.update(act(rng, engine, open_ones, kept, faults, full, (policy, chunk, rule)))
             faults.armed = None
         full._rate = 0
         for session, turns in open_ones:
-            assert session.token_ids == (answer(policy, chunk, turns)[1] if turns else ())
+            assert session.token_ids == (answer(policy, chunk, rule, turns)[1] if turns else ())
             turn = (PROMPTS[3], 3)
-            assert session.ask(*wish(turn)).token_ids == answer(policy, chunk, (*turns, turn))[0]
+            assert session.ask(*wish(turn)).token_ids == answer(policy, chunk, rule, (*turns, turn))[0]
         engine.close()
     return ends, faults.fired + full.struck
 

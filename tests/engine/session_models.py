@@ -26,9 +26,9 @@ class Alone:
     The last token of each answer is read together with what follows it, as a part of the next prompt.
     """
 
-    def __init__(self, policy="h2o", budget=BUDGET, chunk=None, name="llama", pins=()):
+    def __init__(self, policy="h2o", budget=BUDGET, chunk=None, name="llama", **options):
         self._model, self._chunk = model(name), chunk
-        self._cache = kvkeep.BoundedCache(self._model.config, policy, budget, pins=pins)
+        self._cache = kvkeep.BoundedCache(self._model.config, policy, budget, **options)
         self._pending = []
 
     @torch.inference_mode()

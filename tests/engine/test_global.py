@@ -15,7 +15,7 @@ from kvkeep.engine import Engine, Request, rotation, twins
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
 from kvkeep.memory import Memory
-from kvkeep.store import PartBlock
+from kvkeep.store import PartBlock, divide
 from kvkeep.together import Together
 from kvkeep.types import Phase
 
@@ -371,6 +371,24 @@ def test_a_memory_with_more_slots_than_a_row_has_is_refused():
     )
     with pytest.raises(ShapeError, match="A row of 72 slots in all layers was given to a block that has 66"):
         kvkeep.snapshot.contents.check(kvkeep.snapshot.contents.replace(contents, layers=layers), blocks, {})
+
+
+def test_a_division_has_no_more_slots_than_the_row():
+    """The pool ends where the next row's begins."""
+    cache = cache_of()
+    feed(cache, batch())
+    blocks, before, found = [layer.block for layer in cache.bounded_layers().values()], held(cache), budgets_of(cache)
+    more = found.clone()
+    more[1, 4] += 1
+    with pytest.raises(ShapeError, match="The heads of a row need 67 slots in all layers, and its pool has 66"):
+        divide(blocks, more)
+    assert held(cache) == before
+    assert torch.equal(budgets_of(cache), found)
+    divide(blocks, found.flip(1))
+    whole = blocks[0].whole.store
+    assert torch.equal(whole.starts[:, 1:], (whole.starts + whole.sizes)[:, :-1])
+    assert not whole.starts[:, 0].any()
+    assert whole.n_tokens == 0
 
 
 def test_graphs_run_its_steps_unrecorded(caplog):

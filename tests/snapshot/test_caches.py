@@ -236,6 +236,32 @@ def test_a_failed_step_is_not_copied_and_can_be_taken_back(monkeypatch):
     assert torch.equal(feed(model(), cache, tokens, 25, 28), want)
 
 
+@pytest.mark.parametrize("head_budget", [None, "global"])
+@pytest.mark.parametrize("stop", [20, 26])
+def test_a_row_does_not_mend_the_others_after_a_step_that_failed_at_its_very_end(stop, head_budget, monkeypatch):
+    """All layers have counted the tokens, and one has not kept what it should."""
+    tokens, cache = ids(9, rows=2), bounded(model(), head_budget=head_budget)
+    feed(model(), cache, tokens, 0, 10, prompt=10)
+    snapshot, step = cache.snapshot(), (Layer._prefill if stop == 20 else Layer._decode)
+
+    def fail(self, *arguments):
+        out = step(self, *arguments)
+        if self._index == 1:
+            raise RuntimeError("out of memory")
+        return out
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Layer, step.__name__, fail)
+        with pytest.raises(RuntimeError):
+            feed(model(), cache, tokens, 10, stop, prompt=20 if stop == 20 else 10)
+    for use in (lambda: cache.restore(0, snapshot), lambda: feed(model(), cache, tokens, 20, 21)):
+        with pytest.raises(BrokenCacheError, match="failed between its beginning and its end"):
+            use()
+    cache.reset()
+    want = feed(model(), bounded(model(), head_budget=head_budget), tokens, 0, 12)
+    assert torch.equal(feed(model(), cache, tokens, 0, 12), want)
+
+
 def test_contents_of_another_shape_change_nothing():
     cache = bounded(model())
     feed(model(), cache, ids(1), 0, 20)
