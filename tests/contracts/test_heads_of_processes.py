@@ -1,5 +1,7 @@
 """Policies that forget the heads of other processes, and mistakes in `Heads`: each breaks the law about processes."""
 
+import threading
+import time
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -97,6 +99,32 @@ def test_an_error_of_a_policy_reaches_the_test():
 
     with pytest.raises(ZeroDivisionError, match="of its own"):
         LAW(Fails(), CASE)
+
+
+def test_an_error_in_one_process_alone_reaches_the_test_at_once():
+    """The other process waits for it at that moment."""
+
+    class FailsInOne(Averages):
+        def observe(self, state, view, report):
+            if view.heads.rank:
+                raise ZeroDivisionError("a mistake of its own")
+            return super().observe(state, view, report)
+
+    begun = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="of its own"):
+        LAW(FailsInOne(), CASE)
+    assert time.monotonic() - begun < shared.PATIENCE_S / 2
+
+
+@pytest.mark.parametrize("policy", [Averages(), AveragesOwn(), AsksInOne()])
+def test_no_thread_is_left_while_the_error_is_held(policy):
+    before, held = set(threading.enumerate()), None
+    try:
+        LAW(policy, CASE)
+    except AssertionError as error:
+        held = error
+    assert (held is None) == (policy == Averages())
+    assert set(threading.enumerate()) <= before
 
 
 def breaks(policy, case):

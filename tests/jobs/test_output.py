@@ -339,3 +339,28 @@ def test_two_processes_at_once_write_every_line_once(tmp_path):
     codes = sorted(process.exitcode for process in both)
     assert codes in ([0, 2], [0, 0])  # the second may come after the first has ended
     assert len(target.read_text().splitlines()) == len(completions(target)) == 40
+
+
+@pytest.mark.parametrize("name", ["budget", "weight_layout", "x" * 10**5])
+@pytest.mark.parametrize("value", ["x" * 10**5, [[0] * 10**5], int("9" * 4000)], ids=["text", "list", "number"])
+def test_settings_of_any_size_in_a_file_make_no_long_error(tmp_path, name, value):
+    target = tmp_path / "hostile.jsonl"
+    write(target, {COMPLETION: {"line": 1, "digest": DIGESTS[1], "made_by": {"format": 3, name: value}}})
+    with Output.open(target) as output:
+        assert output.weight_layout is None
+        with pytest.raises(InputError, match="was written with") as refused:
+            output.agree(MADE_BY)
+    assert len(str(refused.value)) < 1000
+
+
+def test_lines_with_different_layouts_are_one_job(whole, tmp_path):
+    """The last line says how its next run lays the weights out; lines of earlier versions do not say it."""
+    entries = [json.loads(line) for line in whole.splitlines()[:3]]
+    for entry, layout in zip(entries, (None, [True, False], [False, True]), strict=True):
+        entry[COMPLETION]["made_by"] |= {} if layout is None else {"weight_layout": layout}
+    target = write(tmp_path / "mixed.jsonl", *entries)
+    with Output.open(target) as output:
+        assert output.weight_layout == (False, True)
+        output.agree(MADE_BY)
+        output.check(DIGESTS)
+    assert go_on(target, made_by={**MADE_BY, "weight_layout": (True, True)}) == set(DIGESTS)

@@ -17,9 +17,10 @@ from kvkeep.parallel import Heads
 from kvkeep.policies.h2o import H2O
 
 
-def generation(number=0, ids=(3, 4, 5), *, policy=None, budget=8, ends=(2,), sampling=None, **asked):
+def generation(number=0, ids=(3, 4, 5), *, policy=None, budget=8, ends=(2,), sampling=None, held=0, **asked):
+    pins = asked.pop("held_pins", ())
     request = Request(prompt=ids, sampling=Sampling(**(sampling or {})), **asked)
-    return Generation(number, request, policy or H2O(), budget, frozenset(ends), None, None)
+    return Generation(number, request, policy or H2O(), budget, frozenset(ends), held=held, held_pins=pins)
 
 
 def process(*live, **engine):
@@ -45,6 +46,8 @@ CHANGES = [
     ({"prompt_logprobs": 1}, "`prompt_logprobs` is None"),
     ({"structured_outputs": {"regex": "a"}}, "`structured_outputs` is None"),
     ({"ends": ()}, r"`ends` is \[2\]"),
+    ({"held": 2}, "`tokens in memory` is 0 in process 0 and 2"),
+    ({"held_pins": ((0, 2),)}, "`pins in memory`"),
 ]
 
 
@@ -73,7 +76,7 @@ def test_the_compared_number_depends_on_everything(monkeypatch):
     agreement = Agreement.__new__(Agreement)
     seen = set()
     for live in ([FIRST, SECOND], [SECOND, FIRST], [FIRST], [], *([generation(**change)] for change, _ in CHANGES)):
-        agreement._known, agreement._digests, agreement._settings = {}, {}, {"budget": "8"}
+        agreement._known, agreement._settings = [], {"budget": "8"}
         number = agreement._digest(live)
         assert number == agreement._digest(live)
         assert -(2**63) <= number < 2**63
@@ -83,9 +86,76 @@ def test_the_compared_number_depends_on_everything(monkeypatch):
     assert agreement._digest([FIRST]) not in seen
 
 
-def test_one_process_compares_nothing():
-    agreement = Agreement(type("Config", (), {}), torch.device("cpu"), {})
+class Untold:
+    def __repr__(self):
+        raise ZeroDivisionError("nobody compares it")
+
+
+def test_one_process_compares_and_describes_nothing():
+    agreement = Agreement(type("Config", (), {}), torch.device("cpu"), {"policy": Untold()})
     agreement.check(iter(lambda: 1 / 0, None))
+
+
+def test_stop_texts_may_be_a_set_whose_order_differs_between_processes():
+    texts = tuple(f"word {n}" for n in range(9))
+    assert described(generation(stop=texts)) == described(generation(stop=texts[::-1] + texts[:1]))
+    assert described(generation(stop=texts)) != described(generation(stop=texts[1:]))
+
+
+def told(agreement, *live):
+    """The number of these requests, and what the other processes would get to read."""
+    number = agreement._digest(live)
+    return number, {"engine": {}, "requests": json.loads(json.dumps(agreement._requests()))}
+
+
+@pytest.fixture
+def agreement():
+    found = Agreement(type("Config", (), {}), torch.device("cpu"), {})
+    found.together = Heads(0, 2)
+    return found
+
+
+def test_a_process_that_has_taken_other_steps_is_found(agreement):
+    """As with two engines on one model, which two processes step in different orders."""
+    one = generation()
+    before, asked = told(agreement, one)
+    one.fed = 3
+    middle, _ = told(agreement, one)
+    one.token_ids.append(7)
+    after, reached = told(agreement, one)
+    assert len({before, middle, after}) == 3
+    assert difference([reached, asked]) == (
+        "Request 0 differs: `tokens that were read` is 3 in process 0 and 0 in process 1."
+    )
+
+
+def test_a_turn_is_compared_again_once_its_prompt_is_known(agreement):
+    """A session's turn that waits for another one has no token ids yet, and keeps its number."""
+    waits = generation(ids=None, messages=[{"role": "user", "content": "a"}])
+    number, _ = told(agreement, waits)
+    first, second = (told(agreement, generation(ids=ids))[0] for ids in ((3, 4), (3, 5)))
+    assert len({number, first, second}) == 3
+
+
+@pytest.mark.slow
+def test_pins_of_a_session_in_one_process_alone_are_found(monkeypatch):
+    """They change which tokens it keeps, and neither its prompt nor its request."""
+    with model_folders.one_thread():
+        engine = kvkeep.Engine(*kvkeep.load(device="cpu"), policy="local", budget=16, rows=1)
+    monkeypatch.setattr(Heads, "alike", lambda self, number, device: True)
+    monkeypatch.setattr(Heads, "first", lambda self, numbers: numbers)
+    with engine, engine.session() as session:
+        engine._agreement.together = Heads(0, 2)
+        found = []
+        session.ask(Request(prompt=(3, 4, 5, 6), sampling=Sampling(max_new_tokens=1)))
+        before = session.snapshot()
+        for pins in ((), ((0, 3),)):
+            session.rewind(before)
+            session.pin(pins)
+            session.ask(Request(prompt=(7, 8), sampling=Sampling(max_new_tokens=1)))
+            found.append(engine._agreement._known[0].asked)
+    one, two = found
+    assert {name for name in one if one[name] != two[name]} == {"number", "pins in memory"}
 
 
 def test_texts_of_different_lengths_reach_all(monkeypatch):

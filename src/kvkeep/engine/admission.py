@@ -127,7 +127,10 @@ class Admission:
         tail = StopText(self._decode, request.stop) if self._tokenizer else None
         load = None if request.memory is None else partial(getattr, request.memory, "contents")
         bound = self.grammars.constraint(request)
-        return Generation(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
+        found = Generation(number, request, policy, budget, ends, tail, bound, levels=levels, load=load)
+        if past is not None:
+            found.held, found.held_pins = len(past.ids), past.pins
+        return found
 
     def _check_tokens(self, prompt: Sequence[int], sampling: Sampling) -> None:
         """Refuse tokens that the model does not have.

@@ -69,6 +69,8 @@ class Generation:
         cached: tokens of the prompt that the model need not read, because their memory was there.
         borders: a hash of its prompt's tokens at each border of chunks, once it is needed.
         load: returns the memory that its row begins with; ``None`` for an empty row.
+        held: tokens of the prompt for which the memory stands that it continues.
+        held_pins: the spans that are pinned there.
         hosted: its memory in main memory, while it has given up its row to others.
         resumed: the number of its new tokens when it last got a row.
         keep: takes the memory of its row when it ends well; its result may have to wait for the disk.
@@ -100,6 +102,8 @@ class Generation:
     cached: int = 0
     borders: list[bytes] | None = None
     load: Callable[[], Contents | None] | None = None
+    held: int = 0
+    held_pins: Spans = ()
     hosted: Hosted | None = None
     resumed: int = 0
     keep: Callable[[Generation, Contents], Pending | None] | None = None

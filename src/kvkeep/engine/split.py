@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import torch
@@ -21,11 +21,12 @@ import torch
 from kvkeep.engine.generation import Generation
 from kvkeep.errors import InputError, UnsupportedOperationError
 from kvkeep.parallel import sharing
+from kvkeep.snapshot import Snapshot
 
 Description: TypeAlias = dict[str, Any]
 """What a request or an engine was given, by name: token ids of a prompt, and texts."""
 
-_ELSEWHERE = {"prompt", "messages", "tools", "raw", "sampling", "policy", "budget", "guard"}
+_ELSEWHERE = {"prompt", "messages", "tools", "raw", "sampling", "policy", "budget", "guard", "stop"}
 """Fields of requests that are described by what the engine has made of them."""
 
 _REMEDY = "Give all processes the same options, and the same requests in the same order."
@@ -63,9 +64,9 @@ class Agreement:
 
     def __init__(self, config: Any, device: torch.device, settings: Mapping[str, object]) -> None:
         self.together, self._device = sharing(config), device
-        self._settings = {name: _shown(value) for name, value in settings.items()}
-        self._known: dict[int, Description] = {}
-        self._digests: dict[int, bytes] = {}
+        alone = self.together.ranks == 1
+        self._settings = {} if alone else {name: _shown(value) for name, value in settings.items()}
+        self._known: list[_Known] = []
 
     def check(self, live: Iterable[Generation]) -> None:
         """Compare the requests that wait or run in this process with those of the others. All of them must call it.
@@ -79,7 +80,7 @@ class Agreement:
             return
         try:
             if not self.together.alike(self._digest(live), self._device):
-                mine = json.dumps({"engine": self._settings, "requests": self._known})
+                mine = json.dumps({"engine": self._settings, "requests": self._requests()})
                 found = [json.loads(text) for text in self.together.texts(mine, self._device)]
                 raise InputError(f"{difference(found)} {_REMEDY}")
         except RuntimeError as error:
@@ -89,12 +90,47 @@ class Agreement:
             ) from error
 
     def _digest(self, live: Iterable[Generation]) -> int:
-        """A number for the engine and its requests."""
-        known = {one.id: self._known.get(one.id) or described(one) for one in live}
-        self._digests = {number: self._digests.get(number) or _hash(one) for number, one in known.items()}
-        self._known = known
-        together = repr(self._settings).encode() + b"".join(self._digests.values())
-        return int.from_bytes(hashlib.blake2b(together, digest_size=8).digest(), "big", signed=True)
+        """A number for the engine, its requests, and how far these are."""
+        known = {one.of.id: one for one in self._known}
+        self._known = [_known(one, known.get(one.id)) for one in live]
+        told = (repr(self._settings).encode(), *(part for one in self._known for part in (one.digest, one.reached)))
+        return int.from_bytes(hashlib.blake2b(b"".join(told), digest_size=8).digest(), "big", signed=True)
+
+    def _requests(self) -> dict[int, Description]:
+        return {one.of.id: {**one.asked, **progress(one.of)} for one in self._known}
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A request that has been described.
+
+    Attributes:
+        of: the request.
+        asked: what it was given.
+        digest: of this.
+    """
+
+    of: Generation
+    asked: Description
+    digest: bytes
+
+    @property
+    def reached(self) -> bytes:
+        """How far it is now."""
+        return b"%d,%d;" % (self.of.fed, len(self.of.token_ids))
+
+
+def _known(one: Generation, before: _Known | None) -> _Known:
+    """A request's description; the same as before, unless a session's turn has got its prompt since then."""
+    if before is not None and before.of is one:
+        return before
+    asked = described(one)
+    return _Known(one, asked, hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).digest())
+
+
+def progress(one: Generation) -> Description:
+    """How far a request is: a process that takes other steps, of another engine, is somewhere else."""
+    return {"tokens that were read": str(one.fed), "new tokens": str(len(one.token_ids))}
 
 
 def described(one: Generation) -> Description:
@@ -102,6 +138,7 @@ def described(one: Generation) -> Description:
     asked = {name: _shown(value) for name, value in _values(one.request) if name not in _ELSEWHERE}
     sampling = {name: _shown(value) for name, value in _values(one.request.sampling)}
     of_engine = {"policy": one.policy, "budget": one.budget, "guard": one.request.guard, "ends": sorted(one.ends)}
+    of_engine |= {"stop": sorted({*one.request.stop}), "tokens in memory": one.held, "pins in memory": one.held_pins}
     shown = {name: _shown(value) for name, value in of_engine.items()}
     return {"number": one.id, "prompt": list(one.prompt), **asked, **sampling, **shown}
 
@@ -112,11 +149,7 @@ def _values(of: Any) -> list[tuple[str, object]]:
 
 def _shown(value: object) -> str:
     """A value as text. Of a memory it is what it belongs to, since its tokens are a part of the prompt."""
-    return repr(getattr(value, "fingerprint", value))
-
-
-def _hash(one: Description) -> bytes:
-    return hashlib.blake2b(json.dumps(one).encode(), digest_size=16).digest()
+    return repr(value.fingerprint if isinstance(value, Snapshot) else value)
 
 
 def difference(found: Sequence[Mapping[str, Any]]) -> str:

@@ -23,6 +23,9 @@ FORMAT = 3
 LAYOUT = "weight_layout"
 """The setting that says how weights were laid out for speed. A job goes on under another one, too."""
 
+SHOWN = 200
+"""Characters of a setting that an error shows."""
+
 SYNC_S = 2.0
 """Seconds after which the next line is followed by a sync to the disk."""
 
@@ -254,7 +257,13 @@ def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str,
 
     def words(settings: Mapping[str, Any]) -> str:
         return ", ".join(
-            f"{name}={json.dumps(settings[name])}" if name in settings else f"the default {name}" for name in names
+            f"{name:.80}={_shown(settings[name])}" if name in settings else f"the default {name:.80}" for name in names
         )
 
     return (words(one), words(other)) if names else None
+
+
+def _shown(value: object) -> str:
+    """A setting as an error shows it, whatever the file holds."""
+    found = json.dumps(value)
+    return found if len(found) <= SHOWN else f"{found[:SHOWN]}…"

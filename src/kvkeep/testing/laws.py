@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -218,11 +219,11 @@ def processes_share_the_heads(policy: Policy, case: Case) -> None:
     """
     case = replace(case, heads=2 * case.heads)
     tape = Tape.random(case)
-    together = run_shared(policy, case, tape, 2)
-    for step, (one, parts) in enumerate(zip(run(policy, case, tape), together, strict=True)):
-        whole, shared = held([one]), held(parts)
-        assert whole == shared, f"step {step}: one process keeps {whole}, two keep {shared}"
-        torch.testing.assert_close(outputs(parts), one.out, rtol=1e-4, atol=1e-5)
+    with closing(run_shared(policy, case, tape, 2)) as together:
+        for step, (one, parts) in enumerate(zip(run(policy, case, tape), together, strict=True)):
+            whole, shared = held([one]), held(parts)
+            assert whole == shared, f"step {step}: one process keeps {whole}, two keep {shared}"
+            torch.testing.assert_close(outputs(parts), one.out, rtol=1e-4, atol=1e-5)
 
 
 @_law

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,8 +57,10 @@ class _Between(Heads):
         return [one for one in self.meeting.exchange(self.rank, mine.clone()) if one is not None]
 
 
-def run_shared(policy: Policy, case: Case, tape: Tape, ranks: int) -> Iterator[list[Moment]]:
+def run_shared(policy: Policy, case: Case, tape: Tape, ranks: int) -> Generator[list[Moment], None, None]:
     """Feed a case to layers that hold a part of the heads each, and yield their moments after each step.
+
+    Its threads live until it ends or is closed.
 
     Args:
         policy: the policy.

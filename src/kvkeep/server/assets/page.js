@@ -21,7 +21,7 @@
     const answer = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
     if (answer.ok) return answer;
     let message = "The server answered " + answer.status + ".";
-    try { message = (await answer.json()).error.message; } catch {}
+    try { message = (await answer.json()).error.message || message; } catch {}
     throw Object.assign(new Error(message), { status: answer.status });
   }
   const json = async (...asked) => (await call(...asked)).json();
@@ -31,6 +31,7 @@
     return async (event) => {
       event.preventDefault();
       if (running) return;
+      const focused = document.activeElement;
       running = new AbortController();
       busy(true);
       try {
@@ -41,14 +42,24 @@
       }
       running = null;
       busy(false);
+      refocus(focused);
     };
+  }
+
+  /* Keys go on where they were: a button that was disabled meanwhile, or made anew, has lost the focus. */
+  function refocus(before) {
+    const has = document.activeElement;
+    if (has && has !== document.body && !has.disabled) return;
+    const usable = before.isConnected && !before.disabled && before !== document.body;
+    const next = usable ? before : before.isConnected ? at("text") : at("tree").querySelector("[aria-current]");
+    if (next && before !== document.body) next.focus({ preventScroll: true });
   }
 
   function busy(on) {
     at("fork").disabled = on || !now;
     at("rewind").disabled = on || !now || !back;
     for (const one of at("tree").querySelectorAll("button")) one.disabled = on;  // a click would be lost
-    at("send").disabled = on;
+    at("send").disabled = at("new").disabled = on;
     at("stop").disabled = !on;
   }
 
@@ -63,8 +74,11 @@
     return said;
   }
 
-  async function load() {
-    const [card, found] = await Promise.all(["", "/positions"].map((part) => json("GET", "/v1/sessions/" + now.id + part)));
+  const fetched = (one) => Promise.all(["", "/positions"].map((part) => json("GET", "/v1/sessions/" + one.id + part)));
+
+  const load = async () => show(await fetched(now));
+
+  function show([card, found]) {
     at("log").replaceChildren();
     for (const one of card.messages.slice(-MOST_MESSAGES)) add(one.role, one.content);
     back = card.turns_to_rewind > 0;
@@ -147,17 +161,20 @@
     at("tree").replaceChildren(...list(null));
   }
 
+  /* Open a conversation. If that fails, the page stays with the one that it shows. */
   async function go(one) {
+    const found = await fetched(one);
     now = one;
     current = anchor = null;
     shown = new Map();
     tree();
-    await load();
+    show(found);
   }
 
   const made = (card, parent) => {
     const one = { id: card.id, parent, name: `${talks.size + 1}: ${card.policy}, ${card.budget}` };
     talks.set(card.id, one);
+    tree();
     return one;
   };
 
@@ -173,10 +190,13 @@
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let held = ""; ;) {
       const { value, done } = await reader.read();
-      if (done) return;
+      if (done) throw new Error("The server went away in the middle of the answer.");
       const parts = (held + value).split("\n\n");
       held = parts.pop();
-      for (const one of parts) if (one.startsWith("data: {")) yield JSON.parse(one.slice(6));
+      for (const one of parts) {
+        if (one === "data: [DONE]") return;
+        if (one.startsWith("data: {")) yield JSON.parse(one.slice(6));
+      }
     }
   }
 
@@ -185,8 +205,7 @@
     if (!text.trim()) return;
     if (!now) await begin();
     const body = { session_id: now.id, messages: [{ role: "user", content: text }], stream: true };
-    add("user", text);
-    const said = add("assistant", "");
+    const asked = add("user", text), said = add("assistant", "");
     try {
       for await (const event of events(await call("POST", "/v1/chat/completions", body, signal))) {
         if (event.error) throw new Error(event.error.message);
@@ -194,6 +213,9 @@
         at("log").scrollTop = at("log").scrollHeight;
       }
       at("text").value = "";
+    } catch (error) {
+      for (const one of [asked, said]) one.parentNode?.remove();  // it is not part of the conversation
+      throw error;
     } finally {
       await load();
     }
