@@ -219,11 +219,7 @@ class BoundedCache(SnapshotCache):
         return first.seen.device if first and first.allocated else torch.device("cpu")
 
     def _check_whole(self) -> None:
-        """Refuse a cache in which a step has not ended, or whose layers have seen different tokens.
-
-        Raises:
-            BrokenCacheError: a step failed in some layer.
-        """
+        """Raise BrokenCacheError if a step has not ended, or layers have seen different tokens."""
         layers = self.bounded_layers().values()
         if any(layer.broken for layer in layers):
             raise BrokenCacheError("a step failed between its beginning and its end")
