@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvkeep.errors import InputError
-from kvkeep.scale import crew, place
+from kvkeep.scale import crew, pieces, place
 from kvkeep.scale.cluster import Need
 from kvkeep.scale.lost import LostClusterError, check_alive, left
-from kvkeep.scale.worker import Answer, Facts
+from kvkeep.scale.pieces import Answer
+from kvkeep.scale.worker import LINES, EngineFacts
 
 
 class GoneError(Exception):
@@ -103,7 +104,7 @@ class Cluster:
         for call in some:
             if call.name == "begin":
                 weights = self.weights.pop(0) if len(self.weights) > 1 else self.weights[0]
-                call.answer = Facts(weights, (False, False), 2, 100, "host", 1)
+                call.answer = EngineFacts(weights, (False, False), "host", 1, 2, 100)
             elif call.arguments[0] in self.deadly or call.actor.answers >= self.life:
                 call.actor.alive = False
             elif call.actor.alive:
@@ -119,10 +120,11 @@ def run(monkeypatch, cluster, lines, *, size=3, deaths=0, **options):
     """The answers of a crew, and what it said; so many workers die once all have begun."""
     monkeypatch.setattr(crew, "need_ray", lambda: cluster)
     answers, notes = [], []
-    made = crew.Crew(lambda like: None, size, Need(), tell=notes.append)
+    made = crew.Crew(LINES, lambda like: None, size, Need(), tell=notes.append)
     made.begin()
     cluster.deaths = deaths
-    made.run(iter([(n, b"%d" % n) for n in range(1, lines + 1)]), {}, answers.append, **options)
+    todo = iter([(n, b"%d" % n) for n in range(1, lines + 1)])
+    made.run(lambda place: next(todo, None), [{}], answers.append, **options)
     made.close()
     return answers, notes
 
@@ -136,7 +138,7 @@ def test_each_line_has_one_answer_whoever_dies(seed, monkeypatch):
     assert sorted(answer.number for answer in answers) == list(range(1, 121))
     assert all(answer.whole == b"%d" % answer.number for answer in answers if answer.whole is not None)
     failed = [answer for answer in answers if answer.whole is None]
-    assert len(failed) * crew.GUILTY <= deaths
+    assert len(failed) * pieces.GUILTY <= deaths
     assert cluster.most <= 2 + 2  # rows, and two more
     assert all(not actor.alive for actor in cluster.actors)
     assert 0 < sum("died and is replaced" in note for note in notes) <= deaths
@@ -167,7 +169,7 @@ def test_lines_go_to_the_worker_with_the_fewest(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_workers_that_die_after_answers_are_not_given_up(seed, monkeypatch):
-    monkeypatch.setattr(crew, "SUSPECT", 10**6)
+    monkeypatch.setattr(pieces, "SUSPECT", 10**6)
     answers, notes = run(monkeypatch, Cluster(seed, life=5), 60, size=2)
     assert sorted(answer.number for answer in answers if answer.whole is not None) == list(range(1, 61))
     assert len(notes) >= 60 // 5 - 2
@@ -225,10 +227,10 @@ def test_a_crew_without_workers_asks_for_the_cluster(monkeypatch):
     monkeypatch.setattr(cluster, "_go_on", go_on)
     monkeypatch.setattr(cluster, "kill", lambda actor, no_restart: kills.append(actor))
     monkeypatch.setattr(crew, "need_ray", lambda: cluster)
-    made = crew.Crew(lambda like: None, 1, Need())
+    made = crew.Crew(LINES, lambda like: None, 1, Need())
     made.begin()
     with pytest.raises(LostClusterError, match="gone away"):
-        made.run(iter([(n, b"a") for n in range(12)]), {}, lambda answer: None)
+        made.run(functools.partial(next, iter([(n, b"a") for n in range(12)])), [{}], lambda answer: None)
     before = len(kills)
     made.close()
     assert len(kills) == before  # nobody would answer
@@ -257,7 +259,7 @@ def test_a_crew_that_is_stopped_reads_no_more_lines(monkeypatch):
 @pytest.mark.slow
 def test_a_command_whose_cluster_has_gone_away_ends_at_once():
     code = (
-        "from kvkeep.cli.generate.run_lines import ended_with_its_cluster\n"
+        "from kvkeep.cli.workers import ended_with_its_cluster\n"
         "from kvkeep.scale.lost import LostClusterError\n"
         "import atexit\n"
         "atexit.register(print, 'an ordinary end')\n"

@@ -15,7 +15,7 @@ from kvkeep.jobs.lines import BadLine, parse
 from kvkeep.jobs.survey import Survey
 from kvkeep.scale import cluster
 from kvkeep.scale.cluster import Need, Node, check_ray, check_room, check_versions, last_words, share
-from kvkeep.scale.worker import Built, Facts, Worker
+from kvkeep.scale.worker import Built, EngineFacts, Worker
 
 VERSIONS = {"kvkeep": "1", "torch": "2"}
 
@@ -55,7 +55,7 @@ def answers(one, *lines):
 def test_a_worker_answers_lines_side_by_side(model):
     one = Worker(Making(model))
     facts = one.begin(None)
-    assert isinstance(facts, Facts)
+    assert isinstance(facts, EngineFacts)
     assert (facts.rows, facts.weights) == (2, "w")
     raw = [b'{"prompt": "Once upon a time", "id": %d}' % n for n in range(5)]
     bad = b'{"prompt": "x", "options": {"budget": 999}}'

@@ -23,7 +23,8 @@ from kvkeep.models.packed import pack_weights
 from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
 from kvkeep.openai.answers import Show
-from kvkeep.scale.worker import Built, Layout
+from kvkeep.scale.trade import Layout
+from kvkeep.scale.worker import Built
 
 
 def rows_of(batch: Batch, most: int) -> int:
