@@ -5,6 +5,7 @@ import itertools
 import json
 import pickle
 import random
+import signal
 from collections import Counter
 
 import model_folders
@@ -25,6 +26,7 @@ from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import TASKS
 from kvkeep.models import load as loading
 from kvkeep.models.text import Writer
+from kvkeep.profile import Profile
 from kvkeep.scale import crew
 from kvkeep.scale.cells import CellWorker, ModelFacts
 from kvkeep.scale.cluster import Need
@@ -35,7 +37,7 @@ CELLS = 2 * 2 * 5
 
 
 class Real(Cluster):
-    """Workers that run cells, in this process. All that reaches them has been pickled.
+    """Workers that run cells, in this process, but in another folder. All that reaches them has been pickled.
 
     Args:
         seed: decides which calls end when, and who dies.
@@ -52,11 +54,13 @@ class Real(Cluster):
         return self
 
     def begun(self, call):
-        return call.actor.worker.begin(*call.arguments)
+        with contextlib.chdir("/"):
+            return call.actor.worker.begin(*call.arguments)
 
     def answered(self, call):
         self.deaths, self._later = self.deaths + self._later, 0
-        return pickle.loads(pickle.dumps(call.actor.worker.run(*pickle.loads(pickle.dumps(call.arguments)))))
+        with contextlib.chdir("/"):
+            return pickle.loads(pickle.dumps(call.actor.worker.run(*pickle.loads(pickle.dumps(call.arguments)))))
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +84,8 @@ def on(monkeypatch):
     return put
 
 
-def invoke(folder, *words, tasks=TASKS_HERE):
-    asked = ("eval", model_folders.folder(), *QUICK, *tasks, "--no-plots", "-o", folder, *words)
+def invoke(folder, *words, tasks=TASKS_HERE, model=None):
+    asked = ("eval", model or model_folders.folder(), *QUICK, *tasks, "--no-plots", "-o", folder, *words)
     found = CliRunner().invoke(app, [*map(str, asked)], env={"COLUMNS": "160"})
     found.said = " ".join(found.output.split())
     assert "Traceback" not in found.output
@@ -132,13 +136,14 @@ def test_json_has_the_rows_and_the_number_of_workers(on, whole, tmp_path):
 def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, whole, tmp_path, monkeypatch):
     chance = random.Random(5)
     append = Records.append
-    for at in range(3):
-        left = chance.randrange(1, 5)
+    for at, left in enumerate((1, 2, chance.randrange(1, 5))):
 
         def stop(self, row, count=itertools.count(), left=left):  # noqa: B008  one for each round
-            if next(count) == left:
+            if (at := next(count)) == left and left % 2:
                 raise KeyboardInterrupt
             append(self, row)
+            if at == left:
+                signal.raise_signal(signal.SIGINT)
 
         with monkeypatch.context() as patch:
             patch.setattr(Records, "append", stop)
@@ -167,6 +172,52 @@ def test_rows_that_were_there_are_kept_and_counted(on, tmp_path):
     assert "1 worker for 0 cells that are not done" in again.stderr
     assert again.stdout == found.stdout
     assert len(rows(tmp_path)) == CELLS
+
+
+def test_names_of_files_are_those_that_the_user_gave(on, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(model_folders.folder())
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog and the cat. " * 10)
+    shape = loading.find("model").config
+    heads = ((0.5,) * shape.num_key_value_heads,) * shape.num_hidden_layers
+    model = {"layers": shape.num_hidden_layers, "kv_heads": shape.num_key_value_heads}
+    Profile(model=model, heads=heads, least=5).save(tmp_path / "heads.json")
+    one = {
+        "premise": "The dog ran",
+        "choice1": "it saw a cat.",
+        "choice2": "it slept.",
+        "question": "cause",
+        "label": 0,
+    }
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "copa.jsonl").write_text("".join(json.dumps({**one, "idx": n}) + "\n" for n in range(3)))
+    words = (
+        "--head-budget",
+        "profile:heads.json",
+        "--text",
+        "text.txt",
+        "--data",
+        "data",
+        "--shots",
+        0,
+        "--policies",
+        "full,h2o",
+    )
+    for folder, ray in (("one", ()), ("far", ("--ray-workers", 2))):
+        on(Real(4))
+        found = invoke(folder, *words, *ray, tasks=("--tasks", "perplexity,choice", "--parts", "copa"), model="model")
+        assert found.exit_code == 0, found.output
+    assert rows(tmp_path / "far") == rows(tmp_path / "one")
+    assert {row["options"]["head_budget"] for row in rows(tmp_path / "far")} == {None, "profile:heads.json"}
+    assert {row["task"] for row in rows(tmp_path / "far")} == {"perplexity", "choice"}
+    assert {row["model"] for row in rows(tmp_path / "far")} == {"model"}
+
+
+def test_a_share_without_a_cell_is_no_error(on, tmp_path):
+    on(Real(0))
+    here = invoke(tmp_path / "here", "--shard", "30/40")
+    there = invoke(tmp_path / "there", "--shard", "30/40", "--ray-workers", 2)
+    assert (there.exit_code, there.stdout) == (here.exit_code, here.stdout) == (0, "")
 
 
 def test_a_shard_runs_on_workers_as_well(on, whole, tmp_path):
@@ -321,11 +372,11 @@ def test_a_worker_with_other_data_runs_nothing():
 def test_a_worker_prepares_a_part_once_and_holds_one(monkeypatch):
     made, piece = bench()
     prepared = []
-    monkeypatch.setattr(TASKS["perplexity"], "prepare", lambda self, writer: prepared.append(self))
+    monkeypatch.setattr(TASKS["perplexity"], "prepare", lambda self, writer: prepared.append(made._task))
     made._sources = [*made._sources, *made._sources]
     for part in (0, 0, 1, 1, 0):
         made.run(Piece(part, *(getattr(piece, name) for name in ("cell", "setup", "budgets", "lengths"))))
-    assert len(prepared) == 3
+    assert prepared == [None, None, None]  # the data of the part before are gone by then
 
 
 # the cells that wait
@@ -358,3 +409,8 @@ def test_workers_begin_with_parts_of_their_own_and_help_the_longest_at_the_end()
     assert [queue.take(1), queue.take(1)] == [2, 4]  # three are left of the second part, and two of the third
     assert [queue.take(4), queue.take(2), queue.take(3), queue.take(3)] == [8, 5, 9, 6]
     assert queue.take(1) is None
+
+
+def test_a_worker_stays_with_the_part_that_it_helps():
+    queue = Queue([range(1, 7), range(7, 13)])
+    assert [queue.take(worker) for worker in (1, 2, 3, 3, 3)] == [1, 7, 2, 3, 4]

@@ -78,5 +78,5 @@ class CellWorker:
             return Refusal(number, reason=f"On {platform.node()}: {error}")
 
 
-CELLS = Trade[ModelFacts](CellWorker, "cell", 1, ahead=lambda facts: 1)
+CELLS = Trade[ModelFacts](CellWorker, "cell", at_once=1, ahead=lambda facts: 1, patience_s=3600.0)
 """Evaluations: cells take seconds to hours, so none waits in the hands of a worker while another one is free."""

@@ -56,7 +56,7 @@ class Crew(Generic[F]):
         options: dict[str, Any] = {"num_cpus": need.cpus, "num_gpus": need.gpus, "max_concurrency": trade.at_once}
         options |= {"memory": need.memory} if need.memory else {}
         self._remote = self._ray.remote(trade.worker).options(**options, max_restarts=0, max_task_retries=0)
-        self._places = [Place(number) for number in range(1, size + 1)]
+        self._places = [Place(number, trade.patience_s) for number in range(1, size + 1)]
         self._pieces = Pieces(lambda place: None)
         self._facts: F | None = None
         self._lost = False

@@ -9,9 +9,6 @@ from typing import Any
 from kvkeep.scale.pieces import Item
 from kvkeep.scale.trade import Facts
 
-SILENT_S = 300.0
-"""Seconds without an answer of a worker that has work, after which the user is told."""
-
 
 @dataclass(eq=False)
 class Place:
@@ -24,11 +21,13 @@ class Place:
         deaths: since its last answer.
         alone: whether its only piece is a suspect.
         facts: of its worker.
+        most_s: seconds of silence after which the user is told first.
         heard: when it answered last, or began to work, in seconds of a clock.
-        patience_s: seconds of silence after which the user is told.
+        patience_s: seconds of silence after which the user is told next.
     """
 
     number: int
+    most_s: float
     handle: Any = None
     starting: Any = None
     running: dict[Any, Item] = field(default_factory=dict)
@@ -36,11 +35,11 @@ class Place:
     alone: bool = False
     facts: Facts | None = None
     heard: float = 0.0
-    patience_s: float = SILENT_S
+    patience_s: float = 0.0
 
     def hear(self) -> None:
         """Note that the worker lives."""
-        self.heard, self.patience_s = time.monotonic(), SILENT_S
+        self.heard, self.patience_s = time.monotonic(), self.most_s
 
     def silence(self, piece: str) -> str | None:
         """What to tell the user of a worker that has not answered for long, each time after twice the time.

@@ -40,9 +40,11 @@ class Trade(Generic[F]):
         piece: a word for a piece.
         at_once: the calls that a worker takes at once.
         ahead: the pieces that a worker with such facts has been handed at most.
+        patience_s: seconds without an answer of a worker that has work, after which the user is told.
     """
 
     worker: type[Any]
     piece: str
     at_once: int
     ahead: Callable[[F], int]
+    patience_s: float

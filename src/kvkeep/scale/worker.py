@@ -217,7 +217,7 @@ class Loop(threading.Thread):
         self._running.clear()
 
 
-_MOST_AT_ONCE = 4096
-
-LINES = Trade[EngineFacts](Worker, "line", _MOST_AT_ONCE, ahead=lambda facts: facts.rows + max(2, facts.rows // 2))
+LINES = Trade[EngineFacts](
+    Worker, "line", at_once=4096, ahead=lambda facts: facts.rows + max(2, facts.rows // 2), patience_s=300.0
+)
 """Batch jobs: a worker has a few lines more than rows, so that none is empty while an answer is on its way."""

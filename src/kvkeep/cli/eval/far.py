@@ -100,9 +100,9 @@ def _crew(grid: Grid, request: Request, size: int) -> Crew[ModelFacts]:
 def _bytes(grid: Grid, request: Request) -> int:
     """Main memory of a worker, as ``--dry-run`` counts it; 0 for a model that cannot be planned."""
     with suppress(KVKeepError):
-        found = expect(grid, request.dtype)
-        weights = found[0].weight_bytes if request.load_in is not None else 0
-        return PROCESS_BYTES + max(one.peak_bytes for one in found) - weights
+        less = request.load_in is not None  # nobody knows how many bytes these weights have
+        found = [one.peak_bytes - less * one.weight_bytes for one in expect(grid, request.dtype)]
+        return PROCESS_BYTES + max(found, default=0)
     return 0
 
 
@@ -170,12 +170,9 @@ class _Desk:
     bar: Bar
     refusal: str | None = None
     failed: dict[int, str] = field(default_factory=dict)
-    written: set[int] = field(default_factory=set)
 
     def take(self, answer: Answer) -> None:
-        """Write a row, or note why there is none."""
-        if answer.number in self.written:
-            return
+        """Write a row, or note why there is none. The crew gives one answer for each cell."""
         if isinstance(answer, Refusal):
             self.refusal = self.refusal or str(answer.reason)
         elif answer.whole is None:
@@ -185,7 +182,6 @@ class _Desk:
         else:
             planned = self.cells[answer.number]
             self.records.append(as_planned(answer.whole, planned))
-            self.written.add(answer.number)
             self.bar.end(planned)
 
 
