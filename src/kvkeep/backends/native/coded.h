@@ -4,17 +4,19 @@
 
 #include "ranks.h"
 #include "slots.h"
-#include "widened.h"
+#include "whole_codes.h"
 
 namespace {
 
-// The attention of the query heads of one row that share a KV head, as Head's in attend.h. Types are told apart when it
-// runs, as only queries and outputs depend on them. `Products`: how codes are multiplied.
-template <class Products>
-class CodedHead : Products {
-    using Products::a, Products::at, Products::row, Products::head, Products::now, Products::slots;
-    using Products::positions, Products::keys, Products::values, Products::query, Products::logits, Products::out;
+#ifdef KVKEEP_WHOLE
+typedef Whole Multiplier;
+#else
+typedef Widened Multiplier;
+#endif
 
+// The attention of the query heads of one row that share a KV head, as Head's in attend.h. Types are told apart when it
+// runs, as only queries and outputs depend on them.
+class CodedHead : Multiplier {
     const Halves halves;
     float *vector;        // room for a query, a key or an output, in its own order
     float *own, *turned;  // under slot positions: angles, and the keys of a block
@@ -24,15 +26,15 @@ class CodedHead : Products {
 
    public:
     static Layout layout(const Attend &a) {
-        const int64_t value_width = Products::output_floats(a), own = up(Products::own_floats(a), W) + room(a);
-        if (!a.angles) return Layout(a, Products::query_floats(a), value_width, own);
+        const int64_t value_width = Multiplier::output_floats(a), own = up(Multiplier::own_floats(a), W) + room(a);
+        if (!a.angles) return Layout(a, Multiplier::query_floats(a), value_width, own);
         const int64_t width = Halves(a.dim, a.half).floats();
         return Layout(a, width, value_width, own + room(a) + W * width + Ranks::FLOATS * up(a.slots, W));
     }
 
     CodedHead(const Attend &a, int64_t index, float *scratch, float *mass, float *extra)
-        : Products(a, layout(a), index, scratch, mass, extra), halves(a.dim, a.half),
-          vector(scratch + at.own + up(Products::own_floats(a), W)), own(vector + room(a)), turned(own + room(a)),
+        : Multiplier(a, layout(a), index, scratch, mass, extra), halves(a.dim, a.half),
+          vector(scratch + at.own + up(Multiplier::own_floats(a), W)), own(vector + room(a)), turned(own + room(a)),
           ranks(a.slots, turned + W * at.width) {}
 
     void run() {
@@ -44,13 +46,13 @@ class CodedHead : Products {
                 by_bits(keys.bits, [&](auto code) { score_turned<decltype(code)>(); });
             } else {
                 read_query();
-                by_bits(keys.bits, [&](auto code) { this->template score<decltype(code)>(); });
+                by_bits(keys.bits, [&](auto code) { score<decltype(code)>(); });
             }
-            for (int64_t g = 0; g < a.group; g++) this->soften(g);
-            by_bits(values.bits, [&](auto code) { this->template weigh_values<decltype(code)>(); });
+            for (int64_t g = 0; g < a.group; g++) soften(g);
+            by_bits(values.bits, [&](auto code) { weigh_values<decltype(code)>(); });
         }
         write_out();
-        if (a.kind != NOTHING) this->report(now < 0 ? 0.0f : this->weight());
+        if (a.kind != NOTHING) report(now < 0 ? 0.0f : weight());
     }
 
    private:
@@ -61,7 +63,7 @@ class CodedHead : Products {
             widen_all(a.type, a.query + (first + g * a.query_head) * bytes_of(a.type), a.dim, vector);
             hadamard(vector, a.dim);
             for (int64_t i = 0; i < a.dim; i++) vector[i] *= (float)a.scaling;
-            this->put_query(g, vector);
+            put_query(g, vector);
         }
     }
 
@@ -84,8 +86,8 @@ class CodedHead : Products {
     // Widen the key of a slot, undo the Hadamard matrix, and turn the key to its rank.
     template <class C>
     void turn_key_of(int64_t s, float *to) {
-        const auto *codes = this->template key_rows<C>().at(s);
-        const uint16_t *scale = this->scales(a.key_codes, s);
+        const auto *codes = key_rows<C>().at(s);
+        const uint16_t *scale = scales(a.key_codes, s);
         const Pairs pairs = keys.pairs;
         const int64_t second = C::BITS == 8 ? W : keys.bytes;  // from a pair's first vector to its second one
         for (int64_t j = 0; j < keys.groups; j++) {
@@ -109,7 +111,7 @@ class CodedHead : Products {
     // Logits, under slot positions, of every block in which the query sees a slot.
     template <class C>
     void score_turned() {
-        this->each_block([&](int64_t s) {
+        each_block([&](int64_t s) {
             const int64_t n = slots - s < W ? slots - s : W;
             for (int64_t i = 0; i < n; i++) turn_key_of<C>(s + i, turned + i * at.width);
             by_group(a.group, [&](int64_t g, auto heads) {
@@ -124,8 +126,8 @@ class CodedHead : Products {
     void write_out() {
         for (int64_t g = 0; g < a.group; g++) {
             char *to = a.out + ((row * a.kv_heads + head) * a.group + g) * a.value_dim * bytes_of(a.type);
-            const float factor = now < 0 ? 0.0f : this->scale[g];
-            this->take_output(g, vector);
+            const float factor = now < 0 ? 0.0f : scale[g];
+            take_output(g, vector);
             for (int64_t i = 0; i < a.value_dim; i++) vector[i] *= factor;
             narrow_all(a.type, vector, a.value_dim, to);
         }

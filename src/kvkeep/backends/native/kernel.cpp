@@ -140,7 +140,7 @@ int64_t plain_step(const Step &s) {
 }
 
 int64_t coded_step(const Step &s) {
-    return step_as<CodedHead<Widened>>(s, 2, coding_floats(s.attend.dim, s.attend.value_dim), code_head);
+    return step_as<CodedHead>(s, 2, coding_floats(s.attend.dim, s.attend.value_dim), code_head);
 }
 
 // Call work(row, head, scratch) for every head of every row.
@@ -154,7 +154,7 @@ bool for_each_head(const Slots &s, int64_t floats, const Work &work) {
 }  // namespace
 
 extern "C" int64_t kvkeep_attend(const Attend *a) {
-    if (a->key_codes.bits) return attend_as<CodedHead<Widened>>(*a, 2);
+    if (a->key_codes.bits) return attend_as<CodedHead>(*a, 2);
     return by_type(a->type, [=](auto x) { return attend_as<Head<decltype(x)>>(*a, sizeof(typename decltype(x)::T)); });
 }
 

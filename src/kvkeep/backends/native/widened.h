@@ -10,12 +10,13 @@
 
 namespace {
 
-// One row's query heads that share a KV head whose slots hold codes.
-class CodedReporter : protected Reporter {
+// One row's query heads that share a KV head whose slots hold codes. A query and an output have the order of widened
+// codes.
+class Widened : protected Reporter {
    protected:
     const Grouping keys, values;
 
-    CodedReporter(const Attend &a, Layout layout, int64_t index, float *scratch, float *mass, float *extra)
+    Widened(const Attend &a, Layout layout, int64_t index, float *scratch, float *mass, float *extra)
         : Reporter(a, layout, index, scratch, mass, extra), keys(a.key_codes, a.dim),
           values(a.value_codes, a.value_dim) {}
 
@@ -35,12 +36,6 @@ class CodedReporter : protected Reporter {
         const int64_t at = row * coded.scale_row + head * coded.scale_head + (start + s) * coded.scale_slot;
         return (const uint16_t *)coded.scales + at;
     }
-};
-
-// Products of widened codes. A query and an output have the order of widened codes.
-class Widened : protected CodedReporter {
-   protected:
-    using CodedReporter::CodedReporter;
 
     static int64_t query_floats(const Attend &a) { return Grouping(a.key_codes, a.dim).floats(); }
     static int64_t output_floats(const Attend &a) { return Grouping(a.value_codes, a.value_dim).floats(); }
