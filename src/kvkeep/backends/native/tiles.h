@@ -48,14 +48,17 @@ extern "C" struct Prefill {
 namespace {
 
 constexpr int ROWS = 6;  // with TILE vectors of keys, the sums fill the registers
+constexpr int64_t SQUARE = 16;  // rows and columns of squares.h
 constexpr int64_t PANEL = TILE * W;
 constexpr int64_t PARTS = 16, HEADS_AT_ONCE = 32;
 constexpr int64_t LEAST_ROWS = 24, MOST_ROWS = 48, ROOM = 48 * 4096;
 
+enum Narrow { IN_FLOATS, SECOND_IN_PAIRS, IN_SQUARES };  // which products take narrow numbers, and how
+
 // One head's keys and values, packed: panels of transposed keys, values in pairs, positions.
 struct Packed {
     float *keys, *values;
-    int32_t *pairs;  // keys once more, in pairs of narrow numbers; see narrow.h
+    int32_t *pairs;  // keys in pairs of narrow numbers; see narrow.h
     int32_t *positions, *least, *most;  // per panel: the smallest of its positions, empty slots aside, and the largest
     int32_t *gaps;                      // per panel: whether it has empty slots
 };
@@ -64,31 +67,37 @@ struct Packed {
 struct Plan {
     const Prefill &a;
     Pairs dim, value_dim;
-    int64_t slots, panels, tokens_each, rows_each, blocks, parts, heads_each, pairs, packed, partial, width, scratch;
+    const bool squares;
+    const int64_t unit;  // rows that are multiplied at a time
+    int64_t slots, panels, tokens_each, rows_each, blocks, parts, heads_each, pairs, keys, values, packed, partial;
+    int64_t width, narrow_width, scratch;
 
-    Plan(const Prefill &a, bool narrow) : a(a), dim(a.dim), value_dim(a.value_dim) {
+    Plan(const Prefill &a, Narrow narrow)
+        : a(a), dim(a.dim), value_dim(a.value_dim), squares(narrow == IN_SQUARES), unit(squares ? SQUARE : ROWS) {
         slots = a.pieces[0].slots + a.pieces[1].slots;
         panels = (slots + PANEL - 1) / PANEL;
-        const int64_t rows = std::clamp(ROOM / (panels * PANEL), LEAST_ROWS, MOST_ROWS);
+        const int64_t rows = up(std::clamp(ROOM / (panels * PANEL), LEAST_ROWS, MOST_ROWS), squares ? SQUARE : 1);
         tokens_each = std::max<int64_t>(1, std::min(rows / a.group, a.tokens));
-        rows_each = up(tokens_each * a.group, ROWS);
+        rows_each = up(tokens_each * a.group, unit);
         blocks = (a.tokens + tokens_each - 1) / tokens_each;
         parts = std::min(blocks, PARTS);
         heads_each = std::min((HEADS_AT_ONCE + parts - 1) / parts, a.rows * a.kv_heads);
-        pairs = narrow && a.again ? dim.floats() / 2 : 0;
-        packed = up(panels * (PANEL * (dim.floats() + value_dim.floats() + pairs + 1) + 3), W);
+        pairs = squares || (narrow == SECOND_IN_PAIRS && a.again) ? dim.floats() / 2 : 0;
+        keys = squares ? 0 : panels * PANEL * dim.floats();
+        values = panels * PANEL * value_dim.floats() / (squares ? 2 : 1);
+        packed = up(keys + values + panels * (PANEL * (pairs + 1) + 3), W);
         partial = (a.masses + a.lows + (a.again ? 1 : 0)) * panels * PANEL;
         width = panels * PANEL + W;  // no power of two, which would crowd a few sets of the cache
-        scratch = rows_each * ((a.gains ? 2 : 1) * width + dim.floats() + value_dim.floats() + 3) +
+        narrow_width = squares ? 2 * (panels * PANEL + W) : 0;
+        scratch = rows_each * ((a.gains ? 2 : 1) * width + narrow_width / 2 + dim.floats() + value_dim.floats() + 3) +
                   tokens_each * (a.masses + a.lows + 2) + panels;
     }
 
     Packed head(float *memory) const {
-        float *values = memory + panels * PANEL * dim.floats();
-        int32_t *narrow = (int32_t *)(values + panels * PANEL * value_dim.floats());
-        int32_t *positions = narrow + panels * PANEL * pairs;
+        int32_t *in_pairs = (int32_t *)(memory + keys + values);
+        int32_t *positions = in_pairs + panels * PANEL * pairs;
         int32_t *least = positions + panels * PANEL;
-        return {memory, values, narrow, positions, least, least + panels, least + 2 * panels};
+        return {memory, memory + keys, in_pairs, positions, least, least + panels, least + 2 * panels};
     }
 };
 
