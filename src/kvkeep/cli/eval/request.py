@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvkeep.cli.model_request import ModelRequest
+
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(ModelRequest):
     """The options of ``kvkeep eval``. Numbers are read; lists of names and the text file are not.
 
     Attributes:
@@ -16,7 +18,6 @@ class Request:
         workers: the number of workers of Ray; ``None`` to run the cells in this process.
     """
 
-    model: str | None
     output: Path
     recipe: str | None
     dry_run: bool
@@ -44,11 +45,6 @@ class Request:
     kv_bits: str | None
     prefill_chunk: int | None
     plots: bool
-    dtype: str
-    device: str
-    load_in: str | None
-    threads: int | None
-    allow_pickle: bool
     json: bool
     workers: int | None
     ray_address: str | None
