@@ -174,7 +174,8 @@ class Block {
         const float gain = a.gains ? a.gains[row] : 1.0f;
         Floats total = {}, tempered_total = {}, last = {};
         for (int64_t i = 0; i < active * PANEL; i += W) {
-            const Floats logits = load<Floats>(x + i) * by - most, e = exp_of_small(logits);
+            const Floats scaled = in_register(load<Floats>(x + i) * by);  // rounded as `most`, so none is above it
+            const Floats logits = scaled - most, e = exp_of_small(logits);
             store(x + i, e);
             total += e;
             if (a.gains) {

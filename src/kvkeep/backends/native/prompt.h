@@ -55,7 +55,7 @@ void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to)
 
 template <class X>
 int64_t prefill_as(const Prefill &a) {
-    const Plan plan(a, a.scaling > 0 && in_squares<X>() ? IN_SQUARES : in_pairs<X>() ? SECOND_IN_PAIRS : IN_FLOATS);
+    const Plan plan(a, (float)a.scaling > 0 && in_squares<X>() ? IN_SQUARES : in_pairs<X>() ? SECOND_IN_PAIRS : IN_FLOATS);
     const int64_t heads = a.rows * a.kv_heads, fields = a.masses + a.lows, padded = plan.panels * PANEL;
     const Scratch memory(plan.heads_each * plan.packed), partial(plan.heads_each * plan.parts * plan.partial);
     if (!memory.get() || !partial.get()) return -1;
