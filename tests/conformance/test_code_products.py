@@ -33,6 +33,12 @@ def test_groups_of_odd_sizes(D):
         ask("native", token(33, D, G), bits, Mass(), AttentionOptions(scaling=D**-0.5, softcap=5.0))
 
 
+def test_groups_whose_bytes_end_just_behind_half_a_register():
+    for bits in BITS:
+        for D in (34, 36, 66, 70, 72):
+            ask("native", token(17, D, 1), bits, Mass(), AttentionOptions(scaling=D**-0.5))
+
+
 @pytest.mark.parametrize("outlier", [1.0, 30.0, 1000.0])
 def test_rounding_the_query_is_far_below_the_error_of_the_codes(outlier):
     """One channel of the turned query takes the whole range, so that the others are rounded most coarsely."""
