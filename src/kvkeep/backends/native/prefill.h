@@ -28,7 +28,8 @@ class Block {
           rows(up(tokens * a.group, plan.unit)), width(plan.width), p(scratch),
           tempered(p + plan.rows_each * width),
           narrow((uint16_t *)(tempered + (a.gains ? plan.rows_each * width : 0))),
-          query((float *)(narrow + plan.rows_each * plan.narrow_width)), out(query + plan.rows_each * plan.dim.floats()), scale(out + plan.rows_each * plan.value_dim.floats()),
+          query((float *)(narrow + plan.rows_each * plan.narrow_width)), out(query + plan.rows_each * plan.dim.floats()),
+          scale(out + plan.rows_each * plan.value_dim.floats()),
           temper(scale + plan.rows_each), known(temper + plan.rows_each), weights(known + plan.rows_each),
           shares(weights + plan.tokens_each * (a.masses + a.lows)), at((int32_t *)(shares + plan.tokens_each)),
           ids(at + plan.tokens_each) {}
@@ -127,7 +128,8 @@ class Block {
     }
 
     void dots_narrow(int64_t c, int64_t r, float by) {
-        const int32_t *const queries = (int32_t *)query + r * plan.pairs, *keys = held.pairs + ids[c] * PANEL * plan.pairs;
+        const int32_t *const queries = (int32_t *)query + r * plan.pairs;
+        const int32_t *const keys = held.pairs + ids[c] * PANEL * plan.pairs;
         float *const to = p + r * width + c * PANEL;
         if (plan.squares) dots_in_squares(queries, plan.pairs, keys, to, width, by);
         else dots_of_pairs(queries, plan.pairs, keys, to, width, by);
@@ -226,45 +228,15 @@ class Block {
     }
 
     void write_outputs() {
-        std::memset(out, 0, rows * plan.value_dim.floats() * sizeof *out);
-        plan.squares ? mix_narrow() : mix_wide();
+        const int64_t dim = plan.value_dim.floats(), half = plan.narrow_width / 2;
+        std::memset(out, 0, rows * dim * sizeof *out);
+        if (plan.squares) mix_panels_in_squares({narrow, half}, rows, held.values, ids, active, dim, out);
+        else mix_panels(p, width, rows, held.values, ids, active, dim, out);
         for (int64_t r = 0; r < tokens * a.group; r++) {
             const int64_t query_head = (row * a.kv_heads + head) * a.group + r % a.group;
             auto *to = (typename X::T *)a.out + (query_head * a.tokens + first + r / a.group) * a.value_dim;
             plan.squares ? write_in_order(r, (uint16_t *)to) : write(r, to);
         }
-    }
-
-    // Mix the values; columns of outputs are in the order of `Pair`.
-    void mix_wide() {
-        const int64_t dim = plan.value_dim.floats();
-        for (int64_t c = 0, n; c < active; c += n) {
-            n = c + 1 < active && ids[c + 1] == ids[c] + 1 ? 2 : 1;
-            const float *values = held.values + ids[c] * PANEL * dim;
-            for (int64_t r = 0; r < rows; r += ROWS) {
-                const float *weights = p + r * width + c * PANEL;
-                int64_t d = 0;
-                for (; d + TILE * W <= dim; d += TILE * W)
-                    mix<TILE>(weights, width, n * PANEL, values + d, dim, out + r * dim + d);
-                for (; d < dim; d += 2 * W) mix<2>(weights, width, n * PANEL, values + d, dim, out + r * dim + d);
-            }
-        }
-    }
-
-    // Mix the values; columns of outputs are in order.
-    void mix_narrow() {
-        const int64_t dim = plan.value_dim.floats(), half = plan.narrow_width / 2;
-        const int32_t *const values = (int32_t *)held.values;
-        for (int64_t c = 0; c < active; c += NEAR_PANELS)
-            for (int64_t r = 0; r < rows; r += SQUARE) {
-                const uint16_t *const weights = narrow + r * 2 * half + c * PANEL;
-                const int64_t n = std::min(NEAR_PANELS, active - c);
-                float *const to = out + r * dim;
-                int64_t d = 0;
-                for (; d + 4 * SQUARE <= dim; d += 4 * SQUARE)
-                    mix_in_squares<4>(weights, half, 2 * half, values + d, ids + c, n, dim, to + d);
-                if (d < dim) mix_in_squares<2>(weights, half, 2 * half, values + d, ids + c, n, dim, to + d);
-            }
     }
 
     void write(int64_t r, typename X::T *to) const {

@@ -130,4 +130,27 @@ inline void mix_in_squares(const uint16_t *p, int64_t half, int64_t width, const
 #endif
 }
 
+// Probabilities of rows as sums of two numbers in bfloat16: a row of `width` upper halves, then one of lower halves.
+struct TwoHalves {
+    const uint16_t *p;
+    int64_t width;
+};
+
+// Add the values of all panels, weighted by the probabilities of the rows, to the outputs, whose columns are in order.
+inline void mix_panels_in_squares(TwoHalves weights, int64_t rows, const float *packed, const int32_t *ids,
+                                  int64_t panels, int64_t dim, float *out) {
+    const int32_t *const values = (const int32_t *)packed;
+    const int64_t half = weights.width;
+    for (int64_t c = 0; c < panels; c += NEAR_PANELS)
+        for (int64_t r = 0; r < rows; r += SQUARE) {
+            const uint16_t *const p = weights.p + r * 2 * half + c * PANEL;
+            const int64_t n = std::min(NEAR_PANELS, panels - c);
+            float *const to = out + r * dim;
+            int64_t d = 0;
+            for (; d + 4 * SQUARE <= dim; d += 4 * SQUARE)
+                mix_in_squares<4>(p, half, 2 * half, values + d, ids + c, n, dim, to + d);
+            if (d < dim) mix_in_squares<2>(p, half, 2 * half, values + d, ids + c, n, dim, to + d);
+        }
+}
+
 }  // namespace

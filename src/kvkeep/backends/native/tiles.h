@@ -2,8 +2,9 @@
 //
 // A block of query rows meets all keys that it sees at once: its logits, about ROOM floats, stay in the second-level
 // cache, where they become probabilities, are summed over the rows, and weigh the values. So many keys that LEAST_ROWS
-// rows leave the cache are read from memory for each block, and fewer rows would read them more often. Keys are transposed once per
-// head, a panel of PANEL keys at a time. Panels that no row of a block sees are skipped, so a causal chunk costs half.
+// rows leave the cache are read from memory for each block, and fewer rows would read them more often. Keys are
+// transposed once per head, a panel of PANEL keys at a time. Panels that no row of a block sees are skipped, so a causal
+// chunk costs half.
 //
 // One head's rows are cut into parts whose number does not depend on the number of threads. One thread does a part from
 // beginning to end, and the sums of the parts are added in order, so results do not depend on the threads.
@@ -140,6 +141,23 @@ inline void mix(const float *p, int64_t width, int64_t n, const float *values, i
     }
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < N; i++) store(out + r * dim + i * W, acc[r][i]);
+}
+
+// Add the values of all panels, weighted by the probabilities of the rows, to the outputs, whose columns are in the
+// order of `Pair`.
+inline void mix_panels(const float *p, int64_t width, int64_t rows, const float *packed, const int32_t *ids,
+                       int64_t panels, int64_t dim, float *out) {
+    for (int64_t c = 0, n; c < panels; c += n) {
+        n = c + 1 < panels && ids[c + 1] == ids[c] + 1 ? 2 : 1;
+        const float *values = packed + ids[c] * PANEL * dim;
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            const float *weights = p + r * width + c * PANEL;
+            int64_t d = 0;
+            for (; d + TILE * W <= dim; d += TILE * W)
+                mix<TILE>(weights, width, n * PANEL, values + d, dim, out + r * dim + d);
+            for (; d < dim; d += 2 * W) mix<2>(weights, width, n * PANEL, values + d, dim, out + r * dim + d);
+        }
+    }
 }
 
 }  // namespace
