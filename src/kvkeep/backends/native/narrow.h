@@ -44,6 +44,15 @@ inline void put_narrow(Floats a, Floats b, uint16_t *to) {
     (void)a, (void)b, (void)to;
 }
 
+// Write n numbers, times a factor, as bfloat16. `from` has room for n, rounded up to 2 W.
+inline void put_all_narrow(const float *from, float by, uint16_t *to, int64_t n) {
+    for (int64_t d = 0; d < n; d += 2 * W) {
+        uint16_t part[2 * W];
+        put_narrow(load<Floats>(from + d) * by, load<Floats>(from + d + W) * by, part);
+        std::memcpy(to + d, part, std::min<int64_t>(2 * W, n - d) * sizeof *to);
+    }
+}
+
 // Write two vectors as sums of two numbers in bfloat16. What is lost is less than 2^-16 of a number.
 inline void put_halves(Floats a, Floats b, uint16_t *high, uint16_t *low) {
     const Floats x = (Floats)((Bits)a & 0xffff0000), y = (Floats)((Bits)b & 0xffff0000);

@@ -15,9 +15,7 @@ class Block {
     const int64_t row, head, first, tokens, rows, width;
     float *const p, *const tempered;
     uint16_t *const narrow;  // two halves of probabilities times 1 / scale, for products in squares
-    float *const query, *const out, *const scale, *const temper, *const known;
-    float *const weights;
-    float *const shares;
+    float *const query, *const out, *const scale, *const temper, *const known, *const weights, *const shares;
     int32_t *const at, *const ids;
     int64_t active = 0;
 
@@ -25,12 +23,11 @@ class Block {
     Block(const Plan &plan, Packed held, int64_t i, int64_t block, float *scratch)
         : plan(plan), a(plan.a), held(held), row(i / a.kv_heads), head(i % a.kv_heads),
           first(block * plan.tokens_each), tokens(std::min(plan.tokens_each, a.tokens - first)),
-          rows(up(tokens * a.group, plan.unit)), width(plan.width), p(scratch),
-          tempered(p + plan.rows_each * width),
+          rows(up(tokens * a.group, plan.unit)), width(plan.width), p(scratch), tempered(p + plan.rows_each * width),
           narrow((uint16_t *)(tempered + (a.gains ? plan.rows_each * width : 0))),
           query((float *)(narrow + plan.rows_each * plan.narrow_width)), out(query + plan.rows_each * plan.dim.floats()),
-          scale(out + plan.rows_each * plan.value_dim.floats()),
-          temper(scale + plan.rows_each), known(temper + plan.rows_each), weights(known + plan.rows_each),
+          scale(out + plan.rows_each * plan.value_dim.floats()), temper(scale + plan.rows_each),
+          known(temper + plan.rows_each), weights(known + plan.rows_each),
           shares(weights + plan.tokens_each * (a.masses + a.lows)), at((int32_t *)(shares + plan.tokens_each)),
           ids(at + plan.tokens_each) {}
 
@@ -235,7 +232,8 @@ class Block {
         for (int64_t r = 0; r < tokens * a.group; r++) {
             const int64_t query_head = (row * a.kv_heads + head) * a.group + r % a.group;
             auto *to = (typename X::T *)a.out + (query_head * a.tokens + first + r / a.group) * a.value_dim;
-            plan.squares ? write_in_order(r, (uint16_t *)to) : write(r, to);
+            if (plan.squares) put_all_narrow(out + r * dim, scale[r], (uint16_t *)to, a.value_dim);
+            else write(r, to);
         }
     }
 
@@ -245,15 +243,6 @@ class Block {
             const Pair mixed = {load<Floats>(from) * scale[r], load<Floats>(from + W) * scale[r]};
             if (d + 2 * W <= a.value_dim) X::narrow(mixed, to + d);
             else ::narrow<X>(mixed, to + d, a.value_dim - d);
-        }
-    }
-
-    void write_in_order(int64_t r, uint16_t *to) const {
-        const float *const from = out + r * plan.value_dim.floats();
-        for (int64_t d = 0; d < a.value_dim; d += 2 * W) {
-            uint16_t part[2 * W];
-            put_narrow(load<Floats>(from + d) * scale[r], load<Floats>(from + d + W) * scale[r], part);
-            std::memcpy(to + d, part, std::min<int64_t>(2 * W, a.value_dim - d) * sizeof *to);
         }
     }
 
