@@ -8,10 +8,12 @@ import random
 
 import pytest
 
-from .running import HELLO, NAME, httpx
-from .test_limits import ANNA, CHAT, COMPLETE, KINDS, RESPOND, limited, spent, until
+from .running import HELLO, NAME, checkpoint, httpx, model
+from .test_limits import ANNA, CHAT, COMPLETE, KINDS, RESPOND, Sum, limited, spent, until
 
-from kvkeep.server.errors import RefusalError  # isort: skip  the server's modules need fastapi
+from kvkeep import Engine, Request, Sampling  # isort: skip  the server's modules need fastapi
+from kvkeep.server.desk import Desk  # isort: skip
+from kvkeep.server.errors import RefusalError  # isort: skip
 from kvkeep.server.front import make_front  # isort: skip
 from kvkeep.server.gate import Gate  # isort: skip
 from kvkeep.server.limits import Limits  # isort: skip
@@ -109,6 +111,34 @@ def test_several_prompts_are_one_request_and_count_whole(fresh):
     cached = used["prompt_tokens_details"]["cached_tokens"]
     assert spent(fresh) >= used["prompt_tokens"] - cached + 4 * 3
     assert fresh.post(COMPLETE, SHORT).status_code == 429
+
+
+# events that nobody took
+
+
+def test_the_first_event_counts_for_a_client_that_leaves_when_its_row_is_there():
+    """The first event may come before the row is seen, and has all tokens of the prompt."""
+
+    async def leave(engine):
+        meter, desk = Sum(), Desk(engine, Settings(name=NAME))
+        stream = engine.astream(Request(prompt="A B C D E F G", sampling=Sampling(max_new_tokens=20)))
+        run = desk.run([stream], meter)
+        started = desk._started
+
+        async def late_look(streams, events):
+            while events.empty():
+                await asyncio.sleep(0.001)
+            return await started(streams, events)
+
+        desk._started = late_look
+        assert await anext(run) is None
+        await run.aclose()
+        return meter
+
+    with Engine(model(), checkpoint().tokenizer, budget=96, rows=1) as engine:
+        meter = asyncio.run(leave(engine))
+    assert meter.tokens > 7
+    assert meter.ended
 
 
 # random ends
