@@ -63,6 +63,7 @@ class Desk:
         spending = Spending(meter)
         with self._noted(), self._place(len(streams)):
             events: asyncio.Queue[Found] = asyncio.Queue()
+            early: list[tuple[int, Event]] = []
             begun = [asyncio.ensure_future(_begin(place, one, events)) for place, one in enumerate(streams)]
             limit = self._settings.request_timeout_s
             timer = asyncio.get_running_loop().call_later(limit, events.put_nowait, (0, _late(limit)))
@@ -82,7 +83,7 @@ class Desk:
             finally:
                 timer.cancel()
                 await _stop(begun, streams)
-                for place, found in _left(events):
+                for place, found in [*early, *_left(events)]:
                     spending.note(place, found)
                 meter.end()
 

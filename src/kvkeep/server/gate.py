@@ -54,6 +54,7 @@ class Gate:
             if scope["path"] not in self._open:
                 owner = self._settings.keys.owner(Headers(scope=scope).get("authorization"))
             scope.setdefault("state", {})["owner"] = owner
+            _check_path(scope)
             meter = self._begun(scope, owner)
             await self._app(scope, receive, watched)
         except RefusalError as refusal:
@@ -78,6 +79,18 @@ class Gate:
             return None
         scope["state"]["meter"] = meter = self._limits.begin(owner)
         return meter
+
+
+def _check_path(scope: Scope) -> None:
+    """Refuse a line break at a path's end: patterns of routes match before it, and the paths that count do not.
+
+    Raises:
+        RefusalError: there is one.
+    """
+    if scope["path"].endswith("\n"):
+        raise RefusalError(
+            404, f"{scope['method']} {_shown(scope)}: a path ends with a line break; see /openapi.json for all routes."
+        )
 
 
 def _note(scope: Scope, owner: str, status: int, seconds: float) -> None:
