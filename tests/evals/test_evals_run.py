@@ -396,7 +396,7 @@ def test_a_folder_that_vanishes_is_a_clear_error(tmp_path):
         if Records(folder).rows:
             folder.rename(tmp_path / "elsewhere")
 
-    with pytest.raises(InputError, match=r"No such file or directory. The 1 rows written before are safe"):
+    with pytest.raises(InputError, match=r"No such file or directory. Make room"):
         run(laid_out("local"), writer(), Records(folder), vanish)
     assert len(Records(tmp_path / "elsewhere").rows) == 1
 

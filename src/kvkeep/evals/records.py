@@ -59,8 +59,9 @@ class Records(Results):
 
     @property
     def safe(self) -> str:
-        """A sentence with the number of finished rows."""
-        return f"The {len(self.rows)} rows written before are safe." if self.rows else ""
+        """A sentence with the number of finished rows; nothing if there is none, or their file is gone."""
+        there = len(self.rows) if (self.path / ROWS).is_file() else 0
+        return f"The {there} rows written before are safe." if there > 1 else "The row written before is safe." * there
 
     def manifest(self) -> dict[str, Any] | None:
         """The content of ``run.json``; ``None`` if the folder has no run yet.

@@ -5,6 +5,7 @@ Nothing here knows Ray.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from dataclasses import dataclass
@@ -70,12 +71,19 @@ class CellWorker:
         return ModelFacts(weights, (False, False), platform.node(), os.getpid(), bench.writer.dtype)
 
     def run(self, number: int, piece: Piece) -> Answer:
-        """Run a cell."""
+        """Run a cell. What fails here would fail in every worker, so it is no reason to start another one."""
         assert self._bench is not None
         try:
             return Answer(number, whole=self._bench.run(piece))
         except KVKeepError as error:
-            return Refusal(number, reason=f"On {platform.node()}: {error}")
+            return _refusal(number, str(error))
+        except Exception as error:  # a defect, or a file that cannot be read
+            logging.getLogger(__name__).exception("Cell %d failed.", number)
+            return _refusal(number, f"{type(error).__name__}: {error}")
+
+
+def _refusal(number: int, why: str) -> Refusal:
+    return Refusal(number, reason=f"On {platform.node()}: {why}")
 
 
 CELLS = Trade[ModelFacts](CellWorker, "cell", at_once=1, ahead=lambda facts: 1, patience_s=3600.0)

@@ -59,7 +59,7 @@ class Crew(Generic[F]):
         self._places = [Place(number, trade.patience_s) for number in range(1, size + 1)]
         self._pieces = Pieces(lambda place: None)
         self._facts: F | None = None
-        self._lost = False
+        self._lost, self._last = False, ""
         self.size = size
 
     @property
@@ -139,8 +139,9 @@ class Crew(Generic[F]):
                 return
             if all(place.handle is None for place in self._places):
                 raise InputError(
-                    f"No worker is left: each died {DEATHS} times without an answer. Perhaps they need more than their "
-                    "nodes have; the nodes' logs of Ray say why. The same command goes on from here."
+                    f"No worker is left: each died {DEATHS} times without an answer, at last of this: {self._last}. "
+                    "Perhaps they need more than their nodes have; the nodes' logs of Ray say more. The same command "
+                    "goes on from here."
                 )
             starting = [place.starting for place in self._places if place.starting is not None]
             ready, rest = self._ray.wait(running + starting, timeout=_PATIENCE_S)
@@ -240,7 +241,7 @@ class Crew(Generic[F]):
 
     def _replace(self, place: Place, reason: str, take: Take) -> None:
         """Start a worker in place of a dead one, and give its pieces back."""
-        lost, alone = list(place.running.values()), place.alone
+        lost, alone, self._last = list(place.running.values()), place.alone, reason
         finished = self._finished(place, take)
         self._dismiss(place)
         lost = [item for item in lost if item[0] not in finished]
