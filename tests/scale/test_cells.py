@@ -1,20 +1,18 @@
 """``kvkeep eval --ray-workers`` on a cluster that dies as a die decides: the rows are those of one process."""
 
-import contextlib
 import itertools
 import json
-import pickle
 import random
 import signal
 from collections import Counter
 
 import model_folders
 import pytest
-from fake_ray import Cluster
+from raycells import CELLS, Real, invoke, rows
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvkeep.cli.eval import far, grid
+from kvkeep.cli.eval import far
 from kvkeep.cli.main import app
 from kvkeep.errors import CapacityError, InputError
 from kvkeep.evals.apart import Bench, Piece, Queue, Source
@@ -27,87 +25,9 @@ from kvkeep.evals.tasks import TASKS
 from kvkeep.models import load as loading
 from kvkeep.models.text import Writer
 from kvkeep.profile import Profile
-from kvkeep.scale import crew
 from kvkeep.scale.cells import CellWorker, ModelFacts
-from kvkeep.scale.cluster import Need
 
-QUICK = ("--policies", "full,local,h2o@8", "--limit", 2, "--window", 40, "--budgets", "12,20%", "--threads", 1)
-TASKS_HERE = ("--tasks", "perplexity,agreement", "--seed", "0,1")
-CELLS = 2 * 2 * 5
-
-
-class Real(Cluster):
-    """Workers that run cells, in this process, but in another folder. All that reaches them has been pickled.
-
-    Args:
-        seed: decides which calls end when, and who dies.
-        deaths: workers that die once a cell has been run.
-        options: of the cluster.
-    """
-
-    def __init__(self, seed, *, deaths=0, **options):
-        super().__init__(seed, **options)
-        self._later = deaths
-
-    def remote(self, kind):
-        self.kind = lambda make: kind(pickle.loads(pickle.dumps(make)))
-        return self
-
-    def begun(self, call):
-        with contextlib.chdir("/"):
-            return call.actor.worker.begin(*call.arguments)
-
-    def answered(self, call):
-        self.deaths, self._later = self.deaths + self._later, 0
-        with contextlib.chdir("/"):
-            return pickle.loads(pickle.dumps(call.actor.worker.run(*pickle.loads(pickle.dumps(call.arguments)))))
-
-
-@pytest.fixture(autouse=True)
-def _fast():
-    with model_folders.one_thread():
-        yield
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """Put a cluster in the place of Ray."""
-    monkeypatch.setattr(grid, "check_ray", lambda address: None)
-    monkeypatch.setattr(far, "joined", lambda address, cpus: contextlib.nullcontext())
-    monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
-    monkeypatch.setattr(crew, "DEATHS", 10**6)
-
-    def put(cluster):
-        monkeypatch.setattr(crew, "need_ray", lambda: cluster)
-        return cluster
-
-    return put
-
-
-def invoke(folder, *words, tasks=TASKS_HERE, model=None):
-    asked = ("eval", model or model_folders.folder(), *QUICK, *tasks, "--no-plots", "-o", folder, *words)
-    found = CliRunner().invoke(app, [*map(str, asked)], env={"COLUMNS": "160"})
-    found.said = " ".join(found.output.split())
-    assert "Traceback" not in found.output
-    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
-    return found
-
-
-def rows(folder):
-    """The lines of a folder in their order, without the time that they took."""
-    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key != "wall_s"} for row in lines]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """What one process makes of the grid, and what it prints."""
-    folder = tmp_path_factory.mktemp("whole")
-    with model_folders.one_thread():
-        found = invoke(folder)
-    assert found.exit_code == 0, found.output
-    assert len(rows(folder)) == CELLS
-    return folder, found.stdout
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("seed", range(6))

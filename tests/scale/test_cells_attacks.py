@@ -7,7 +7,7 @@ import shutil
 import signal
 
 import pytest
-from test_cells import CELLS, Real, _fast, invoke, on, rows, whole  # noqa: F401  fixtures
+from raycells import CELLS, Real, invoke, rows
 
 from kvkeep.cli.eval import far
 from kvkeep.errors import CapacityError, InputError
@@ -17,7 +17,7 @@ from kvkeep.evals.tasks import TASKS
 from kvkeep.runs import Lock
 from kvkeep.scale import crew
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 RAY = ("--ray-workers", 2)
 
