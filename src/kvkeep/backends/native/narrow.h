@@ -53,11 +53,12 @@ inline void put_all_narrow(const float *from, float by, uint16_t *to, int64_t n)
     }
 }
 
-// Write two vectors as sums of two numbers in bfloat16. What is lost is less than 2^-16 of a number.
-inline void put_halves(Floats a, Floats b, uint16_t *high, uint16_t *low) {
+// Write two vectors in their own place as sums of two numbers in bfloat16: all upper halves, then all lower ones. What is
+// lost is less than 2^-16 of a number.
+inline void put_halves(Floats a, Floats b, float *to) {
     const Floats x = (Floats)((Bits)a & 0xffff0000), y = (Floats)((Bits)b & 0xffff0000);
-    put_narrow(x, y, high);
-    put_narrow(a - x, b - y, low);
+    put_narrow(x, y, (uint16_t *)to);
+    put_narrow(a - x, b - y, (uint16_t *)(to + W));
 }
 
 // Pack one panel of a head's values: a row of pairs for every two slots. Empty slots become zeros.

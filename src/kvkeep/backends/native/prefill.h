@@ -14,7 +14,6 @@ class Block {
     const Packed held;
     const int64_t row, head, first, tokens, rows, width;
     float *const p, *const tempered;
-    uint16_t *const narrow;  // two halves of probabilities times 1 / scale, for products in squares
     float *const query, *const out, *const scale, *const temper, *const known, *const weights, *const shares;
     int32_t *const at, *const ids;
     int64_t active = 0;
@@ -24,8 +23,7 @@ class Block {
         : plan(plan), a(plan.a), held(held), row(i / a.kv_heads), head(i % a.kv_heads),
           first(block * plan.tokens_each), tokens(std::min(plan.tokens_each, a.tokens - first)),
           rows(up(tokens * a.group, plan.unit)), width(plan.width), p(scratch), tempered(p + plan.rows_each * width),
-          narrow((uint16_t *)(tempered + (a.gains ? plan.rows_each * width : 0))),
-          query((float *)(narrow + plan.rows_each * plan.narrow_width)), out(query + plan.rows_each * plan.dim.floats()),
+          query(tempered + (a.gains ? plan.rows_each * width : 0)), out(query + plan.rows_each * plan.dim.floats()),
           scale(out + plan.rows_each * plan.value_dim.floats()), temper(scale + plan.rows_each),
           known(temper + plan.rows_each), weights(known + plan.rows_each),
           shares(weights + plan.tokens_each * (a.masses + a.lows)), at((int32_t *)(shares + plan.tokens_each)),
@@ -35,14 +33,16 @@ class Block {
     void run(float *sums, int64_t stride) {
         find_panels();
         multiply(a.query, a.query_row, a.query_head, a.query_token, plan.squares, 1.0f);
-        const bool counts = load_weights();
+        const bool counts = load_weights(), floats = !plan.squares || (counts && (a.lows || !a.gains));
         for (int64_t r = 0; r < tokens * a.group; r++) {
-            normalise(r);
+            normalise(r, floats);
             if (counts && !a.lows) add(r, sums, stride);
+            if (plan.squares && floats && !a.lows) halve(r);
         }
-        write_outputs();
         for (int64_t c = 0; counts && a.lows && c < active; c++)
             for (int64_t i = 0; i < TILE; i++) count(c, i, sums + ids[c] * PANEL + i * W, stride);
+        for (int64_t r = 0; plan.squares && floats && a.lows && r < tokens * a.group; r++) halve(r);
+        write_outputs();
     }
 
     // After `run`: let the queries read all keys again, and take the logs of the largest shares.
@@ -132,14 +132,12 @@ class Block {
         else dots_of_pairs(queries, plan.pairs, keys, to, width, by);
     }
 
-    // Turn the logits of a row into probabilities times 1 / scale.
-    void normalise(int64_t r) {
+    // Turn the logits of a row into probabilities times 1 / scale: floats, or halves for products in squares.
+    void normalise(int64_t r, bool floats) {
         const int32_t now = at[r / a.group], hidden = behind(now);
         const float softcap = (float)a.softcap, sink = a.sinks ? a.sinks[head * a.group + r % a.group] : -INFINITY;
         const float by = softcap == 0.0f ? left() : 1.0f;  // soft caps need the logits themselves
         float *x = p + r * width, *other = tempered + r * width;
-        const int64_t half = plan.narrow_width / 2;
-        uint16_t *const halves = narrow + r * 2 * half;
         Floats top = all(-INFINITY);
         Ints shown = {};
         int64_t seen = 0;
@@ -166,29 +164,37 @@ class Block {
             scale[r] = temper[r] = 0.0f;
             known[r] = -INFINITY;
             std::memset(x, 0, active * PANEL * sizeof *x);
-            if (plan.squares) std::memset(halves, 0, plan.narrow_width * sizeof *narrow);
             if (a.gains) std::memset(other, 0, active * PANEL * sizeof *x);
             return;
         }
         const float gain = a.gains ? a.gains[row] : 1.0f;
-        Floats total = {}, tempered_total = {}, last = {};
-        for (int64_t i = 0; i < active * PANEL; i += W) {
+        Floats total = {}, tempered_total = {};
+        const auto weight = [&](int64_t i) {
             const Floats scaled = in_register(load<Floats>(x + i) * by);  // rounded as `most`, so none is above it
             const Floats logits = scaled - most, e = exp_of_small(logits);
-            store(x + i, e);
             total += e;
             if (a.gains) {
                 const Floats t = select(logits > -INFINITY, exp_of_small(logits * gain), Floats{});
                 store(other + i, t);
                 tempered_total += t;
             }
-            if (plan.squares && i % (2 * W)) put_halves(last, e, halves + i - W, halves + half + i - W);
-            last = e;
+            return e;
+        };
+        for (int64_t i = 0; i < active * PANEL; i += 2 * W) {
+            const Floats one = weight(i), two = weight(i + W);
+            if (floats) store(x + i, one), store(x + i + W, two);
+            else put_halves(one, two, x + i);
         }
         const float all_of_it = sum(total) + (a.sinks ? std::exp(sink - most) : 0.0f);
         scale[r] = 1.0f / all_of_it;
         known[r] = most + std::log(all_of_it);
         temper[r] = a.gains ? 1.0f / std::max(sum(tempered_total), 1e-37f) : scale[r];
+    }
+
+    // Turn the floats of a row into halves.
+    void halve(int64_t r) {
+        float *const x = p + r * width;
+        for (float *i = x; i < x + active * PANEL; i += 2 * W) put_halves(load<Floats>(i), load<Floats>(i + W), i);
     }
 
     // Soft cap, and minus infinity for empty slots, in the logits of the second reading.
@@ -225,9 +231,9 @@ class Block {
     }
 
     void write_outputs() {
-        const int64_t dim = plan.value_dim.floats(), half = plan.narrow_width / 2;
+        const int64_t dim = plan.value_dim.floats();
         std::memset(out, 0, rows * dim * sizeof *out);
-        if (plan.squares) mix_panels_in_squares({narrow, half}, rows, held.values, ids, active, dim, out);
+        if (plan.squares) mix_panels_in_squares(p, width, rows, held.values, ids, active, dim, out);
         else mix_panels(p, width, rows, held.values, ids, active, dim, out);
         for (int64_t r = 0; r < tokens * a.group; r++) {
             const int64_t query_head = (row * a.kv_heads + head) * a.group + r % a.group;

@@ -1,5 +1,6 @@
 // Products of squares of bfloat16 numbers in the tile registers of AMX, which some x86 processors have. Such a register
-// holds 16 rows of 64 bytes: 16 x 32 numbers on the left, 16 pairs of rows x 16 on the right, 16 x 16 floats as the sum.
+// holds 16 rows of 64 bytes: 16 x 32 numbers on the left, 16 pairs of rows x 16 on the right, 16 x 16 floats as the
+// sum. Weights of values are two numbers each, an upper and a lower half, so that they lose less than 2^-16.
 
 #pragma once
 
@@ -85,12 +86,11 @@ inline void dots_in_squares(const int32_t *query, int64_t pairs, const int32_t *
 #endif
 }
 
-// Add the values of n panels, weighted by the probabilities of SQUARE queries, to N squares of the outputs. The weights
-// are the sums of two halves, the second `half` behind the first, so they lose less than 2^-16 of themselves. `width`:
-// from query to query in the weights; `ids`: where each panel lies in the values.
+// Add the values of n panels, weighted by the probabilities of SQUARE queries, to N squares of the outputs. `width`: from
+// query to query in the weights, which are halves; `ids`: where each panel lies in the values.
 template <int N>
-inline void mix_in_squares(const uint16_t *p, int64_t half, int64_t width, const int32_t *values, const int32_t *ids,
-                           int64_t n, int64_t dim, float *out) {
+inline void mix_in_squares(const float *p, int64_t width, const int32_t *values, const int32_t *ids, int64_t n,
+                           int64_t dim, float *out) {
 #ifdef KVKEEP_SQUARES
     finish_stores();
     _tile_loadd(0, out, dim * 4);
@@ -102,8 +102,8 @@ inline void mix_in_squares(const uint16_t *p, int64_t half, int64_t width, const
     for (int64_t c = 0; c < n; c++)
         for (int64_t i = 0; i < PANEL; i += 2 * SQUARE) {
             const int32_t *const v = values + (ids[c] * PANEL + i) / 2 * dim;
-            _tile_loadd(4, p + c * PANEL + i, width * 2);
-            _tile_loadd(5, p + half + c * PANEL + i, width * 2);
+            _tile_loadd(4, p + c * PANEL + i, width * 4);
+            _tile_loadd(5, p + c * PANEL + i + SQUARE, width * 4);
             _tile_loadd(6, v, dim * 4);
             _tile_loadd(7, v + SQUARE, dim * 4);
             _tile_dpbf16ps(0, 4, 6);
@@ -126,30 +126,23 @@ inline void mix_in_squares(const uint16_t *p, int64_t half, int64_t width, const
         _tile_stored(3, out + 3 * SQUARE, dim * 4);
     }
 #else
-    (void)p, (void)half, (void)width, (void)values, (void)ids, (void)n, (void)dim, (void)out;
+    (void)p, (void)width, (void)values, (void)ids, (void)n, (void)dim, (void)out;
 #endif
 }
 
-// Probabilities of rows as sums of two numbers in bfloat16: a row of `width` upper halves, then one of lower halves.
-struct TwoHalves {
-    const uint16_t *p;
-    int64_t width;
-};
-
 // Add the values of all panels, weighted by the probabilities of the rows, to the outputs, whose columns are in order.
-inline void mix_panels_in_squares(TwoHalves weights, int64_t rows, const float *packed, const int32_t *ids,
+inline void mix_panels_in_squares(const float *p, int64_t width, int64_t rows, const float *packed, const int32_t *ids,
                                   int64_t panels, int64_t dim, float *out) {
     const int32_t *const values = (const int32_t *)packed;
-    const int64_t half = weights.width;
     for (int64_t c = 0; c < panels; c += NEAR_PANELS)
         for (int64_t r = 0; r < rows; r += SQUARE) {
-            const uint16_t *const p = weights.p + r * 2 * half + c * PANEL;
+            const float *const weights = p + r * width + c * PANEL;
             const int64_t n = std::min(NEAR_PANELS, panels - c);
             float *const to = out + r * dim;
             int64_t d = 0;
             for (; d + 4 * SQUARE <= dim; d += 4 * SQUARE)
-                mix_in_squares<4>(p, half, 2 * half, values + d, ids + c, n, dim, to + d);
-            if (d < dim) mix_in_squares<2>(p, half, 2 * half, values + d, ids + c, n, dim, to + d);
+                mix_in_squares<4>(weights, width, values + d, ids + c, n, dim, to + d);
+            if (d < dim) mix_in_squares<2>(weights, width, values + d, ids + c, n, dim, to + d);
         }
 }
 

@@ -71,7 +71,7 @@ struct Plan {
     const bool squares;
     const int64_t unit;  // rows that are multiplied at a time
     int64_t slots, panels, tokens_each, rows_each, blocks, parts, heads_each, pairs, keys, values, packed, partial;
-    int64_t width, narrow_width, scratch;
+    int64_t width, scratch;
 
     Plan(const Prefill &a, Narrow narrow)
         : a(a), dim(a.dim), value_dim(a.value_dim), squares(narrow == IN_SQUARES), unit(squares ? SQUARE : ROWS) {
@@ -89,8 +89,7 @@ struct Plan {
         packed = up(keys + values + panels * (PANEL * (pairs + 1) + 3), W);
         partial = (a.masses + a.lows + (a.again ? 1 : 0)) * panels * PANEL;
         width = panels * PANEL + W;  // no power of two, which would crowd a few sets of the cache
-        narrow_width = squares ? 2 * (panels * PANEL + W) : 0;
-        scratch = rows_each * ((a.gains ? 2 : 1) * width + narrow_width / 2 + dim.floats() + value_dim.floats() + 3) +
+        scratch = rows_each * ((a.gains ? 2 : 1) * width + dim.floats() + value_dim.floats() + 3) +
                   tokens_each * (a.masses + a.lows + 2) + panels;
     }
 
