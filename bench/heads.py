@@ -22,8 +22,11 @@ from pathlib import Path
 from lib import report
 from quality import rows_of
 
+from kvkeep import parse
+from kvkeep.evals.drive import Setup
 from kvkeep.evals.paired import Answers, Difference, answers, difference, kept
 from kvkeep.evals.report import FULL, Row, grouped
+from kvkeep.models.load import embedded, find
 
 CELLS = {
     "later": (("reread", "leverage", "keydiff:document", "blend"), ("5%", "10%", "20%")),
@@ -44,6 +47,11 @@ def held(output: Path, profile: Path) -> Path:
     if not copy.exists():
         shutil.copyfile(profile, copy)
     return copy
+
+
+def named(rule: str) -> str:
+    """How results of the embedded model under a rule or profile are named."""
+    return Setup(head_budget=rule).differences(find(embedded()), parse("h2o"))
 
 
 def command(output: Path, protocol: str, policies: str, budgets: str, options: argparse.Namespace) -> list[str]:
@@ -97,7 +105,7 @@ def main() -> None:
         for more in ([], ["--head-budget", rule]):
             words = command(options.output, protocol, policies, numbers, options)
             subprocess.run([*words, *more], check=True, stdout=subprocess.DEVNULL)
-    cells = list(found(options.output, f"head-budget={rule}"))
+    cells = list(found(options.output, named(rule)))
     better = sum(change.clear and change.points > 0 for _, change in cells)
     worse = sum(change.clear and change.points < 0 for _, change in cells)
     numbers = {"cells": len(cells), "clearly_better": better, "clearly_worse": worse}

@@ -16,6 +16,9 @@ import hard  # noqa: E402
 import heads  # noqa: E402
 import quality  # noqa: E402
 
+from kvkeep.models.load import embedded, find  # noqa: E402
+from kvkeep.profile import Profile  # noqa: E402
+
 for name in [name for name in sys.modules if name.partition(".")[0] == "lib"]:
     del sys.modules[name]  # other tests import the scripts' folder anew
 sys.path.remove(str(BENCH))
@@ -145,3 +148,17 @@ def test_results_of_a_profile_are_named_by_its_content(tmp_path):
     (tmp_path / "heads.json").write_text("two")
     assert heads.held(tmp_path / "out", tmp_path / "heads.json") != first
     assert first.read_text() == "one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", [True, False], ids=["profile", "rule"])
+def test_results_under_a_profile_or_a_rule_are_found_again(tmp_path, profile, capsys, monkeypatch):
+    shape = find(embedded()).config
+    layers, kv_heads = shape.num_hidden_layers, shape.num_key_value_heads
+    file = tmp_path / "heads.json"
+    Profile(model={"layers": layers, "kv_heads": kv_heads}, heads=((0.5,) * kv_heads,) * layers, least=5).save(file)
+    chosen = ["--profile", str(file)] if profile else ["--rule", "ada:0.2"]
+    options = ["--questions", "2", "--context", "512", "--protocols", "later", "--policies", "h2o", "--budgets", "10%"]
+    monkeypatch.setattr(sys, "argv", ["heads.py", "--output", str(tmp_path / "out"), *chosen, *options])
+    heads.main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["cells"] == 1
