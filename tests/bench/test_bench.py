@@ -253,6 +253,7 @@ def test_products(monkeypatch, capsys):
     assert "3 rows" in text
 
 
+@pytest.mark.slow
 def test_joined(monkeypatch, capsys):
     words = ["--chunk", "6", "--prompts", "2", "--decoding", "2", "--budget", "8", "--repeats", "2"]
     text, data = run("joined", monkeypatch, capsys, *words)
@@ -267,6 +268,7 @@ def test_overhead(monkeypatch, capsys):
     assert "2 rows x 40 slots" in text
 
 
+@pytest.mark.slow
 def test_mixed(monkeypatch, capsys):
     words = ["--each", "2", "--budget", "40", "--prompt", "3", "--new", "4", "--repeats", "2"]
     text, data = run("mixed", monkeypatch, capsys, *words)
@@ -457,6 +459,7 @@ def test_the_machine_is_described_with_its_kernel():
     assert lib.machine()["kvkeep"] == kvkeep.__version__
 
 
+@pytest.mark.slow
 def test_prefill_memory_of_several_policies(monkeypatch, capsys, here):
     words = ["--contexts", "40", "--budget", "8", "--chunk", "16", "--dtype", "bfloat16", "--repeats", "2", "--pages"]
     words += ["--policies", "snapkv:window=4", "full"]

@@ -332,7 +332,7 @@ def test_a_closed_pipe_ends_the_job_quietly(ten, tmp_path):
     assert "Traceback" not in errors.read_text()
 
 
-@pytest.mark.parametrize(("kills", "n"), sweep([(4, 40), (10, 120)], lambda case: case[0] == 4))
+@pytest.mark.parametrize(("kills", "n"), sweep([(2, 20), (10, 120)], lambda case: case[0] == 2))
 def test_killed_at_random_moments(tmp_path, kills, n):
     entries = [
         {"prompt": f"There was a dog, and it had {i}", "n": i, "options": {"max_new_tokens": 12}} for i in range(n)

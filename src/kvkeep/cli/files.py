@@ -107,6 +107,17 @@ def place(text: str, option: str) -> Path:
     return in_full(text)
 
 
+def data_folder() -> Path:
+    """The folder in which the system keeps a user's data."""
+    home = Path("~").expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return home / "Library" / "Application Support"
+    named = Path(os.environ.get("XDG_DATA_HOME", ""))
+    return named if named.is_absolute() else home / ".local" / "share"
+
+
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(prefix="kvkeep-")

@@ -24,7 +24,17 @@ _LINES = (".jsonl", ".ndjson", ".json")
 
 def is_foreign(source: str) -> bool:
     """Whether an input is no local JSONL file or pipe: an address with a scheme, a Parquet file, or a folder."""
-    return "://" in source or source.lower().endswith(_PARQUET) or os.path.isdir(source)
+    return is_address(source) or is_parquet(source) or os.path.isdir(source)
+
+
+def is_address(name: str) -> bool:
+    """Whether a name has a scheme, such as ``s3://``."""
+    return "://" in name
+
+
+def is_parquet(name: str) -> bool:
+    """Whether a name is that of a Parquet file."""
+    return name.lower().endswith(_PARQUET)
 
 
 @contextmanager
@@ -48,7 +58,7 @@ def as_lines(source: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
             copy = Path(folder) / "lines.jsonl"
             try:
-                system, path = fs.FileSystem.from_uri(source if "://" in source else str(Path(source).resolve()))
+                system, path = fs.FileSystem.from_uri(source if is_address(source) else str(Path(source).resolve()))
                 with copy.open("wb") as target:
                     for name in _files(system, path, source):
                         _copy(system, name, target)
@@ -79,7 +89,7 @@ def _files(system: Any, path: str, source: str) -> list[str]:
 
 def _copy(system: Any, name: str, target: IO[bytes]) -> None:
     """Append the lines of a file."""
-    if not name.lower().endswith(_PARQUET):
+    if not is_parquet(name):
         with system.open_input_stream(name) as stream:
             shutil.copyfileobj(stream, target)
         target.write(b"\n")  # a file may end without a line break; an empty line is no line

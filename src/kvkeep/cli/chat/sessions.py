@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvkeep.cli.files import place
+from kvkeep.cli.files import data_folder, place
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.runs import Lock, in_full, remove_leftovers
 
@@ -46,7 +45,7 @@ class Folder:
         if asked is not None:
             return cls(place(asked, "--sessions"))
         named = os.environ.get(VARIABLE)
-        return cls(in_full(named) if named else _data_folder() / "kvkeep" / "sessions")
+        return cls(in_full(named) if named else data_folder() / "kvkeep" / "sessions")
 
     def names(self) -> Iterator[str]:
         """The names of all saved conversations, in order."""
@@ -207,14 +206,3 @@ def _checked(name: str) -> str:
         return check_name(name)
     except InputError as error:
         raise InputError(str(error).replace("name=", "The name ", 1)) from error
-
-
-def _data_folder() -> Path:
-    """The folder in which the system keeps a user's data."""
-    home = Path("~").expanduser()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    if sys.platform == "darwin":
-        return home / "Library" / "Application Support"
-    named = Path(os.environ.get("XDG_DATA_HOME", ""))
-    return named if named.is_absolute() else home / ".local" / "share"

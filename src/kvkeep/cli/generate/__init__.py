@@ -93,8 +93,8 @@ def generate(
             "--output",
             "-o",
             metavar="FILE",
-            help="JSONL file for the completions; the same command again resumes a job that was stopped. - is standard "
-            "output.",
+            help="JSONL or Parquet file for the completions, or an address such as s3://bucket/answers.jsonl; the same "
+            "command again resumes a job that was stopped. - is standard output.",
             rich_help_panel=_JOB,
         ),
     ] = None,

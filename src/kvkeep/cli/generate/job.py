@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +14,10 @@ import typer
 
 from kvkeep import budget as budgets
 from kvkeep.cli import console, torchrun
-from kvkeep.cli.files import STANDARD_INPUT, read_again
+from kvkeep.cli.files import STANDARD_INPUT
 from kvkeep.cli.generate.build import engine_of, show_with
 from kvkeep.cli.generate.completion import sampling_of
+from kvkeep.cli.generate.elsewhere import lines_of, published
 from kvkeep.cli.generate.encode import Read, reader
 from kvkeep.cli.generate.request import Batch, Request
 from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, Near, Workers, run
@@ -43,7 +44,6 @@ from kvkeep.policies.base import Policy
 from kvkeep.registry import parse as parse_policy
 from kvkeep.registry import spec
 from kvkeep.scale.cluster import check_ray, joined, own_cpus
-from kvkeep.scale.files import as_lines, is_foreign
 
 
 @ended_with_its_cluster()
@@ -60,8 +60,14 @@ def serve(request: Request, batch: Batch) -> None:
     device = parse_device(request.device)
     if batch.workers is not None:
         check_ray(batch.address)
-    with quiet(), threads.restored(), enough_memory(device), split.left(), _source(batch.input) as source:
-        batch = together(batch)
+    with (
+        quiet(),
+        threads.restored(),
+        enough_memory(device),
+        split.left(),
+        lines_of(batch.input) as source,
+        published(together(batch)) as batch,
+    ):
         memory = None if request.memory is None else Memory.read(request.memory)
         request = settled(request, memory)
         policy = parse_policy(request.policy)
@@ -155,11 +161,6 @@ def _far(job: _Job, budget: int, memory: str | None) -> None:
             each = f"{console.count(batch.workers, 'worker')}, each with "
             job.announce(budget, crew.facts.rows, crew.facts.row_bytes, each)
             job.run(Far(crew, _lines(job.source, todo), lambda number: survey.work([number])), todo)
-
-
-def _source(name: str) -> AbstractContextManager[Path]:
-    """A JSONL file that can be read several times, with the lines of an input."""
-    return as_lines(name) if is_foreign(name) else read_again(name, kind="input")
 
 
 def _remark(survey: Survey, checkpoint: Checkpoint, name: str) -> None:

@@ -12,6 +12,7 @@ from kvkeep.cli.generate.request import Batch
 from kvkeep.cli.options import parse_bytes, parse_tokens
 from kvkeep.cli.usage import exists
 from kvkeep.errors import InputError
+from kvkeep.scale.files import is_address
 
 JOB = "Batch job"
 """The heading of its options in the help."""
@@ -76,7 +77,7 @@ def parse_batch(
         return None
     if output is None:
         raise InputError("A batch job needs --output FILE, where its completions go; - is standard output.")
-    if output != STANDARD_OUTPUT:
+    if output != STANDARD_OUTPUT and not is_address(output):
         output = str(place(output, "--output"))
     if max_rows is not None and max_rows < 1:
         raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")

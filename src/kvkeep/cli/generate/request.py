@@ -50,8 +50,8 @@ class Batch:
     """The options of a batch job, beside a `Request` without a prompt.
 
     Attributes:
-        input: JSONL file of prompts.
-        output: JSONL file of completions; ``-`` is standard output.
+        input: file or folder of prompts, or its address.
+        output: JSONL or Parquet file of completions, or its address; ``-`` is standard output.
         skip_bad: whether lines that cannot be run are set aside; otherwise they stop the job.
         max_rows: sequences that run at once.
         kv_memory: bytes that all sequences may take together.

@@ -1,0 +1,53 @@
+"""Inputs and outputs of batch jobs that are no local JSONL files: they are copied here, and collected here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+
+from kvkeep.cli import console
+from kvkeep.cli.files import data_folder, read_again
+from kvkeep.cli.generate.request import Batch
+from kvkeep.cli.generate.run_lines import INCOMPLETE
+from kvkeep.scale import files
+from kvkeep.scale.destination import Destination, is_foreign
+
+
+def lines_of(name: str) -> AbstractContextManager[Path]:
+    """A JSONL file that can be read several times, with the lines of an input."""
+    return files.as_lines(name) if files.is_foreign(name) else read_again(name, kind="input")
+
+
+@contextmanager
+def published(batch: Batch) -> Iterator[Batch]:
+    """The options of a job that writes to a local file, for the time of this block; its lines are published at the end.
+
+    If the block raises an error or the user ends the job, nothing is published. The local file stays until every line
+    has its completion at the destination, so the same command goes on from there.
+
+    Raises:
+        InputError: the destination cannot be written.
+    """
+    if not is_foreign(batch.output):
+        yield batch
+        return
+    destination = Destination(batch.output, data_folder() / "kvkeep" / "jobs")
+    destination.begin()
+    console.progress(f"collecting completions in {destination.path} …")
+    try:
+        yield replace(batch, output=str(destination.path))
+    except typer.Exit as end:
+        if end.exit_code == INCOMPLETE:
+            _publish(destination)
+        raise
+    _publish(destination)
+    destination.path.unlink(missing_ok=True)
+
+
+def _publish(destination: Destination) -> None:
+    destination.publish()
+    console.note(f"completions are in {destination.target}")
