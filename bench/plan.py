@@ -3,14 +3,16 @@
     python bench/plan.py                                       # Qwen3-0.6B's shape, 1 row, 2048 and 8192 tokens
     python bench/plan.py --rows 8 --contexts 2048 --repeats 15
 
-The plan is made from the configuration alone, with the bandwidth that `kvkeep plan --measure` would measure. Bytes are
-those of the tensors that exist; speed is that of decode steps on filled caches, kvkeep's and transformers' in turn.
+The plan is made from the configuration alone, with the speeds that `kvkeep plan --measure` would measure. Bytes are
+those of the tensors that exist; speed is that of decode steps on filled caches, kvkeep's and transformers' in turn. The
+plan counts a full cache as a good implementation would have it, so it is compared with kvkeep's own `full` first.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from dataclasses import replace
 
 import torch
 from decode import stepper
@@ -37,7 +39,7 @@ from transformers import LlamaForCausalLM
 
 import kvkeep
 from kvkeep.models.fused import prepare
-from kvkeep.planning.bandwidth import measure_bandwidth
+from kvkeep.planning.bandwidth import measure_bandwidth, measure_products
 from kvkeep.planning.plan import Plan, plan
 
 COLUMNS = ["what", "planned", "measured", "measured / planned"]
@@ -49,7 +51,7 @@ def planned(context: int, options: argparse.Namespace) -> Plan:
     with tempfile.TemporaryDirectory(prefix="kvkeep-bench-") as folder:
         speed_config(options.layers, options.shape).save_pretrained(folder)
         asked = {"context": context, "rows": options.rows, "dtype": options.dtype, "bandwidth": options.bandwidth}
-        return plan(folder, options.policy, options.budget, **asked)
+        return replace(plan(folder, options.policy, options.budget, **asked), products=options.products)
 
 
 def tensor_bytes(model: LlamaForCausalLM) -> int:
@@ -58,15 +60,20 @@ def tensor_bytes(model: LlamaForCausalLM) -> int:
 
 
 def speeds(model: LlamaForCausalLM, context: int, options: argparse.Namespace) -> tuple[dict[str, float], int]:
-    """Tokens per second of steps with a full and with a bounded cache, and the bytes of the bounded one."""
+    """Tokens per second of steps with a full and with a bounded cache, and the bytes of the bounded one.
+
+    A full cache is kvkeep's own, and the static one of transformers.
+    """
     ours = twin(model)
     prepare(ours, options.rows)
     kvkeep.attach(ours)
     shape = {"rows": options.rows, "tokens": context}
     cache = bounded.filled_cache(ours, options.policy, options.budget, **shape)
     token = torch.zeros((options.rows, 1), dtype=torch.long)
+    room = options.repeats + WARMUP
     tasks = {
-        "full": stepper(model, dense.static_cache(model, **shape, room=options.repeats + WARMUP), token),
+        "static": stepper(model, dense.static_cache(model, **shape, room=room), token),
+        "full": stepper(ours, bounded.filled_cache(ours, "full", context + room, **shape), token),
         "bounded": stepper(ours, cache, token),
     }
     times = interleaved(tasks, options.repeats, WARMUP)
@@ -81,8 +88,9 @@ def cell(model: LlamaForCausalLM, context: int, options: argparse.Namespace) -> 
     pairs = {
         "weights, MiB": (made.bounded.weight_bytes / MIB, tensor_bytes(model) / MIB),
         f"cache of {counted(options.rows)}, {name}, MiB": (options.rows * made.bounded.row_bytes / MIB, held / MIB),
-        f"tokens/s, {name}": (made.bounded.tokens_per_s(options.rows, options.bandwidth), found["bounded"]),
-        "tokens/s, full cache": (made.full.tokens_per_s(options.rows, options.bandwidth), found["full"]),
+        f"tokens/s, {name}": (made.tokens_per_s(made.bounded, options.rows) or 0.0, found["bounded"]),
+        "tokens/s, full cache": (made.tokens_per_s(made.full, options.rows) or 0.0, found["full"]),
+        "the same, in transformers": (made.tokens_per_s(made.full, options.rows) or 0.0, found["static"]),
     }
     lines = [[what, f"{one:.1f}", f"{two:.1f}", f"{two / one:.2f}"] for what, (one, two) in pairs.items()]
     show(f"{options.shape}, {counted(options.rows)} x {context} tokens, {options.dtype}", COLUMNS, lines)
@@ -110,9 +118,13 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     options.bandwidth = measure_bandwidth(torch.device("cpu")).best
-    speed = f"{options.bandwidth / 1e9:.1f} GB/s"
+    config = speed_config(options.layers, options.shape)
+    dtype = getattr(torch, options.dtype)
+    products = measure_products(torch.device("cpu"), dtype, options.rows, width=config.hidden_size)
+    options.products = {options.rows: products}
+    speed = f"{options.bandwidth / 1e9:.1f} GB/s, products {products / 1e9:.1f} GB/s"
     print(f"Memory bandwidth (threads: {options.threads}): {speed}; kvkeep's kernel: {kernel()}")
-    model = speed_model(getattr(torch, options.dtype), options.layers, attach=False, shape=options.shape)
+    model = speed_model(dtype, options.layers, attach=False, shape=options.shape)
     try:
         cells = [cell(model, context, options) for context in options.contexts]
     except kvkeep.KVKeepError as error:

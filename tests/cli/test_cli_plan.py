@@ -8,12 +8,13 @@ from pathlib import Path
 
 import model_folders
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kvkeep.cli import console
 from kvkeep.cli.main import app
 from kvkeep.cli.options import parse_bytes
-from kvkeep.cli.plan import parse_speed, report
+from kvkeep.cli.plan import measured, parse_speed
 from kvkeep.errors import InputError
 from kvkeep.models import load as loading
 from kvkeep.planning import shapes
@@ -119,16 +120,45 @@ def test_speeds_follow_from_bytes():
 
 
 def test_measured_bandwidth(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(report, "measure_bandwidth", lambda device: Bandwidth(read=3e9, copy=4e9))
-    found = as_json("--measure", "--device", "cpu")
+    monkeypatch.setattr(measured, "measure_bandwidth", lambda device: Bandwidth(read=3e9, copy=4e9))
+    monkeypatch.setattr(measured, "measure_products", lambda device, dtype, rows, **more: 6e9 / min(rows, 3))
+    found = as_json("--measure", "--device", "cpu", "--rows", 5, "--budget", 8)
     assert found["bandwidth"] == {
         "bytes_per_s": 4e9,
         "source": "measured",
         "device": "cpu",
         "read_bytes_per_s": 3e9,
         "copy_bytes_per_s": 4e9,
+        "weight_bytes_per_s": {"1": 6e9, "5": 2e9},
     }
-    assert "4.00 GB/s, measured on cpu" in plan("--measure", "--device", "cpu").stdout
+    for kind in ("full", "bounded"):
+        case = with_rows(found[kind], 5)
+        cache = 5 * found[kind]["row_bytes"]
+        assert case["tokens_per_s"] == pytest.approx(5 / ((case["read_bytes"] - cache) / 2e9 + cache / 4e9))
+    text = plan("--measure", "--device", "cpu").stdout
+    assert "4.00 GB/s, measured on cpu" in text
+    assert "6.00 GB/s of weights with 1 row" in text
+    assert "at most" not in text
+
+
+def test_products_of_quantised_weights_are_not_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measured, "measure_bandwidth", lambda device: Bandwidth(read=3e9, copy=4e9))
+    monkeypatch.setattr(measured, "measure_products", None)
+    text = plan("--measure", "--device", "cpu", "--weights-memory", "1MB").stdout
+    assert "tokens/s at most, 1 row" in text
+
+
+def test_products_of_more_rows_than_are_measured_follow_from_fewer(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def speed(device, dtype, rows, *, width, size_bytes):
+        asked.append((rows, size_bytes))
+        return 8e9
+
+    monkeypatch.setattr(measured, "measure_products", speed)
+    found = [measured._products(torch.device("cpu"), torch.float32, rows, 64) for rows in (32, 1024, 4096)]
+    assert found == [8e9, 8e9, 2e9]
+    assert asked == [(32, 2**28), (1024, 2**23), (1024, 2**23)]
 
 
 # defaults

@@ -19,7 +19,7 @@ from kvkeep.errors import BudgetError, InputError, KVKeepError, ModelFileError, 
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, quiet, read_weights
 from kvkeep.planning import bandwidth, shapes
-from kvkeep.planning.bandwidth import measure_bandwidth
+from kvkeep.planning.bandwidth import measure_bandwidth, measure_products
 from kvkeep.planning.plan import DEFAULT_BUDGET, Plan, default_budget, plan
 from kvkeep.planning.slots import LayerShape, joint_bytes
 from kvkeep.registry import parse
@@ -208,6 +208,18 @@ def test_bandwidth_is_the_median_of_several_repeats(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(clock))
     found = measure_bandwidth(torch.device("cpu"), size_bytes=4000, repeats=3)
     assert (found.read, found.copy, found.best) == (2000, 4000, 4000)
+
+
+def test_products_are_the_median_of_several_repeats(monkeypatch: pytest.MonkeyPatch):
+    clock = iter([0.0, 9.0, 0.0, 1.0, 0.0, 2.0, 0.0, 4.0])
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(clock))
+    sizes = {"width": 10, "size_bytes": 3000, "repeats": 3}  # two layers of 30 x 10 float32 numbers
+    assert measure_products(torch.device("cpu"), torch.float32, 2, **sizes) == 2 * 30 * 10 * 4 / 2
+
+
+def test_one_layer_is_multiplied_at_least():
+    found = measure_products(torch.device("cpu"), torch.bfloat16, 3, width=16, size_bytes=1, repeats=1)
+    assert found > 0
 
 
 def test_bandwidth_of_this_machine():

@@ -1,4 +1,4 @@
-"""The bandwidth of a device's memory, measured with buffers that are larger than the processor's caches."""
+"""The bandwidth of a device's memory, and the speed of products, measured beyond the processor's caches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import linear
 
 from kvkeep.models.device import enough_memory
 
 BUFFER_BYTES = 2**28
 REPEATS = 9
+PRODUCTS = 5
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,40 @@ def measure_bandwidth(device: torch.device, *, size_bytes: int = BUFFER_BYTES, r
         read = _seconds(source.sum, device, repeats)
         copy = _seconds(lambda: target.copy_(source), device, repeats)
     return Bandwidth(size_bytes / read, 2 * size_bytes / copy)
+
+
+def measure_products(
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    *,
+    width: int,
+    size_bytes: int = BUFFER_BYTES,
+    repeats: int = PRODUCTS,
+) -> float:
+    """Measure how fast torch multiplies a step's rows with weights, with torch's threads.
+
+    Args:
+        device: where the weights are.
+        dtype: of weights and rows.
+        rows: of the step.
+        width: inputs of each linear layer, which has three times as many outputs.
+        size_bytes: of all weights, at least one layer.
+        repeats: number of measurements, after one that does not count.
+
+    Returns:
+        Bytes of weights per second.
+
+    Raises:
+        InputError: the device has no room for the weights.
+    """
+    one = 3 * width * width * dtype.itemsize
+    count = max(1, size_bytes // one)
+    with enough_memory(device), torch.inference_mode():
+        layers = torch.ones((count, 3 * width, width), dtype=dtype, device=device).mul_(0.5)
+        x = torch.ones((rows, width), dtype=dtype, device=device)
+        seconds = _seconds(lambda: [linear(x, layer) for layer in layers], device, repeats)
+    return count * one / seconds
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:

@@ -211,9 +211,17 @@ class Cost:
         """Bytes that a decode step reads: the weights that it uses, once, and every row's cache."""
         return self._read_weights(rows) + rows * self.row_bytes
 
-    def tokens_per_s(self, rows: int, bandwidth: float) -> float:
-        """The most tokens per second, all rows together, if the bandwidth in bytes per second is the only limit."""
-        return rows * bandwidth / self.read_bytes(rows)
+    def tokens_per_s(self, rows: int, bandwidth: float, products: float | None = None) -> float:
+        """Tokens per second, all rows together.
+
+        Args:
+            rows: number of rows.
+            bandwidth: bytes per second that the memory can be read with.
+            products: bytes of weights per second that products with these rows read; ``None``: the bandwidth is the
+                only limit.
+        """
+        weights = self._read_weights(rows) / (products or bandwidth)
+        return rows / (weights + rows * self.row_bytes / bandwidth)
 
     @property
     def crossover_rows(self) -> int:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -31,7 +31,7 @@ from kvkeep.registry import parse, spec
 DEFAULT_BUDGET = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Plan:
     """The costs of a setting with a full cache and with kvkeep's.
 
@@ -43,6 +43,7 @@ class Plan:
         rows: number of rows that was asked about; ``None`` if none was.
         bandwidth: bytes per second that the memory can be read with; ``None`` if unknown.
         host_rows: sequences that wait in main memory, see `Engine`.
+        products: rows of a step → bytes of weights per second that its products read, where that was measured.
     """
 
     setting: Setting
@@ -52,6 +53,11 @@ class Plan:
     rows: int | None
     bandwidth: float | None
     host_rows: int = 0
+    products: Mapping[int, float] = field(default_factory=dict)
+
+    def tokens_per_s(self, one: Cost, rows: int) -> float | None:
+        """Tokens per second of a step with one kind of cache; a limit if the speed of its products is not known."""
+        return None if self.bandwidth is None else one.tokens_per_s(rows, self.bandwidth, self.products.get(rows))
 
     @property
     def host_bytes(self) -> int:
@@ -134,8 +140,8 @@ def plan(  # noqa: PLR0913  each decides about bytes
         scheme=found.scheme if weights_dtype in (None, "auto") else None,
         weights_memory=weights_memory,
     )
-    costs = {"full": setting.full(), "bounded": setting.bounded()}
-    made = Plan(setting=setting, **costs, memory=memory, rows=rows, bandwidth=bandwidth, host_rows=host_rows)
+    costs = setting.full(), setting.bounded()
+    made = Plan(setting, *costs, memory=memory, rows=rows, bandwidth=bandwidth, host_rows=host_rows)
     _check_rows(made)
     return made
 

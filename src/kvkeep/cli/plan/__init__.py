@@ -125,7 +125,12 @@ def plan(
         ),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the bandwidth of --device.", rich_help_panel=_MACHINE)
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure --device for tokens/s: its bandwidth, and products with weights.",
+            rich_help_panel=_MACHINE,
+        ),
     ] = False,
     device: Device = "auto",
     fleet: fleets.Fleet = False,

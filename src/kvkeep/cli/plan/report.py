@@ -6,16 +6,16 @@ Importing this module imports torch and transformers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.text import Text
 
 from kvkeep.cli import console
+from kvkeep.cli.plan.measured import Measured, measured, most_rows, rows_of
+from kvkeep.cli.plan.measured import describe as speeds
 from kvkeep.errors import show_bytes
 from kvkeep.models.device import parse_device
 from kvkeep.models.load import quiet
-from kvkeep.planning.bandwidth import Bandwidth, measure_bandwidth
 from kvkeep.planning.cost import Cost
 from kvkeep.planning.plan import Plan, plan
 from kvkeep.planning.setting import Setting, name_of
@@ -34,14 +34,6 @@ NOT_COUNTED = (
 )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A bandwidth and the device on which it was measured."""
-
-    bandwidth: Bandwidth
-    device: str
-
-
 def serve(*, measure: bool, device: str, json: bool, **asked: Any) -> None:
     """Make a plan and print it.
 
@@ -58,21 +50,20 @@ def serve(*, measure: bool, device: str, json: bool, **asked: Any) -> None:
     console.progress("reading the configuration of the model …")
     with quiet():
         made = plan(**asked)
-    measured = None
+    found = None
     if measure:
-        console.progress(f"measuring the memory of {place} …")
-        measured = Measured(measure_bandwidth(place), str(place))
-        made = replace(made, bandwidth=measured.bandwidth.best)
-    show(made, measured, json=json)
+        console.progress(f"measuring the memory of {place}, and products …")
+        made, found = measured(made, place)
+    show(made, found, json=json)
 
 
-def show(made: Plan, measured: Measured | None, *, json: bool) -> None:
+def show(made: Plan, found: Measured | None, *, json: bool) -> None:
     """Print a made."""
     if json:
-        console.write_json(describe(made, measured))
+        console.write_json(describe(made, found))
         return
     screen = console.out()
-    screen.print(console.facts(_head(made, measured)))
+    screen.print(console.facts(_head(made, found)))
     screen.print()
     filled = console.table("", "full cache", f"budget {made.setting.budget}")
     for column in filled.columns[1:]:
@@ -89,7 +80,7 @@ def show(made: Plan, measured: Measured | None, *, json: bool) -> None:
         console.note(line)
 
 
-def describe(made: Plan, measured: Measured | None) -> dict[str, object]:
+def describe(made: Plan, found: Measured | None) -> dict[str, object]:
     """A plan as plain data; sizes in bytes, speeds in bytes or tokens per second."""
     setting = made.setting
     shape = setting.outline.shape
@@ -110,7 +101,7 @@ def describe(made: Plan, measured: Measured | None) -> dict[str, object]:
         "memory_bytes": made.memory,
         "host_rows": made.host_rows,
         "host_bytes": made.host_bytes,
-        "bandwidth": _describe_bandwidth(made, measured),
+        "bandwidth": speeds(made, found),
         "full": _describe_cost(made, made.full),
         "bounded": {
             **_describe_cost(made, made.bounded),
@@ -158,7 +149,7 @@ def _quantised(setting: Setting) -> str:
     )
 
 
-def _head(made: Plan, measured: Measured | None) -> dict[str, str]:
+def _head(made: Plan, found: Measured | None) -> dict[str, str]:
     setting = made.setting
     shape = setting.outline.shape
     cells = {
@@ -175,8 +166,10 @@ def _head(made: Plan, measured: Measured | None) -> dict[str, str]:
     if made.host_rows:
         cells["host rows"] = f"{made.host_rows}, {show_bytes(made.host_bytes)} of main memory while they wait"
     if made.bandwidth is not None:
-        how = "given" if measured is None else f"measured on {measured.device}"
+        how = "given" if found is None else f"measured on {found.device}"
         cells["bandwidth"] = f"{show_bytes(round(made.bandwidth))}/s, {how}"
+    if made.products:
+        cells["products"] = f"read {show_bytes(round(made.products[1]))}/s of weights with 1 row"
     return cells
 
 
@@ -219,12 +212,13 @@ def _lines(made: Plan) -> dict[str, Callable[[Cost], str]]:
         f"working memory of a {fed}": lambda one: show_bytes(one.prompt_bytes),
     }
     if made.memory is not None:
-        lines["rows that fit"] = lambda one: f"{_most(made, one)}"
+        lines["rows that fit"] = lambda one: f"{most_rows(made, one)}"
     if made.rows is not None:
         lines[f"memory for {console.count(made.rows, 'row')}"] = lambda one: _fits(made, one, made.rows or 0)
     lines["a step reads more cache than weights from"] = lambda one: console.count(one.crossover_rows, "row")
+    limit = "" if made.products else " at most"
     for name, rows in _speeds(made).items():
-        lines[f"tokens/s at most, {name}"] = _speed_of(made, rows)
+        lines[f"tokens/s{limit}, {name}"] = _speed_of(made, rows)
     return lines
 
 
@@ -239,14 +233,10 @@ def _speeds(made: Plan) -> dict[str, Callable[[Cost], int]]:
         return {}
     cases: dict[str, Callable[[Cost], int]] = {"1 row": lambda one: 1}
     if made.memory is not None:
-        cases["all that fit"] = lambda one: _most(made, one)
+        cases["all that fit"] = lambda one: most_rows(made, one)
     if made.rows is not None and made.rows > 1:
         cases[f"{made.rows} rows"] = lambda one: made.rows or 0
     return cases
-
-
-def _most(made: Plan, one: Cost) -> int:
-    return 0 if made.memory is None else one.most_rows(made.memory)
 
 
 def _fits(made: Plan, one: Cost, rows: int) -> str:
@@ -257,28 +247,15 @@ def _fits(made: Plan, one: Cost, rows: int) -> str:
 
 def _speed(made: Plan, one: Cost, rows: int) -> str:
     """Tokens per second; a dash for rows that do not fit."""
-    if made.bandwidth is None or not rows or (made.memory is not None and rows > _most(made, one)):
+    found = made.tokens_per_s(one, rows) if rows else None
+    if found is None or (made.memory is not None and rows > most_rows(made, one)):
         return "–"
-    return console.show_rate(one.tokens_per_s(rows, made.bandwidth))
-
-
-def _describe_bandwidth(made: Plan, measured: Measured | None) -> dict[str, object] | None:
-    if made.bandwidth is None:
-        return None
-    if measured is None:
-        return {"bytes_per_s": made.bandwidth, "source": "given"}
-    return {
-        "bytes_per_s": made.bandwidth,
-        "source": "measured",
-        "device": measured.device,
-        "read_bytes_per_s": measured.bandwidth.read,
-        "copy_bytes_per_s": measured.bandwidth.copy,
-    }
+    return console.show_rate(found)
 
 
 def _describe_cost(made: Plan, one: Cost) -> dict[str, object]:
     """One kind of cache as plain data: bytes of a row, then peaks and speeds of some numbers of rows."""
-    most = None if made.memory is None else _most(made, one)
+    most = None if made.memory is None else most_rows(made, one)
     return {
         "row_bytes": one.row_bytes,
         "prompt_bytes": one.prompt_bytes,
@@ -291,8 +268,8 @@ def _describe_cost(made: Plan, one: Cost) -> dict[str, object]:
                 "peak_bytes": one.peak_bytes(rows),
                 "fits": None if most is None else rows <= most,
                 "read_bytes": round(one.read_bytes(rows)),
-                "tokens_per_s": None if made.bandwidth is None else one.tokens_per_s(rows, made.bandwidth),
+                "tokens_per_s": made.tokens_per_s(one, rows),
             }
-            for rows in sorted({1, made.rows or 1, most or 1})
+            for rows in rows_of(made, one)
         ],
     }
