@@ -166,7 +166,7 @@ def test_memory_is_what_the_tensors_have_and_does_not_depend_on_the_split(rows):
         feed(cache, torch.tensor([prompt_of(seed + i, 40) for i in range(rows)]), [[1]] * rows)
         layers = list(cache.bounded_layers().values())
         store = layers[0].store
-        assert all(layer.store.keys.data_ptr() == store.keys.data_ptr() for layer in layers)
+        assert all(layer.store.entries.data_ptr() == store.entries.data_ptr() for layer in layers)
         assert store.entries.shape == (rows, 6 * (BUDGET + 1) + 1)
         memory, each = cache.memory(), 2 * 8 * 4 + 4 + 4  # keys, values, position, one state
         beside = rows * (6 * (16 + 24) + 3 * 16 + 8)  # per head, per layer, per row
@@ -218,7 +218,7 @@ def test_rows_are_selected_once_for_all_layers():
     assert all(isinstance(layer.block, PartBlock) for layer in cache.bounded_layers().values())
     assert [cache.snapshot(row).fingerprint.budget for row in range(2)] == [9, 8]
     cache.batch_repeat_interleave(2)
-    assert len({layer.store.keys.data_ptr() for layer in cache.bounded_layers().values()}) == 1
+    assert len({layer.store.entries.data_ptr() for layer in cache.bounded_layers().values()}) == 1
     logits = feed(cache, [[5]] * 4)
     assert torch.equal(logits[0], logits[1])
 
@@ -228,7 +228,7 @@ def test_a_copy_of_a_cache_has_one_pool_of_its_own(copied):
     cache = cache_of()
     feed(cache, batch(2), [[1], [2]])
     other, before = copied(cache), held(cache)
-    assert len({layer.block.whole.store.keys.data_ptr() for layer in other.bounded_layers().values()}) == 1
+    assert len({layer.block.whole.store.entries.data_ptr() for layer in other.bounded_layers().values()}) == 1
     other.reorder_cache(torch.tensor([1, 0]))
     logits = feed(other, batch(2).flip(0))
     assert held(cache) == before
