@@ -33,9 +33,14 @@ def inputs(path, lines, new=lambda number: 4 + number % 13):
 
 def start(source, target, *options):
     """A job in a process of its own."""
-    command = [sys.executable, "-m", "kvkeep", "generate", "--input", str(source), "--output", str(target), *options]
+    return command("generate", "--input", source, "--output", target, *options)
+
+
+def command(*words):
+    """A command of kvkeep in a process of its own."""
+    asked = [sys.executable, "-m", "kvkeep", *map(str, words)]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def finish(job):
@@ -80,8 +85,8 @@ def family(pid):
 
 
 def workers(job):
-    """The processes of a job's workers."""
-    return [pid for pid, name in family(job.pid).items() if name.startswith("ray::Worker")]
+    """The processes of a command's workers."""
+    return [pid for pid, name in family(job.pid).items() if name.startswith(("ray::Worker", "ray::CellWorker"))]
 
 
 def wait_for(condition, job=None):

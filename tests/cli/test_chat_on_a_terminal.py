@@ -27,7 +27,13 @@ class Terminal:
         env |= {"PYTHONPATH": os.pathsep.join(sys.path), "KVKEEP_BACKEND": "torch"}
         command = [sys.executable, "-m", "kvkeep", "chat", str(model), *words]
         self.process = subprocess.Popen(
-            command, env=env, stdin=follower, stdout=follower, stderr=follower, start_new_session=True
+            command,
+            env=env,
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # under nohup it would stay ignored
         )
         os.close(follower)
         self.said = ""
@@ -58,6 +64,8 @@ class Terminal:
                 return self.process.wait(timeout=5)
             except subprocess.TimeoutExpired:
                 self.type(" ")
+        self.process.kill()
+        self.process.wait()
         raise AssertionError(f"{number!r} did not end the chat: {self.said}")
 
     def end(self):

@@ -6,10 +6,11 @@ import re
 
 import model_folders
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvkeep import plots
-from kvkeep.cli.eval import grid
+from kvkeep.cli.eval import bar, grid
 from kvkeep.cli.main import app
 from kvkeep.cli.options import parse_budget
 from kvkeep.errors import BudgetError, InputError
@@ -100,7 +101,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
 
 def test_a_bar_shows_cells_and_the_time_left(tmp_path, monkeypatch):
     monkeypatch.setattr("kvkeep.cli.console.err", lambda: screen)
-    screen = grid.console.Console(stderr=True, force_terminal=True, width=120)
+    screen = Console(stderr=True, force_terminal=True, width=120)
     stderr = evaluate(*QUICK, "-o", tmp_path, "--no-plots").stderr
     assert [f"{n}/3" in stderr for n in range(5)] == [True, True, True, False, False]
     assert "perplexity" in stderr
@@ -110,13 +111,11 @@ def test_a_bar_shows_cells_and_the_time_left(tmp_path, monkeypatch):
 @pytest.mark.parametrize("width", [80, 100])
 def test_a_bar_keeps_its_numbers_beside_a_long_name(monkeypatch, width):
     file = io.StringIO()
-    monkeypatch.setattr(
-        "kvkeep.cli.console.err", lambda: grid.console.Console(file=file, force_terminal=True, width=width)
-    )
+    monkeypatch.setattr("kvkeep.cli.console.err", lambda: Console(file=file, force_terminal=True, width=width))
     name = "scissorhands_release:quantile=0.95,window=200,recent=20"
     cell = Cell("agreement", "context=1024", name, "20%", 0)
-    with grid._progress(1234) as on_cell:
-        on_cell(Planned(cell, parse(name), PLAIN, (1,), (1,)))
+    with bar.progress(1234) as drawn:
+        drawn.begin(Planned(cell, parse(name), PLAIN, (1,), (1,)))
     frames = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).splitlines()
     frame = next(text for text in reversed(frames) if "agreement 20%" in text)
     assert "…" in frame

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-FEW = 12
+FEW = 24
 
 
 def run(first, last):

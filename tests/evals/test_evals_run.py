@@ -14,7 +14,7 @@ from kvkeep import parse, spec
 from kvkeep.errors import BudgetError, CapacityError, InputError, PolicyError, UnsupportedModelError
 from kvkeep.evals import plan
 from kvkeep.evals.drive import PLAIN, Setup
-from kvkeep.evals.plan import Asked, Wanted, split_policies
+from kvkeep.evals.plan import Asked, Cell, Wanted, split_policies
 from kvkeep.evals.records import MANIFEST, ROWS, Records, key_of
 from kvkeep.evals.run import Part, lay_out, run
 from kvkeep.evals.task import Options
@@ -396,7 +396,7 @@ def test_a_folder_that_vanishes_is_a_clear_error(tmp_path):
         if Records(folder).rows:
             folder.rename(tmp_path / "elsewhere")
 
-    with pytest.raises(InputError, match=r"No such file or directory. The 1 rows written before are safe"):
+    with pytest.raises(InputError, match=r"No such file or directory. Make room"):
         run(laid_out("local"), writer(), Records(folder), vanish)
     assert len(Records(tmp_path / "elsewhere").rows) == 1
 
@@ -413,7 +413,7 @@ def test_a_policy_that_runs_out_of_room_names_its_cell(tmp_path):
     task = find("agreement")[0].load(writer().checkpoint, OPTIONS)
     grid = laid_out("full", tasks="agreement")
     short = plan.Planned(grid.planned[0].cell, parse("full"), PLAIN, (10, 10), (35, 35))
-    grid = dataclasses.replace(grid, parts=[Part(task, [short])])
+    grid = dataclasses.replace(grid, parts=[Part(task, [short], OPTIONS)])
     with pytest.raises(CapacityError, match="agreement prompt=35,new=5: full at 100%: Row 0"):
         run(grid, writer(), Records(tmp_path))
 
@@ -430,3 +430,26 @@ def test_a_profile_of_heads_is_named_by_its_content(tmp_path):
     first, copied, edited = named("a.json", 0.5), named("b.json", 0.5), named("a.json", 0.25)
     assert first == copied != edited
     assert re.fullmatch(r"head-budget=profile:[0-9a-f]{8}", first)
+
+
+def test_rows_are_put_into_the_order_of_their_cells_where_they_stand(tmp_path):
+    records = Records(tmp_path)
+    run(laid_out("tova,local"), writer(), records)
+    before = (tmp_path / ROWS).read_bytes().splitlines()
+    tova, local = ([planned.cell for planned in laid_out(policy).planned] for policy in ("tova", "local"))
+    with records.locked():
+        records.open(json.loads((tmp_path / MANIFEST).read_text()))
+        records.arrange([local[1], tova[0], Cell("mass", "a", "b", "1", 0)])
+        assert (tmp_path / ROWS).read_bytes().splitlines() == [before[at] for at in (3, 1, 2, 0)]
+        records.append({**records.rows[0], "policy": "more"})
+        records.arrange(list(records.done))
+    found = Records(tmp_path).rows
+    assert found == records.rows
+    assert {row["policy"] for row in found} == {"tova", "local", "more"}
+
+
+def test_rows_in_order_are_not_written_again(tmp_path, monkeypatch):
+    records = Records(tmp_path)
+    run(laid_out("local"), writer(), records)
+    monkeypatch.setattr(Records, "write_bytes", None)
+    records.arrange([planned.cell for planned in laid_out("local").planned])

@@ -1,8 +1,15 @@
 """Ray itself is in an environment of its own, `make test-ray`; elsewhere the tests that start it are skipped."""
 
 import builtins
+import contextlib
 
+import model_folders
 import pytest
+from raycells import CELLS, invoke, rows
+
+from kvkeep.cli.eval import far, grid
+from kvkeep.scale import crew
+from kvkeep.scale.cluster import Need
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +28,35 @@ def no_ray(monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
+
+
+@pytest.fixture
+def one_thread():
+    with model_folders.one_thread():
+        yield
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Put a cluster in the place of Ray."""
+    monkeypatch.setattr(grid, "check_ray", lambda address: None)
+    monkeypatch.setattr(far, "joined", lambda address, cpus: contextlib.nullcontext())
+    monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
+    monkeypatch.setattr(crew, "DEATHS", 10**6)
+
+    def put(cluster):
+        monkeypatch.setattr(crew, "need_ray", lambda: cluster)
+        return cluster
+
+    return put
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """What one process makes of the grid, and what it prints."""
+    folder = tmp_path_factory.mktemp("whole")
+    with model_folders.one_thread():
+        found = invoke(folder)
+    assert found.exit_code == 0, found.output
+    assert len(rows(folder)) == CELLS
+    return folder, found.stdout

@@ -2,127 +2,30 @@
 
 import functools
 import itertools
-import random
 import socket
 import subprocess
 import sys
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from fake_ray import Cluster
 
 from kvkeep.errors import InputError
-from kvkeep.scale import crew, place
+from kvkeep.scale import crew, pieces, place
 from kvkeep.scale.cluster import Need
 from kvkeep.scale.lost import LostClusterError, check_alive, left
-from kvkeep.scale.worker import Answer, Facts
-
-
-class GoneError(Exception):
-    """The worker has died."""
-
-
-class Call:
-    """A call of an actor: an answer to come."""
-
-    def __init__(self, actor, name, arguments):
-        self.actor, self.name, self.arguments = actor, name, arguments
-        self.answer = None
-
-
-class Actor:
-    """A worker in a process that dies sometimes."""
-
-    def __init__(self, cluster):
-        self.cluster, self.alive, self.calls, self.answers = cluster, True, [], 0
-
-    def __getattr__(self, name):
-        return Method(self, name)
-
-
-class Method:
-    def __init__(self, actor, name):
-        self.actor, self.name = actor, name
-
-    def remote(self, *arguments):
-        call = Call(self.actor, self.name, arguments)
-        self.actor.calls.append(call)
-        return call
-
-
-class Cluster:
-    """Stands in for the package of Ray.
-
-    Args:
-        seed: decides which calls end when, and who dies.
-        deadly: numbers of lines that kill their worker.
-        weights: of the workers, in the order of their beginning; the last one's go on.
-        life: answers after which a worker dies.
-    """
-
-    def __init__(self, seed, *, deadly=(), weights=("w",), life=10**6):
-        self.draw, self.deadly, self.deaths, self.life = random.Random(seed), set(deadly), 0, life
-        self.weights, self.actors, self.ran, self.most = list(weights), [], Counter(), 0
-
-    def remote(self, kind):
-        return self
-
-    def options(self, **options):
-        class Remote:
-            @staticmethod
-            def remote(make):
-                self.actors.append(Actor(self))
-                return self.actors[-1]
-
-        return Remote
-
-    def kill(self, actor, no_restart):
-        actor.alive = False
-
-    def wait(self, calls, num_returns=1, timeout=None):
-        assert len(set(calls)) == len(calls)
-        if timeout != 0:
-            assert calls, "waits for nothing"
-            self._go_on(calls)
-        ready = [call for call in calls if call.answer is not None or not call.actor.alive]
-        return ready, [call for call in calls if call not in ready]
-
-    def get(self, call, timeout=None):
-        if call.answer is None:
-            raise GoneError("Worker exit detail: killed. ")
-        return call.answer
-
-    def _go_on(self, calls):
-        """Let some calls end, and perhaps a worker die, before or after its answers."""
-        for actor in self.actors:
-            held = sum(call.name == "run" and call.answer is None for call in actor.calls)
-            self.most = max(self.most, held if actor.alive else 0)
-        open_ones = [call for call in calls if call.answer is None and call.actor.alive]
-        some = self.draw.sample(open_ones, self.draw.randint(0, len(open_ones)))
-        dies = self.deaths and self.draw.random() < 0.5
-        for call in some:
-            if call.name == "begin":
-                weights = self.weights.pop(0) if len(self.weights) > 1 else self.weights[0]
-                call.answer = Facts(weights, (False, False), 2, 100, "host", 1)
-            elif call.arguments[0] in self.deadly or call.actor.answers >= self.life:
-                call.actor.alive = False
-            elif call.actor.alive:
-                self.ran[call.arguments[0]] += 1
-                call.actor.answers += 1
-                call.answer = Answer(call.arguments[0], "d", call.arguments[1], new=1)
-        if dies and (alive := [actor for actor in self.actors if actor.alive]):
-            self.deaths -= 1
-            self.draw.choice(alive).alive = False
+from kvkeep.scale.worker import LINES
 
 
 def run(monkeypatch, cluster, lines, *, size=3, deaths=0, **options):
     """The answers of a crew, and what it said; so many workers die once all have begun."""
     monkeypatch.setattr(crew, "need_ray", lambda: cluster)
     answers, notes = [], []
-    made = crew.Crew(lambda like: None, size, Need(), tell=notes.append)
+    made = crew.Crew(LINES, lambda like: None, size, Need(), tell=notes.append)
     made.begin()
     cluster.deaths = deaths
-    made.run(iter([(n, b"%d" % n) for n in range(1, lines + 1)]), {}, answers.append, **options)
+    todo = iter([(n, b"%d" % n) for n in range(1, lines + 1)])
+    made.run(lambda place: next(todo, None), [{}], answers.append, **options)
     made.close()
     return answers, notes
 
@@ -136,7 +39,7 @@ def test_each_line_has_one_answer_whoever_dies(seed, monkeypatch):
     assert sorted(answer.number for answer in answers) == list(range(1, 121))
     assert all(answer.whole == b"%d" % answer.number for answer in answers if answer.whole is not None)
     failed = [answer for answer in answers if answer.whole is None]
-    assert len(failed) * crew.GUILTY <= deaths
+    assert len(failed) * pieces.GUILTY <= deaths
     assert cluster.most <= 2 + 2  # rows, and two more
     assert all(not actor.alive for actor in cluster.actors)
     assert 0 < sum("died and is replaced" in note for note in notes) <= deaths
@@ -167,7 +70,7 @@ def test_lines_go_to_the_worker_with_the_fewest(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_workers_that_die_after_answers_are_not_given_up(seed, monkeypatch):
-    monkeypatch.setattr(crew, "SUSPECT", 10**6)
+    monkeypatch.setattr(pieces, "SUSPECT", 10**6)
     answers, notes = run(monkeypatch, Cluster(seed, life=5), 60, size=2)
     assert sorted(answer.number for answer in answers if answer.whole is not None) == list(range(1, 61))
     assert len(notes) >= 60 // 5 - 2
@@ -225,10 +128,10 @@ def test_a_crew_without_workers_asks_for_the_cluster(monkeypatch):
     monkeypatch.setattr(cluster, "_go_on", go_on)
     monkeypatch.setattr(cluster, "kill", lambda actor, no_restart: kills.append(actor))
     monkeypatch.setattr(crew, "need_ray", lambda: cluster)
-    made = crew.Crew(lambda like: None, 1, Need())
+    made = crew.Crew(LINES, lambda like: None, 1, Need())
     made.begin()
     with pytest.raises(LostClusterError, match="gone away"):
-        made.run(iter([(n, b"a") for n in range(12)]), {}, lambda answer: None)
+        made.run(functools.partial(next, iter([(n, b"a") for n in range(12)])), [{}], lambda answer: None)
     before = len(kills)
     made.close()
     assert len(kills) == before  # nobody would answer
@@ -257,7 +160,7 @@ def test_a_crew_that_is_stopped_reads_no_more_lines(monkeypatch):
 @pytest.mark.slow
 def test_a_command_whose_cluster_has_gone_away_ends_at_once():
     code = (
-        "from kvkeep.cli.generate.run_lines import ended_with_its_cluster\n"
+        "from kvkeep.cli.workers import ended_with_its_cluster\n"
         "from kvkeep.scale.lost import LostClusterError\n"
         "import atexit\n"
         "atexit.register(print, 'an ordinary end')\n"

@@ -1,6 +1,7 @@
 """Workers and what is checked before they start, without Ray."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -9,13 +10,15 @@ import pytest
 from commands import run, write
 
 import kvkeep
+from kvkeep.cli.generate import far, job
 from kvkeep.engine import Engine
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import BadLine, parse
 from kvkeep.jobs.survey import Survey
+from kvkeep.models import templates
 from kvkeep.scale import cluster
 from kvkeep.scale.cluster import Need, Node, check_ray, check_room, check_versions, last_words, share
-from kvkeep.scale.worker import Built, Facts, Worker
+from kvkeep.scale.worker import Built, EngineFacts, Worker
 
 VERSIONS = {"kvkeep": "1", "torch": "2"}
 
@@ -55,7 +58,7 @@ def answers(one, *lines):
 def test_a_worker_answers_lines_side_by_side(model):
     one = Worker(Making(model))
     facts = one.begin(None)
-    assert isinstance(facts, Facts)
+    assert isinstance(facts, EngineFacts)
     assert (facts.rows, facts.weights) == (2, "w")
     raw = [b'{"prompt": "Once upon a time", "id": %d}' % n for n in range(5)]
     bad = b'{"prompt": "x", "options": {"budget": 999}}'
@@ -195,6 +198,26 @@ def test_another_service_at_the_address_is_no_cluster(with_ray, answer):
 @pytest.fixture
 def lines(tmp_path):
     return write(tmp_path / "in.jsonl", {"prompt": "Once"}), tmp_path / "out.jsonl"
+
+
+def test_a_worker_can_fill_in_templates_before_its_first_line(lines, monkeypatch):
+    """The process for that takes half a second to start, for which all lines of a worker would wait."""
+    made = []
+
+    def crew(trade, recipe, *arguments, **options):
+        made.append(recipe)
+        raise InputError("This is enough.")
+
+    monkeypatch.setattr(job, "check_ray", lambda address: None)
+    monkeypatch.setattr(job, "joined", lambda address, cpus: contextlib.nullcontext())
+    monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
+    monkeypatch.setattr(far, "Crew", crew)
+    assert "This is enough." in run("-i", lines[0], "-o", lines[1], "--ray-workers", 1).said
+    templates._WORKER.end()
+    built = made[0](None)
+    assert templates._WORKER.runs
+    monkeypatch.setattr(templates, "_WORKER", None)  # it has begun, but a line that fails is no failure of the worker
+    assert isinstance(made[0](built.layout), Built)
 
 
 @pytest.mark.usefixtures("no_ray")

@@ -90,7 +90,7 @@ def fronted(*, folder=None, names=("one", "two"), rows=2, budget=96, engine=None
         replicas = Local(apps, rows)
         front = make_front(replicas, Settings(name=NAME, **settings), prefixes=prefixes)
         with listening(front, Place(port=0, grace_s=5.0)) as port:
-            running = Running(port, None, front.state.desk)
+            running = Running(port, None, front.state.desk, limits=front.state.limits)
             running.replicas, running.engines = replicas, engines
             try:
                 yield running

@@ -48,8 +48,8 @@ def keys(*found):
 class Running:
     """A server that runs: its address, its engine, and a client."""
 
-    def __init__(self, port, engine, desk, served=None):
-        self.port, self.engine, self.desk, self.served = port, engine, desk, served
+    def __init__(self, port, engine, desk, served=None, limits=None):
+        self.port, self.engine, self.desk, self.served, self.limits = port, engine, desk, served, limits
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=WAIT_S)
 
@@ -92,7 +92,7 @@ def serve(*, budget=128, rows=4, engine=None, origins=(), folder=None, tool_form
     place = Place(port=0, read_timeout_s=settings.get("read_timeout_s", 30.0), grace_s=5.0)
     app = make_app(served, Settings(name=NAME, **settings), origins)
     with made, listening(app, place) as port:
-        running = Running(port, made, app.state.desk, served)
+        running = Running(port, made, app.state.desk, served, app.state.limits)
         try:
             yield running
         finally:

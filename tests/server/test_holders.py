@@ -121,14 +121,14 @@ def test_places_are_bounded(monkeypatch):
 
 def test_metrics_of_replicas_stand_in_one_family_each():
     text = '# HELP a A.\n# TYPE a gauge\na 1.0\n# HELP b B.\n# TYPE b counter\nb{x="} 1"} 2.0\n'
-    found = summing.metrics({"two": text, "one": text}).splitlines()
+    found = summing.metrics({"two": text, "one": text}, "").splitlines()
     assert found[:4] == ["# HELP a A.", "# TYPE a gauge", 'a{replica="one"} 1.0', 'a{replica="two"} 1.0']
     assert found[4:8] == [
         "# HELP b B.",
         "# TYPE b counter",
         *(f'b{{replica="{n}",x="}} 1"}} 2.0' for n in ("one", "two")),
     ]
-    assert summing.metrics({}).splitlines()[-1] == "kvkeep_replicas 0"
+    assert summing.metrics({}, "").splitlines()[-1] == "kvkeep_replicas 0"
 
 
 def test_health_of_no_replica_is_not_ready():

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from .running import HELLO, httpx, keys, serve
+from .running import HELLO, httpx, serve
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 POSTS = (CHAT, TEXT, "/tokenize", "/detokenize", "/v1/responses", "/v1/sessions")
@@ -356,26 +356,6 @@ def test_a_full_queue_says_when_to_come_back():
         for sock in (one, two):
             sock.close()
         assert server.idle()
-
-
-@pytest.mark.slow
-def test_each_key_has_limits_of_its_own():
-    with serve(keys=keys("anna-anna", "bert-bert"), key_requests=1, key_tokens=100) as server, server.raw() as sock:
-        anna, bert = ({"Authorization": f"Bearer {key}"} for key in ("anna-anna", "bert-bert"))
-        body = json.dumps({"messages": HELLO, "max_tokens": 10**5, "ignore_eos": True}).encode()
-        sock.sendall(head(CHAT, len(body), "Authorization: Bearer anna-anna") + body)
-        while not server.engine.n_running:
-            time.sleep(0.01)
-        short = {"messages": HELLO, "max_tokens": 1}
-        refused = server.refused(server.post(CHAT, short, headers=anna), 429)
-        assert refused["code"] == "key_requests"
-        assert server.post(CHAT, {**short, "max_tokens": 99, "ignore_eos": True}, headers=bert).status_code == 200
-        answer = server.post(CHAT, short, headers=bert)
-        assert server.refused(answer, 429)["code"] == "key_tokens"
-        assert 1 <= int(answer.headers["retry-after"]) <= 60
-        sock.close()
-        assert server.idle()
-        assert server.post(CHAT, short, headers=anna).status_code == 200
 
 
 @pytest.mark.slow

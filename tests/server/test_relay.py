@@ -8,7 +8,7 @@ pytest.importorskip("fastapi")
 
 from kvkeep.server.errors import GoneError, RefusalError
 from kvkeep.server.relay import Relay
-from kvkeep.server.replaying import Received, headers_of, replay
+from kvkeep.server.replaying import USED, Received, Used, headers_of, replay
 
 LOST = RefusalError(503, "It has ended.", code="replica_lost")
 
@@ -48,6 +48,50 @@ def test_an_answer_is_sent_as_it_came():
     assert client.run(*messages)
     assert client.got == list(messages)
     assert client.begun == [200]
+
+
+class Meter:
+    def __init__(self):
+        self.tokens, self.ends = 0, 0
+
+    def spend(self, tokens):
+        self.tokens += tokens
+
+    def end(self):
+        self.ends += 1
+
+
+def test_what_was_used_is_told_and_not_sent():
+    meter = Meter()
+    client = Client(meter=meter)
+    told = {**piece(), USED: Used(tokens=2)}, {"type": USED, USED: Used(tokens=16)}, {**piece(b""), USED: Used(1, True)}
+    assert client.run(start(), *told, piece(b"", more=False))
+    assert (meter.tokens, meter.ends) == (19, 1)
+    assert client.got == [start(), piece(), piece(b""), piece(b"", more=False)]
+
+
+def test_what_is_used_travels_with_the_answer_or_by_itself_if_it_is_much():
+    async def app(scope, receive, send):
+        meter = scope["state"]["meter"]
+        await send(start())
+        for _ in range(2):
+            meter.spend(3)
+        await send(piece())
+        for _ in range(20):
+            meter.spend(1)
+        meter.end()
+        await send(piece(b"", more=False))
+
+    async def whole():
+        return [message async for message in replay(app, Received("POST", "/"))]
+
+    first, *others = asyncio.run(whole())
+    assert first == start()
+    assert others == [
+        {**piece(), USED: Used(6)},
+        {"type": USED, USED: Used(16)},
+        {**piece(b"", more=False), USED: Used(4, ended=True)},
+    ]
 
 
 def test_nothing_is_sent_before_the_first_piece_or_with_the_header():

@@ -1,4 +1,4 @@
-"""``--ray-address``: the cluster of Ray on which a batch job's workers or a server's replicas run."""
+"""``--ray-workers`` and ``--ray-address``: how many workers of Ray share the work of a command, and where they run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import typer
 
 from kvkeep.errors import InputError
+
+MOST_WORKERS = 1024
 
 
 def address(panel: str) -> Any:
@@ -38,3 +40,18 @@ def check_address(text: str | None, what: str, *, asked: bool) -> None:
         raise InputError(
             f"--ray-address is empty. Give host:port, or leave it out: the {what} then run on this machine."
         )
+
+
+def check_workers(number: int | None, address: str | None) -> None:
+    """Refuse a number of workers that cannot be, and an address that nothing runs at.
+
+    Args:
+        number: the value of ``--ray-workers``, if it was given.
+        address: that of ``--ray-address``.
+
+    Raises:
+        InputError: one of them is refused.
+    """
+    check_address(address, "workers", asked=number is not None)
+    if number is not None and not 1 <= number <= MOST_WORKERS:
+        raise InputError(f"--ray-workers {number} is out of range; give 1 to {MOST_WORKERS}.")

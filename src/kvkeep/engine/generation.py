@@ -157,8 +157,10 @@ class Generation:
         """
         if self.constraint:
             self.constraint.take(token_id)
+        read = 0
         if not self.token_ids:
             self.mark("first")
+            read = len(self.prompt) - self.cached
         self.token_ids.append(token_id)
         looks = len(self.token_ids) > self.request.sampling.min_new_tokens
         piece, stopped = self.tail.add(token_id, looks=looks) if self.tail else ("", False)
@@ -169,7 +171,7 @@ class Generation:
         if self.finish_reason and self.tail:
             piece += self.tail.end()
         logprob = self.logprobs[-1] if self.request.logprobs is not None else None
-        return Event(self.id, token_id, piece, logprob=logprob)
+        return Event(self.id, token_id, piece, logprob=logprob, read_tokens=read)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """Note that it ends, and why."""

@@ -185,6 +185,7 @@ class Event:
         text: text that has become final, often a word, sometimes nothing.
         result: the finished request, if this was its last token or the step failed.
         logprob: the new token's log-probability, if asked for.
+        read_tokens: tokens of the prompt that were read for the first token; 0 in later events.
     """
 
     id: int
@@ -192,6 +193,7 @@ class Event:
     text: str
     result: Result | None = None
     logprob: Logprob | None = None
+    read_tokens: int = 0
 
 
 def last_result(events: Iterable[Event]) -> Result:

@@ -6,6 +6,7 @@ incomplete last line is cut off.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -58,8 +59,9 @@ class Records(Results):
 
     @property
     def safe(self) -> str:
-        """A sentence with the number of finished rows."""
-        return f"The {len(self.rows)} rows written before are safe." if self.rows else ""
+        """A sentence with the number of finished rows; nothing if there is none, or their file is gone."""
+        there = len(self.rows) if (self.path / ROWS).is_file() else 0
+        return f"The {there} rows written before are safe." if there > 1 else "The row written before is safe." * there
 
     def manifest(self) -> dict[str, Any] | None:
         """The content of ``run.json``; ``None`` if the folder has no run yet.
@@ -136,12 +138,33 @@ class Records(Results):
         Raises:
             InputError: they cannot be written; all earlier rows are safe.
         """
-        lines = [(json.dumps(finite(row), allow_nan=False, ensure_ascii=False) + "\n").encode() for row in rows]
+        lines = [_line(row) for row in rows]
         with self.writing(), (self.path / ROWS).open("ab") as file:
             file.writelines(lines)
             sync(file)
         self._end += sum(map(len, lines))
         self.rows += map(json.loads, lines)
+
+    def arrange(self, cells: Sequence[Cell]) -> None:
+        """Put the rows of some cells into the order of the cells, in the places that these rows have together.
+
+        The folder has to be `locked`.
+
+        Raises:
+            InputError: the rows cannot be written; they are safe in the order that they have.
+        """
+        order = {cell: number for number, cell in enumerate(cells)}
+        is_own = [key_of(row) in order for row in self.rows]
+        own = iter(sorted(itertools.compress(self.rows, is_own), key=lambda row: order[key_of(row)]))
+        rows = [next(own) if mine else row for mine, row in zip(is_own, self.rows, strict=True)]
+        if any(row is not before for row, before in zip(rows, self.rows, strict=True)):
+            content = b"".join(map(_line, rows))
+            self.write_bytes(ROWS, content)
+            self.rows, self._end = rows, len(content)
+
+
+def _line(row: Row) -> bytes:
+    return (json.dumps(finite(row), allow_nan=False, ensure_ascii=False) + "\n").encode()
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

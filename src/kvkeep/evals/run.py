@@ -32,10 +32,12 @@ class Part:
     Attributes:
         task: the task.
         planned: its cells.
+        options: the user's choices, from which the data are made.
     """
 
     task: Task
     planned: list[Planned]
+    options: Options
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def lay_out(
     for own in options:
         for kind in tasks:
             task = kind.load(checkpoint, own)
-            parts.append(Part(task, plan.grid(checkpoint, task, wanted, own.seed)))
+            parts.append(Part(task, plan.grid(checkpoint, task, wanted, own.seed), own))
     reads_text = any(kind.name in TEXT_TASKS for kind in tasks)
     return Grid(name, checkpoint, parts, texts.notes(options[0]) if reads_text else [])
 
@@ -116,7 +118,7 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
     """
     with records.locked():
         records.open({**manifest(grid), "weights": fingerprint(writer), "dtype": writer.dtype})
-        common = {"model": grid.name, "dtype": writer.dtype, "device": writer.device, **versions()}
+        common = about(grid.name, writer)
         for part in grid.parts:
             todo = [planned for planned in part.planned if planned.cell not in records.done]
             if not todo:
@@ -127,11 +129,15 @@ def run(grid: Grid, writer: Writer, records: Records, on_cell: Callable[[Planned
                 task.prepare(writer)
                 for planned in todo:
                     on_cell(planned)
-                    records.append({**_measure(task, writer, planned), **common})
+                    records.append({**measure(task, writer, planned), **common})
 
 
-def _measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
-    """The part of a row that is not the same for all rows."""
+def measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
+    """Run a cell; the part of its row that is not the same for all rows.
+
+    Raises:
+        KVKeepError: the cell cannot be run.
+    """
     start = time.perf_counter()
     cell = planned.cell
     try:
@@ -149,6 +155,16 @@ def _measure(task: Task, writer: Writer, planned: Planned) -> dict[str, Any]:
         "memory": {**asdict(outcome.memory), "compression": outcome.memory.compression},
         "wall_s": round(time.perf_counter() - start, 3),
     }
+
+
+def about(name: str, writer: Writer) -> dict[str, str]:
+    """The part of a row that is the same for all cells that a process runs.
+
+    Args:
+        name: the model's name in results.
+        writer: the model.
+    """
+    return {"model": name, "dtype": writer.dtype, "device": writer.device, **versions()}
 
 
 def manifest(grid: Grid) -> dict[str, Any]:

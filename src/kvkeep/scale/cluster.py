@@ -132,11 +132,12 @@ def _meant(address: str | None) -> str:
 
 
 def check_ray(address: str | None) -> None:
-    """Refuse what is known before any work: a missing package, an address at which nothing answers.
+    """Refuse what is known before any work of a command: a missing package, an address at which nothing answers.
 
     Raises:
         InputError: Ray is not installed, the address is no ``host:port``, or nothing answers there.
     """
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".*")  # Ray reports deaths on standard output, beside results
     need_ray()
     address = _meant(address)
     if address in ("local", "auto"):

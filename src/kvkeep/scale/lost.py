@@ -29,7 +29,7 @@ def check_alive(ray: Any) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
     except OSError as error:
         raise LostClusterError(
-            f"The cluster of Ray at {address} has gone away. Answers that are written stay: start a cluster, or leave "
+            f"The cluster of Ray at {address} has gone away. What is written stays: start a cluster, or leave "
             "`ray_address` out, and the same command goes on from there."
         ) from error
 

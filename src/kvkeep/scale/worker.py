@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Result
@@ -23,10 +23,9 @@ from kvkeep.jobs.lines import BadLine, Line, reason_of
 from kvkeep.jobs.records import as_line, record
 from kvkeep.jobs.survey import Shape, problem
 from kvkeep.openai.answers import Show
+from kvkeep.scale.pieces import Answer
+from kvkeep.scale.trade import Facts, Layout, Trade
 from kvkeep.snapshot import Snapshot
-
-Layout: TypeAlias = tuple[bool, bool]
-"""How weights were laid out for speed, see `kvkeep.models.fused.chosen`. It changes the last digits of products."""
 
 
 @dataclass(frozen=True)
@@ -66,43 +65,16 @@ class Make(Protocol):
 
 
 @dataclass(frozen=True)
-class Facts:
+class EngineFacts(Facts):
     """What a worker says of itself once its engine is there.
 
     Attributes:
-        weights: a fingerprint of the model's weights.
-        layout: how they were laid out.
         rows: number of sequences that it runs at once.
         row_bytes: bytes of a row.
-        host: name of its machine.
-        pid: number of its process.
     """
 
-    weights: str
-    layout: Layout
     rows: int
     row_bytes: int
-    host: str
-    pid: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What became of a line.
-
-    Attributes:
-        number: the line's number.
-        digest: the line's fingerprint.
-        whole: its line of the output; ``None`` if it failed.
-        reason: why it failed.
-        new: tokens that were generated for it.
-    """
-
-    number: int
-    digest: str = ""
-    whole: bytes | None = None
-    reason: str | None = None
-    new: int = 0
 
 
 class Worker:
@@ -117,7 +89,7 @@ class Worker:
         self._built: Built | None = None
         self._loop: Loop | None = None
 
-    def begin(self, like: Layout | None) -> Facts | str:
+    def begin(self, like: Layout | None) -> EngineFacts | str:
         """Load the model and make the engine; return facts, or the message of an error.
 
         Args:
@@ -130,7 +102,7 @@ class Worker:
         self._built, self._loop = built, Loop(built.engine)
         self._loop.start()
         engine = built.engine
-        return Facts(built.weights, built.layout, engine.rows, engine.row_bytes, platform.node(), os.getpid())
+        return EngineFacts(built.weights, built.layout, platform.node(), os.getpid(), engine.rows, engine.row_bytes)
 
     def judge(self, shapes: Sequence[Shape]) -> list[str | None]:
         """Why the engine refuses requests of each shape; ``None`` where it does not."""
@@ -243,3 +215,9 @@ class Loop(threading.Thread):
         for task in {id(task): task for task, _ in self._running.values()}.values():
             task.future.set_exception(error)
         self._running.clear()
+
+
+LINES = Trade[EngineFacts](
+    Worker, "line", at_once=4096, ahead=lambda facts: facts.rows + max(2, facts.rows // 2), patience_s=300.0
+)
+"""Batch jobs: a worker has a few lines more than rows, so that none is empty while an answer is on its way."""

@@ -22,6 +22,7 @@ from kvkeep.server.errors import GoneError, RefusalError, refusal_of
 from kvkeep.server.gate import Gate
 from kvkeep.server.generating import Generator
 from kvkeep.server.leases import Leases
+from kvkeep.server.limits import Limits
 from kvkeep.server.looking import Looker
 from kvkeep.server.metrics import Metrics
 from kvkeep.server.page import add_page
@@ -64,7 +65,12 @@ def make_app(served: Served, settings: Settings, origins: Sequence[str] = (), le
     looker, generator = Looker(served, desk, settings), Generator(served, desk, settings)
     book = Book(served.engine, settings.max_sessions, settings.session_dir, leases)
     talks = Conversations(book, generator, settings)
-    _add(app, "GET", "/metrics", Metrics(served.engine, desk, settings.name, book).show)
+    limits, metrics = (
+        Limits(settings.key_requests, settings.key_tokens),
+        Metrics(served.engine, desk, settings.name, book),
+    )
+    limits.refused.append(metrics.note_refusal)
+    _add(app, "GET", "/metrics", metrics.show)
     _add(app, "GET", "/health", looker.health)
     _add(app, "GET", "/version", looker.version)
     _add(app, "GET", "/v1/models", looker.models)
@@ -76,7 +82,7 @@ def make_app(served: Served, settings: Settings, origins: Sequence[str] = (), le
     _add(app, "GET", "/tokenizer_info", looker.tokenizer_info)
     _add_sessions(app, talks)
     responder = Responder(served.engine, generator, desk, settings)
-    app.state.desk, app.state.book, app.state.responder = desk, book, responder
+    app.state.desk, app.state.book, app.state.responder, app.state.limits = desk, book, responder, limits
     _add(app, "POST", "/v1/responses", responder.respond, ResponseBody)
     _add(app, "GET", "/v1/responses/{name}", responder.look)
     _add(app, "DELETE", "/v1/responses/{name}", responder.remove)
@@ -84,7 +90,7 @@ def make_app(served: Served, settings: Settings, origins: Sequence[str] = (), le
         add_page(app)
     for kind in (RefusalError, GoneError, ClientDisconnect, KVKeepError, HTTPException):
         app.add_exception_handler(kind, answer_to)
-    app.add_middleware(Gate, settings=settings)
+    app.add_middleware(Gate, settings=settings, limits=limits)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app

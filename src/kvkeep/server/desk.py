@@ -15,7 +15,7 @@ from kvkeep.engine.coroutines import AsyncEvents
 from kvkeep.engine.grammars import FormError
 from kvkeep.errors import KVKeepError
 from kvkeep.server.errors import RefusalError, refusal_of
-from kvkeep.server.limits import Limits
+from kvkeep.server.limits import Meter, Spending
 from kvkeep.server.settings import Settings
 
 Found: TypeAlias = "tuple[int, Event | BaseException]"
@@ -44,21 +44,26 @@ class Desk:
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine, self._settings = engine, settings
-        self._limits = Limits(settings.key_requests, settings.key_tokens)
         self.active = 0
         self.draining = False
         self.ended: list[Callable[[Result], object]] = []
         self.refused: list[Callable[[RefusalError], object]] = []
         self._seconds = 1.0  # that a request took, as a moving mean
 
-    async def run(self, streams: Sequence[AsyncEvents], owner: str) -> Run:
-        """Run requests of a key together, and yield their events. Whoever closes the generator cancels them.
+    async def run(self, streams: Sequence[AsyncEvents], meter: Meter) -> Run:
+        """Run requests together, and yield their events. Whoever closes the generator cancels them.
+
+        Args:
+            streams: the requests.
+            meter: is told of what they use, and of their end.
 
         Raises:
             RefusalError: the queue is full, a request waits too long for a row or takes too long, cannot run, or fails.
         """
-        with self._noted(), self._limits.request(owner), self._place(len(streams)):
+        spending = Spending(meter)
+        with self._noted(), self._place(len(streams)):
             events: asyncio.Queue[Found] = asyncio.Queue()
+            early: list[tuple[int, Event]] = []
             begun = [asyncio.ensure_future(_begin(place, one, events)) for place, one in enumerate(streams)]
             limit = self._settings.request_timeout_s
             timer = asyncio.get_running_loop().call_later(limit, events.put_nowait, (0, _late(limit)))
@@ -68,22 +73,28 @@ class Desk:
                 left = len(streams)
                 while left:
                     place, event = early.pop() if early else _opened(streams, await events.get())
+                    spending.note(place, event)
                     if event.result is not None:
                         left -= 1
-                        self._end(event.result, owner)
+                        self._end(event.result)
+                    if not left:
+                        meter.end()  # before the client can know, who may then begin the next request
                     yield place, event
             finally:
                 timer.cancel()
                 await _stop(begun, streams)
+                for place, found in [*early, *_left(events)]:
+                    spending.note(place, found)
+                meter.end()
 
-    async def results(self, streams: Sequence[AsyncEvents], owner: str) -> list[Result]:
-        """Run requests of a key together, and return their results.
+    async def results(self, streams: Sequence[AsyncEvents], meter: Meter) -> list[Result]:
+        """Run requests together, and return their results.
 
         Raises:
             RefusalError: see `run`.
         """
         found: dict[int, Result] = {}
-        run = self.run(streams, owner)
+        run = self.run(streams, meter)
         try:
             async for item in run:
                 if item is not None and item[1].result is not None:
@@ -146,13 +157,12 @@ class Desk:
             pause = min(2 * pause, _LOOK_S)
         return [] if events.empty() else [_opened(streams, events.get_nowait())]
 
-    def _end(self, result: Result, owner: str) -> None:
+    def _end(self, result: Result) -> None:
         """Count a request that has ended.
 
         Raises:
             RefusalError: it has failed.
         """
-        self._limits.spend(owner, result)
         for told in self.ended:
             told(result)
         if result.finish_reason == "error":
@@ -163,6 +173,14 @@ class Desk:
             raise RefusalError(
                 503, "The request was cancelled: its session was deleted, or the server is about to end."
             )
+
+
+def _left(events: asyncio.Queue[Found]) -> Iterator[tuple[int, Event]]:
+    """The events that nobody has taken out of a queue."""
+    while not events.empty():
+        place, event = events.get_nowait()
+        if isinstance(event, Event):
+            yield place, event
 
 
 async def _begin(place: int, stream: AsyncEvents, events: asyncio.Queue[Found]) -> None:

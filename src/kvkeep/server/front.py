@@ -27,10 +27,12 @@ from kvkeep.server.errors import GoneError, RefusalError
 from kvkeep.server.gate import Gate
 from kvkeep.server.holders import SESSION, Places, Wish, wish_of
 from kvkeep.server.leases import HELD
-from kvkeep.server.relay import Relay, ends
+from kvkeep.server.limits import Limits
+from kvkeep.server.metrics import Refusals
+from kvkeep.server.relay import Relay
 from kvkeep.server.replaying import Received, headers_of
 from kvkeep.server.replicas import LostError, MissedError, Replicas
-from kvkeep.server.replies import owner_of, reply, unless_gone
+from kvkeep.server.replies import ends, owner_of, reply, unless_gone
 from kvkeep.server.settings import Settings
 
 _ANSWER_S = 5.0
@@ -52,12 +54,13 @@ class Front:
         prefixes: whether replicas keep common beginnings of prompts.
 
     Attributes:
+        refusals: counts what the router itself refuses for the limits of keys.
         draining: whether new requests are refused, because the router is about to end.
     """
 
     def __init__(self, replicas: Replicas, settings: Settings, *, prefixes: bool = False) -> None:
         self._replicas, self._settings, self._prefixes = replicas, settings, prefixes
-        self._places = Places()
+        self._places, self.refusals = Places(), Refusals(settings.name)
         self.draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +80,8 @@ class Front:
             if status in (404, 503) and wish.held is not None:
                 self._places.forget((wish.held[0], owner, wish.held[1]))  # another one may hold it
 
-        relay = Relay(send, write_s=self._settings.read_timeout_s, named=named, begins=begins)
+        meter, write_s = scope["state"].get("meter"), self._settings.read_timeout_s
+        relay = Relay(send, write_s=write_s, named=named, begins=begins, meter=meter)
         try:
             await unless_gone(request, self._answer(owner, asked, wish, relay))
         except GoneError:
@@ -206,7 +210,7 @@ class Front:
     async def _metrics(self, request: Request) -> Response:
         """Show the metrics of all replicas, each by its name."""
         found = await self._all(await _received(request, self._settings))
-        text = summing.metrics({one: raw.decode() for one, raw in found.items()})
+        text = summing.metrics({one: raw.decode() for one, raw in found.items()}, self.refusals.text())
         return Response(text, headers={"Content-Type": _METRICS})
 
     async def _sessions(self, request: Request) -> Response:
@@ -259,7 +263,9 @@ def make_front(
     app.mount("/", front)
     for kind in (RefusalError, GoneError, ClientDisconnect, HTTPException):
         app.add_exception_handler(kind, answer_to)
-    app.add_middleware(Gate, settings=settings)
+    app.state.limits = limits = Limits(settings.key_requests, settings.key_tokens)
+    limits.refused.append(front.refusals.note)
+    app.add_middleware(Gate, settings=settings, limits=limits)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app

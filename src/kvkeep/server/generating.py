@@ -17,7 +17,7 @@ from kvkeep.server.bodies import body_of
 from kvkeep.server.chunks import Head, pieces
 from kvkeep.server.desk import Desk, in_thread
 from kvkeep.server.errors import RefusalError, in_words_of, unknown
-from kvkeep.server.replies import owner_of, reply, unless_gone
+from kvkeep.server.replies import meter_of, reply, unless_gone
 from kvkeep.server.schema import ChatBody, CompletionBody, Generating
 from kvkeep.server.served import Served
 from kvkeep.server.settings import Settings
@@ -80,7 +80,7 @@ class Generator:
         streams = streams or [self.served.engine.astream(one) for one in job.requests]
         if not body.stream:
             with in_words_of(job.asked.form):
-                results = await unless_gone(request, self._desk.results(streams, owner_of(request)))
+                results = await unless_gone(request, self._desk.results(streams, meter_of(request)))
             if after is not None:
                 await after()
             return reply(self._whole(job, results))
@@ -88,7 +88,7 @@ class Generator:
         if job.echo and job.wants_logprobs:
             raise RefusalError(400, "The parameter echo with logprobs is not streamed. Leave stream out.", param="echo")
         options: dict[str, Any] = {"show": self.served.show, "prompts": self._echoes(job), "with_usage": with_usage}
-        chunks = pieces(job, self._desk.run(streams, owner_of(request)), model=self._settings.name, **options)
+        chunks = pieces(job, self._desk.run(streams, meter_of(request)), model=self._settings.name, **options)
         with in_words_of(job.asked.form):
             ready = await unless_gone(request, begun(chunks))
         return self.stream(request, ready if after is None else followed(ready, after))

@@ -10,7 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -89,8 +89,11 @@ class SharedFolder:
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._file = open(root / _FILE, "a+b")  # noqa: SIM115  closed with the leases
-            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{own}")  # while this server lives, its folder stays
-            self.own.mkdir(exist_ok=True)
+            with ExitStack() as stack:
+                stack.callback(self._file.close)
+                self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, f"/{own}")  # while this server lives, its folder stays
+                self.own.mkdir(exist_ok=True)
+                stack.pop_all()
         except OSError as error:
             why = error.strerror or str(error)
             raise InputError(

@@ -1,15 +1,29 @@
-"""What each key may use: requests at once, and tokens per minute."""
+"""What each key may use: requests at once, and tokens per minute. The process that clients reach counts."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
-from kvkeep.engine import Result
+from kvkeep.engine import Event, Result
 from kvkeep.server.errors import RefusalError
+
+COUNTED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Routes whose POST requests count: those that run the model."""
+
+
+@runtime_checkable
+class Meter(Protocol):
+    """Is told of what one request uses."""
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens that were read or written."""
+
+    def end(self) -> None:
+        """Note that the request does not wait or run any more. Further calls do nothing."""
 
 
 class Limits:
@@ -18,43 +32,97 @@ class Limits:
     Args:
         requests: requests of a key that may wait or run at once; ``None``: no limit.
         tokens: tokens that a key may read and write per minute; ``None``: no limit.
+        clock: seconds that never go back.
+
+    Attributes:
+        refused: called with every refusal.
     """
 
-    def __init__(self, requests: int | None, tokens: int | None) -> None:
-        self._requests, self._tokens = requests, tokens
+    def __init__(
+        self, requests: int | None, tokens: int | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._requests, self._tokens, self._clock = requests, tokens, clock
         self._active: defaultdict[str, int] = defaultdict(int)
-        self._spent: defaultdict[str, tuple[float, float]] = defaultdict(lambda: (0.0, time.monotonic()))
+        self._spent: dict[str, tuple[float, float]] = {}
+        self.refused: list[Callable[[RefusalError], object]] = []
 
-    @contextmanager
-    def request(self, owner: str) -> Iterator[None]:
-        """A request of a key while it waits and runs.
+    def begin(self, owner: str) -> Meter:
+        """The meter of a request of a key, which counts as running until the meter is told of its end.
 
         Raises:
             RefusalError: the key has used all that it may.
         """
-        if self._requests is not None and self._active[owner] >= self._requests:
-            raise _refused(f"This key has {self._requests} requests running, the most that it may.", "key_requests", 1)
-        if self._tokens is not None and (over := self._used(owner) - self._tokens) >= 0:
-            wait = max(1, math.ceil(over * 60 / self._tokens))
-            raise _refused(f"This key has used its {self._tokens} tokens per minute.", "key_tokens", wait)
+        if (refusal := self._refusal(owner)) is not None:
+            for told in self.refused:
+                told(refusal)
+            raise refusal
         self._active[owner] += 1
-        try:
-            yield
-        finally:
-            self._active[owner] -= 1
-            if not self._active[owner]:
-                del self._active[owner]
+        return _Counted(self, owner)
 
-    def spend(self, owner: str, result: Result) -> None:
-        """Count the tokens of a request that has ended: those that were read and written."""
+    def spend(self, owner: str, tokens: int) -> None:
+        """Count tokens of a key."""
         if self._tokens is not None:
-            new = result.prompt_tokens - result.cached_tokens + len(result.token_ids)
-            self._spent[owner] = self._used(owner) + new, time.monotonic()
+            self._spent[owner] = self._used(owner) + tokens, self._clock()
+
+    def end(self, owner: str) -> None:
+        """Count a request less."""
+        self._active[owner] -= 1
+        if not self._active[owner]:
+            del self._active[owner]
+
+    def _refusal(self, owner: str) -> RefusalError | None:
+        """Why a key may not begin a request now."""
+        if self._requests is not None and self._active.get(owner, 0) >= self._requests:
+            return _refused(f"This key has {self._requests} requests running, the most that it may.", "key_requests", 1)
+        if self._tokens is not None and (over := self._used(owner) - self._tokens) >= 0:
+            wait = math.floor(over * 60 / self._tokens) + 1  # below the limit then, and not just at it
+            return _refused(f"This key has used its {self._tokens} tokens per minute.", "key_tokens", wait)
+        return None
 
     def _used(self, owner: str) -> float:
         """The tokens that count against a key now; they are forgotten evenly within a minute."""
-        used, when = self._spent[owner]
-        return max(0.0, used - (time.monotonic() - when) * (self._tokens or 0) / 60)
+        used, when = self._spent.get(owner, (0.0, 0.0))
+        return max(0.0, used - (self._clock() - when) * (self._tokens or 0) / 60)
+
+
+class _Counted:
+    """The meter of a request that this process counts."""
+
+    def __init__(self, limits: Limits, owner: str) -> None:
+        self._limits, self._owner, self._runs = limits, owner, True
+
+    def spend(self, tokens: int) -> None:
+        self._limits.spend(self._owner, tokens)
+
+    def end(self) -> None:
+        if self._runs:
+            self._runs = False
+            self._limits.end(self._owner)
+
+
+class Spending:
+    """Tells a meter of the tokens of requests as they come, so that an answer which breaks off counts as well.
+
+    Args:
+        meter: of these requests.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._told: defaultdict[int, int] = defaultdict(int)
+
+    def note(self, place: int, event: Event) -> None:
+        """Count what an event has brought."""
+        new = event.read_tokens + (event.token_id is not None)
+        if event.result is not None:
+            new = _all(event.result) - self._told[place]
+        self._told[place] += new
+        self._meter.spend(new)
+
+
+def _all(result: Result) -> int:
+    """The tokens that a request has read and written."""
+    return result.prompt_tokens - result.cached_tokens + len(result.token_ids)
 
 
 def _refused(message: str, code: str, wait: int) -> RefusalError:

@@ -27,6 +27,28 @@ _COUNTS = tuple(float(factor * 10**power) for power in range(6) for factor in (1
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
+class Refusals:
+    """Counts requests that were refused.
+
+    Args:
+        name: the model's name.
+        registry: of the counter; one of its own by default.
+    """
+
+    def __init__(self, name: str, registry: CollectorRegistry | None = None) -> None:
+        self._name, self._registry = name, registry or CollectorRegistry(auto_describe=False)
+        words = "Requests that were refused for a limit, the queue or a time, or cancelled."
+        self._count = Counter("kvkeep_requests_refused", words, (_LABEL, "code"), registry=self._registry)
+
+    def note(self, refusal: RefusalError) -> None:
+        """Count a request that was refused, by its code, or by its status if it has none."""
+        self._count.labels(self._name, refusal.code or str(refusal.status)).inc()
+
+    def text(self) -> str:
+        """All numbers for Prometheus."""
+        return generate_latest(self._registry).decode()
+
+
 class Metrics:
     """Counts what a server does.
 
@@ -64,9 +86,7 @@ class Metrics:
             "new": self._histogram("vllm:request_generation_tokens", "New tokens of a request.", _COUNTS),
         }
         self._lost = self._histogram("kvkeep_lost_mass_prompt", "Attention that a prompt's cut lost.", _SHARES)
-        labels = (_LABEL, "code")
-        words = "Requests that were refused after their body was read, or cancelled."
-        self._refused = Counter("kvkeep_requests_refused", words, labels, registry=self._registry)
+        self._refusals = Refusals(name, self._registry)
         ProcessCollector(registry=self._registry)
         desk.ended.append(self.note)
         desk.refused.append(self.note_refusal)
@@ -98,7 +118,7 @@ class Metrics:
 
     def note_refusal(self, refusal: RefusalError) -> None:
         """Count a request that was refused, by its code, or by its status if it has none."""
-        self._refused.labels(self._name, refusal.code or str(refusal.status)).inc()
+        self._refusals.note(refusal)
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         """The numbers of this moment: name, meaning, value."""

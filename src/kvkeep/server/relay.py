@@ -9,6 +9,9 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Send
 
 from kvkeep.server.errors import GoneError, RefusalError
+from kvkeep.server.limits import Meter
+from kvkeep.server.replaying import USED, Used
+from kvkeep.server.replies import ends
 from kvkeep.server.streaming import DONE, failed
 
 
@@ -20,14 +23,17 @@ class Relay:
         write_s: seconds in which the client must take a piece.
         named: whether events of a stream have names.
         begins: called with the status of an answer before anything of it is sent.
+        meter: is told of what the request uses.
 
     Attributes:
         begun: whether something was sent.
         ended: whether the last piece was sent.
     """
 
-    def __init__(self, send: Send, *, write_s: float, named: bool, begins: Callable[[int], object]) -> None:
-        self._send, self._write_s, self._named, self._begins = send, write_s, named, begins
+    def __init__(
+        self, send: Send, *, write_s: float, named: bool, begins: Callable[[int], object], meter: Meter | None = None
+    ) -> None:
+        self._send, self._write_s, self._named, self._begins, self._meter = send, write_s, named, begins, meter
         self._start: Message | None = None
         self.begun = self.ended = False
 
@@ -42,6 +48,9 @@ class Relay:
             GoneError: the client does not take what is sent.
         """
         async for message in messages:
+            self._count(message.pop(USED, None))
+            if message["type"] == USED:
+                continue
             if message["type"] == "http.response.start":
                 self._begins(message["status"])
                 if unless is not None and unless in Headers(raw=message["headers"]):
@@ -66,14 +75,17 @@ class Relay:
         await self._pass({"type": "http.response.body", "body": last, "more_body": False})
         return True
 
+    def _count(self, used: Used | None) -> None:
+        """Tell the meter of what a message says of the use."""
+        if self._meter is None or used is None:
+            return
+        self._meter.spend(used.tokens)
+        if used.ended:
+            self._meter.end()
+
     async def _pass(self, message: Message) -> None:
         try:
             async with asyncio.timeout(self._write_s):
                 await self._send(message)
         except (OSError, TimeoutError) as error:
             raise GoneError from error
-
-
-def ends(message: Message) -> bool:
-    """Whether a message is the last piece of an answer."""
-    return message["type"] == "http.response.body" and not message.get("more_body", False)

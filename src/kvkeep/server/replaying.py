@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Scope
@@ -46,6 +46,49 @@ class Received:
         }
 
 
+USED = "kvkeep.used"
+"""The type of a message, and the name in other messages, for what a request has used since the last one."""
+_MOST_UNTOLD = 16
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a request has used since it was told last.
+
+    Attributes:
+        tokens: tokens that were read or written.
+        ended: whether it does not wait or run any more.
+    """
+
+    tokens: int = 0
+    ended: bool = False
+
+
+class _Away:
+    """The meter of a request that a router counts. What it is told travels with the answer.
+
+    Args:
+        put: takes the messages of the answer.
+    """
+
+    def __init__(self, put: Callable[[Message], object]) -> None:
+        self._put, self._untold = put, Used()
+
+    def spend(self, tokens: int) -> None:
+        self._untold = Used(self._untold.tokens + tokens, self._untold.ended)
+        if self._untold.tokens >= _MOST_UNTOLD:
+            self.send({"type": USED})
+
+    def end(self) -> None:
+        self._untold = Used(self._untold.tokens, ended=True)
+
+    def send(self, message: Message) -> None:
+        """Send a message, with all that was not told yet."""
+        if self._untold != Used():
+            message, self._untold = {**message, USED: self._untold}, Used()
+        self._put(message)
+
+
 async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, None]:
     """Yield the messages with which an application answers. Whoever closes the generator is a client that leaves."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
@@ -58,9 +101,10 @@ async def replay(app: ASGIApp, request: Received) -> AsyncGenerator[Message, Non
         return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
-        messages.put_nowait(message)
+        meter.send(message)
 
-    work = asyncio.ensure_future(app(request.scope, receive, send))
+    meter = _Away(messages.put_nowait)
+    work = asyncio.ensure_future(app({**request.scope, "state": {"meter": meter}}, receive, send))
     work.add_done_callback(lambda _: messages.put_nowait(None))
     try:
         while (message := await messages.get()) is not None:

@@ -8,8 +8,10 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
+from starlette.types import Message
 
 from kvkeep.server.errors import GoneError, RefusalError
+from kvkeep.server.limits import Meter
 
 _T = TypeVar("_T")
 
@@ -51,6 +53,17 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
 def owner_of(request: Request) -> str:
     """The owner of the key with which a request came."""
     return str(request.state.owner)
+
+
+def meter_of(request: Request) -> Meter:
+    """What a request that runs the model tells of its use."""
+    found: Meter = request.state.meter
+    return found
+
+
+def ends(message: Message) -> bool:
+    """Whether a message is the last piece of an answer."""
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 async def gone(request: Request) -> None:

@@ -20,7 +20,7 @@ from kvkeep.server.bodies import body_of
 from kvkeep.server.desk import Desk, in_thread
 from kvkeep.server.errors import in_words_of, unknown
 from kvkeep.server.generating import Generator
-from kvkeep.server.replies import owner_of, reply, unless_gone
+from kvkeep.server.replies import meter_of, owner_of, reply, unless_gone
 from kvkeep.server.response_events import Answer
 from kvkeep.server.schema import ResponseBody
 from kvkeep.server.settings import Settings
@@ -111,7 +111,7 @@ class Responder:
         session = await in_thread(lambda: self._begin(body, previous))
         name = secrets.token_hex(16)
         answer = Answer(f"resp_{name}", body, self._settings.name, calls_of(asked, name, 0))
-        chunks = self._chunks(who, session, turn, answer)
+        chunks = self._chunks(request, session, turn, answer)
         with in_words_of({"response_format": "text.format"}.get(asked.form or "", asked.form)):
             ready = await unless_gone(request, begun(chunks))
         if body.stream:
@@ -143,11 +143,11 @@ class Responder:
         return self._engine.session(policy=before.policy, budget=before.budget, memory=before.snapshot())
 
     async def _chunks(
-        self, who: str, session: Session, asked: Turn, answer: Answer
+        self, request: Request, session: Session, asked: Turn, answer: Answer
     ) -> AsyncGenerator[Mapping[str, Any], None]:
         """The events of an answer, after an empty one."""
         kept = False
-        run = self._desk.run([session.asend(asked)], who)
+        run = self._desk.run([session.asend(asked)], meter_of(request))
         try:
             async for found in run:
                 if found is None:
@@ -159,7 +159,7 @@ class Responder:
                     yield piece
                 if (result := found[1].result) is not None:
                     if kept := answer.stored:
-                        await self._keep(answer.name, Kept(who, session, answer.body(result)))
+                        await self._keep(answer.name, Kept(owner_of(request), session, answer.body(result)))
                     for piece in answer.end(result):
                         yield piece
         finally:

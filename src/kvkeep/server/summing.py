@@ -24,14 +24,15 @@ def health(found: Mapping[str, Mapping[str, Any]], *, draining: bool) -> tuple[d
     return body, 200 if ready else 503
 
 
-def metrics(found: Mapping[str, str]) -> str:
-    """The metrics of all replicas, each sample with a label ``replica``.
+def metrics(found: Mapping[str, str], own: str) -> str:
+    """The metrics of all replicas and of the router, each sample with a label ``replica``.
 
     Args:
         found: replica → its metrics as text for Prometheus.
+        own: those of the router.
     """
     families: dict[str, list[str]] = {}
-    for replica, text in sorted(found.items()):
+    for replica, text in [*sorted(found.items()), ("router", own)]:
         family, heads = "", list[str]()
         for line in text.splitlines():
             if line.startswith("#"):

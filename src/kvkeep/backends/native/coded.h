@@ -1,21 +1,22 @@
-// Attention of one token per row over slots that hold codes, which are widened in registers.
-//
-// Each product with a group of codes is multiplied with the group's scale once: a key's after the sum, a value's before.
+// Attention of one token per row over slots that hold codes, and a token written as codes.
 
 #pragma once
 
-#include "codes.h"
-#include "inner.h"
 #include "ranks.h"
-#include "report.h"
 #include "slots.h"
+#include "whole_codes.h"
 
 namespace {
 
+#ifdef KVKEEP_WHOLE
+typedef Whole Multiplier;
+#else
+typedef Widened Multiplier;
+#endif
+
 // The attention of the query heads of one row that share a KV head, as Head's in attend.h. Types are told apart when it
 // runs, as only queries and outputs depend on them.
-class CodedHead : Reporter {
-    const Grouping keys, values;
+class CodedHead : Multiplier {
     const Halves halves;
     float *vector;        // room for a query, a key or an output, in its own order
     float *own, *turned;  // under slot positions: angles, and the keys of a block
@@ -25,16 +26,16 @@ class CodedHead : Reporter {
 
    public:
     static Layout layout(const Attend &a) {
-        const int64_t value_width = Grouping(a.value_codes, a.value_dim).floats();
-        if (!a.angles) return Layout(a, Grouping(a.key_codes, a.dim).floats(), value_width, room(a));
+        const int64_t value_width = Multiplier::output_floats(a), own = up(Multiplier::own_floats(a), W) + room(a);
+        if (!a.angles) return Layout(a, Multiplier::query_floats(a), value_width, own);
         const int64_t width = Halves(a.dim, a.half).floats();
-        return Layout(a, width, value_width, 2 * room(a) + W * width + Ranks::FLOATS * up(a.slots, W));
+        return Layout(a, width, value_width, own + room(a) + W * width + Ranks::FLOATS * up(a.slots, W));
     }
 
     CodedHead(const Attend &a, int64_t index, float *scratch, float *mass, float *extra)
-        : Reporter(a, layout(a), index, scratch, mass, extra), keys(a.key_codes, a.dim),
-          values(a.value_codes, a.value_dim), halves(a.dim, a.half), vector(scratch + at.own),
-          own(vector + room(a)), turned(own + room(a)), ranks(a.slots, turned + W * at.width) {}
+        : Multiplier(a, layout(a), index, scratch, mass, extra), halves(a.dim, a.half),
+          vector(scratch + at.own + up(Multiplier::own_floats(a), W)), own(vector + room(a)), turned(own + room(a)),
+          ranks(a.slots, turned + W * at.width) {}
 
     void run() {
         std::memset(out, 0, a.group * at.value_width * sizeof *out);
@@ -55,17 +56,14 @@ class CodedHead : Reporter {
     }
 
    private:
-    // Turn the queries as the keys were turned, and put them into the order of widened codes.
+    // Turn the queries as the keys were turned.
     void read_query() {
         const int64_t first = row * a.query_row + head * a.group * a.query_head;
-        std::memset(query, 0, a.group * at.width * sizeof *query);
         for (int64_t g = 0; g < a.group; g++) {
             widen_all(a.type, a.query + (first + g * a.query_head) * bytes_of(a.type), a.dim, vector);
             hadamard(vector, a.dim);
-            float *to = query + g * at.width;
-            keys.each_run([&](int64_t i, int64_t channel, int64_t n) {
-                for (int64_t k = 0; k < n; k++) to[i + k] = vector[channel + k] * (float)a.scaling;
-            });
+            for (int64_t i = 0; i < a.dim; i++) vector[i] *= (float)a.scaling;
+            put_query(g, vector);
         }
     }
 
@@ -88,7 +86,7 @@ class CodedHead : Reporter {
     // Widen the key of a slot, undo the Hadamard matrix, and turn the key to its rank.
     template <class C>
     void turn_key_of(int64_t s, float *to) {
-        const auto *codes = first_key<C>() + s * a.key_slot;
+        const auto *codes = key_rows<C>().at(s);
         const uint16_t *scale = scales(a.key_codes, s);
         const Pairs pairs = keys.pairs;
         const int64_t second = C::BITS == 8 ? W : keys.bytes;  // from a pair's first vector to its second one
@@ -125,83 +123,12 @@ class CodedHead : Reporter {
         });
     }
 
-    template <class C>
-    const typename C::T *first_key() const {
-        return (const typename C::T *)a.keys + row * a.key_row + head * a.key_head + start * a.key_slot;
-    }
-
-    const uint16_t *scales(const Coded &coded, int64_t s) const {
-        const int64_t at = row * coded.scale_row + head * coded.scale_head + (start + s) * coded.scale_slot;
-        return (const uint16_t *)coded.scales + at;
-    }
-
-    // Logits of every block in which the query sees a slot.
-    template <class C>
-    void score() {
-        typedef Rows<typename C::T> Codes;
-        const Codes first = {first_key<C>(), a.key_slot};
-        const int64_t ahead = rows_ahead<C>(keys.groups * keys.bytes);
-        const Pairs pairs = keys.pairs;
-        each_block([&](int64_t s) {
-            const Codes later = first.from(std::min(s + ahead, slots - 1));
-            by_group(a.group, [&](int64_t g, auto n) {
-                Floats found[n.value], total[n.value] = {};
-                for (int64_t j = 0; j < keys.groups; j++) {
-                    const float *q = query + g * at.width + j * pairs.floats();
-                    const Codes block = {first.at(s) + j * keys.bytes, a.key_slot};
-                    const Codes next = {later.first + j * keys.bytes, a.key_slot};
-                    if (pairs.in_place())
-                        dots<C, n.value, true>(q, at.width, pairs, block, slots - s, next, found);
-                    else
-                        dots<C, n.value, false>(q, at.width, pairs, block, slots - s, next, found);
-                    const Floats scale = scales_of(scales(a.key_codes, s) + j, a.key_codes.scale_slot, slots - s);
-                    for (int i = 0; i < n.value; i++) total[i] += found[i] * scale;
-                }
-                for (int i = 0; i < n.value; i++) store(logits + (g + i) * at.slots + s, total[i]);
-            });
-        });
-    }
-
-    template <class C>
-    void weigh_values() {
-        typedef Rows<typename C::T> Codes;
-        const char *first = a.values + row * a.value_row + head * a.value_head + start * a.value_slot;
-        const Pairs pairs = values.pairs;
-        float weights[GROUP * SPAN];
-        for (int64_t s = 0; s < slots; s += SPAN) {
-            const int64_t n = slots - s < SPAN ? slots - s : SPAN;
-            by_group(a.group, [&](int64_t g, auto heads) {
-                for (int64_t j = 0; j < values.groups; j++) {
-                    scale_weights<heads.value>(g, s, n, j, weights);
-                    const char *from = first + s * a.value_slot + j * values.bytes;
-                    const Codes block = {(const typename C::T *)from, a.value_slot};
-                    float *to = out + g * at.value_width + j * pairs.floats();
-                    by_pairs(pairs, [&](int64_t pair, auto count, auto in_place) {
-                        mix<C, heads.value, count.value, in_place.value>(weights, SPAN, shown + s, block, n, pairs,
-                                                                         pair, at.value_width, to);
-                    });
-                }
-            });
-        }
-    }
-
-    // The weights of N query heads for group j of the values of n slots.
-    template <int N>
-    void scale_weights(int64_t g, int64_t s, int64_t n, int64_t j, float *weights) const {
-        for (int64_t t = 0; t < n; t += W) {
-            const Floats scale = scales_of(scales(a.value_codes, s + t) + j, a.value_codes.scale_slot, n - t);
-            for (int i = 0; i < N; i++)
-                store(weights + i * SPAN + t, load<Floats>(logits + (g + i) * at.slots + s + t) * scale);
-        }
-    }
-
     void write_out() {
         for (int64_t g = 0; g < a.group; g++) {
             char *to = a.out + ((row * a.kv_heads + head) * a.group + g) * a.value_dim * bytes_of(a.type);
-            const float *from = out + g * at.value_width, factor = now < 0 ? 0.0f : scale[g];
-            values.each_run([&](int64_t i, int64_t channel, int64_t n) {
-                for (int64_t k = 0; k < n; k++) vector[channel + k] = from[i + k] * factor;
-            });
+            const float factor = now < 0 ? 0.0f : scale[g];
+            take_output(g, vector);
+            for (int64_t i = 0; i < a.value_dim; i++) vector[i] *= factor;
             narrow_all(a.type, vector, a.value_dim, to);
         }
     }

@@ -33,6 +33,45 @@ inline Floats add_products(Floats sum, Ints a, Ints b) {
     return sum;
 }
 
+// Write two vectors as bfloat16.
+inline void put_narrow(Floats a, Floats b, uint16_t *to) {
+#ifdef __AVX512BF16__
+    if constexpr (PAIRED) {
+        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+        std::memcpy(to, &both, sizeof both);
+    }
+#endif
+    (void)a, (void)b, (void)to;
+}
+
+// Write n numbers, times a factor, as bfloat16. `from` has room for n, rounded up to 2 W.
+inline void put_all_narrow(const float *from, float by, uint16_t *to, int64_t n) {
+    for (int64_t d = 0; d < n; d += 2 * W) {
+        uint16_t part[2 * W];
+        put_narrow(load<Floats>(from + d) * by, load<Floats>(from + d + W) * by, part);
+        std::memcpy(to + d, part, std::min<int64_t>(2 * W, n - d) * sizeof *to);
+    }
+}
+
+// Write two vectors in their own place as sums of two numbers in bfloat16: all upper halves, then all lower ones. What is
+// lost is less than 2^-16 of a number.
+inline void put_halves(Floats a, Floats b, float *to) {
+    const Floats x = (Floats)((Bits)a & 0xffff0000), y = (Floats)((Bits)b & 0xffff0000);
+    put_narrow(x, y, (uint16_t *)to);
+    put_narrow(a - x, b - y, (uint16_t *)(to + W));
+}
+
+// Pack one panel of a head's values: a row of pairs for every two slots. Empty slots become zeros.
+template <class T>
+void pack_rows_in_pairs(const T *const *values, int64_t elements, int64_t dim, int32_t *to) {
+    for (int64_t j = 0; j < PANEL; j += 2, to += dim)
+        for (int64_t i = 0; i < dim; i++) {
+            const uint32_t low = i < elements && values[j] ? (uint32_t)values[j][i] : 0;
+            const uint32_t high = i < elements && values[j + 1] ? (uint32_t)values[j + 1][i] : 0;
+            to[i] = (int32_t)(low | high << 16);
+        }
+}
+
 // Pack one panel of a head's keys; empty slots become zeros. `dim` is even.
 template <class T>
 void pack_pairs(const T *const *keys, int64_t elements, int64_t dim, int32_t *to) {

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "narrow.h"
+#include "squares.h"
 
 namespace {
 
@@ -13,9 +13,8 @@ class Block {
     const Prefill &a;
     const Packed held;
     const int64_t row, head, first, tokens, rows, width;
-    float *const p, *const tempered, *const query, *const out, *const scale, *const temper, *const known;
-    float *const weights;
-    float *const shares;
+    float *const p, *const tempered;
+    float *const query, *const out, *const scale, *const temper, *const known, *const weights, *const shares;
     int32_t *const at, *const ids;
     int64_t active = 0;
 
@@ -23,26 +22,27 @@ class Block {
     Block(const Plan &plan, Packed held, int64_t i, int64_t block, float *scratch)
         : plan(plan), a(plan.a), held(held), row(i / a.kv_heads), head(i % a.kv_heads),
           first(block * plan.tokens_each), tokens(std::min(plan.tokens_each, a.tokens - first)),
-          rows(up(tokens * a.group, ROWS)), width(plan.width), p(scratch),
-          tempered(p + plan.rows_each * width), query(tempered + (a.gains ? plan.rows_each * width : 0)),
-          out(query + plan.rows_each * plan.dim.floats()), scale(out + plan.rows_each * plan.value_dim.floats()),
-          temper(scale + plan.rows_each), known(temper + plan.rows_each), weights(known + plan.rows_each),
+          rows(up(tokens * a.group, plan.unit)), width(plan.width), p(scratch), tempered(p + plan.rows_each * width),
+          query(tempered + (a.gains ? plan.rows_each * width : 0)), out(query + plan.rows_each * plan.dim.floats()),
+          scale(out + plan.rows_each * plan.value_dim.floats()), temper(scale + plan.rows_each),
+          known(temper + plan.rows_each), weights(known + plan.rows_each),
           shares(weights + plan.tokens_each * (a.masses + a.lows)), at((int32_t *)(shares + plan.tokens_each)),
           ids(at + plan.tokens_each) {}
 
     // Write the outputs, and add to the sums, which are `stride` floats apart.
     void run(float *sums, int64_t stride) {
         find_panels();
-        load_queries(a.query, a.query_row, a.query_head, a.query_token);
-        multiply();
-        for (int64_t r = 0; r < tokens * a.group; r++) normalise(r);
+        multiply(a.query, a.query_row, a.query_head, a.query_token, plan.squares, 1.0f);
+        const bool counts = load_weights(), floats = !plan.squares || (counts && (a.lows || !a.gains));
+        for (int64_t r = 0; r < tokens * a.group; r++) {
+            normalise(r, floats);
+            if (counts && !a.lows) add(r, sums, stride);
+            if (plan.squares && floats && !a.lows) halve(r);
+        }
+        for (int64_t c = 0; counts && a.lows && c < active; c++)
+            for (int64_t i = 0; i < TILE; i++) count(c, i, sums + ids[c] * PANEL + i * W, stride);
+        for (int64_t r = 0; plan.squares && floats && a.lows && r < tokens * a.group; r++) halve(r);
         write_outputs();
-        if (!load_weights()) return;
-        for (int64_t c = 0; c < active; c++)
-            for (int64_t i = 0; i < TILE; i++) {
-                if (a.lows) count(c, i, sums + ids[c] * PANEL + i * W, stride);
-                else add(c, i, sums + ids[c] * PANEL + i * W, stride);
-            }
     }
 
     // After `run`: let the queries read all keys again, and take the logs of the largest shares.
@@ -50,12 +50,8 @@ class Block {
         active = 0;
         for (int64_t panel = 0; panel < plan.panels; panel++)
             if (held.most[panel] >= 0) ids[active++] = (int32_t)panel;
-        if (plan.pairs) multiply_pairs();
-        else {
-            const int64_t each = a.tokens * a.dim;
-            load_queries(a.again, a.kv_heads * a.group * each, each, a.dim);
-            multiply();
-        }
+        const int64_t each = a.tokens * a.dim;
+        multiply(a.again, a.kv_heads * a.group * each, each, a.dim, plan.pairs > 0, (float)a.scaling);
         for (int64_t c = 0; c < active; c++) mask_again(c);
         for (int64_t r = 0; r < tokens * a.group; r++) known[r] = total_again(r);
         for (int64_t c = 0; c < active; c++)
@@ -87,59 +83,69 @@ class Block {
                 ids[active++] = (int32_t)panel;
     }
 
-    void load_queries(const char *queries, int64_t row_step, int64_t head_step, int64_t token_step) {
+    // Call with a row and its query; null for rows that only fill a unit up. Steps count elements.
+    template <class Call>
+    void each_query(const char *queries, int64_t row_step, int64_t head_step, int64_t token_step, const Call &call) {
         typedef typename X::T T;
-        const int64_t dim = plan.dim.floats();
-        const float scaling = (float)a.scaling;
         for (int64_t r = 0; r < rows; r++) {
-            const bool real = r < tokens * a.group;
             const T *from = (const T *)queries + row * row_step + (head * a.group + r % a.group) * head_step +
                             (first + r / a.group) * token_step;
-            for (int64_t i = 0; i < plan.dim.n; i++) {
-                const Pair q = pair_of<X>(real ? from : nullptr, plan.dim, i);
-                store(query + r * dim + i * 2 * W, q.a * scaling);
-                store(query + r * dim + i * 2 * W + W, q.b * scaling);
-            }
+            call(r, r < tokens * a.group ? from : nullptr);
         }
     }
 
-    // The logits of all rows, without soft cap and mask.
-    void multiply() {
+    // What the products in squares still have to be multiplied with when they become logits.
+    float left() const { return plan.squares ? (float)a.scaling : 1.0f; }
+
+    // The logits of all rows, without soft cap and mask; `pairs`: products of narrow numbers, multiplied with `by`.
+    void multiply(const char *queries, int64_t row_step, int64_t head_step, int64_t token_step, bool pairs, float by) {
+        const auto call = [&](int64_t r, const typename X::T *from) { pairs ? copy(r, from) : widen(r, from); };
+        each_query(queries, row_step, head_step, token_step, call);
+        for (int64_t c = 0; c < active; c++)
+            for (int64_t r = 0; r < rows; r += plan.unit) pairs ? dots_narrow(c, r, by) : dots_wide(c, r);
+    }
+
+    void widen(int64_t r, const typename X::T *from) {
+        for (int64_t i = 0; i < plan.dim.n; i++) {
+            const Pair q = pair_of<X>(from, plan.dim, i);
+            store(query + r * plan.dim.floats() + i * 2 * W, q.a * (float)a.scaling);
+            store(query + r * plan.dim.floats() + i * 2 * W + W, q.b * (float)a.scaling);
+        }
+    }
+
+    void copy(int64_t r, const typename X::T *from) {
+        int32_t *const to = (int32_t *)query + r * plan.pairs;
+        std::memset(to, 0, plan.pairs * sizeof *to);
+        if (from) std::memcpy(to, from, a.dim * sizeof *from);
+    }
+
+    void dots_wide(int64_t c, int64_t r) {
         const int64_t dim = plan.dim.floats();
-        for (int64_t c = 0; c < active; c++)
-            for (int64_t r = 0; r < rows; r += ROWS)
-                dots(query + r * dim, dim, held.keys + ids[c] * PANEL * dim, p + r * width + c * PANEL, width);
+        dots(query + r * dim, dim, held.keys + ids[c] * PANEL * dim, p + r * width + c * PANEL, width);
     }
 
-    // The same for the second reading, of narrow numbers.
-    void multiply_pairs() {
-        const int64_t pairs = plan.pairs;
-        int32_t *const narrow = (int32_t *)query;
-        std::memset(narrow, 0, rows * pairs * sizeof *narrow);
-        for (int64_t r = 0; r < tokens * a.group; r++) {
-            const int64_t query_head = (row * a.kv_heads + head) * a.group + r % a.group;
-            const char *from = a.again + (query_head * a.tokens + first + r / a.group) * a.dim * 2;
-            std::memcpy(narrow + r * pairs, from, a.dim * 2);
-        }
-        for (int64_t c = 0; c < active; c++)
-            for (int64_t r = 0; r < rows; r += ROWS)
-                dots_of_pairs(narrow + r * pairs, pairs, held.pairs + ids[c] * PANEL * pairs,
-                              p + r * width + c * PANEL, width, (float)a.scaling);
+    void dots_narrow(int64_t c, int64_t r, float by) {
+        const int32_t *const queries = (int32_t *)query + r * plan.pairs;
+        const int32_t *const keys = held.pairs + ids[c] * PANEL * plan.pairs;
+        float *const to = p + r * width + c * PANEL;
+        if (plan.squares) dots_in_squares(queries, plan.pairs, keys, to, width, by);
+        else dots_of_pairs(queries, plan.pairs, keys, to, width, by);
     }
 
-    // Turn the logits of a row into probabilities times 1 / scale.
-    void normalise(int64_t r) {
+    // Turn the logits of a row into probabilities times 1 / scale: floats, or halves for products in squares.
+    void normalise(int64_t r, bool floats) {
         const int32_t now = at[r / a.group], hidden = behind(now);
         const float softcap = (float)a.softcap, sink = a.sinks ? a.sinks[head * a.group + r % a.group] : -INFINITY;
+        const float by = softcap == 0.0f ? left() : 1.0f;  // soft caps need the logits themselves
         float *x = p + r * width, *other = tempered + r * width;
-        Floats top = all(sink);
+        Floats top = all(-INFINITY);
         Ints shown = {};
         int64_t seen = 0;
         for (int64_t c = 0; c < active; c++) {
             const bool whole = !held.gaps[ids[c]] && held.most[ids[c]] <= now && held.least[ids[c]] > hidden;
             for (int64_t i = c * PANEL; i < (c + 1) * PANEL; i += W) {
                 Floats logits = load<Floats>(x + i);
-                if (softcap != 0.0f) logits = tanh(logits / softcap) * softcap;
+                if (softcap != 0.0f) logits = tanh(logits * left() / softcap) * softcap;
                 if (!whole) {
                     const Ints k = load<Ints>(held.positions + ids[c] * PANEL + i - c * PANEL);
                     const Ints known = (k >= 0) & (k <= now), show = known & (k > hidden);
@@ -153,7 +159,7 @@ class Block {
             if (whole) seen += PANEL, shown |= -1;
         }
         if (r % a.group == 0) shares[r / a.group] = a.live ? (float)seen : (float)now + 1.0f;
-        const float most = largest(top);
+        const float most = std::max(largest(top) * by, sink);
         if (most == -INFINITY && !any(shown)) {  // otherwise the logits are NaN or -inf, and so is the result
             scale[r] = temper[r] = 0.0f;
             known[r] = -INFINITY;
@@ -163,20 +169,32 @@ class Block {
         }
         const float gain = a.gains ? a.gains[row] : 1.0f;
         Floats total = {}, tempered_total = {};
-        for (int64_t i = 0; i < active * PANEL; i += W) {
-            const Floats logits = load<Floats>(x + i) - most, e = exp(logits);
-            store(x + i, e);
+        const auto weight = [&](int64_t i) {
+            const Floats scaled = in_register(load<Floats>(x + i) * by);  // rounded as `most`, so none is above it
+            const Floats logits = scaled - most, e = exp_of_small(logits);
             total += e;
             if (a.gains) {
-                const Floats t = select(logits > -INFINITY, exp(logits * gain), Floats{});
+                const Floats t = select(logits > -INFINITY, exp_of_small(logits * gain), Floats{});
                 store(other + i, t);
                 tempered_total += t;
             }
+            return e;
+        };
+        for (int64_t i = 0; i < active * PANEL; i += 2 * W) {
+            const Floats one = weight(i), two = weight(i + W);
+            if (floats) store(x + i, one), store(x + i + W, two);
+            else put_halves(one, two, x + i);
         }
         const float all_of_it = sum(total) + (a.sinks ? std::exp(sink - most) : 0.0f);
         scale[r] = 1.0f / all_of_it;
         known[r] = most + std::log(all_of_it);
         temper[r] = a.gains ? 1.0f / std::max(sum(tempered_total), 1e-37f) : scale[r];
+    }
+
+    // Turn the floats of a row into halves.
+    void halve(int64_t r) {
+        float *const x = p + r * width;
+        for (float *i = x; i < x + active * PANEL; i += 2 * W) put_halves(load<Floats>(i), load<Floats>(i + W), i);
     }
 
     // Soft cap, and minus infinity for empty slots, in the logits of the second reading.
@@ -215,28 +233,22 @@ class Block {
     void write_outputs() {
         const int64_t dim = plan.value_dim.floats();
         std::memset(out, 0, rows * dim * sizeof *out);
-        for (int64_t c = 0, n; c < active; c += n) {
-            n = c + 1 < active && ids[c + 1] == ids[c] + 1 ? 2 : 1;
-            const float *values = held.values + ids[c] * PANEL * dim;
-            for (int64_t r = 0; r < rows; r += ROWS) {
-                const float *weights = p + r * width + c * PANEL;
-                int64_t d = 0;
-                for (; d + TILE * W <= dim; d += TILE * W)
-                    mix<TILE>(weights, width, n * PANEL, values + d, dim, out + r * dim + d);
-                for (; d < dim; d += 2 * W) mix<2>(weights, width, n * PANEL, values + d, dim, out + r * dim + d);
-            }
-        }
-        typedef typename X::T T;
-        const int64_t E = a.value_dim;
+        if (plan.squares) mix_panels_in_squares(p, width, rows, held.values, ids, active, dim, out);
+        else mix_panels(p, width, rows, held.values, ids, active, dim, out);
         for (int64_t r = 0; r < tokens * a.group; r++) {
             const int64_t query_head = (row * a.kv_heads + head) * a.group + r % a.group;
-            T *to = (T *)a.out + (query_head * a.tokens + first + r / a.group) * E;
-            for (int64_t d = 0; d < E; d += 2 * W) {
-                const float *from = out + r * dim + d;
-                const Pair mixed = {load<Floats>(from) * scale[r], load<Floats>(from + W) * scale[r]};
-                if (d + 2 * W <= E) X::narrow(mixed, to + d);
-                else narrow<X>(mixed, to + d, E - d);
-            }
+            auto *to = (typename X::T *)a.out + (query_head * a.tokens + first + r / a.group) * a.value_dim;
+            if (plan.squares) put_all_narrow(out + r * dim, scale[r], (uint16_t *)to, a.value_dim);
+            else write(r, to);
+        }
+    }
+
+    void write(int64_t r, typename X::T *to) const {
+        for (int64_t d = 0; d < a.value_dim; d += 2 * W) {
+            const float *from = out + r * plan.value_dim.floats() + d;
+            const Pair mixed = {load<Floats>(from) * scale[r], load<Floats>(from + W) * scale[r]};
+            if (d + 2 * W <= a.value_dim) X::narrow(mixed, to + d);
+            else ::narrow<X>(mixed, to + d, a.value_dim - d);
         }
     }
 
@@ -252,16 +264,17 @@ class Block {
         return some;
     }
 
-    // Add W keys' probabilities to the sums.
-    void add(int64_t c, int64_t i, float *sums, int64_t stride) {
-        const float *from = (a.gains ? tempered : p) + c * PANEL + i * W;
+    // Add a row's probabilities to the sums.
+    void add(int64_t r, float *sums, int64_t stride) {
+        const float *from = (a.gains ? tempered : p) + r * width;
         for (int64_t f = 0; f < a.masses; f++) {
-            Floats total = load<Floats>(sums + f * stride);
-            for (int64_t r = 0; r < tokens * a.group; r++) {
-                const float weight = weights[f * tokens + r / a.group] / (float)a.group;
-                total += load<Floats>(from + r * width) * (weight * temper[r]);
-            }
-            store(sums + f * stride, total);
+            const float weight = weights[f * tokens + r / a.group] / (float)a.group * temper[r];
+            if (weight == 0.0f) continue;
+            for (int64_t c = 0; c < active; c++)
+                for (int64_t i = 0; i < PANEL; i += W) {
+                    float *const to = sums + f * stride + ids[c] * PANEL + i;
+                    store(to, load<Floats>(to) + load<Floats>(from + c * PANEL + i) * weight);
+                }
         }
     }
 

@@ -12,8 +12,8 @@ void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to)
     typedef typename X::T T;
     const Pairs dim = plan.dim, value_dim = plan.value_dim;
     float *keys = to.keys + panel * PANEL * dim.floats(), *values = to.values + panel * PANEL * value_dim.floats();
+    const T *found[PANEL], *found_values[PANEL];
     int32_t *positions = to.positions + panel * PANEL, least = INT32_MAX, most = -1;
-    const T *found[PANEL];
     for (int64_t j = 0; j < PANEL; j++) {
         const int64_t held = plan.a.pieces[0].slots, all = panel * PANEL + j;
         const Piece &piece = plan.a.pieces[all >= held];
@@ -26,8 +26,9 @@ void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to)
         least = real ? std::min(least, positions[j]) : least;
         most = std::max(most, positions[j]);
         found[j] = real ? key + i * piece.key_slot : nullptr;
-        for (int64_t p = 0; p < value_dim.n; p++) {
-            const Pair v = pair_of<X>(real ? value + i * piece.value_slot : nullptr, value_dim, p);
+        found_values[j] = real ? value + i * piece.value_slot : nullptr;
+        for (int64_t p = 0; !plan.squares && p < value_dim.n; p++) {
+            const Pair v = pair_of<X>(found_values[j], value_dim, p);
             store(values + j * value_dim.floats() + p * 2 * W, v.a);
             store(values + j * value_dim.floats() + p * 2 * W + W, v.b);
         }
@@ -36,6 +37,10 @@ void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to)
     to.most[panel] = most;
     to.gaps[panel] = std::find(positions, positions + PANEL, -1) != positions + PANEL;
     if (plan.pairs) pack_pairs(found, plan.a.dim, dim.floats(), to.pairs + panel * PANEL * plan.pairs);
+    if (plan.squares) {
+        int32_t *rows = (int32_t *)to.values + panel * PANEL / 2 * value_dim.floats();
+        return pack_rows_in_pairs(found_values, plan.a.value_dim, value_dim.floats(), rows);
+    }
     float part[PANEL][2 * W];
     for (int64_t p = 0; p < dim.n; p++) {
         for (int64_t j = 0; j < PANEL; j++) {
@@ -50,7 +55,7 @@ void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to)
 
 template <class X>
 int64_t prefill_as(const Prefill &a) {
-    const Plan plan(a, in_pairs<X>());
+    const Plan plan(a, (float)a.scaling > 0 && in_squares<X>() ? IN_SQUARES : in_pairs<X>() ? SECOND_IN_PAIRS : IN_FLOATS);
     const int64_t heads = a.rows * a.kv_heads, fields = a.masses + a.lows, padded = plan.panels * PANEL;
     const Scratch memory(plan.heads_each * plan.packed), partial(plan.heads_each * plan.parts * plan.partial);
     if (!memory.get() || !partial.get()) return -1;
@@ -63,6 +68,7 @@ int64_t prefill_as(const Prefill &a) {
         });
         done = done && for_each(n * plan.parts, bytes, a.threads, plan.scratch, [&](int64_t i, float *scratch) {
             const int64_t part = plan.parts - 1 - i / n, which = i % n;  // the last ones see most keys
+            const Squares registers(plan.squares);
             float *sums = partial.get() + (which * plan.parts + part) * plan.partial;
             std::memset(sums, 0, fields * padded * sizeof *sums);
             if (a.again) std::fill_n(sums + fields * padded, padded, -INFINITY);

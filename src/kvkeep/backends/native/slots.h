@@ -53,13 +53,25 @@ inline int32_t *positions_of(const Write &w, int64_t row, int64_t head) {
     return w.positions + row * w.position_row + head * w.position_head;
 }
 
+// Where the first of n numbers is that is x; n: nowhere.
+inline int64_t find(const int32_t *numbers, int64_t n, int32_t x) {
+    constexpr int64_t SEVERAL = 8 * W;
+    int64_t i = 0;
+    for (; i + SEVERAL <= n; i += SEVERAL) {
+        Ints found = {};
+        for (int64_t k = 0; k < SEVERAL; k += W) found |= load<Ints>(numbers + i + k) == x;
+        if (any(found)) break;
+    }
+    while (i < n && numbers[i] != x) i++;
+    return i;
+}
+
 // Give the first free slot of a head the position of the row's token. Returns the slot.
 inline int64_t take_slot(const Write &w, int64_t row, int64_t head) {
     int32_t *positions = positions_of(w, row, head);
     int32_t least = positions[0];
     for (int64_t s = 0; s < w.slots; s++) least = positions[s] < least ? positions[s] : least;
-    int64_t slot = 0;
-    while (positions[slot] != least) slot++;
+    const int64_t slot = find(positions, w.slots, least);
     positions[slot] = (int32_t)w.now[row * w.now_row];
     return slot;
 }
@@ -129,7 +141,7 @@ inline int64_t evict_head(const Slots &s, int64_t row, int64_t head, float *scra
         old = select(tied & (position < old), position, old);
     }
     const int32_t oldest = smallest(old);
-    for (int64_t i = 0; i < s.slots; i++)
+    for (int64_t i = find(positions, s.slots, oldest); i < s.slots; i++)
         if (positions[i] == oldest && scratch[i] == lowest) {
             positions[i] = -1;
             return i;

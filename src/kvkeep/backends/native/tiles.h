@@ -2,8 +2,9 @@
 //
 // A block of query rows meets all keys that it sees at once: its logits, about ROOM floats, stay in the second-level
 // cache, where they become probabilities, are summed over the rows, and weigh the values. So many keys that LEAST_ROWS
-// rows leave the cache are read from memory for each block, and fewer rows would read them more often. Keys are transposed once per
-// head, a panel of PANEL keys at a time. Panels that no row of a block sees are skipped, so a causal chunk costs half.
+// rows leave the cache are read from memory for each block, and fewer rows would read them more often. Keys are
+// transposed once per head, a panel of PANEL keys at a time. Panels that no row of a block sees are skipped, so a causal
+// chunk costs half.
 //
 // One head's rows are cut into parts whose number does not depend on the number of threads. One thread does a part from
 // beginning to end, and the sums of the parts are added in order, so results do not depend on the threads.
@@ -48,14 +49,17 @@ extern "C" struct Prefill {
 namespace {
 
 constexpr int ROWS = 6;  // with TILE vectors of keys, the sums fill the registers
+constexpr int64_t SQUARE = 16;  // rows and columns of squares.h
 constexpr int64_t PANEL = TILE * W;
 constexpr int64_t PARTS = 16, HEADS_AT_ONCE = 32;
 constexpr int64_t LEAST_ROWS = 24, MOST_ROWS = 48, ROOM = 48 * 4096;
 
+enum Narrow { IN_FLOATS, SECOND_IN_PAIRS, IN_SQUARES };  // which products take narrow numbers, and how
+
 // One head's keys and values, packed: panels of transposed keys, values in pairs, positions.
 struct Packed {
     float *keys, *values;
-    int32_t *pairs;  // keys once more, in pairs of narrow numbers; see narrow.h
+    int32_t *pairs;  // keys in pairs of narrow numbers; see narrow.h
     int32_t *positions, *least, *most;  // per panel: the smallest of its positions, empty slots aside, and the largest
     int32_t *gaps;                      // per panel: whether it has empty slots
 };
@@ -64,19 +68,25 @@ struct Packed {
 struct Plan {
     const Prefill &a;
     Pairs dim, value_dim;
-    int64_t slots, panels, tokens_each, rows_each, blocks, parts, heads_each, pairs, packed, partial, width, scratch;
+    const bool squares;
+    const int64_t unit;  // rows that are multiplied at a time
+    int64_t slots, panels, tokens_each, rows_each, blocks, parts, heads_each, pairs, keys, values, packed, partial;
+    int64_t width, scratch;
 
-    Plan(const Prefill &a, bool narrow) : a(a), dim(a.dim), value_dim(a.value_dim) {
+    Plan(const Prefill &a, Narrow narrow)
+        : a(a), dim(a.dim), value_dim(a.value_dim), squares(narrow == IN_SQUARES), unit(squares ? SQUARE : ROWS) {
         slots = a.pieces[0].slots + a.pieces[1].slots;
         panels = (slots + PANEL - 1) / PANEL;
-        const int64_t rows = std::clamp(ROOM / (panels * PANEL), LEAST_ROWS, MOST_ROWS);
+        const int64_t rows = up(std::clamp(ROOM / (panels * PANEL), LEAST_ROWS, MOST_ROWS), squares ? SQUARE : 1);
         tokens_each = std::max<int64_t>(1, std::min(rows / a.group, a.tokens));
-        rows_each = up(tokens_each * a.group, ROWS);
+        rows_each = up(tokens_each * a.group, unit);
         blocks = (a.tokens + tokens_each - 1) / tokens_each;
         parts = std::min(blocks, PARTS);
         heads_each = std::min((HEADS_AT_ONCE + parts - 1) / parts, a.rows * a.kv_heads);
-        pairs = narrow && a.again ? dim.floats() / 2 : 0;
-        packed = up(panels * (PANEL * (dim.floats() + value_dim.floats() + pairs + 1) + 3), W);
+        pairs = squares || (narrow == SECOND_IN_PAIRS && a.again) ? dim.floats() / 2 : 0;
+        keys = squares ? 0 : panels * PANEL * dim.floats();
+        values = panels * PANEL * value_dim.floats() / (squares ? 2 : 1);
+        packed = up(keys + values + panels * (PANEL * (pairs + 1) + 3), W);
         partial = (a.masses + a.lows + (a.again ? 1 : 0)) * panels * PANEL;
         width = panels * PANEL + W;  // no power of two, which would crowd a few sets of the cache
         scratch = rows_each * ((a.gains ? 2 : 1) * width + dim.floats() + value_dim.floats() + 3) +
@@ -84,11 +94,10 @@ struct Plan {
     }
 
     Packed head(float *memory) const {
-        float *values = memory + panels * PANEL * dim.floats();
-        int32_t *narrow = (int32_t *)(values + panels * PANEL * value_dim.floats());
-        int32_t *positions = narrow + panels * PANEL * pairs;
+        int32_t *in_pairs = (int32_t *)(memory + keys + values);
+        int32_t *positions = in_pairs + panels * PANEL * pairs;
         int32_t *least = positions + panels * PANEL;
-        return {memory, values, narrow, positions, least, least + panels, least + 2 * panels};
+        return {memory, memory + keys, in_pairs, positions, least, least + panels, least + 2 * panels};
     }
 };
 
@@ -131,6 +140,23 @@ inline void mix(const float *p, int64_t width, int64_t n, const float *values, i
     }
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < N; i++) store(out + r * dim + i * W, acc[r][i]);
+}
+
+// Add the values of all panels, weighted by the probabilities of the rows, to the outputs, whose columns are in the
+// order of `Pair`.
+inline void mix_panels(const float *p, int64_t width, int64_t rows, const float *packed, const int32_t *ids,
+                       int64_t panels, int64_t dim, float *out) {
+    for (int64_t c = 0, n; c < panels; c += n) {
+        n = c + 1 < panels && ids[c + 1] == ids[c] + 1 ? 2 : 1;
+        const float *values = packed + ids[c] * PANEL * dim;
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            const float *weights = p + r * width + c * PANEL;
+            int64_t d = 0;
+            for (; d + TILE * W <= dim; d += TILE * W)
+                mix<TILE>(weights, width, n * PANEL, values + d, dim, out + r * dim + d);
+            for (; d < dim; d += 2 * W) mix<2>(weights, width, n * PANEL, values + d, dim, out + r * dim + d);
+        }
+    }
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from kvkeep import plots
 from kvkeep.cli import console
 from kvkeep.cli.files import STANDARD_INPUT, read_text
+from kvkeep.cli.model_request import ModelRequest
 from kvkeep.models import load, threads
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import quiet
@@ -29,7 +30,7 @@ _PURPOSE = "Give some text to analyse with --text FILE."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(ModelRequest):
     """The options of ``kvkeep analyze``.
 
     Attributes:
@@ -37,17 +38,11 @@ class Request:
         only: names of measurements; all if empty.
     """
 
-    model: str | None
     text: str
     output: Path
     only: tuple[str, ...]
     max_tokens: int | None
     seed: int
-    dtype: str
-    device: str
-    load_in: str | None
-    threads: int | None
-    allow_pickle: bool
     json: bool
 
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.cli.files import STANDARD_OUTPUT, place
+from kvkeep.cli.model_request import ModelRequest
 from kvkeep.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(ModelRequest):
     """The options of ``kvkeep calibrate``. Numbers of tokens are read; the rest is not checked."""
 
-    model: str | None
     text: str | None
     output: Path
     overwrite: bool
@@ -28,11 +28,6 @@ class Request:
     seed: int
     from_duo: str | None
     sparsity: float | None
-    dtype: str
-    device: str
-    load_in: str | None
-    threads: int | None
-    allow_pickle: bool
     json: bool
 
 

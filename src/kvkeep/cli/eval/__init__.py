@@ -39,6 +39,8 @@ from kvkeep.cli.eval.options import (
     whole,
 )
 from kvkeep.cli.eval.recipes import replaced
+from kvkeep.cli.eval.request import Request
+from kvkeep.cli.eval.workers import RayAddress, RayWorkers, check
 from kvkeep.cli.heads import HeadBudget, parse_head_budget
 from kvkeep.cli.options import (
     OUTPUT,
@@ -107,6 +109,8 @@ def evaluate(
     shard: Shard = None,
     merge: Merge = None,
     leaderboard: Leaderboard = None,
+    ray_workers: RayWorkers = None,
+    ray_address: RayAddress = None,
     plots: Annotated[
         bool, typer.Option(help="Draw plots, with matplotlib (extra: plots).", rich_help_panel=OUTPUT)
     ] = True,
@@ -126,6 +130,7 @@ def evaluate(
     Every result is written to DIR at once.
     """
     folders = joined(merge, leaderboard, report, shard, dry_run=dry_run)
+    check(ray_workers, ray_address, idle=dry_run or bool(folders) or report is not None)
     folder = Path() if dry_run and output is report is None else folder_of(output, report)
     spread = parse_layer_budget(layer_budget)
     own = {"policies": policies, "budgets": budgets, "tasks": tasks, "limit": limit, "parts": parts, "shots": shots}
@@ -165,10 +170,12 @@ def evaluate(
         "threads": parse_threads(threads),
         "allow_pickle": allow_pickle,
         "json": json,
+        "workers": ray_workers,
+        "ray_address": ray_address,
     }
     from kvkeep.cli.eval import grid  # imports torch and transformers
 
-    request = grid.Request(**asked)
+    request = Request(**asked)
     if leaderboard is not None:
         grid.page(request, folders)
     elif merge is not None:

@@ -30,6 +30,7 @@ class Expected:
         rows: rows that run at once.
         cache_bytes, full_bytes: bytes of their caches, and of full ones.
         peak_bytes: the most bytes at once, weights included.
+        weight_bytes: bytes of the weights.
         decode_bytes: bytes that all its decode steps read if every reply is as long as the longest.
     """
 
@@ -39,6 +40,7 @@ class Expected:
     cache_bytes: int
     full_bytes: int
     peak_bytes: int
+    weight_bytes: int
     decode_bytes: float
 
 
@@ -63,6 +65,7 @@ def _of(model: Outline, planned: Planned, new: int, dtype: str) -> Expected:
         rows * made.bounded.row_bytes,
         rows * made.full.row_bytes,
         made.bounded.peak_bytes(rows),
+        made.bounded.weight_bytes,
         math.ceil(count / rows) * new * made.bounded.read_bytes(rows),
     )
 

@@ -5,25 +5,24 @@ Bad input is refused before weights are read. Importing this module imports torc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column
+from typing import Any
 
 from kvkeep import plots
 from kvkeep.cli import console
 from kvkeep.cli.eval import expected, recipes
+from kvkeep.cli.eval.bar import progress
+from kvkeep.cli.eval.request import Request
 from kvkeep.cli.eval.tables import parts
 from kvkeep.cli.files import read_text
+from kvkeep.cli.workers import ended_with_its_cluster
 from kvkeep.errors import InputError
 from kvkeep.evals import certainty, curves, leaderboard, merging, paired, tasks, versus
 from kvkeep.evals import report as reports
 from kvkeep.evals.drive import Setup
-from kvkeep.evals.plan import Asked, Cell, Planned, Wanted, split_arms
+from kvkeep.evals.plan import Asked, Wanted, split_arms
 from kvkeep.evals.records import Records
 from kvkeep.evals.run import Grid, lay_out, manifest, run
 from kvkeep.evals.task import Options
@@ -34,66 +33,23 @@ from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
 from kvkeep.results import command
 from kvkeep.runs import as_text
+from kvkeep.scale.cluster import check_ray
 
 EMBEDDED = "embedded"
 """Name of the embedded model in results."""
 
-_BAR = 20
-"""Width of the bar in columns."""
-
 _PURPOSE = "Give some text to measure on, or leave --text out for the package's own."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The options of ``kvkeep eval``. Numbers are read; lists of names and the text file are not.
-
-    Attributes:
-        budgets: each a share of the text (a float) or a number of tokens (an int).
-    """
-
-    model: str | None
-    output: Path
-    recipe: str | None
-    dry_run: bool
-    shard: tuple[int, int] | None
-    policies: str
-    budgets: tuple[float | int, ...]
-    tasks: str
-    limit: int | None
-    seeds: tuple[int, ...]
-    text: str | None
-    contexts: tuple[int, ...]
-    facts: int
-    documents: str
-    depths: tuple[float, ...]
-    ask: str
-    turns: int | None
-    window: int | None
-    stride: int
-    data: str | None
-    shots: int
-    parts: tuple[str, ...]
-    positions: Literal["true", "slot"] | None
-    layer_budget: str | tuple[float, ...] | None
-    head_budget: str | None
-    kv_bits: str | None
-    prefill_chunk: int | None
-    plots: bool
-    dtype: str
-    device: str
-    load_in: str | None
-    threads: int | None
-    allow_pickle: bool
-    json: bool
-
-
+@ended_with_its_cluster()
 def serve(request: Request) -> None:
     """Measure, write the results and show them.
 
     Raises:
         KVKeepError: the request, the model or the folder cannot be used.
     """
+    if request.workers is not None:
+        check_ray(request.ray_address)
     with quiet(), threads.restored():
         if request.dry_run:
             grid = prepare(request)
@@ -107,16 +63,26 @@ def serve(request: Request) -> None:
         records.check(manifest(grid))
         for note in grid.notes:
             console.note(note)
-        writer = Writer(
-            grid.checkpoint, read_weights(grid.checkpoint, request.dtype, request.device, load_in=request.load_in)
-        )
-        threads.use(writer.model, request.threads)
         todo = sum(planned.cell not in records.done for planned in grid.planned)
         if todo < len(grid.planned):
             console.progress(f"{console.count(len(grid.planned) - todo, 'cell')} of {len(grid.planned)} already done")
-        with _progress(todo) as on_cell:
-            run(grid, writer, records, on_cell)
-    _show(request, records)
+        if request.workers is None:
+            _run_here(grid, request, records, todo)
+            _show(request, records)
+        else:
+            from kvkeep.cli.eval import far
+
+            _show(request, records, workers=far.run(grid, request, records))
+
+
+def _run_here(grid: Grid, request: Request, records: Records, todo: int) -> None:
+    """Run the cells in this process."""
+    writer = Writer(
+        grid.checkpoint, read_weights(grid.checkpoint, request.dtype, request.device, load_in=request.load_in)
+    )
+    threads.use(writer.model, request.threads)
+    with progress(todo) as bar:
+        run(grid, writer, records, bar.begin)
 
 
 def report(request: Request) -> None:
@@ -207,44 +173,19 @@ def _options(request: Request) -> list[Options]:
     return [options, *(replace(options, seed=seed) for seed in request.seeds[1:])]
 
 
-@contextmanager
-def _progress(cells: int) -> Iterator[Callable[[Planned], None]]:
-    """A bar with the time left; after Ctrl-C, a note on how to resume."""
-    screen = console.err()
-    room = max(12, screen.width - _BAR - 2 * len(str(cells)) - len("  /  0:00:00  time left  0:00:00"))
-    columns = (
-        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=room)),
-        BarColumn(bar_width=_BAR),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("time left", style="dim"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=screen, disable=not screen.is_terminal or not cells, transient=True)
-    line = bar.add_task("starting", total=cells)
-    begun: list[Cell] = []
+def _show(request: Request, records: Records, **more: Any) -> None:
+    """Print the tables, draw the plots, and print the paths of all files.
 
-    def on_cell(planned: Planned) -> None:
-        cell = planned.cell
-        if cell not in begun:
-            begun.append(cell)
-        bar.update(line, completed=len(begun) - 1, description=f"{cell.task} {cell.budget} {cell.policy}", refresh=True)
-
-    try:
-        with bar:
-            yield on_cell
-    except KeyboardInterrupt:
-        console.note("stopped. What is finished is on the disk; run the same command again to go on.")
-        raise
-
-
-def _show(request: Request, records: Records) -> None:
-    """Print the tables, draw the plots, and print the paths of all files."""
+    Args:
+        request: the options of the command.
+        records: the folder.
+        more: further entries of the JSON object.
+    """
     pictures = _draw(request, records)
     if request.json:
         paths = [str(path) for path in pictures]
         sure = certainty.as_json(records.rows)
-        console.write_json({"output": str(request.output), "plots": paths, "rows": records.rows, **sure})
+        console.write_json({"output": str(request.output), "plots": paths, "rows": records.rows, **sure, **more})
         return
     screen = console.out()
     if request.recipe is not None:

@@ -8,14 +8,14 @@ from pathlib import Path
 from shlex import quote
 
 from kvkeep.cli.files import STANDARD_OUTPUT, place
+from kvkeep.cli.model_request import ModelRequest
 from kvkeep.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(ModelRequest):
     """The options of ``kvkeep explain``. Numbers of tokens are read; the rest is not checked."""
 
-    model: str | None
     text: str
     question: str
     raw: bool
@@ -27,11 +27,6 @@ class Request:
     plots: Path | None
     overwrite: bool
     terminal: bool
-    dtype: str
-    device: str
-    load_in: str | None
-    threads: int | None
-    allow_pickle: bool
     json: bool
 
     def line(self) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +26,8 @@ from kvkeep.models.packed import pack_weights
 from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
 from kvkeep.openai.answers import Show
-from kvkeep.scale.worker import Built, Layout
+from kvkeep.scale.trade import Layout
+from kvkeep.scale.worker import Built
 
 
 def rows_of(batch: Batch, most: int) -> int:
@@ -74,6 +78,25 @@ def show_with(writer: Writer) -> Show:
     return show
 
 
+_ANY_LINE = b'{"prompt": "a"}'
+
+
+@contextmanager
+def _meanwhile(work: Callable[[], object]) -> Iterator[None]:
+    """Do some work in another thread during this block. Whoever needs it later says why it fails, if it does."""
+
+    def quietly() -> None:
+        with suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=quietly, name="kvkeep-meanwhile")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What a worker needs to make the engine of a job; see `kvkeep.scale.worker.Make`.
@@ -107,8 +130,9 @@ class Recipe:
                 raise InputError(f"{self.request.memory} is another memory on a worker. Give every node the same file.")
             checkpoint = find(self.request.model or embedded(), allow_pickle=self.request.allow_pickle)
             read_line = reader(checkpoint, self.request, sampling_of(self.request), memory)
-            writer = writer_of(checkpoint, self.request)
-            weights = fingerprint(writer.model)  # before layers are packed
+            with _meanwhile(lambda: read_line(0, _ANY_LINE)):  # starts the process that fills in chat templates
+                writer = writer_of(checkpoint, self.request)
+                weights = fingerprint(writer.model)  # before layers are packed
             engine = engine_of(writer, self.request, self.batch, most=self.most, budget=self.budget, like=like)
         snapshot = None if memory is None else memory.snapshot
         return Built(engine, read_line, show_with(writer), weights, chosen(writer.model), snapshot)

@@ -6,26 +6,23 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 from kvkeep.cli import console
 from kvkeep.cli.generate.bar import Bar
 from kvkeep.cli.generate.build import Recipe, rows_of
 from kvkeep.cli.generate.request import Batch, Request
+from kvkeep.cli.workers import PROCESS_BYTES, room_for, whole
 from kvkeep.engine import Engine
 from kvkeep.errors import KVKeepError
 from kvkeep.jobs.output import Output
 from kvkeep.jobs.pace import Work
 from kvkeep.models.load import embedded
 from kvkeep.planning.plan import plan
-from kvkeep.scale.cluster import Need, check_room, check_versions, nodes, own_cpus, share
 from kvkeep.scale.crew import Crew
-from kvkeep.scale.place import Item
-from kvkeep.scale.worker import Answer, Layout
-
-PROCESS_BYTES = 400 * 10**6
-"""Main memory of a worker beside weights and rows: Python, torch, buffers."""
+from kvkeep.scale.pieces import Answer, Item
+from kvkeep.scale.trade import Layout
+from kvkeep.scale.worker import LINES, EngineFacts
 
 
 def crew_of(
@@ -37,7 +34,7 @@ def crew_of(
     budget: int,
     memory: str | None,
     like: Layout | None = None,
-) -> Crew:
+) -> Crew[EngineFacts]:
     """The workers of a job, which have not been started yet. The cluster has been joined.
 
     Args:
@@ -53,30 +50,17 @@ def crew_of(
         InputError: nodes have other versions than this process, or the workers do not fit.
     """
     assert batch.workers is not None
-    found = nodes()
-    check_versions(found)
-    gpus = int(request.device.startswith("cuda") or (request.device == "auto" and any(node.gpus for node in found)))
-    cpus = request.threads or (own_cpus(batch.workers, None) if batch.address is None else share(found, batch.workers))
-    asked = replace(request, model=whole(request.model), memory=whole(request.memory))
-    if request.device == "auto" or gpus:  # a worker sees its own GPU alone
-        asked = replace(asked, device="cuda" if gpus else "cpu")
     most = ceil(requests / batch.workers)
-    bytes_needed = 0 if gpus else _bytes(request, batch, most, longest, budget)
-    need = Need(cpus=cpus, gpus=gpus, memory=bytes_needed)
-    check_room(found, need, batch.workers)
+    need, device = room_for(
+        batch.workers,
+        _bytes(request, batch, most, longest, budget),
+        device=request.device,
+        threads=request.threads,
+        address=batch.address,
+    )
+    asked = replace(request, model=whole(request.model), memory=whole(request.memory), device=device)
     recipe = Recipe(request=asked, batch=batch, most=most, budget=budget, memory=memory)
-    return Crew(recipe, batch.workers, need, like=like, tell=console.note)
-
-
-def whole(name: str | None) -> str | None:
-    """The whole path of a file or a folder, which a worker looks up from another folder; a hub name as it is."""
-    if name is None:
-        return None
-    with suppress(OSError):
-        path = Path(name).expanduser()
-        if path.exists():
-            return str(path.resolve())
-    return name
+    return Crew(LINES, recipe, batch.workers, need, like=like, tell=console.note)
 
 
 def _bytes(request: Request, batch: Batch, most: int, longest: int, budget: int) -> int:
@@ -103,7 +87,7 @@ class Far:
 
     engine: Engine | None = None
 
-    def __init__(self, crew: Crew, lines: Iterator[Item], work_of: Callable[[int], Work]) -> None:
+    def __init__(self, crew: Crew[EngineFacts], lines: Iterator[Item], work_of: Callable[[int], Work]) -> None:
         self._crew, self._lines, self._work_of = crew, lines, work_of
         self.size: Mapping[str, int] = {
             "rows": crew.facts.rows,
@@ -127,5 +111,5 @@ class Far:
             new += answer.new
             bar.whole(self._work_of(answer.number), answer.new)
 
-        self._crew.run(self._lines, output.own, take, stopped)
+        self._crew.run(lambda place: next(self._lines, None), [output.own], take, stopped)
         return new, failed

@@ -19,12 +19,13 @@ from kvkeep.cli.generate.build import engine_of, show_with
 from kvkeep.cli.generate.completion import sampling_of
 from kvkeep.cli.generate.encode import Read, reader
 from kvkeep.cli.generate.request import Batch, Request
-from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, Near, Workers, ended_with_its_cluster, interruptible, run
+from kvkeep.cli.generate.run_lines import STANDARD_OUTPUT, Near, Workers, run
 from kvkeep.cli.generate.settings import settings_of
 from kvkeep.cli.generate.together import tell, together
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.memories import Memory, settled
 from kvkeep.cli.options import MAX_TOKENS
+from kvkeep.cli.workers import ended_with_its_cluster, interruptible
 from kvkeep.engine import Engine
 from kvkeep.engine.prompts import checked_guard
 from kvkeep.errors import BudgetError, InputError, PolicyError
@@ -150,7 +151,7 @@ def _far(job: _Job, budget: int, memory: str | None) -> None:
                 raise typer.Exit(console.INTERRUPTED)
             job.output.agree({**job.settings, "weights": crew.facts.weights, LAYOUT: crew.facts.layout})
             _remark(survey, job.checkpoint, job.request.model or "embedded")
-            todo = _todo(job, crew.judge)
+            todo = _todo(job, lambda shapes: crew.ask("judge", list(shapes)))
             each = f"{console.count(batch.workers, 'worker')}, each with "
             job.announce(budget, crew.facts.rows, crew.facts.row_bytes, each)
             job.run(Far(crew, _lines(job.source, todo), lambda number: survey.work([number])), todo)

@@ -15,7 +15,6 @@ from kvkeep.errors import InputError
 
 JOB = "Batch job"
 """The heading of its options in the help."""
-MOST_WORKERS = 1024
 RayWorkers = Annotated[
     int | None,
     typer.Option(
@@ -81,9 +80,7 @@ def parse_batch(
         output = str(place(output, "--output"))
     if max_rows is not None and max_rows < 1:
         raise InputError(f"--max-rows {max_rows} runs nothing; give 1 or more.")
-    cluster.check_address(address, "workers", asked=workers is not None)
-    if workers is not None and not 1 <= workers <= MOST_WORKERS:
-        raise InputError(f"--ray-workers {workers} is out of range; give 1 to {MOST_WORKERS}.")
+    cluster.check_workers(workers, address)
     size = None if kv_memory is None else parse_bytes(kv_memory, "--kv-memory")
     return Batch(
         input=source,

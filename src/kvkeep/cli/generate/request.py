@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvkeep.cli.model_request import ModelRequest
+
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(ModelRequest):
     """The options of ``kvkeep generate``. Numbers of tokens and the prompt are read; the rest is not checked.
 
     Attributes:
@@ -16,7 +18,6 @@ class Request:
         names_policy: whether the user has named the policy.
     """
 
-    model: str | None
     prompt: str
     system: str | None = None
     raw: bool
@@ -38,11 +39,6 @@ class Request:
     min_p: float | None
     repetition_penalty: float
     seed: int
-    dtype: str
-    device: str
-    load_in: str | None
-    threads: int | None
-    allow_pickle: bool
     json: bool
     memory: str | None = None
     json_schema: str | None = None

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import typer
 
 from kvkeep.cli import console
 from kvkeep.cli.generate.bar import Bar, progress
+from kvkeep.cli.workers import interruptible
 from kvkeep.engine import Engine, Result
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.jobs.lines import Line, reason_of
 from kvkeep.jobs.output import Output
 from kvkeep.jobs.pace import Work
-from kvkeep.scale.lost import LostClusterError
 
 STANDARD_OUTPUT = "standard output"
 INCOMPLETE = 1
@@ -214,35 +211,3 @@ class Answers:
     def _fail(self, line: Line, reason: str) -> None:
         self.failed.setdefault(line.number, reason)
         self._results.pop(line.number, None)
-
-
-@contextmanager
-def ended_with_its_cluster() -> Iterator[None]:
-    """End this process with an error if its cluster has gone away.
-
-    Ray's threads, which still look for the cluster, would crash an ordinary end of the process.
-    """
-    try:
-        yield
-    except LostClusterError as error:
-        console.error(str(error))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(console.BAD_INPUT)
-
-
-@contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Delay the first Ctrl-C: the function that this yields returns True after it. The second one ends the process."""
-    pressed = False
-
-    def press(*args: object) -> None:
-        nonlocal pressed
-        pressed = True
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Literal
 
 from kvkeep.cli.files import STANDARD_OUTPUT, place
+from kvkeep.cli.model_request import ModelRequest
 from kvkeep.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(ModelRequest):
     """The options of ``kvkeep remember``. Numbers of tokens are read; the rest is not checked."""
 
-    model: str | None
     text: str
     system: str | None
     raw: bool
@@ -28,11 +28,6 @@ class Request:
     head_budget: str | None
     kv_bits: str | None
     positions: Literal["true", "slot"] | None
-    dtype: str
-    device: str
-    load_in: str | None
-    threads: int | None
-    allow_pickle: bool
     json: bool
 
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from kvkeep.cli import console
-from kvkeep.cli.generate.far import PROCESS_BYTES, whole
 from kvkeep.cli.serve.request import Request
+from kvkeep.cli.workers import PROCESS_BYTES, room_for, whole
 from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.errors import InputError, KVKeepError
 from kvkeep.models.load import embedded
 from kvkeep.planning.plan import plan
 from kvkeep.runs import in_full
-from kvkeep.scale.cluster import Need, check_room, check_versions, joined, last_words, nodes, own_cpus, share
+from kvkeep.scale.cluster import Need, joined, last_words, own_cpus
 from kvkeep.scale.replica import Facts, Recipe
 from kvkeep.scale.serving import deployment, need_serve
 from kvkeep.server.front import make_front
@@ -83,13 +83,15 @@ def _need(request: Request, longest: int | None) -> tuple[Need, str]:
         InputError: nodes have other versions than this process, or the replicas do not fit.
     """
     assert request.replicas is not None
-    most, found = request.replicas[1], nodes()
-    check_versions(found)
-    gpus = int(request.device.startswith("cuda") or (request.device == "auto" and any(node.gpus for node in found)))
-    cpus = request.threads or (own_cpus(most, None) if request.ray_address is None else share(found, most))
-    need = Need(cpus=cpus, gpus=gpus, memory=0 if gpus else _bytes(request, longest))
-    check_room(found, need, most, what="replica", option="ray_replicas")
-    return need, "cuda" if gpus else "cpu" if request.device == "auto" else request.device
+    return room_for(
+        request.replicas[1],
+        _bytes(request, longest),
+        device=request.device,
+        threads=request.threads,
+        address=request.ray_address,
+        what="replica",
+        option="ray_replicas",
+    )
 
 
 def _bytes(request: Request, longest: int | None) -> int:

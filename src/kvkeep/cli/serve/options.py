@@ -198,7 +198,8 @@ RayReplicas = Annotated[
     typer.Option(
         metavar="N",
         help="Serve with N engines, each in a process of a cluster of Ray; with 1-4, as many as rows are needed. "
-        "--max-rows, --kv-memory and the limits below are then those of each. Needs the extra kvkeep\\[ray].",
+        "--max-rows, --kv-memory and the limits below are then those of each; limits of keys hold over "
+        "all. Needs the extra kvkeep\\[ray].",
         rich_help_panel=REPLICAS,
     ),
 ]

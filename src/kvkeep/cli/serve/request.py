@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvkeep.cli.model_request import ModelRequest
+
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(ModelRequest):
     """The options of ``kvkeep serve``. Sizes and numbers of tokens are read; the rest is not checked."""
 
-    model: str | None
     served_name: str | None
     tool_form: str
     policy: str
@@ -27,11 +28,6 @@ class Request:
     prefix_memory: int
     session_memory: int | None
     session_dir: str | None
-    dtype: str
-    device: str
-    load_in: str | None
-    threads: int | None
-    allow_pickle: bool
     replicas: tuple[int, int] | None
     ray_address: str | None
     host: str

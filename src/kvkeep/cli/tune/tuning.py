@@ -19,6 +19,7 @@ from kvkeep import config, plots
 from kvkeep.cli import console
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
+from kvkeep.cli.model_request import ModelRequest
 from kvkeep.errors import InputError
 from kvkeep.evals.drive import Setup
 from kvkeep.evals.tune import report
@@ -39,14 +40,13 @@ _EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(ModelRequest):
     """The options of ``kvkeep tune``. Numbers are read; lists of names and files are not.
 
     Attributes:
         budgets: each a share of the text (a float) or a number of tokens (an int); empty for the default.
     """
 
-    model: str | None
     case: str
     target: float
     text: str | None
@@ -63,11 +63,6 @@ class Request:
     positions: Literal["true", "slot"] | None
     output: Path
     plots: bool
-    dtype: str
-    device: str
-    load_in: str | None
-    threads: int | None
-    allow_pickle: bool
     json: bool
 
 

@@ -1,0 +1,149 @@
+// Products of squares of bfloat16 numbers in the tile registers of AMX, which some x86 processors have. Such a register
+// holds 16 rows of 64 bytes: 16 x 32 numbers on the left, 16 pairs of rows x 16 on the right, 16 x 16 floats as the
+// sum. Weights of values are two numbers each, an upper and a lower half, so that they lose less than 2^-16.
+
+#pragma once
+
+#include "narrow.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define KVKEEP_SQUARES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int64_t NEAR_PANELS = 4;  // panels whose values stay in the nearest cache while all rows use them
+
+// Whether the processor has such registers for this type, and Linux lets this process use them.
+template <class X>
+bool in_squares() {
+#ifdef KVKEEP_SQUARES
+    constexpr long REQUEST = 0x1023, REGISTERS = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static const bool allowed = syscall(SYS_arch_prctl, REQUEST, REGISTERS) == 0;
+    return in_pairs<X>() && PANEL == 4 * SQUARE && allowed;
+#else
+    return false;
+#endif
+}
+
+// Lays out this thread's registers, and gives them back: others on this thread lay them out anew for themselves.
+class Squares {
+    const bool used;
+
+   public:
+    explicit Squares(bool used) : used(used) {
+#ifdef KVKEEP_SQUARES
+        struct alignas(64) {
+            uint8_t palette = 1, start = 0, reserved[14] = {};
+            uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } layout;
+        if (used) _tile_loadconfig(&layout);
+#endif
+    }
+    ~Squares() {
+#ifdef KVKEEP_SQUARES
+        if (used) _tile_release();
+#endif
+    }
+    Squares(const Squares &) = delete;
+};
+
+// Compilers do not know that loading a square reads memory.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
+// Dot products of SQUARE queries with a panel of keys, times a factor. Both lie in pairs, as in narrow.h.
+inline void dots_in_squares(const int32_t *query, int64_t pairs, const int32_t *keys, float *to, int64_t width,
+                            float by) {
+#ifdef KVKEEP_SQUARES
+    finish_stores();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t p = 0; p < pairs; p += SQUARE) {
+        const int32_t *const k = keys + p * PANEL;
+        _tile_loadd(4, query + p, pairs * 4);
+        _tile_loadd(5, k, PANEL * 4);
+        _tile_loadd(6, k + SQUARE, PANEL * 4);
+        _tile_dpbf16ps(0, 4, 5);
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(5, k + 2 * SQUARE, PANEL * 4);
+        _tile_loadd(6, k + 3 * SQUARE, PANEL * 4);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_dpbf16ps(3, 4, 6);
+    }
+    _tile_stored(0, to, width * 4);
+    _tile_stored(1, to + SQUARE, width * 4);
+    _tile_stored(2, to + 2 * SQUARE, width * 4);
+    _tile_stored(3, to + 3 * SQUARE, width * 4);
+    for (int64_t r = 0; by != 1.0f && r < SQUARE; r++)
+        for (int64_t i = 0; i < PANEL; i += W) store(to + r * width + i, load<Floats>(to + r * width + i) * by);
+#else
+    (void)query, (void)pairs, (void)keys, (void)to, (void)width, (void)by;
+#endif
+}
+
+// Add the values of n panels, weighted by the probabilities of SQUARE queries, to N squares of the outputs. `width`: from
+// query to query in the weights, which are halves; `ids`: where each panel lies in the values.
+template <int N>
+inline void mix_in_squares(const float *p, int64_t width, const int32_t *values, const int32_t *ids, int64_t n,
+                           int64_t dim, float *out) {
+#ifdef KVKEEP_SQUARES
+    finish_stores();
+    _tile_loadd(0, out, dim * 4);
+    _tile_loadd(1, out + SQUARE, dim * 4);
+    if constexpr (N == 4) {
+        _tile_loadd(2, out + 2 * SQUARE, dim * 4);
+        _tile_loadd(3, out + 3 * SQUARE, dim * 4);
+    }
+    for (int64_t c = 0; c < n; c++)
+        for (int64_t i = 0; i < PANEL; i += 2 * SQUARE) {
+            const int32_t *const v = values + (ids[c] * PANEL + i) / 2 * dim;
+            _tile_loadd(4, p + c * PANEL + i, width * 4);
+            _tile_loadd(5, p + c * PANEL + i + SQUARE, width * 4);
+            _tile_loadd(6, v, dim * 4);
+            _tile_loadd(7, v + SQUARE, dim * 4);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(0, 5, 6);
+            _tile_dpbf16ps(1, 5, 7);
+            if constexpr (N == 4) {
+                _tile_loadd(6, v + 2 * SQUARE, dim * 4);
+                _tile_loadd(7, v + 3 * SQUARE, dim * 4);
+                _tile_dpbf16ps(2, 4, 6);
+                _tile_dpbf16ps(3, 4, 7);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        }
+    _tile_stored(0, out, dim * 4);
+    _tile_stored(1, out + SQUARE, dim * 4);
+    if constexpr (N == 4) {
+        _tile_stored(2, out + 2 * SQUARE, dim * 4);
+        _tile_stored(3, out + 3 * SQUARE, dim * 4);
+    }
+#else
+    (void)p, (void)width, (void)values, (void)ids, (void)n, (void)dim, (void)out;
+#endif
+}
+
+// Add the values of all panels, weighted by the probabilities of the rows, to the outputs, whose columns are in order.
+inline void mix_panels_in_squares(const float *p, int64_t width, int64_t rows, const float *packed, const int32_t *ids,
+                                  int64_t panels, int64_t dim, float *out) {
+    const int32_t *const values = (const int32_t *)packed;
+    for (int64_t c = 0; c < panels; c += NEAR_PANELS)
+        for (int64_t r = 0; r < rows; r += SQUARE) {
+            const float *const weights = p + r * width + c * PANEL;
+            const int64_t n = std::min(NEAR_PANELS, panels - c);
+            float *const to = out + r * dim;
+            int64_t d = 0;
+            for (; d + 4 * SQUARE <= dim; d += 4 * SQUARE)
+                mix_in_squares<4>(weights, width, values + d, ids + c, n, dim, to + d);
+            if (d < dim) mix_in_squares<2>(weights, width, values + d, ids + c, n, dim, to + d);
+        }
+}
+
+}  // namespace

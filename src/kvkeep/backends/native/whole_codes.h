@@ -1,0 +1,125 @@
+// Attention over slots that hold codes: keys multiplied with whole numbers, see whole.h.
+
+#pragma once
+
+#include "whole.h"
+#include "widened.h"
+
+#ifdef KVKEEP_WHOLE
+
+namespace {
+
+// Products of keys as they are; values are widened. A query is steps of signed bytes, those of all query heads beside
+// one another, and, for each group, the sums to begin with and the unit.
+class Whole : protected Widened {
+    const Steps steps;
+    Ints *const turned;  // the keys of a block
+
+    static int64_t all_steps(const Attend &a) {
+        const Grouping codes(a.key_codes, a.dim);
+        return codes.groups * Steps(codes).each;
+    }
+
+   protected:
+    static int64_t query_floats(const Attend &a) {
+        return BYTES * all_steps(a) + (BYTES + 1) * Grouping(a.key_codes, a.dim).groups;
+    }
+
+    static int64_t own_floats(const Attend &a) { return W * all_steps(a); }
+
+    Whole(const Attend &a, Layout layout, int64_t index, float *scratch, float *mass, float *extra)
+        : Widened(a, layout, index, scratch, mass, extra), steps(keys), turned((Ints *)(scratch + at.own)) {}
+
+    // Keep a query in its own order.
+    void put_query(int64_t g, const float *from) {
+        for (int64_t j = 0; j < keys.groups; j++, from += keys.group) {
+            const Unit unit(most_of(from, keys.group));
+            int32_t *to = words(j) + g * BYTES, *begin = to_begin_with(g, j);
+            Ints sums[BYTES] = {};
+            for (int64_t first = 0; first < keys.group; first += keys.bytes, to += steps.half * step_words())
+                for (int64_t i = 0; i < keys.bytes; i += W) {
+                    const Ints numbers = unit.numbers(load<Floats>(from + first + i, keys.bytes - i, 0.0f));
+                    const Ints bytes = signed_bytes(numbers);
+                    put_bytes(bytes, steps.half - i / 4, step_words(), to + i / 4 * step_words());
+                    for (int p = 0; p < BYTES; p++) sums[p] += (bytes << (24 - 8 * p)) >> 24;
+                }
+            const int offset = keys.bits == 8 ? OFFSET<Code8> : OFFSET<Code4>;
+            for (int p = 0; p < BYTES; p++) begin[p] = -offset * sum(sums[p]);
+            std::memcpy(begin + BYTES, &unit.size, sizeof unit.size);
+        }
+    }
+
+    // Logits of every block in which the query sees a slot.
+    template <class C>
+    void score() {
+        const auto first = key_rows<C>();
+        each_block([&](int64_t s) {
+            turn_block<C>(first.from(s), slots - s);
+            const Ahead later = keys_ahead(s);
+            by_group(a.group, [&](int64_t g, auto n) { score_block<n.value>(g, s, g ? Ahead{} : later); });
+        });
+    }
+
+   private:
+    int64_t step_words() const { return a.group * BYTES; }
+    int32_t *words(int64_t j) const { return (int32_t *)query + j * steps.each * step_words(); }
+
+    int32_t *to_begin_with(int64_t g, int64_t j) const {
+        return words(keys.groups) + (g * keys.groups + j) * (BYTES + 1);
+    }
+
+    // Turn the keys of a block, of which n exist; the last one is repeated for the others.
+    template <class C>
+    void turn_block(Rows<typename C::T> block, int64_t n) {
+        for (int64_t j = 0; j < keys.groups; j++) {
+            const auto *first = (const uint8_t *)block.first + j * keys.bytes;
+            Ints *to = turned + j * steps.each;
+            if (n >= W) turn_group<C>([=](int64_t i) { return first + i * block.stride; }, keys, steps, to);
+            else turn_group<C>([=](int64_t i) { return first + std::min(i, n - 1) * block.stride; }, keys, steps, to);
+        }
+    }
+
+    // Lines of memory to fetch, one beside each step of other work: all at once would have to wait for one another.
+    struct Ahead {
+        const char *first;
+        int64_t lines;
+
+        // Inlined early, or GCC takes it for a function without effects.
+        [[gnu::always_inline]] void operator()(int64_t step) const {
+            if (step < lines) __builtin_prefetch(first + 64 * step, 0, 2);
+        }
+    };
+
+    // The keys of a later block or, behind the last one, values; nothing if they do not lie side by side.
+    Ahead keys_ahead(int64_t s) const {
+        const int64_t bytes = keys.groups * keys.bytes, value_bytes = values.groups * values.bytes;
+        const int64_t later = s + AHEAD / bytes;
+        const char *key = (const char *)key_rows<Code8>().at(later);
+        if (later < slots) return {key, a.key_slot == bytes ? W * bytes / 64 : 0};
+        const char *value = (const char *)value_rows<Code8>().at(later - slots);
+        return {value, a.value_slot == value_bytes ? W * value_bytes / 64 : 0};
+    }
+
+    template <int N>
+    void score_block(int64_t g, int64_t s, Ahead later) {
+        Floats total[N] = {};
+        for (int64_t j = 0; j < keys.groups; j++) {
+            Ints sums[N][BYTES];
+            for (int i = 0; i < N; i++)
+                for (int p = 0; p < BYTES; p++) sums[i][p] = all(to_begin_with(g + i, j)[p]);
+            const auto fetch = [&](int64_t t) __attribute__((always_inline)) { later(j * steps.each + t); };
+            dot_bytes<N>(turned + j * steps.each, steps.each, words(j) + g * BYTES, step_words(), fetch, sums);
+            const Floats scale = scales_of(scales(a.key_codes, s) + j, a.key_codes.scale_slot, slots - s);
+            for (int i = 0; i < N; i++) {
+                float unit;
+                std::memcpy(&unit, to_begin_with(g + i, j) + BYTES, sizeof unit);
+                total[i] += value_of(sums[i]) * (scale * unit);
+            }
+        }
+        for (int i = 0; i < N; i++) store(logits + (g + i) * at.slots + s, total[i]);
+    }
+};
+
+}  // namespace
+
+#endif
