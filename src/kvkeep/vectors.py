@@ -130,6 +130,12 @@ class Tokens:
         """Tokens of which none lies in slots."""
         return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits)[0], keys, values)
 
+    def apart(self) -> Tokens:
+        """The same tokens, of which the new ones have memory of their own if there are others."""
+        if not self.held.tensors["keys"].shape[2]:
+            return self
+        return replace(self, keys=self.keys.clone(), values=self.values.clone())
+
     def chosen(self, order: Int[Tensor, "B Hk n"]) -> Tokens:
         """Some of the tokens, in this order and as a store holds them, so that none is new."""
         n = self.held.tensors["keys"].shape[2]

@@ -90,15 +90,16 @@ def test_padding_changes_nothing():
     assert torch.equal(budgets_of(both)[1], budgets_of(single)[0])
 
 
+@pytest.mark.parametrize("kv_bits", [None, "4"])
 @pytest.mark.parametrize("pins", [(), ((2, 3), (9, 14))])
 @pytest.mark.parametrize("chunk", [60, 17])
 @pytest.mark.parametrize("policy", [POLICY, "h2o", "leverage:sinks=1,recent=2", "snapkv:window=3,decode=grow,room=2"])
-def test_tokens_that_go_early_change_nothing(policy, chunk, pins, monkeypatch):
+def test_tokens_that_go_early_change_nothing(policy, chunk, pins, kv_bits, monkeypatch):
     found = []
     for at_once in (0, 1e9):
         monkeypatch.setattr("kvkeep.together.AT_ONCE", at_once)
         monkeypatch.setattr("kvkeep.together.WORTH", 1.0)
-        cache = cache_of(policy, [12, 15], pins=[pins, ()])
+        cache = cache_of(policy, [12, 15], pins=[pins, ()], kv_bits=kv_bits)
         logits = feed(cache, *batch(2, 60).split(chunk, dim=1), [[1], [2]])
         lost = [shares.prompt for shares in cache.lost_mass().values()]
         found.append((held(cache), budgets_of(cache).tolist(), logits, torch.stack(lost)))
@@ -270,8 +271,8 @@ def test_a_memory_mends_what_a_failed_run_has_left(method, layer, monkeypatch):
     feed(cache, ids)
     snapshot, real, calls = cache.snapshot(), getattr(Together, method), []
 
-    def failing(self, *given):
-        calls.append(real(self, *given))
+    def failing(self, *given, **others):
+        calls.append(real(self, *given, **others))
         if len(calls) == layer + 1:
             raise RuntimeError("no memory")
 
@@ -403,7 +404,6 @@ def test_graphs_run_its_steps_unrecorded(caplog):
         ("gemma2", {}, "sliding windows: a layer's budget is at most its window"),
         ("llama", {"prefill_chunk": 8}, "`prefill_chunk` of a cache, .* Leave `prefill_chunk` out"),
         ("llama", {"layer_budget": "ramp:0.2"}, "`layer_budget`, since it divides the budget among the layers, too"),
-        ("llama", {"kv_bits": 8}, "`kv_bits=8` needs heads with equal budgets"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_by_name(name, options, said):

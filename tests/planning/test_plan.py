@@ -84,11 +84,12 @@ def test_layer_budgets_and_dtypes(model: torch.nn.Module, dtype: str):
     assert found.bounded.weight_bytes == sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
 
 
+@pytest.mark.parametrize("kv_bits", [None, "8", "4", "k8v4"])
 @pytest.mark.parametrize("policy", ["h2o", "leverage:recent=2", "local"])
-def test_layers_that_share_a_budget_take_what_is_planned(policy: str, model: torch.nn.Module):
-    found = made(policy, 12, head_budget="global").bounded
-    assert 2 * found.row_bytes == measured(model, policy, 12, rows=2, head_budget="global")
-    apart = made(policy, 12, head_budget="ada").bounded
+def test_heads_that_share_a_budget_take_what_is_planned(policy: str, kv_bits: str | None, model: torch.nn.Module):
+    found, apart = (made(policy, 12, head_budget=rule, kv_bits=kv_bits).bounded for rule in ("global", "ada"))
+    for rule, one in (("global", found), ("ada", apart)):
+        assert 2 * one.row_bytes == measured(model, policy, 12, rows=2, head_budget=rule, kv_bits=kv_bits)
     assert found.row_bytes < apart.row_bytes
     assert found.step_bytes == apart.step_bytes
 

@@ -6,15 +6,16 @@ import copy
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.ranges import PoolSlots, indices, put_back, side_by_side
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store
-from kvkeep.types import EMPTY, Slots
-from kvkeep.vectors import Vectors
+from kvkeep.store.quantised import QUANTISED
+from kvkeep.types import EMPTY, Slots, View
+from kvkeep.vectors import Tokens, Vectors
 
 
 class PooledStore(Store):
@@ -161,7 +162,7 @@ class PooledStore(Store):
 
     def wider(self, capacity: int) -> PooledStore:
         """An empty store with more slots, for the same rows, divided equally."""
-        return PooledStore(*self.no_token(), capacity)
+        return type(self)(*self.no_token(), capacity)
 
     def per_row(self) -> dict[str, Tensor]:
         """Every tensor of the store by name. The first axis of each tensor is the rows."""
@@ -192,7 +193,7 @@ class OpenedPool(Store):
     index: Int[Tensor, "B Hk capacity"]
 
     def __init__(self, pool: PooledStore):
-        self.pool = pool
+        self.pool, self.bits = pool, pool.bits
         self.index = pool.index()
         self.positions = side_by_side(pool.entries, self.index)
         ranges = pool.starts.contiguous(), pool.sizes.contiguous()  # a layer's part of a larger table may not be
@@ -214,22 +215,34 @@ class OpenedPool(Store):
         positions: Int[Tensor, "B Hk n"],
     ) -> None:
         """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
-        self.put(Vectors.of(keys, values, self.bits)[0], positions)
+        self.put(*Vectors.of(keys, values, self.bits), positions)
 
-    def put(self, vectors: Vectors, positions: Int[Tensor, "B Hk n"]) -> None:
-        """`fill` with tokens as they are stored."""
+    def put(self, vectors: Vectors, usable: Bool[Tensor, "B Hk n"] | None, positions: Int[Tensor, "B Hk n"]) -> None:
+        """`fill` with tokens as they are stored; ``usable``: which may take a slot, ``None`` for all."""
         n = positions.shape[-1]
         self._slots.forget()
         for name, content in vectors.tensors.items():
             put_back(self.pool.vectors.tensors[name], self.index[:, :, :n], content)
-        self.positions[:, :, :n] = positions
+        self.positions[:, :, :n] = positions if usable is None else positions.masked_fill(~usable, EMPTY)
         self.positions[:, :, n:] = EMPTY
+
+    def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
+        """See `Store.tokens`."""
+        if self.bits is None:
+            return super().tokens(slots, used=used)
+        return Tokens(self._first(used), slots.keys[:, :, used:], slots.values[:, :, used:])
+
+    def take(self, tokens: Tokens, positions: Int[Tensor, "B Hk n"], order: Int[Tensor, "B Hk n"]) -> None:
+        """See `Store.take`. What lies in slots is moved as it is."""
+        found = tokens.chosen(order)
+        self.put(found.held, found.usable, positions)
 
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
         """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
-        empty, held = (self.positions[:, :, :used] < 0)[..., None], self._first(used).slots(self.positions[:, :, :used])
+        positions = self.positions[:, :, :used]
+        empty, held = (positions < 0)[..., None], self._first(used).slots(positions)
         pairs = (held.keys, keys), (held.values, values)
         joined = [torch.cat([old.masked_fill_(empty, 0.0), new], dim=2) for old, new in pairs]
         return joined[0], joined[1]
@@ -264,14 +277,14 @@ class OpenedPool(Store):
         return self.pool.wider(capacity)
 
     def per_row(self) -> dict[str, Tensor]:
-        """Copies of keys and values, and the positions. The first axis of each tensor is the rows."""
-        keys, values, positions = self.slots()
-        return {"keys": keys, "values": values, "positions": positions}
+        """Copies of keys and values as they are stored, and the positions. The first axis of each is the rows."""
+        return {**self._first(self.capacity).tensors, "positions": self.positions}
 
     def per_slot(self) -> tuple[str, ...]:
         """All tensors: they have one entry per slot."""
-        return ("keys", "values", "positions")
+        return (*self.pool.vectors.tensors, "positions")
 
-    def over(self, tensors: Mapping[str, Tensor]) -> DenseStore:
-        """A dense store over other tensors, named as in `per_row`."""
-        return DenseStore(tensors["keys"], tensors["values"], 0).over(tensors)
+    def over(self, tensors: Mapping[str, Tensor]) -> Store:
+        """A store of slots side by side over other tensors, named as in `per_row`."""
+        kind = next((kind for kind in QUANTISED.values() if kind.bits == self.bits), DenseStore)
+        return kind(*self.pool.no_token(), 0).over(tensors)
