@@ -120,3 +120,23 @@ def test_pins_and_a_fork_of_a_memory(pins):
     for layer in memory.contents.layers:
         for head in layer.positions.tolist():
             assert {at for span in pins for at in range(*span)} <= set(head)
+
+
+def test_memory_that_was_made_in_a_pool_goes_on_in_slots_side_by_side():
+    policy, prompt = "h2o:recent=2", prompt_of(6, 30)
+    new, given = Sampling(max_new_tokens=NEW), {"budget": BUDGET, "rows": 1, "kv_bits": "4"}
+    in_pool, apart = (Engine(model("llama"), policy=one, **given) for one in ("adakv:window=4", policy))
+    memory = in_pool.prefix(prompt, policy=policy)
+    asked_of = [Request(prompt=(5, 6), memory=memory, policy=policy, sampling=new, ignore_end=True)]
+    assert run(in_pool, asked_of) == run(apart, asked_of)
+    assert memory.contents.layers[0].tensors["store.keys"].dtype == torch.uint8
+
+
+def test_beams_and_reset_move_codes_with_their_rows():
+    net, ids = model("llama"), torch.tensor([prompt_of(7, 30), prompt_of(8, 30)])
+    for rule in ("ada:0.1", "global:0.1"):
+        cache = BoundedCache(net.config, "h2o:recent=2", BUDGET, head_budget=rule, kv_bits=4)
+        given = {"past_key_values": cache, "max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+        first = net.generate(ids, **given, eos_token_id=None)
+        cache.reset()
+        assert torch.equal(first, net.generate(ids, **given, eos_token_id=None))
