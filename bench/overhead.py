@@ -2,6 +2,7 @@
 
     python bench/overhead.py [--policies all] [--rows 8] [--budget 1024] [--repeats 15]
     python bench/overhead.py --policies h2o h2o+ada snapkv snapkv+ada     # heads that share a pool
+    python bench/overhead.py --policies h2o h2o@4 h2o+ada h2o+ada@4       # slots of 8 or 4 bits
 
 Steps of all policies are interleaved in one run. Two figures, both with the policy's own positions: the whole step of a
 12-layer model, fused or packed, and the cache alone (append, attend, observe, evict) in one of its layers. The title
@@ -16,6 +17,7 @@ from transformers import LlamaConfig
 
 import kvkeep
 from kvkeep.argument import handed
+from kvkeep.codes import check_bits
 from kvkeep.models.fused import prepare
 from kvkeep.policies._heads import under
 from kvkeep.rotary.embedding import rotation_for
@@ -32,14 +34,21 @@ def random_tokens(config: LlamaConfig, rows: int, T: int, dtype: torch.dtype) ->
     return tuple(torch.randn(rows, h, T, dim, dtype=dtype) for h in (heads, kv_heads, kv_heads))
 
 
+def parts(name: str) -> tuple[str, str | None, str | None]:
+    """Policy, head budget and bits of a name such as ``h2o+ada@4``."""
+    name, _, bits = name.partition("@")
+    policy, _, rule = name.partition("+")
+    return policy, rule or None, check_bits(bits or None)
+
+
 def model_steps(policies: list[str], rows: int, budget: int, layers: int, dtype: torch.dtype):
     model = speed_model(dtype, layers)
     prepare(model, rows)
     token = torch.randint(0, model.config.vocab_size, (rows, 1))
 
-    def stepper(policy: str):
-        name, _, rule = policy.partition("+")
-        cache = kvkeep.BoundedCache(model.config, policy=name, budget=budget, head_budget=rule or None)
+    def stepper(name: str):
+        policy, rule, bits = parts(name)
+        cache = kvkeep.BoundedCache(model.config, policy=policy, budget=budget, head_budget=rule, kv_bits=bits)
         for layer in cache.bounded_layers().values():  # the slots are what matters, not how they were filled
             layer.step(*random_tokens(model.config, rows, budget + 8, dtype), options=OPTIONS, phase=Phase.PREFILL)
 
@@ -56,10 +65,10 @@ def layer_steps(policies: list[str], rows: int, budget: int, dtype: torch.dtype)
     config = speed_config(1)
 
     def stepper(name: str):
-        policy, _, rule = name.partition("+")
-        policy = under(kvkeep.parse(policy), rule or None)
+        policy, rule, bits = parts(name)
+        policy = under(kvkeep.parse(policy), rule)
         rotation = rotation_for(config, None, own=policy.defaults.positions)
-        layer = kvkeep.Layer(policy, budget, rotation=rotation)
+        layer = kvkeep.Layer(policy, budget, rotation=rotation, kv_bits=bits)
         layer.step(*random_tokens(config, rows, budget + 8, dtype), options=OPTIONS, phase=Phase.PREFILL)
         new = random_tokens(config, rows, 1, dtype)
         return lambda: layer.step(*new, options=OPTIONS, phase=Phase.DECODE)

@@ -57,8 +57,7 @@ class BoundedCache(SnapshotCache):
         BudgetError: the budget is out of range or smaller than what the policy and the pins protect.
         InputError: ``config`` is no configuration, ``sequences`` are no whole numbers, ``positions`` names no mode,
             ``kv_bits`` no number of bits, or ``pins`` are no spans.
-        UnsupportedOperationError: the policy does not work with ``prefill_chunk``, with sliding windows or with
-            ``kv_bits``.
+        UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows.
         PolicyError: the policy string is wrong.
         UnsupportedModelError: the model has layers whose cache cannot be bounded.
     """

@@ -157,12 +157,12 @@ def _powers(dim: int) -> list[int]:
     return [1 << i for i in reversed(range(dim.bit_length())) if dim >> i & 1]
 
 
-def blank(like: Float[Tensor, "B Hk _ D"], slots: int, bits: int) -> Codes:
+def blank(like: Float[Tensor, "*B _ D"], slots: int, bits: int) -> Codes:
     """Codes of zeros for so many slots.
 
     Args:
-        like: vectors that show rows, heads, channels and device.
-        slots: slots per row and head.
+        like: vectors that show channels, device, and the axes before the slots.
+        slots: slots in each place of these axes.
         bits: 8 or 4.
 
     Raises:

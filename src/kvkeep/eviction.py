@@ -184,13 +184,14 @@ def cut(
     Returns:
         Whether each token stays.
     """
+    tokens = None
     if policy.spreads is not None:
+        tokens = block.store.tokens(view, used=used)
         block.spread(head_budgets(policy, view, state))
         view, chunk = replace(view, budget=block.budget), None  # no token has a slot any more
     stays = kept(policy, view, state, _scores(policy, view, state), window=window)
-    settle(
-        block, view, stays, {name: x for name, x in state.items() if name not in block.heads}, used=used, chunk=chunk
-    )
+    of_slots = {name: x for name, x in state.items() if name not in block.heads}
+    settle(block, view, stays, of_slots, used=used, chunk=chunk, tokens=tokens)
     block.remember({name: x for name, x in state.items() if name in block.heads})
     return stays
 

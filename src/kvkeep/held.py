@@ -13,7 +13,7 @@ from torch import Tensor
 from kvkeep.asked import Asked
 from kvkeep.backends import Backend, choose, in_codes, in_pool
 from kvkeep.budget import Number
-from kvkeep.errors import ShapeError, UnsupportedOperationError
+from kvkeep.errors import ShapeError
 from kvkeep.eviction import fuses
 from kvkeep.memory import Memory
 from kvkeep.parallel import ALONE, Heads
@@ -21,16 +21,14 @@ from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import (
-    QUANTISED,
     Alone,
     Block,
     Cascade,
-    DenseStore,
     PooledStore,
-    QuantisedStore,
     RowCopy,
     Store,
     inference,
+    kind_of,
 )
 from kvkeep.together import Together
 from kvkeep.types import State
@@ -153,11 +151,12 @@ class Held:
             "heads": self.policy.summaries,
             "sequences": self._sequences,
             "pins": self._pins,
+            "store": self._kind,
         }
         if self._together is not None:
             return self._together.block(self._index, keys, values, **given)
         room = self.heads.ranks if self.policy.spreads else 1
-        block = Block(keys, values, store=self._kind, room=room, **given)
+        block = Block(keys, values, room=room, **given)
         reach(block, self.policy, self.budgets, self.heads)
         return block
 
@@ -173,7 +172,7 @@ class Held:
         pooled, turned = isinstance(block.store, PooledStore), self._rotation is not None
         backend = choose(block.seen.device, block.store.dtype)
         backend = backend if self._rotation is None else backend.at_ranks(self._rotation)
-        if isinstance(block.store, QuantisedStore):
+        if block.store.bits is not None:
             backend = in_codes(backend, turned=turned)
         self._backend = in_pool(backend) if pooled else backend
         self._fuses = fuses(self.policy, self._backend, window=self.window, even=not pooled)
@@ -195,17 +194,8 @@ def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = N
         policy: the policy.
         numbers: the budgets.
         kv_bits: bits of keys and values, a name of `kvkeep.codes.KV_BITS`; ``None``: the model's dtype.
-
-    Raises:
-        UnsupportedOperationError: heads have budgets of their own, and slots shall hold codes.
     """
-    pooled = policy.spreads or any(isinstance(number, tuple) for number in numbers)
-    if pooled and kv_bits is not None:
-        raise UnsupportedOperationError(
-            f"`kv_bits={kv_bits}` needs heads with equal budgets, and under {policy} each KV head has a budget of its "
-            "own. Leave out `kv_bits`, or use equal budgets: `head_budget=uniform`, or a policy such as snapkv."
-        )
-    return PooledStore if pooled else DenseStore if kv_bits is None else QUANTISED[kv_bits]
+    return kind_of(kv_bits, pooled=bool(policy.spreads) or any(isinstance(number, tuple) for number in numbers))
 
 
 def reach(block: Block, policy: Policy, numbers: Sequence[Number], among: Heads = ALONE) -> None:

@@ -225,7 +225,7 @@ class Layer(Held):
         self._shared.add(left[:, 0], report, self.heads)
         state = self.policy.observe(state, view, report)
         if self._together is not None:
-            self._together.wait(self.policy, self.block, view, state, report)
+            self._together.wait(self.policy, self.block, view, state, report, used=used)
             return out
         stays = cut(self.policy, self.block, view, state, window=self.window, used=used, chunk=chunk)
         loss.count(self.block.lost, report, stays, phase=Phase.PREFILL, among=left >= 0)

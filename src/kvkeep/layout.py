@@ -13,7 +13,6 @@ from kvkeep.budget import Number
 from kvkeep.capacity import check_pins
 from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
-from kvkeep.held import store_for
 from kvkeep.parallel import ALONE, Heads
 from kvkeep.pins import Spans
 from kvkeep.policies._heads import PROFILE, beside, check_joint, under
@@ -91,8 +90,8 @@ class Layout:
 
         Raises:
             InputError: ``positions`` names no mode, or ``kv_bits`` no number of bits.
-            UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows, or heads
-                have budgets of their own and ``kv_bits`` is given, or a profile and a model that is split.
+            UnsupportedOperationError: the policy does not work with ``prefill_chunk`` or with sliding windows, or a
+                profile was given and a model that is split.
             UnsupportedModelError: the model has layers whose cache cannot be bounded, or a rotation that the policy
                 needs to undo and kvkeep cannot.
         """
@@ -108,7 +107,6 @@ class Layout:
         policy, heads = under(policy, head_budget), Heads.of(config)
         asked = layer_budget not in (None, policy.defaults.layer_budget)
         profile = _profile(head_budget, config, len(windows), heads, layer_budget=asked)
-        store_for(policy, [] if profile is None else [()], kv_bits)  # refuses bits where heads have their own budgets
         policy = beside(policy, profile, list(windows))
         if policy.shares_layers:
             check_joint(

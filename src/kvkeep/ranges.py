@@ -6,14 +6,16 @@ backend reads them where they lie, and a policy that looks at them gets a copy.
 
 from __future__ import annotations
 
+import functools
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.lazy import LazySlots, nothing
 from kvkeep.types import Slots
+from kvkeep.vectors import Vectors
 
 Ranges: TypeAlias = tuple[Int[Tensor, "B Hk"], Int[Tensor, "B Hk"]]
 """Of each head, the first entry of its range and the number of entries."""
@@ -27,26 +29,20 @@ class PoolSlots(LazySlots):
     only `write` changes the pool.
 
     Attributes:
-        pool_keys: keys of all heads.
-        pool_values: values of all heads.
+        pool: keys and values of all heads, ``(B, P, ...)``.
         starts: first entry of each head's range.
         sizes: number of entries of each head's range.
         entries: entry of each slot, see `indices`. The last entry of a row's pool belongs to no head.
     """
 
-    pool_keys: Float[Tensor, "B P D"]
-    pool_values: Float[Tensor, "B P E"]
+    pool: Vectors
     starts: Int[Tensor, "B Hk"]
     sizes: Int[Tensor, "B Hk"]
     entries: Int[Tensor, "B Hk S"]
 
     @classmethod
     def of(
-        cls,
-        pool: tuple[Float[Tensor, "B P D"], Float[Tensor, "B P E"]],
-        positions: Int[Tensor, "B Hk S"],
-        ranges: Ranges,
-        entries: Int[Tensor, "B Hk S"],
+        cls, pool: Vectors, positions: Int[Tensor, "B Hk S"], ranges: Ranges, entries: Int[Tensor, "B Hk S"]
     ) -> PoolSlots:
         """Slots in a pool.
 
@@ -57,26 +53,40 @@ class PoolSlots(LazySlots):
             entries: entry of each slot.
         """
         made = cls(*nothing(positions), positions)
-        made.pool_keys, made.pool_values = pool
+        made.pool = pool
         (made.starts, made.sizes), made.entries = ranges, entries
         return made
 
+    @functools.cached_property
+    def laid(self) -> Slots:
+        """Copies of the slots side by side, which hold codes if the pool does."""
+        return self.pool.each(self._copied).slots(self.positions) if self.pool.bits else self.copied()
+
     def copy_keys(self) -> Float[Tensor, "B Hk S D"]:
         """Make a copy of the keys."""
-        return side_by_side(self.pool_keys, self.entries)
+        return self.laid.keys if self.pool.bits else self._copied(self.pool.tensors["keys"])
 
     def copy_values(self) -> Float[Tensor, "B Hk S E"]:
         """Make a copy of the values."""
-        return side_by_side(self.pool_values, self.entries)
+        return self.laid.values if self.pool.bits else self._copied(self.pool.tensors["values"])
+
+    def _copied(self, pool: Tensor) -> Tensor:
+        return side_by_side(pool, self.entries)
 
     def write(
         self, slot: Int[Tensor, "B Hk 1"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
-    ) -> None:
-        """Write one token of each head into the pool, in the given slots."""
+    ) -> Bool[Tensor, "B Hk 1"] | None:
+        """Write one token of each head into the pool, in the given slots. Return which heads can use theirs."""
         self.forget()
-        entry = self.entries.gather(-1, slot)
-        put_back(self.pool_keys, entry, keys.to(self.pool_keys.dtype))
-        put_back(self.pool_values, entry, values.to(self.pool_values.dtype))
+        entry, (new, usable) = self.entries.gather(-1, slot), Vectors.of(keys, values, self.pool.bits)
+        for name, pool in self.pool.tensors.items():
+            put_back(pool, entry, new.tensors[name].to(pool.dtype))
+        return usable
+
+    def forget(self) -> None:
+        """Drop the copies, because the slots have changed."""
+        super().forget()
+        vars(self).pop("laid", None)
 
 
 def lying(slots: Slots) -> tuple[Slots, Ranges | None]:
@@ -87,8 +97,8 @@ def lying(slots: Slots) -> tuple[Slots, Ranges | None]:
     if not isinstance(slots, PoolSlots):
         return slots, None
     heads = slots.positions.shape[1]
-    keys, values = (pool[:, None].expand(-1, heads, -1, -1) for pool in (slots.pool_keys, slots.pool_values))
-    return Slots(keys, values, slots.positions), (slots.starts, slots.sizes)
+    shown = slots.pool.each(lambda pool: pool[:, None].expand(-1, heads, -1, -1))
+    return shown.slots(slots.positions), (slots.starts, slots.sizes)
 
 
 def indices(starts: Int[Tensor, "B Hk"], sizes: Int[Tensor, "B Hk"], *, width: int, pool: int) -> Int[Tensor, "B Hk S"]:

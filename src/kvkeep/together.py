@@ -19,6 +19,7 @@ from kvkeep.lazy import nothing
 from kvkeep.policies.base import Policy
 from kvkeep.store import Block, JointBlock, PartBlock, divide, settle
 from kvkeep.types import EMPTY, Phase, Report, State, View
+from kvkeep.vectors import Tokens
 
 AT_ONCE = 2
 """Tokens go early once so many times the slots of all layers wait."""
@@ -32,13 +33,15 @@ class Waiting:
     """A layer's step over a prompt that has attended and has not evicted.
 
     Attributes:
-        view: slots and chunk.
+        view: slots and chunk, without keys and values.
+        tokens: their keys and values.
         score: of each token.
         state: the policy's state of slots and chunk.
         report: the attention mass that tokens received, if the statistic has it.
     """
 
     view: View
+    tokens: Tokens
     score: Float[Tensor, "B Hk S"]
     state: State
     report: Report
@@ -52,20 +55,18 @@ class Waiting:
         loss.count(block.lost, self.report, torch.zeros_like(stays), phase=Phase.PREFILL, among=gone)
         index = (~stays).int().argsort(dim=-1, stable=True)[..., :width]
         there = stays.gather(-1, index)
-        keys, values = (
-            x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (self.view.keys, self.view.values)
-        )
         positions = self.view.positions.gather(-1, index).masked_fill(~there, EMPTY)
         found = [{name: x.gather(-1, index) for name, x in held.items()} for held in (self.state, self.report.sums)]
+        keys, values = nothing(positions)
         view = replace(self.view, positions=positions, keys=keys, values=values)
-        return Waiting(view, self.score.gather(-1, index), found[0], Report(found[1]))
+        return Waiting(view, self.tokens.chosen(index), self.score.gather(-1, index), found[0], Report(found[1]))
 
     def settle(self, policy: Policy, block: Block) -> None:
         """Keep the best tokens in the ranges that the heads of the layer's block have now."""
         opened = block.opened()
         view = replace(self.view, budget=opened.budget)
         stays = kept(policy, view, self.state, self.score)
-        settle(opened, view, stays, self.state, used=0, chunk=None)
+        settle(opened, view, stays, self.state, used=0, chunk=None, tokens=self.tokens)
         block.close(opened)
         loss.count(block.lost, self.report, stays, phase=Phase.PREFILL, among=view.positions >= 0)
 
@@ -110,13 +111,14 @@ class Together:
             )
         return part
 
-    def wait(self, policy: Policy, block: Block, view: View, state: State, report: Report) -> None:
-        """Note a layer's step over a prompt, which has attended. State of heads is written now."""
+    def wait(self, policy: Policy, block: Block, view: View, state: State, report: Report, *, used: int) -> None:
+        """Note a layer's step over a prompt, which has attended; arguments as for `cut`. State of heads is written."""
         block.remember({name: x for name, x in state.items() if name in block.heads})
         own = {name: x for name, x in state.items() if name not in block.heads}
         score, mass = scored(policy, view, state), {name: x for name, x in report.sums.items() if name == "mass"}
-        view = replace(view, queries=None, output=None)  # the score has looked at them
-        self._waiting.append(Waiting(view, score, own, Report(mass)))
+        tokens, (keys, values) = block.store.tokens(view, used=used).apart(), nothing(view.positions)
+        view = replace(view, keys=keys, values=values, queries=None, output=None)  # the score has looked at them
+        self._waiting.append(Waiting(view, tokens, score, own, Report(mass)))
 
     def end(self, policy: Policy, block: Block) -> None:
         """End a layer's step. If it was the last layer over a prompt, divide the budget among all heads, and evict.

@@ -266,6 +266,8 @@ def test_overhead(monkeypatch, capsys):
     assert data["policies"]["local"]["step_ratio"] == data["policies"]["local"]["layer_ratio"] == 1.0
     assert {"h2o", "ahakv", "scissorhands"} <= data["policies"].keys()
     assert "2 rows x 40 slots" in text
+    _, data = run("overhead", monkeypatch, capsys, "--budget", "40", "--repeats", "2", "--policies", "h2o+ada@4")
+    assert data["policies"].keys() == {"local", "h2o+ada@4"}
 
 
 @pytest.mark.slow

@@ -98,6 +98,14 @@ def test_a_plan_counts_codes_and_scales():
     assert "budget 16, kv_bits 4" in " ".join(kv(*words, "--kv-bits", "4").stdout.split())
 
 
+@pytest.mark.parametrize("rule", ["ada:0.1", "global"])
+def test_a_plan_of_heads_that_share_a_budget_is_what_a_cache_holds(rule):
+    shared = ("--policy", "h2o", "--budget", 16, "--head-budget", rule, "--kv-bits", "4")
+    planned = as_json("plan", model_folders.folder(), "--context", 50, *shared)["bounded"]["row_bytes"]
+    held = as_json("generate", model_folders.folder(), "-p", TEXT, "-n", 2, *shared)["memory"]
+    assert held["allocated_bytes"] == planned
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -130,14 +138,16 @@ def test_a_policy_that_never_evicts_is_measured_at_its_bits():
 
 def test_cells_of_bits_are_rows_of_their_own(tmp_path):
     words = ("--tasks", "perplexity", "--limit", 2, "--window", 40, "--budgets", "12", "--no-plots")
-    policies = ("--policies", "full,local,local@4bit")
+    policies = ("--policies", "full,local,local@4bit,adakv:window=4,adakv:window=4@4bit")
     found = as_json("eval", model_folders.folder(), *words, *policies, "-o", tmp_path / "out")
     assert [(row["policy"], row["setup"]) for row in found["rows"]] == [
         ("full", ""),
         ("local", ""),
         ("local", "kv-bits=4"),
+        ("adakv:window=4", ""),
+        ("adakv:window=4", "kv-bits=4"),
     ]
-    assert found["rows"][1]["score"] != found["rows"][2]["score"]
+    assert len({str(row["score"]) for row in found["rows"]}) == 5
     assert "local (kv-bits=4)" in kv("eval", "--report", tmp_path / "out", "--no-plots").stdout
 
 

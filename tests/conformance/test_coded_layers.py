@@ -8,14 +8,18 @@ import kvkeep
 from kvkeep import backends
 from kvkeep.backends.triton import prefill_ops
 from kvkeep.codes import KV_BITS
+from kvkeep.policies._heads import under
 from kvkeep.types import AttentionOptions, Phase
 
 from .cases import BACKENDS, SLOW, backend_of, device_of
 
 STEPS, FEW = 20, 4
-POLICIES = [name for name in kvkeep.available_policies() if not kvkeep.parse(name).spreads]
+SHARED = ["h2o+ada:0.1", "snapkv+ada:0.1", "leverage+ada:0.1", "knorm+ada:0.1", "random+ada:0.1"]
+"""Policies under rules that give heads budgets of their own."""
+POLICIES = [*kvkeep.available_policies(), *SHARED]
 OPTIONS = {
     **dict.fromkeys(("snapkv", "restkv"), "window=4,decode=score"),
+    **dict.fromkeys(("adakv", "defensivekv"), "window=4,decode=score"),
     "ahakv": "recent=3",
     "pyramidkv": "window=4,decode=score",
     "nacl": "sinks=1,recent=2,decode=score",
@@ -25,14 +29,15 @@ JUDGED = [name for name in BACKENDS if name != "reference"]
 CASES = [(name, policy, bits) for name in JUDGED for policy in POLICIES for bits in KV_BITS]
 
 
-def spelled(policy):
-    return f"{policy}:{OPTIONS[policy]}" if policy in OPTIONS else policy
+def policy_of(text):
+    name, _, rule = text.partition("+")
+    return under(kvkeep.parse(f"{name}:{OPTIONS[name]}" if name in OPTIONS else name), rule or None)
 
 
 def run(name, policy, kv_bits, steps):
     """A ragged prompt, a second chunk of it, and single tokens."""
     g, device = torch.Generator().manual_seed(3), device_of(name)
-    found = kvkeep.parse(spelled(policy))
+    found = policy_of(policy)
     layer = kvkeep.Layer(found, 20 if found.evicts else 70, kv_bits=kv_bits)
     for step in range(steps):
         T = (26, 5)[step] if step < 2 else 1
@@ -42,7 +47,7 @@ def run(name, policy, kv_bits, steps):
         phase = Phase.DECODE if step > 1 else Phase.PREFILL
         out = layer.step(q, k, v, options=AttentionOptions(scaling=0.5), phase=phase, real=None if step else real)
         positions, order = layer.store.positions.sort(dim=-1)  # slots have no order
-        codes = [layer.store.per_row()[part] for part in ("keys", "values")]
+        codes = [layer.block.opened().store.per_row()[part] for part in ("keys", "values")]
         held = [one.gather(2, order[..., None].expand(*order.shape, one.shape[-1])) for one in codes]
         yield out[0].cpu(), positions.cpu(), [one.masked_fill(positions[..., None] < 0, 0).cpu() for one in held]
 

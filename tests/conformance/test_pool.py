@@ -10,6 +10,7 @@ from kvkeep.ranges import PoolSlots, indices
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions, Slots
+from kvkeep.vectors import Vectors
 
 from .cases import BACKENDS, NOW, OF_TOKEN, ON_TOKEN, backend_of, on, token
 
@@ -18,6 +19,10 @@ ROTATION = Rotation(1.0 / 100 ** (torch.arange(0, 32, 2) / 32), scaling=1.1)
 S = 70
 SIZES = torch.tensor([[70, 3], [1, 40], [17, 33], [16, 16], [70, 70], [2, 64]])
 """Of each row and head: full, a few, one, whole blocks of a vector, and not."""
+
+
+def vectors(keys, values):
+    return Vectors({"keys": keys, "values": values}, (keys.dtype, values.dtype))
 
 
 def laid(slots, sizes=SIZES):
@@ -33,14 +38,15 @@ def laid(slots, sizes=SIZES):
             start, size = int(starts[row, head]), int(sizes[row, head])
             pool[row, start : start + size] = held[row, head, :size]
         pools.append(pool)
-    pool = PoolSlots.of(tuple(pools), positions.clone(), (starts, sizes.clone()), index)
+    pool = PoolSlots.of(vectors(*pools), positions.clone(), (starts, sizes.clone()), index)
     return pool, slots._replace(positions=positions)
 
 
 def moved(pool, name):
     """Slots in a pool where a backend works."""
-    parts = (pool.pool_keys, pool.pool_values), pool.positions, (pool.starts, pool.sizes), pool.entries
-    return PoolSlots.of(*on(name, *parts))
+    parts = (*pool.pool.tensors.values(),), pool.positions, (pool.starts, pool.sizes), pool.entries
+    pools, *others = on(name, *parts)
+    return PoolSlots.of(vectors(*pools), *others)
 
 
 def given(D=32, dtype=torch.float32):
@@ -99,15 +105,16 @@ def test_append_writes_into_the_range_of_a_head_and_nowhere_else(name):
     pool.positions[:, :, 0] = -1  # every head has an empty slot
     pool = moved(pool, name)
     assert pool.keys.shape == (6, 2, S, 32)  # a copy that is old when the token has been written
-    before = pool.pool_keys.clone(), pool.pool_values.clone()
+    pools = pool.pool.tensors.values()
+    before = [held.clone() for held in pools]
     new = [torch.randn(6, 2, 1, 32).to(pool.starts.device) for _ in range(2)]
     now = torch.tensor([NOW + 1, -1, NOW + 1, NOW + 1, NOW + 1, NOW + 1])[:, None].to(pool.starts.device)
     slot = in_pool(backend_of(name)).append(pool, *new, now)
     assert (slot[..., 0] < pool.sizes).all()
-    entries = pool.entries.gather(-1, slot)[..., 0] % pool.pool_keys.shape[1]
+    entries = pool.entries.gather(-1, slot)[..., 0] % before[0].shape[1]
     for row in range(6):
         assert pool.positions[row].gather(-1, slot[row]).eq(now[row]).all()
-        for old, held, one in zip(before, (pool.pool_keys, pool.pool_values), new, strict=True):
+        for old, held, one in zip(before, pools, new, strict=True):
             if now[row] >= 0:
                 assert torch.equal(held[row, entries[row]], one[row, :, 0])
             rest = torch.ones(held.shape[1], dtype=torch.bool, device=held.device)
@@ -149,9 +156,9 @@ def test_a_batch_of_ranges_is_each_row_alone():
     out, report = backend.attend(query, pool, now, statistic=Mass(), options=PLAIN)
     for row in range(6):
         part = slice(row, row + 1)
-        parts = (pool.pool_keys, pool.pool_values), pool.positions, (pool.starts, pool.sizes)
+        parts = (*pool.pool.tensors.values(),), pool.positions, (pool.starts, pool.sizes)
         pools, positions, ranges = (_part(thing, part) for thing in parts)
-        one = PoolSlots.of(pools, positions, ranges, indices(*ranges, width=S, pool=pools[0].shape[1]))
+        one = PoolSlots.of(vectors(*pools), positions, ranges, indices(*ranges, width=S, pool=pools[0].shape[1]))
         got, mass = backend.attend(query[part], one, now[part], statistic=Mass(), options=PLAIN)
         assert torch.equal(got, out[part])
         assert torch.equal(mass.mass, report.mass[part])

@@ -1,8 +1,12 @@
 """The laws of policies hold when heads share a layer's budget."""
 
+from dataclasses import replace
+
 import pytest
+from sweeps import sweep
 
 import kvkeep
+from kvkeep.codes import KV_BITS
 from kvkeep.policies._heads import under
 from kvkeep.testing import LAWS, Case
 
@@ -24,17 +28,30 @@ CASES = [
 ]
 
 
+PAIRS = [
+    *((policy, "ada:0.1") for policy in POLICIES),
+    *((policy, "global:0.1") for policy in ("h2o", "snapkv:window=2", "leverage:sinks=1,recent=2")),
+]
+CODED = [(law, policy, rule, bits) for law in LAWS for policy, rule in PAIRS for bits in KV_BITS]
+
+
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize(
-    ("policy", "rule"),
-    [
-        *((policy, "ada:0.1") for policy in POLICIES),
-        *((policy, "global:0.1") for policy in ("h2o", "snapkv:window=2", "leverage:sinks=1,recent=2")),
-    ],
-)
+@pytest.mark.parametrize(("policy", "rule"), PAIRS)
 def test_law(law, policy, rule):
     for case in CASES:
         LAWS[law](under(kvkeep.parse(policy), rule), case)
+
+
+def chosen(case):
+    """Every law and every policy with some of the bits."""
+    law, policy, rule, bits = case
+    return ([*LAWS].index(law) + PAIRS.index((policy, rule)) + [*KV_BITS].index(bits)) % 6 == 0
+
+
+@pytest.mark.parametrize(("law", "policy", "rule", "bits"), sweep(CODED, chosen))
+def test_law_over_codes(law, policy, rule, bits):
+    for case in CASES:
+        LAWS[law](under(kvkeep.parse(policy), rule), replace(case, kv_bits=bits))
 
 
 def test_pins_fit_where_heads_protect_a_share_of_uneven_budgets():

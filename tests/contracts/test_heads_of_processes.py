@@ -159,3 +159,20 @@ def test_mistakes_in_the_heads_of_processes_are_found(name, bug, policy, monkeyp
     chunk = None if policy == "spatten" else 7
     cases = [Case(rows=2, heads=2, prompt=24, steps=6, budget=6, chunk=chunk, seed=seed) for seed in range(3)]
     assert any(breaks(kvkeep.parse(policy), case) for case in cases)
+
+
+def test_what_a_padded_query_gets_is_not_compared():
+    """It is undefined, and here it depends on the longest range of a pool, which two processes do not share."""
+    sizes = {
+        "rows": 2,
+        "heads": 1,
+        "group": 1,
+        "dim": 2,
+        "prompt": 8,
+        "steps": 1,
+        "budget": 4,
+        "chunk": 2,
+        "padding": 1,
+    }
+    for kv_bits in (None, "8"):
+        LAW(kvkeep.parse("defensivekv:window=2"), Case(**sizes, seed=1, kv_bits=kv_bits))

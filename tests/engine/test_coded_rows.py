@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvkeep import BoundedCache, InputError, SnapshotError, UnsupportedOperationError
+from kvkeep import BoundedCache, InputError, SnapshotError
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 
@@ -97,8 +97,3 @@ def test_a_guard_reduces_a_row_without_coding_it_again():
 def test_what_an_engine_refuses():
     with pytest.raises(InputError, match="kv_bits=5 is no number of bits"):
         Engine(model("llama"), kv_bits=5)
-    with pytest.raises(UnsupportedOperationError, match="needs heads with equal budgets"):
-        Engine(model("llama"), policy="adakv", budget=80, kv_bits=8)
-    engine = Engine(model("llama"), policy="h2o:recent=2", budget=BUDGET, kv_bits=8)
-    with pytest.raises(UnsupportedOperationError, match="needs heads with equal budgets"):
-        engine.add(Request(prompt=prompt_of(0, 9), policy="adakv:window=4"))

@@ -90,15 +90,16 @@ def test_padding_changes_nothing():
     assert torch.equal(budgets_of(both)[1], budgets_of(single)[0])
 
 
+@pytest.mark.parametrize("kv_bits", [None, "4"])
 @pytest.mark.parametrize("pins", [(), ((2, 3), (9, 14))])
 @pytest.mark.parametrize("chunk", [60, 17])
 @pytest.mark.parametrize("policy", [POLICY, "h2o", "leverage:sinks=1,recent=2", "snapkv:window=3,decode=grow,room=2"])
-def test_tokens_that_go_early_change_nothing(policy, chunk, pins, monkeypatch):
+def test_tokens_that_go_early_change_nothing(policy, chunk, pins, kv_bits, monkeypatch):
     found = []
     for at_once in (0, 1e9):
         monkeypatch.setattr("kvkeep.together.AT_ONCE", at_once)
         monkeypatch.setattr("kvkeep.together.WORTH", 1.0)
-        cache = cache_of(policy, [12, 15], pins=[pins, ()])
+        cache = cache_of(policy, [12, 15], pins=[pins, ()], kv_bits=kv_bits)
         logits = feed(cache, *batch(2, 60).split(chunk, dim=1), [[1], [2]])
         lost = [shares.prompt for shares in cache.lost_mass().values()]
         found.append((held(cache), budgets_of(cache).tolist(), logits, torch.stack(lost)))
@@ -166,7 +167,7 @@ def test_memory_is_what_the_tensors_have_and_does_not_depend_on_the_split(rows):
         feed(cache, torch.tensor([prompt_of(seed + i, 40) for i in range(rows)]), [[1]] * rows)
         layers = list(cache.bounded_layers().values())
         store = layers[0].store
-        assert all(layer.store.keys.data_ptr() == store.keys.data_ptr() for layer in layers)
+        assert all(layer.store.entries.data_ptr() == store.entries.data_ptr() for layer in layers)
         assert store.entries.shape == (rows, 6 * (BUDGET + 1) + 1)
         memory, each = cache.memory(), 2 * 8 * 4 + 4 + 4  # keys, values, position, one state
         beside = rows * (6 * (16 + 24) + 3 * 16 + 8)  # per head, per layer, per row
@@ -218,7 +219,7 @@ def test_rows_are_selected_once_for_all_layers():
     assert all(isinstance(layer.block, PartBlock) for layer in cache.bounded_layers().values())
     assert [cache.snapshot(row).fingerprint.budget for row in range(2)] == [9, 8]
     cache.batch_repeat_interleave(2)
-    assert len({layer.store.keys.data_ptr() for layer in cache.bounded_layers().values()}) == 1
+    assert len({layer.store.entries.data_ptr() for layer in cache.bounded_layers().values()}) == 1
     logits = feed(cache, [[5]] * 4)
     assert torch.equal(logits[0], logits[1])
 
@@ -228,7 +229,7 @@ def test_a_copy_of_a_cache_has_one_pool_of_its_own(copied):
     cache = cache_of()
     feed(cache, batch(2), [[1], [2]])
     other, before = copied(cache), held(cache)
-    assert len({layer.block.whole.store.keys.data_ptr() for layer in other.bounded_layers().values()}) == 1
+    assert len({layer.block.whole.store.entries.data_ptr() for layer in other.bounded_layers().values()}) == 1
     other.reorder_cache(torch.tensor([1, 0]))
     logits = feed(other, batch(2).flip(0))
     assert held(cache) == before
@@ -270,8 +271,8 @@ def test_a_memory_mends_what_a_failed_run_has_left(method, layer, monkeypatch):
     feed(cache, ids)
     snapshot, real, calls = cache.snapshot(), getattr(Together, method), []
 
-    def failing(self, *given):
-        calls.append(real(self, *given))
+    def failing(self, *given, **others):
+        calls.append(real(self, *given, **others))
         if len(calls) == layer + 1:
             raise RuntimeError("no memory")
 
@@ -403,7 +404,6 @@ def test_graphs_run_its_steps_unrecorded(caplog):
         ("gemma2", {}, "sliding windows: a layer's budget is at most its window"),
         ("llama", {"prefill_chunk": 8}, "`prefill_chunk` of a cache, .* Leave `prefill_chunk` out"),
         ("llama", {"layer_budget": "ramp:0.2"}, "`layer_budget`, since it divides the budget among the layers, too"),
-        ("llama", {"kv_bits": 8}, "`kv_bits=8` needs heads with equal budgets"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_by_name(name, options, said):

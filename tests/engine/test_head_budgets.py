@@ -36,12 +36,12 @@ def profile(tmp_path):
     return f"profile:{file}"
 
 
-def alone(prompt, policy, rule, *, budget=BUDGET, chunk=None, new=NEW):
+def alone(prompt, policy, rule, *, budget=BUDGET, chunk=None, new=NEW, kv_bits=None):
     """What `model.generate` writes for one prompt."""
-    net, ids = model("llama"), torch.tensor([prompt])
+    net, ids, slots = model("llama"), torch.tensor([prompt]), {"head_budget": rule, "kv_bits": kv_bits}
     if chunk and rule and rule.startswith("global"):
-        return by_hand(ids, BoundedCache(net.config, policy, budget, head_budget=rule), chunk=chunk, new=new)
-    cache = BoundedCache(net.config, policy, budget, prefill_chunk=chunk, head_budget=rule)
+        return by_hand(ids, BoundedCache(net.config, policy, budget, **slots), chunk=chunk, new=new)
+    cache = BoundedCache(net.config, policy, budget, prefill_chunk=chunk, **slots)
     out = net.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False, eos_token_id=None)
     return tuple(out[0, len(prompt) :].tolist()), cache
 

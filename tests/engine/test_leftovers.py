@@ -27,8 +27,9 @@ def poison(blocks):
         store = block.store
         pooled = isinstance(store, PooledStore)
         empty = (store.entries if pooled else store.positions) < 0
-        for tensor in (store.keys, store.values):
-            tensor.masked_fill_(empty[..., None], torch.nan)
+        for name, tensor in store.per_row().items():
+            if name in ("keys", "values", "key_scales", "value_scales"):
+                tensor.masked_fill_(empty[..., None], torch.nan if tensor.is_floating_point() else 0x55)
         for tensor in block.of_slots().values():
             tensor.masked_fill_(empty, torch.nan)
 

@@ -27,6 +27,7 @@ def cases():
     for policy in ("h2o", "topk:h2=0.5", "nacl:decode=score", "ahakv", "random", "leverage", "expected_attention"):
         yield {"policy": policy, "budget": 40, "head_budget": "ada:0.2", "prefill_chunk": 20}
     yield {"policy": "h2o", "budget": 40, "kv_bits": "8"}
+    yield {"policy": "adakv:window=8", "budget": 30, "prefill_chunk": 16, "kv_bits": "8"}
     yield {"policy": "tova:per_head=true", "budget": 40, "positions": "slot"}
     yield {"policy": "topk_dynamic:share=0.3", "budget": 90}
     yield {"policy": "random:mode=reservoir", "budget": 30, "sequences": [7, 9]}
@@ -49,7 +50,7 @@ def _held(head):
 
 def test_heads_that_share_their_tokens_are_those_of_one_process(tmp_path):
     folder = ranks.save_model(tmp_path)
-    asked = [{"policy": "tova", "budget": 30}, {"policy": "adakv:window=8", "budget": 30}]
+    asked = [{"policy": "tova", "budget": 30}, {"policy": "adakv:window=8", "budget": 30, "kv_bits": "8"}]
     alone, shared = ranks.generate(folder, asked), ranks.run(2, ranks.generate, folder, asked)
     for number in range(len(asked)):
         compare(alone[number], [one[number] for one in shared])
@@ -121,6 +122,7 @@ def test_a_memory_of_two_processes_goes_on_in_one_and_in_four(kind, tmp_path):
         {"policy": "scissorhands", "budget": 24},
         {"policy": "random", "budget": 24, "kv_bits": "8"},
         {"policy": "h2o", "budget": 24, "pins": [(3, 9)], "head_budget": "ada:0.1"},
+        {"policy": "snapkv:window=8", "budget": 24, "head_budget": "ada:0.1", "kv_bits": "8"},
     ]
     (reference,) = ranks.run(1, ranks.save_snapshots, folder, asked, str(tmp_path))
     saved = ranks.run(2, ranks.save_snapshots, folder, asked, str(tmp_path))

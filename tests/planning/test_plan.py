@@ -23,6 +23,7 @@ from kvkeep.planning.bandwidth import measure_bandwidth, measure_products
 from kvkeep.planning.plan import DEFAULT_BUDGET, Plan, default_budget, plan
 from kvkeep.planning.slots import LayerShape, joint_bytes
 from kvkeep.registry import parse
+from kvkeep.types import Phase
 
 CONTEXT = model_folders.TRAINED_LENGTH
 PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers × heads × (K, V) × head dim × float32
@@ -84,11 +85,12 @@ def test_layer_budgets_and_dtypes(model: torch.nn.Module, dtype: str):
     assert found.bounded.weight_bytes == sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
 
 
+@pytest.mark.parametrize("kv_bits", [None, "8", "4", "k8v4"])
 @pytest.mark.parametrize("policy", ["h2o", "leverage:recent=2", "local"])
-def test_layers_that_share_a_budget_take_what_is_planned(policy: str, model: torch.nn.Module):
-    found = made(policy, 12, head_budget="global").bounded
-    assert 2 * found.row_bytes == measured(model, policy, 12, rows=2, head_budget="global")
-    apart = made(policy, 12, head_budget="ada").bounded
+def test_heads_that_share_a_budget_take_what_is_planned(policy: str, kv_bits: str | None, model: torch.nn.Module):
+    found, apart = (made(policy, 12, head_budget=rule, kv_bits=kv_bits).bounded for rule in ("global", "ada"))
+    for rule, one in (("global", found), ("ada", apart)):
+        assert 2 * one.row_bytes == measured(model, policy, 12, rows=2, head_budget=rule, kv_bits=kv_bits)
     assert found.row_bytes < apart.row_bytes
     assert found.step_bytes == apart.step_bytes
 
@@ -107,6 +109,29 @@ def test_the_peak_holds_the_layers_that_wait(tmp_path: Path, monkeypatch: pytest
         made("h2o", 64, head_budget=rule, context=384, model=tmp_path).bounded for rule in ("global", "ada")
     )
     assert apart.prompt_bytes + apart.row_bytes < peak <= shared.prompt_bytes + shared.row_bytes
+
+
+@pytest.mark.slow
+def test_layers_that_wait_hold_the_tokens_of_their_slots_as_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvkeep.together.AT_ONCE", 1e9)
+    sizes = {"num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 100, "head_dim": 128}
+    config = LlamaConfig(**sizes, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=4096)
+    config.save_pretrained(tmp_path)
+    model, given = kvkeep.attach(AutoModelForCausalLM.from_config(config).eval()), {"head_budget": "global:1"}
+    pieces, peaks = torch.zeros((1, 192), dtype=torch.int64).split(48, dim=1), {}
+    for kv_bits in (None, "4"):
+        cache = kvkeep.BoundedCache(config, "h2o", 128, **given, kv_bits=kv_bits)
+        cache.phase = Phase.PREFILL
+
+        def read(cache: kvkeep.BoundedCache = cache) -> None:
+            for piece in pieces:
+                model(input_ids=piece, past_key_values=cache, logits_to_keep=1)
+
+        with torch.inference_mode():
+            peaks[kv_bits] = allocation.peak_bytes(read)
+        found = made("h2o", 128, **given, kv_bits=kv_bits, context=192, prefill_chunk=48, model=tmp_path).bounded
+        assert 0.75 * (found.prompt_bytes + found.row_bytes) < peaks[kv_bits] <= found.prompt_bytes + found.row_bytes
+    assert peaks["4"] < 0.6 * peaks[None]
 
 
 def test_layers_of_other_shapes_share_no_budget():

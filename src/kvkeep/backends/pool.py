@@ -9,6 +9,7 @@ from kvkeep.backends.added import Limits
 from kvkeep.backends.protocol import Backend
 from kvkeep.codes import CodedSlots, hadamard
 from kvkeep.lazy import LazySlots
+from kvkeep.ranges import PoolSlots
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Statistic
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
@@ -137,4 +138,7 @@ class Decoding(Copying):
 
 
 def _copied(slots: Slots) -> Slots:
+    """The slots side by side: of a pool in the form that they have there, of codes as vectors."""
+    if isinstance(slots, PoolSlots):
+        return slots.laid
     return slots.copied() if isinstance(slots, LazySlots) else slots

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,7 +131,7 @@ class Blocks:
         self._blocks, self._stacks = [], []  # the old memory is freed before new memory is allocated
         alike: dict[tuple[object, ...], list[int]] = {}
         for layer, (budget, like) in enumerate(zip(budgets, self._like, strict=True)):
-            alone = self._kind(budget) is PooledStore and not self._joint
+            alone = issubclass(self._kind(budget), PooledStore) and not self._joint
             alike.setdefault((budget, *_kinds(like), layer if alone else None), []).append(layer)
         for layers in alike.values():
             rows = count if self._joint else count * len(layers)
@@ -151,11 +152,11 @@ class Blocks:
         """The slots of some rows, empty."""
         starts = {str(i): 0.0 for i in range(len(self._policy.slots))}  # a new token's state is written with it
         keys, values = (x[:, :, :1].expand(count, -1, -1, -1) for x in (like.keys, like.values))
-        heads, store = shared(self._policy.summaries), self._kind(budget)
+        heads = shared(self._policy.summaries)
+        given: dict[str, Any] = {"numbers": [budget], "starts": starts, "heads": heads, "store": self._kind(budget)}
         if self._joint:
-            return JointBlock(keys, values, layers=len(self._like), numbers=[budget], starts=starts, heads=heads)
-        room = self._among.ranks if self._policy.spreads else 1
-        block = Block(keys, values, numbers=[budget], starts=starts, heads=heads, store=store, room=room)
+            return JointBlock(keys, values, layers=len(self._like), **given)
+        block = Block(keys, values, room=self._among.ranks if self._policy.spreads else 1, **given)
         reach(block, self._policy, [budget], self._among)
         return block
 

@@ -279,7 +279,6 @@ def _reduce(block: Block, positions: Int[Tensor, "Hk n"]) -> None:
     (ordered, order), wanted = held.masked_fill(held < 0, _LATER).sort(dim=-1), positions[None]
     wanted = wanted.masked_fill(wanted < 0, _LATER).contiguous()
     index = order.gather(-1, torch.searchsorted(ordered, wanted).clamp(max=held.shape[-1] - 1))
-    keys, values, _ = block.store.slots()
-    block.store.take(keys, values, positions[None], index, held=held.shape[-1])
+    block.store.take(block.store.tokens(block.store.slots(), used=held.shape[-1]), positions[None], index)
     for tensor in block.of_slots().values():
         tensor[..., :n] = tensor.gather(-1, index)

@@ -117,7 +117,8 @@ class Setting:
         layers, size, states = self.outline.shape.layers, self.dtype.itemsize, len(self.policy.slots)
         per_head = [numbers(self.policy.summaries, key_dim=one.key_dim, value_dim=one.value_dim) for one in layers]
         if self._joint:
-            return slots.joint_bytes(layers, self.budget, size, states=states, per_head=per_head[0])
+            own: dict[str, Any] = {"states": states, "per_head": per_head[0], "kv_bits": self.kv_bits}
+            return slots.joint_bytes(layers, self.budget, size, **own)
         return sum(
             slots.block_bytes(
                 layer,
@@ -135,13 +136,14 @@ class Setting:
         """Bytes of what all layers but one hold until the last one has attended, where they share a budget."""
         if not self._joint:
             return 0
-        tokens = self.chunk + (0 if self.reads_whole else self.budget + 1)
+        size, held = self.dtype.itemsize, 0 if self.reads_whole else self.budget + 1
         numbers_each = 4 * (3 + len(self.policy.slots))  # position, score, mass and state
-        each = [
-            layer.token_bytes(self.dtype.itemsize) + layer.kv_heads * numbers_each
-            for layer in self.outline.shape.layers
-        ]
-        return tokens * sum(each[1:])
+        return sum(
+            self.chunk * layer.token_bytes(size)
+            + held * layer.slot_bytes(size, self.kv_bits)
+            + (self.chunk + held) * layer.kv_heads * numbers_each
+            for layer in self.outline.shape.layers[1:]
+        )
 
     @property
     def _joint(self) -> bool:

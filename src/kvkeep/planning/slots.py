@@ -101,10 +101,18 @@ def block_bytes(
     if isinstance(budget, int):
         return (budget + 1) * (layer.slot_bytes(itemsize, kv_bits) + heads * beside) + own
     pool = heads * (-(-sum(budget) // heads) + 1) + 1  # one entry belongs to no head
-    return pool * (layer.token_bytes(itemsize) // heads + beside) + own + 16 * heads
+    return pool * (layer.slot_bytes(itemsize, kv_bits) // heads + beside) + own + 16 * heads
 
 
-def joint_bytes(layers: Sequence[LayerShape], budget: int, itemsize: int, *, states: int = 0, per_head: int = 0) -> int:
+def joint_bytes(
+    layers: Sequence[LayerShape],
+    budget: int,
+    itemsize: int,
+    *,
+    states: int = 0,
+    per_head: int = 0,
+    kv_bits: str | None = None,
+) -> int:
     """Bytes of one row in all layers, where the heads of all layers share one pool; arguments as for `block_bytes`.
 
     Raises:
@@ -115,7 +123,7 @@ def joint_bytes(layers: Sequence[LayerShape], budget: int, itemsize: int, *, sta
             "`head_budget=global` needs layers with heads of one shape, and those of this model differ. Use "
             "`head_budget=ada` or a profile."
         )
-    heads, one = sum(layer.kv_heads for layer in layers), layers[0].token_bytes(itemsize) // layers[0].kv_heads
+    heads, one = sum(layer.kv_heads for layer in layers), layers[0].slot_bytes(itemsize, kv_bits) // layers[0].kv_heads
     pool = heads * (budget + 1) + 1  # one entry belongs to no head
     own = heads * (_LOST + _FLOAT32 * per_head + _RANGE) + _COUNTERS + _SEEN * (len(layers) - 1)
     return pool * (one + _POSITION + _FLOAT32 * states) + own

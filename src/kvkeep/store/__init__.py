@@ -5,6 +5,7 @@ from kvkeep.store.cascade import Alone, Cascade
 from kvkeep.store.chunk import beside, settle
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.joint import JointBlock, PartBlock, check_together, divide, make_room
+from kvkeep.store.kinds import POOLED, kind_of
 from kvkeep.store.pooled import PooledStore
 from kvkeep.store.protocol import Store, inference
 from kvkeep.store.quantised import QUANTISED, QuantisedStore
@@ -14,6 +15,7 @@ from kvkeep.store.sharing import add_state, lacks
 from kvkeep.store.view import view_of
 
 __all__ = [
+    "POOLED",
     "QUANTISED",
     "Alone",
     "Block",
@@ -33,6 +35,7 @@ __all__ = [
     "divide",
     "has_room",
     "inference",
+    "kind_of",
     "lacks",
     "make_room",
     "pin_row",

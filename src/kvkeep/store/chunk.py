@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvkeep.copies import Beside
 from kvkeep.store.block import Block
 from kvkeep.types import EMPTY, Slots, State, View
+from kvkeep.vectors import Tokens
 
 _Index: TypeAlias = tuple[slice | Tensor, ...]
 
@@ -43,7 +44,14 @@ def beside(block: Block, new: Slots, *, starts: Mapping[str, float], used: int) 
 
 
 def settle(
-    block: Block, view: View | Slots, stays: Bool[Tensor, "B Hk S"], state: State, *, used: int, chunk: Slots | None
+    block: Block,
+    view: View | Slots,
+    stays: Bool[Tensor, "B Hk S"],
+    state: State,
+    *,
+    used: int,
+    chunk: Slots | None,
+    tokens: Tokens | None = None,
 ) -> None:
     """Empty the slots whose tokens go, and put the tokens of a chunk that stay into the first empty slots, in order.
 
@@ -57,6 +65,7 @@ def settle(
         state: the policy's state of slots, for these tokens.
         used: number of slots among the tokens.
         chunk: the chunk; ``None``: none of the tokens has a slot in the block any more.
+        tokens: what `Store.tokens` has returned for them; ``None``: it is asked now.
     """
     if chunk is not None and block.store.lying(used) is not None:
         _add(block, chunk, stays, state)
@@ -65,7 +74,7 @@ def settle(
     index = _sources(stays, 0 if chunk is None else used, capacity)
     there, index = index >= 0, index.clamp(min=0)
     kept = view.positions.gather(-1, index).masked_fill(~there, EMPTY)
-    block.store.take(view.keys, view.values, kept, index, held=used)
+    block.store.take(tokens or block.store.tokens(view, used=used), kept, index)
     for name, numbers in state.items():
         block.state[name][..., :capacity] = numbers.gather(-1, index)
 

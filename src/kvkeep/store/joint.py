@@ -32,7 +32,7 @@ class JointBlock(Block):
         numbers: the budget, see `Block`.
         starts: see `Block`.
         heads: see `Block`.
-        others: ``sequences`` and ``pins``, see `Block`.
+        others: ``store``, ``sequences`` and ``pins``, see `Block`.
 
     Attributes:
         layers: number of layers.
@@ -53,7 +53,7 @@ class JointBlock(Block):
         **others: Any,
     ):
         like = (x[:, :1, :0].expand(-1, layers * x.shape[1], -1, -1) for x in (keys, values))
-        super().__init__(*like, numbers=numbers, starts=starts, heads=heads, store=PooledStore, **others)
+        super().__init__(*like, numbers=numbers, starts=starts, heads=heads, **{"store": PooledStore, **others})
         assert isinstance(self.store, PooledStore)
         self.layers, self.store.waits = layers, True
         self.seen, self.prompt = (x[:, None].repeat(1, layers) for x in (self.seen, self.prompt))

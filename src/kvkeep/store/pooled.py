@@ -6,14 +6,16 @@ import copy
 from collections.abc import Mapping, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
 from kvkeep.ranges import PoolSlots, indices, put_back, side_by_side
 from kvkeep.store.dense import DenseStore
 from kvkeep.store.protocol import Store
-from kvkeep.types import EMPTY, Slots
+from kvkeep.store.quantised import QUANTISED
+from kvkeep.types import EMPTY, Slots, View
+from kvkeep.vectors import Tokens, Vectors
 
 
 class PooledStore(Store):
@@ -23,8 +25,7 @@ class PooledStore(Store):
     changes, however the slots are divided among the heads. The layout is drawn in ``docs/layouts.md``.
 
     Attributes:
-        keys: ``(B, P, D)``.
-        values: ``(B, P, E)``.
+        vectors: keys and values, ``(B, P, ...)``.
         entries: true positions, ``-1`` = empty.
         starts: first entry of each head's range.
         sizes: number of slots of each head.
@@ -32,8 +33,7 @@ class PooledStore(Store):
         waits: whether a GPU is waited for instead, to know the longest range; for pools in which a head may have most.
     """
 
-    keys: Float[Tensor, "B P D"]
-    values: Float[Tensor, "B P E"]
+    vectors: Vectors
     entries: Int[Tensor, "B P"]
     starts: Int[Tensor, "B Hk"]
     sizes: Int[Tensor, "B Hk"]
@@ -41,10 +41,9 @@ class PooledStore(Store):
     waits: bool = False
 
     def __init__(self, like_keys: Float[Tensor, "B Hk _ D"], like_values: Float[Tensor, "B Hk _ E"], capacity: int):
-        B, Hk, _, D = like_keys.shape
+        B, Hk = like_keys.shape[:2]
         P = Hk * capacity + 1
-        self.keys = like_keys.new_zeros((B, P, D))
-        self.values = like_values.new_zeros((B, P, like_values.shape[-1]))
+        self.vectors = Vectors.blank(like_keys[:, 0], like_values[:, 0], P, self.bits)
         self.entries = torch.full((B, P), EMPTY, dtype=torch.int32, device=like_keys.device)
         self.sizes = torch.full((B, Hk), capacity, dtype=torch.int64, device=like_keys.device)
         self.starts = self.sizes.cumsum(dim=1) - self.sizes
@@ -96,12 +95,12 @@ class PooledStore(Store):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values over all heads, in the model's dtype."""
-        return sum(x.shape[-1] * x.element_size() for x in (self.keys, self.values)) * self.sizes.shape[1]
+        return self.sizes.shape[1] * self.vectors.token_bytes
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the keys."""
-        return self.keys.dtype
+        """The model's dtype."""
+        return self.vectors.dtypes[0]
 
     def index(self) -> Int[Tensor, "B Hk S"]:
         """The entry of each slot."""
@@ -142,11 +141,7 @@ class PooledStore(Store):
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
         """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
-        return all(
-            (new.shape[:2], new.shape[3], new.dtype, new.device)
-            == (self.sizes.shape, held.shape[2], held.dtype, held.device)
-            for new, held in ((keys, self.keys), (values, self.values))
-        )
+        return keys.shape[:2] == values.shape[:2] == self.sizes.shape and self.vectors.fit(keys, values)
 
     def divide(self, sizes: Int[Tensor, "b Hk"], rows: slice = slice(None)) -> None:
         """Divide the pools of some rows among the heads anew. The slots lose their content.
@@ -163,22 +158,21 @@ class PooledStore(Store):
 
     def no_token(self) -> tuple[Float[Tensor, "B Hk 0 D"], Float[Tensor, "B Hk 0 E"]]:
         """Keys and values of no token. The slots are not copied."""
-        keys, values = (x.new_empty((*self.sizes.shape, 0, x.shape[-1])) for x in (self.keys, self.values))
-        return keys, values
+        return self.vectors.no_token(*self.sizes.shape)
 
     def wider(self, capacity: int) -> PooledStore:
         """An empty store with more slots, for the same rows, divided equally."""
-        return PooledStore(*self.no_token(), capacity)
+        return type(self)(*self.no_token(), capacity)
 
     def per_row(self) -> dict[str, Tensor]:
         """Every tensor of the store by name. The first axis of each tensor is the rows."""
-        return {name: getattr(self, name) for name in ("keys", "values", "entries", "starts", "sizes")}
+        return {**self.vectors.tensors, "entries": self.entries, "starts": self.starts, "sizes": self.sizes}
 
     def over(self, tensors: Mapping[str, Tensor]) -> PooledStore:
         """A pooled store over other tensors, named as in `per_row`."""
         other = copy.copy(self)
-        for name in self.per_row():
-            setattr(other, name, tensors[name])
+        other.vectors = self.vectors.over(tensors)
+        other.entries, other.starts, other.sizes = (tensors[name] for name in ("entries", "starts", "sizes"))
         return other
 
 
@@ -199,11 +193,11 @@ class OpenedPool(Store):
     index: Int[Tensor, "B Hk capacity"]
 
     def __init__(self, pool: PooledStore):
-        self.pool = pool
+        self.pool, self.bits = pool, pool.bits
         self.index = pool.index()
         self.positions = side_by_side(pool.entries, self.index)
         ranges = pool.starts.contiguous(), pool.sizes.contiguous()  # a layer's part of a larger table may not be
-        self._slots = PoolSlots.of((pool.keys, pool.values), self.positions, ranges, self.index)
+        self._slots = PoolSlots.of(pool.vectors, self.positions, ranges, self.index)
 
     @property
     def token_bytes(self) -> int:
@@ -221,22 +215,41 @@ class OpenedPool(Store):
         positions: Int[Tensor, "B Hk n"],
     ) -> None:
         """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
+        self.put(*Vectors.of(keys, values, self.bits), positions)
+
+    def put(self, vectors: Vectors, usable: Bool[Tensor, "B Hk n"] | None, positions: Int[Tensor, "B Hk n"]) -> None:
+        """`fill` with tokens as they are stored; ``usable``: which may take a slot, ``None`` for all."""
         n = positions.shape[-1]
         self._slots.forget()
-        put_back(self.pool.keys, self.index[:, :, :n], keys)
-        put_back(self.pool.values, self.index[:, :, :n], values)
-        self.positions[:, :, :n] = positions
+        for name, content in vectors.tensors.items():
+            put_back(self.pool.vectors.tensors[name], self.index[:, :, :n], content)
+        self.positions[:, :, :n] = positions if usable is None else positions.masked_fill(~usable, EMPTY)
         self.positions[:, :, n:] = EMPTY
+
+    def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
+        """See `Store.tokens`."""
+        if self.bits is None:
+            return super().tokens(slots, used=used)
+        return Tokens(self._first(used), slots.keys[:, :, used:], slots.values[:, :, used:])
+
+    def take(self, tokens: Tokens, positions: Int[Tensor, "B Hk n"], order: Int[Tensor, "B Hk n"]) -> None:
+        """See `Store.take`. What lies in slots is moved as it is."""
+        found = tokens.chosen(order)
+        self.put(found.held, found.usable, positions)
 
     def beside(
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
         """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
-        held, index = self.pool, self.index[:, :, :used]
-        empty = (self.positions[:, :, :used] < 0)[..., None]
-        old = (side_by_side(pool, index).masked_fill_(empty, 0.0) for pool in (held.keys, held.values))
-        joined = [torch.cat([one, new], dim=2) for one, new in zip(old, (keys, values), strict=True)]
+        positions = self.positions[:, :, :used]
+        empty, held = (positions < 0)[..., None], self._first(used).slots(positions)
+        pairs = (held.keys, keys), (held.values, values)
+        joined = [torch.cat([old.masked_fill_(empty, 0.0), new], dim=2) for old, new in pairs]
         return joined[0], joined[1]
+
+    def _first(self, used: int) -> Vectors:
+        """Copies of the first slots, side by side."""
+        return self.pool.vectors.each(lambda pool: side_by_side(pool, self.index[:, :, :used]))
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
         """Whether new keys and values have this store's rows, heads, head dims, dtype and device."""
@@ -264,14 +277,14 @@ class OpenedPool(Store):
         return self.pool.wider(capacity)
 
     def per_row(self) -> dict[str, Tensor]:
-        """Copies of keys and values, and the positions. The first axis of each tensor is the rows."""
-        keys, values, positions = self.slots()
-        return {"keys": keys, "values": values, "positions": positions}
+        """Copies of keys and values as they are stored, and the positions. The first axis of each is the rows."""
+        return {**self._first(self.capacity).tensors, "positions": self.positions}
 
     def per_slot(self) -> tuple[str, ...]:
         """All tensors: they have one entry per slot."""
-        return ("keys", "values", "positions")
+        return (*self.pool.vectors.tensors, "positions")
 
-    def over(self, tensors: Mapping[str, Tensor]) -> DenseStore:
-        """A dense store over other tensors, named as in `per_row`."""
-        return DenseStore(tensors["keys"], tensors["values"], 0).over(tensors)
+    def over(self, tensors: Mapping[str, Tensor]) -> Store:
+        """A store of slots side by side over other tensors, named as in `per_row`."""
+        kind = next((kind for kind in QUANTISED.values() if kind.bits == self.bits), DenseStore)
+        return kind(*self.pool.no_token(), 0).over(tensors)

@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.errors import ShapeError
-from kvkeep.types import EMPTY, Slots
+from kvkeep.types import EMPTY, Slots, View
+from kvkeep.vectors import Bits, Tokens
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -25,9 +26,11 @@ class Store(abc.ABC):
     Slots may have any layout, and another dtype than the model: the code that writes into them rounds.
 
     Attributes:
+        bits: bits of a key's numbers and of a value's in the slots; ``None``: those of the model's dtype.
         positions: true positions, ``-1`` = empty.
     """
 
+    bits: Bits = None
     positions: Int[Tensor, "B Hk capacity"]
 
     @abc.abstractmethod
@@ -43,7 +46,12 @@ class Store(abc.ABC):
             tensors: named as in `per_row`.
             dtype: the model's, where the tensors do not show it.
         """
-        return tensors["keys"][:, :, :0], tensors["values"][:, :, :0]
+        keys, values = tensors["keys"], tensors["values"]
+        if cls.bits is None:
+            return keys[:, :, :0], values[:, :, :0]
+        key_dim, value_dim = (x.shape[-1] * 8 // bits for x, bits in zip((keys, values), cls.bits, strict=True))
+        shape = *keys.shape[:2], 0
+        return keys.new_empty((*shape, key_dim), dtype=dtype), values.new_empty((*shape, value_dim), dtype=dtype)
 
     @property
     def capacity(self) -> int:
@@ -140,28 +148,27 @@ class Store(abc.ABC):
     ) -> None:
         """Replace the content with ``n <= capacity`` tokens, in place. The other slots become empty."""
 
-    def take(
-        self,
-        keys: Float[Tensor, "B Hk S D"],
-        values: Float[Tensor, "B Hk S E"],
-        positions: Int[Tensor, "B Hk n"],
-        order: Int[Tensor, "B Hk n"],
-        *,
-        held: int,
-    ) -> None:
-        """Replace the content with some tokens of slots and chunk, in place. The other slots become empty.
+    def tokens(self, slots: Slots | View, *, used: int) -> Tokens:
+        """Tokens that `take` puts into slots, even after these have lost their content.
 
-        A store that rounds moves the tokens that it holds, and never rounds them twice.
+        A store that rounds shows the first ``used`` tokens as it holds them.
 
         Args:
-            keys: what `beside` has returned, or the slots.
-            values: the same.
+            slots: what `beside` has returned, or the slots.
+            used: the number of slots among the tokens; they come first.
+        """
+        return Tokens.new(slots.keys, slots.values)
+
+    def take(self, tokens: Tokens, positions: Int[Tensor, "B Hk n"], order: Int[Tensor, "B Hk n"]) -> None:
+        """Replace the content with some tokens of slots and chunk, in place. The other slots become empty.
+
+        Args:
+            tokens: what `tokens` has returned.
             positions: positions of the tokens in their new slots.
             order: which tokens, in the order of their new slots.
-            held: the number of slots among the tokens; they come first.
         """
-        keys, values = (x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
-        self.fill(keys, values, positions)
+        found = tokens.chosen(order).held.tensors
+        self.fill(found["keys"], found["values"], positions)
 
     @abc.abstractmethod
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:

@@ -14,7 +14,7 @@ from kvkeep.budget import Number, by_head
 from kvkeep.errors import ShapeError
 from kvkeep.memory import bytes_of
 from kvkeep.store.block import Block
-from kvkeep.store.pooled import PooledStore
+from kvkeep.store.pooled import OpenedPool, PooledStore
 from kvkeep.types import EMPTY
 
 NUMBERS = ("budget", "pins")
@@ -139,7 +139,9 @@ def _put_in_pool(block: Block, copy: RowCopy) -> None:
     """Overwrite a block of one row, whose heads share a pool."""
     block.divide()
     opened, tensors = block.opened(), copy.tensors
-    opened.store.fill(tensors["store.keys"][None], tensors["store.values"][None], copy.positions[None])
+    assert isinstance(opened.store, OpenedPool)
+    stored = {name.removeprefix("store."): x[None] for name, x in tensors.items() if name.startswith("store.")}
+    opened.store.put(opened.store.pool.vectors.over(stored), None, copy.positions[None])
     for name, held in opened.per_row().items():
         if name in tensors and not name.startswith("store."):
             (held[:, :, : copy.used] if name in copy.cut else held).copy_(tensors[name][None])

@@ -36,7 +36,7 @@ def attendable(  # noqa: PLR0913  all that the kernel relies on
         return False
     if coding is None and not _is_cache(query, keys, values, positions, pooled=pooled):
         return False
-    if coding is not None and (pooled or not _is_coded(query, coding, positions)):
+    if coding is not None and not _is_coded(query, coding, positions, pooled=pooled):
         return False
     if not _is_asked(query, options):
         return False
@@ -62,22 +62,29 @@ def _is_cache(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *,
     (B, Hq, _, D), (_, Hk, S, E) = query.shape, values.shape
     if query.dtype not in TYPES or not query.dtype == keys.dtype == values.dtype or positions.dtype not in _WHOLE:
         return False
-    if S == 0 or Hq % Hk or keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
+    if Hq % Hk or keys.shape != (B, Hk, S, D) or values.shape != (B, Hk, S, E):
+        return False
+    return _fit(positions.shape, (B, Hk, S), pooled=pooled)
+
+
+def _is_coded(query: Tensor, coding: Coding, positions: Tensor, *, pooled: bool = False) -> bool:
+    """The same as `_is_cache` for codes of keys and values."""
+    (B, Hq, _, D), (keys, values) = query.shape, coding
+    if query.dtype not in TYPES or positions.dtype not in _WHOLE or keys.numbers.ndim != 4:
+        return False
+    Hk, S = keys.numbers.shape[1:3]
+    if Hk == 0 or Hq % Hk or not _fit(positions.shape, (B, Hk, S), pooled=pooled):
+        return False
+    return decodable(keys, (B, Hk, S), D) and decodable(values, (B, Hk, S), values.dim)
+
+
+def _fit(shape: tuple[int, ...], slots: tuple[int, int, int], *, pooled: bool) -> bool:
+    """Whether positions of this shape fit rows, heads and slots: those of a pool are the most that a head may have."""
+    if len(shape) != 3 or shape[2] == 0:
         return False
     if pooled:
-        return positions.ndim == 3 and positions.shape[:2] == (B, Hk) and 0 < positions.shape[2] <= S
-    return positions.shape in ((B, Hk, S), (B, 1, S))
-
-
-def _is_coded(query: Tensor, coding: Coding, positions: Tensor) -> bool:
-    """Whether these codes of keys and values can be attended to by the queries."""
-    (B, Hq, _, D), (keys, values), shape = query.shape, coding, positions.shape
-    if query.dtype not in TYPES or positions.dtype not in _WHOLE or len(shape) != 3 or keys.numbers.ndim != 4:
-        return False
-    slots = B, keys.numbers.shape[1], shape[2]
-    if slots[2] == 0 or slots[1] == 0 or Hq % slots[1] or shape not in (slots, (B, 1, slots[2])):
-        return False
-    return decodable(keys, slots, D) and decodable(values, slots, values.dim)
+        return shape[:2] == slots[:2] and shape[2] <= slots[2]
+    return shape in (slots, (slots[0], 1, slots[2]))
 
 
 def _is_asked(query: Tensor, options: AttentionOptions) -> bool:
@@ -107,7 +114,7 @@ def writable(
         return False
     S = keys.shape[2] if pooled else S
     if coding is not None:
-        if pooled or new[0].dtype not in TYPES or new[0].dtype != new[1].dtype:
+        if new[0].dtype not in TYPES or new[0].dtype != new[1].dtype:
             return False
         if not (decodable(coding[0], (B, Hk, S), D) and decodable(coding[1], (B, Hk, S), E)):
             return False
