@@ -9,7 +9,7 @@ from test_kv_bits import BUDGET, OPTIONS, config, steps, with_outliers
 from transformers import AutoModelForCausalLM
 
 import kvkeep
-from kvkeep import BoundedCache, Layer
+from kvkeep import BoundedCache, Layer, UnsupportedModelError
 from kvkeep.codes import KV_BITS
 from kvkeep.planning.slots import LayerShape, block_bytes
 from kvkeep.policies._heads import under
@@ -131,6 +131,13 @@ def test_a_sliding_window_expires_tokens_of_a_pool(policy):
     *_, (layer, out) = steps(policy, "4", lengths=(12, *[1] * 20), budget=UNEVEN, window=7)
     assert layer.store.positions.max() == 31
     assert int(layer.store.positions[layer.store.positions >= 0].min()) >= 31 - 7
+    assert out.isfinite().all()
+
+
+def test_a_head_dim_that_cannot_be_packed_is_refused_in_a_pool():
+    with pytest.raises(UnsupportedModelError, match=r"head dim is 7, .* Give `kv_bits=8`"):
+        next(steps("h2o", "4", dim=7, budget=UNEVEN))
+    *_, (_, out) = steps("h2o", "8", dim=7, budget=UNEVEN)
     assert out.isfinite().all()
 
 
