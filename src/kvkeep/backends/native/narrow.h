@@ -61,27 +61,48 @@ inline void put_halves(Floats a, Floats b, float *to) {
     put_narrow(a - x, b - y, (uint16_t *)(to + W));
 }
 
+// One panel of a head's keys or values. An empty slot reads what another slot holds, and keeps no bit of it.
+template <class T>
+struct Panel {
+    const T *rows[PANEL];
+    uint32_t kept[PANEL];  // all bits, or none
+    bool empty;
+
+    explicit Panel(const T *const *found) {
+        const T *const *const some = std::find_if(found, found + PANEL, [](const T *row) { return row != nullptr; });
+        empty = some == found + PANEL;
+        for (int64_t j = 0; j < PANEL && !empty; j++) {
+            rows[j] = found[j] ? found[j] : *some;
+            kept[j] = found[j] ? ~0u : 0u;
+        }
+    }
+};
+
 // Pack one panel of a head's values: a row of pairs for every two slots. Empty slots become zeros.
 template <class T>
-void pack_rows_in_pairs(const T *const *values, int64_t elements, int64_t dim, int32_t *to) {
-    for (int64_t j = 0; j < PANEL; j += 2, to += dim)
-        for (int64_t i = 0; i < dim; i++) {
-            const uint32_t low = i < elements && values[j] ? (uint32_t)values[j][i] : 0;
-            const uint32_t high = i < elements && values[j + 1] ? (uint32_t)values[j + 1][i] : 0;
-            to[i] = (int32_t)(low | high << 16);
-        }
+void pack_rows_in_pairs(const Panel<T> &values, int64_t elements, int64_t dim, int32_t *to) {
+    std::memset(to, 0, PANEL / 2 * dim * sizeof *to);
+    for (int64_t j = 0; j < PANEL && !values.empty; j += 2, to += dim) {
+        const T *const low = values.rows[j], *const high = values.rows[j + 1];
+        const uint32_t keep_low = values.kept[j], keep_high = values.kept[j + 1];
+        for (int64_t i = 0; i < elements; i++)
+            to[i] = (int32_t)(((uint32_t)low[i] & keep_low) | ((uint32_t)high[i] & keep_high) << 16);
+    }
 }
 
 // Pack one panel of a head's keys; empty slots become zeros. `dim` is even.
 template <class T>
-void pack_pairs(const T *const *keys, int64_t elements, int64_t dim, int32_t *to) {
-    for (int64_t j = 0; j < PANEL; j++)
-        for (int64_t p = 0; p < dim / 2; p++) {
-            const int64_t bytes = std::clamp<int64_t>(elements - 2 * p, 0, 2) * 2;
-            int32_t pair = 0;
-            if (keys[j]) std::memcpy(&pair, (const char *)keys[j] + 4 * p, bytes);
-            to[p * PANEL + j] = pair;
+void pack_pairs(const Panel<T> &keys, int64_t elements, int64_t dim, int32_t *to) {
+    std::memset(to, 0, PANEL / 2 * dim * sizeof *to);
+    if (keys.empty) return;
+    for (int64_t p = 0; p < elements / 2; p++)
+        for (int64_t j = 0; j < PANEL; j++) {
+            uint32_t pair;
+            std::memcpy(&pair, keys.rows[j] + 2 * p, sizeof pair);
+            to[p * PANEL + j] = (int32_t)(pair & keys.kept[j]);
         }
+    for (int64_t j = 0; j < PANEL && elements % 2; j++)
+        to[elements / 2 * PANEL + j] = (int32_t)((uint32_t)keys.rows[j][elements - 1] & keys.kept[j]);
 }
 
 // Dot products of ROWS queries with a panel of keys, times a factor.

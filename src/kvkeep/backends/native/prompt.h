@@ -36,10 +36,10 @@ void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to)
     to.least[panel] = least;
     to.most[panel] = most;
     to.gaps[panel] = std::find(positions, positions + PANEL, -1) != positions + PANEL;
-    if (plan.pairs) pack_pairs(found, plan.a.dim, dim.floats(), to.pairs + panel * PANEL * plan.pairs);
+    if (plan.pairs) pack_pairs(Panel<T>(found), plan.a.dim, dim.floats(), to.pairs + panel * PANEL * plan.pairs);
     if (plan.squares) {
         int32_t *rows = (int32_t *)to.values + panel * PANEL / 2 * value_dim.floats();
-        return pack_rows_in_pairs(found_values, plan.a.value_dim, value_dim.floats(), rows);
+        return pack_rows_in_pairs(Panel<T>(found_values), plan.a.value_dim, value_dim.floats(), rows);
     }
     float part[PANEL][2 * W];
     for (int64_t p = 0; p < dim.n; p++) {
@@ -50,6 +50,29 @@ void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to)
         }
         for (int64_t d = 0; d < 2 * W; d++)
             for (int64_t j = 0; j < PANEL; j++) keys[(p * 2 * W + d) * PANEL + j] = part[j][d];
+    }
+}
+
+// Whether the row of some token in [first, end) is added to a sum.
+inline bool counts(const Prefill &a, int64_t row, int64_t first, int64_t end) {
+    for (int64_t f = 0; f < a.masses + a.lows; f++) {
+        const float *const weights = a.weights + (f * a.rows + row) * a.tokens;
+        if (std::any_of(weights + first, weights + end, [](float weight) { return weight != 0.0f; })) return true;
+    }
+    return false;
+}
+
+// Read a block, in smaller ones if something of it is kept.
+template <class X>
+void read_block(const Plan &plan, Packed held, int64_t i, int64_t block, float *sums, float *scratch) {
+    const Prefill &a = plan.a;
+    const int64_t begin = block * plan.tokens_each, end = std::min(begin + plan.tokens_each, a.tokens);
+    const bool keeps = a.again || counts(a, i / a.kv_heads, begin, end);
+    const int64_t each = keeps ? plan.kept_tokens : plan.tokens_each, padded = plan.panels * PANEL;
+    for (int64_t first = begin; first < end; first += each) {
+        Reading reading(plan, held, i, first, std::min(each, end - first), scratch);
+        reading.run<X>(sums, padded);
+        if (a.again) reading.read_again<X>(sums + (a.masses + a.lows) * padded);
     }
 }
 
@@ -72,11 +95,8 @@ int64_t prefill_as(const Prefill &a) {
             float *sums = partial.get() + (which * plan.parts + part) * plan.partial;
             std::memset(sums, 0, fields * padded * sizeof *sums);
             if (a.again) std::fill_n(sums + fields * padded, padded, -INFINITY);
-            for (int64_t b = part * plan.blocks / plan.parts; b < (part + 1) * plan.blocks / plan.parts; b++) {
-                Block<X> block(plan, held(which), start + which, b, scratch);
-                block.run(sums, padded);
-                if (a.again) block.read_again(sums + fields * padded);
-            }
+            for (int64_t b = part * plan.blocks / plan.parts; b < (part + 1) * plan.blocks / plan.parts; b++)
+                read_block<X>(plan, held(which), start + which, b, sums, scratch);
         });
         done = done && for_each(n * fields, bytes, a.threads, 0, [&](int64_t i, float *) {
             const int64_t which = i / fields, field = i % fields;

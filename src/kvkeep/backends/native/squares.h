@@ -14,6 +14,7 @@
 
 namespace {
 
+constexpr int64_t AWAKE_ROWS = 8;   // rows whose weights of a piece take less time than it takes to fall asleep
 constexpr int64_t NEAR_PANELS = 4;  // panels whose values stay in the nearest cache while all rows use them
 
 // Whether the processor has such registers for this type, and Linux lets this process use them.
@@ -35,11 +36,12 @@ class Squares {
    public:
     explicit Squares(bool used) : used(used) {
 #ifdef KVKEEP_SQUARES
-        struct alignas(64) {
+        struct Layout {
             uint8_t palette = 1, start = 0, reserved[14] = {};
             uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
             uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } layout;
+        };
+        alignas(64) static constexpr Layout layout;  // no variable: compilers do not know that all of it is read
         if (used) _tile_loadconfig(&layout);
 #endif
     }
@@ -50,6 +52,14 @@ class Squares {
     }
     Squares(const Squares &) = delete;
 };
+
+// The unit of squares falls asleep after some 1,500 cycles without a product, and takes some 800 to wake up. So work of
+// other units calls this in between.
+inline void stay_awake() {
+#ifdef KVKEEP_SQUARES
+    _tile_dpbf16ps(7, 5, 6);  // a sum that nobody reads
+#endif
+}
 
 // Compilers do not know that loading a square reads memory.
 inline void finish_stores() { asm volatile("" ::: "memory"); }
@@ -86,45 +96,38 @@ inline void dots_in_squares(const int32_t *query, int64_t pairs, const int32_t *
 #endif
 }
 
-// Add the values of n panels, weighted by the probabilities of SQUARE queries, to N squares of the outputs. `width`: from
-// query to query in the weights, which are halves; `ids`: where each panel lies in the values.
-template <int N>
+// Add the values of n panels, weighted by the probabilities of SQUARE or, if BOTH, twice as many queries, to two squares
+// of each one's outputs. `width`: from query to query in the weights, which are halves; `ids`: where each panel lies in
+// the values.
+template <bool BOTH>
 inline void mix_in_squares(const float *p, int64_t width, const int32_t *values, const int32_t *ids, int64_t n,
                            int64_t dim, float *out) {
 #ifdef KVKEEP_SQUARES
     finish_stores();
+    float *const below = out + SQUARE * dim;
     _tile_loadd(0, out, dim * 4);
     _tile_loadd(1, out + SQUARE, dim * 4);
-    if constexpr (N == 4) {
-        _tile_loadd(2, out + 2 * SQUARE, dim * 4);
-        _tile_loadd(3, out + 3 * SQUARE, dim * 4);
-    }
+    if constexpr (BOTH) _tile_loadd(2, below, dim * 4);
+    if constexpr (BOTH) _tile_loadd(3, below + SQUARE, dim * 4);
     for (int64_t c = 0; c < n; c++)
         for (int64_t i = 0; i < PANEL; i += 2 * SQUARE) {
             const int32_t *const v = values + (ids[c] * PANEL + i) / 2 * dim;
-            _tile_loadd(4, p + c * PANEL + i, width * 4);
-            _tile_loadd(5, p + c * PANEL + i + SQUARE, width * 4);
             _tile_loadd(6, v, dim * 4);
             _tile_loadd(7, v + SQUARE, dim * 4);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(0, 5, 6);
-            _tile_dpbf16ps(1, 5, 7);
-            if constexpr (N == 4) {
-                _tile_loadd(6, v + 2 * SQUARE, dim * 4);
-                _tile_loadd(7, v + 3 * SQUARE, dim * 4);
-                _tile_dpbf16ps(2, 4, 6);
-                _tile_dpbf16ps(3, 4, 7);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
+            for (int64_t half = 0; half < 2; half++) {
+                const float *const weights = p + c * PANEL + i + half * SQUARE;
+                _tile_loadd(4, weights, width * 4);
+                if constexpr (BOTH) _tile_loadd(5, weights + SQUARE * width, width * 4);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+                if constexpr (BOTH) _tile_dpbf16ps(2, 5, 6);
+                if constexpr (BOTH) _tile_dpbf16ps(3, 5, 7);
             }
         }
     _tile_stored(0, out, dim * 4);
     _tile_stored(1, out + SQUARE, dim * 4);
-    if constexpr (N == 4) {
-        _tile_stored(2, out + 2 * SQUARE, dim * 4);
-        _tile_stored(3, out + 3 * SQUARE, dim * 4);
-    }
+    if constexpr (BOTH) _tile_stored(2, below, dim * 4);
+    if constexpr (BOTH) _tile_stored(3, below + SQUARE, dim * 4);
 #else
     (void)p, (void)width, (void)values, (void)ids, (void)n, (void)dim, (void)out;
 #endif
@@ -135,14 +138,13 @@ inline void mix_panels_in_squares(const float *p, int64_t width, int64_t rows, c
                                   int64_t panels, int64_t dim, float *out) {
     const int32_t *const values = (const int32_t *)packed;
     for (int64_t c = 0; c < panels; c += NEAR_PANELS)
-        for (int64_t r = 0; r < rows; r += SQUARE) {
-            const float *const weights = p + r * width + c * PANEL;
+        for (int64_t d = 0; d < dim; d += 2 * SQUARE) {
             const int64_t n = std::min(NEAR_PANELS, panels - c);
-            float *const to = out + r * dim;
-            int64_t d = 0;
-            for (; d + 4 * SQUARE <= dim; d += 4 * SQUARE)
-                mix_in_squares<4>(weights, width, values + d, ids + c, n, dim, to + d);
-            if (d < dim) mix_in_squares<2>(weights, width, values + d, ids + c, n, dim, to + d);
+            int64_t r = 0;
+            for (; r + 2 * SQUARE <= rows; r += 2 * SQUARE)
+                mix_in_squares<true>(p + r * width + c * PANEL, width, values + d, ids + c, n, dim, out + r * dim + d);
+            if (r < rows)
+                mix_in_squares<false>(p + r * width + c * PANEL, width, values + d, ids + c, n, dim, out + r * dim + d);
         }
 }
 

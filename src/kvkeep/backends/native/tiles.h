@@ -1,10 +1,11 @@
 // The parts of attention of many tokens per row: what is asked, how it is cut into work, and products of tiles.
 //
-// A block of query rows meets all keys that it sees at once: its logits, about ROOM floats, stay in the second-level
-// cache, where they become probabilities, are summed over the rows, and weigh the values. So many keys that LEAST_ROWS
-// rows leave the cache are read from memory for each block, and fewer rows would read them more often. Keys are
-// transposed once per head, a panel of PANEL keys at a time. Panels that no row of a block sees are skipped, so a causal
-// chunk costs half.
+// A block of query rows reads the keys a piece at a time, STEP_ROWS rows at once, whose logits to the piece stay in the
+// nearest cache. There they become weights relative to each row's largest logit so far, and weigh the values; a larger
+// logit scales down what has been summed. Pieces are the same for all blocks, so a row does not depend on the rows beside
+// it. Sums over the rows need the weights of all keys again when the largest logits are known, so a block that is counted
+// keeps them: fewer rows, or they would leave the second-level cache. Keys are transposed once per head, a panel of PANEL
+// keys at a time. Panels that no row of a block sees are skipped, so a causal chunk costs half.
 //
 // One head's rows are cut into parts whose number does not depend on the number of threads. One thread does a part from
 // beginning to end, and the sums of the parts are added in order, so results do not depend on the threads.
@@ -52,7 +53,8 @@ constexpr int ROWS = 6;  // with TILE vectors of keys, the sums fill the registe
 constexpr int64_t SQUARE = 16;  // rows and columns of squares.h
 constexpr int64_t PANEL = TILE * W;
 constexpr int64_t PARTS = 16, HEADS_AT_ONCE = 32;
-constexpr int64_t LEAST_ROWS = 24, MOST_ROWS = 48, ROOM = 48 * 4096;
+constexpr int64_t MOST_ROWS = 192, KEPT_ROWS = 48, STEP_ROWS = 32;  // of a block, of one that is counted, at once
+constexpr int64_t PIECE = 256 / PANEL, NEAR_WIDTH = PIECE * PANEL + W;  // panels of a piece; from row to row of logits
 
 enum Narrow { IN_FLOATS, SECOND_IN_PAIRS, IN_SQUARES };  // which products take narrow numbers, and how
 
@@ -70,16 +72,18 @@ struct Plan {
     Pairs dim, value_dim;
     const bool squares;
     const int64_t unit;  // rows that are multiplied at a time
-    int64_t slots, panels, tokens_each, rows_each, blocks, parts, heads_each, pairs, keys, values, packed, partial;
-    int64_t width, scratch;
+    int64_t slots, panels, tokens_each, kept_tokens, rows_each, blocks, parts, heads_each, pairs, keys, values, packed;
+    int64_t partial, pieces, step, width, kept_rows, kept, scratch;
 
     Plan(const Prefill &a, Narrow narrow)
         : a(a), dim(a.dim), value_dim(a.value_dim), squares(narrow == IN_SQUARES), unit(squares ? SQUARE : ROWS) {
         slots = a.pieces[0].slots + a.pieces[1].slots;
         panels = (slots + PANEL - 1) / PANEL;
-        const int64_t rows = up(std::clamp(ROOM / (panels * PANEL), LEAST_ROWS, MOST_ROWS), squares ? SQUARE : 1);
-        tokens_each = std::max<int64_t>(1, std::min(rows / a.group, a.tokens));
+        kept_tokens = std::clamp<int64_t>(KEPT_ROWS / a.group, 1, a.tokens);
+        tokens_each = std::clamp(a.tokens / PARTS, kept_tokens, std::max(kept_tokens, MOST_ROWS / a.group));
+        tokens_each = tokens_each / kept_tokens * kept_tokens;
         rows_each = up(tokens_each * a.group, unit);
+        kept_rows = a.masses || a.lows || a.again ? up(kept_tokens * a.group, unit) : 0;
         blocks = (a.tokens + tokens_each - 1) / tokens_each;
         parts = std::min(blocks, PARTS);
         heads_each = std::min((HEADS_AT_ONCE + parts - 1) / parts, a.rows * a.kv_heads);
@@ -89,8 +93,12 @@ struct Plan {
         packed = up(keys + values + panels * (PANEL * (pairs + 1) + 3), W);
         partial = (a.masses + a.lows + (a.again ? 1 : 0)) * panels * PANEL;
         width = panels * PANEL + W;  // no power of two, which would crowd a few sets of the cache
-        scratch = rows_each * ((a.gains ? 2 : 1) * width + dim.floats() + value_dim.floats() + 3) +
-                  tokens_each * (a.masses + a.lows + 2) + panels;
+        kept = kept_rows * width;
+        pieces = up((panels + PIECE - 1) / PIECE, W);
+        step = std::min(up(STEP_ROWS, unit), rows_each);
+        scratch = (a.gains ? 2 : 1) * kept + step * NEAR_WIDTH + kept_rows * pieces + panels +
+                  rows_each * (dim.floats() + value_dim.floats() + 5 + 2 * W) +
+                  tokens_each * (a.masses + a.lows + 2);
     }
 
     Packed head(float *memory) const {

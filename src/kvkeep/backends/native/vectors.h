@@ -8,6 +8,10 @@
 #include <cstring>
 #include <utility>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 // W floats make a vector. The registers hold the sums of TILE vectors for each of four others.
@@ -176,11 +180,11 @@ inline Floats exp(Floats x) {
 
 // The same for numbers that are not above 88.7, in fewer steps. The lowest bits of `shifted` are an exponent.
 inline Floats exp_of_small(Floats x) {
-    constexpr float MIDDLE = 0x1.8p23f + 127.0f;
-    const Floats shifted = x * 1.44269504f + MIDDLE, n = shifted - MIDDLE;
-    const Floats r = x - n * 0x1.62ep-1f - n * 3.19461833e-5f;
-    const Floats p = polynomial(r, {1.38131448e-3f, 8.36941879e-3f, 4.16684560e-2f, 0.166665152f, 0.499999940f});
-    return select(x < -87.3f, Floats{}, (p * (r * r) + r + 1.0f) * (Floats)((Ints)shifted << 23));
+    constexpr float MIDDLE = 0x1.8p23f + 126.0f;
+    const Floats inside = all(-87.3f) > x ? all(-87.3f) : x;
+    const Floats shifted = inside * 1.44269504f + MIDDLE, f = inside * 1.44269504f - (shifted - MIDDLE);
+    const Floats p = polynomial(f, {2.65294544e-3f, 1.93430253e-2f, 0.111014675f, 0.480444842f, 1.38629396f, 2.0f});
+    return p * (Floats)((Ints)shifted << 23);  // twice a power of two, times the power below; the lowest power is 0
 }
 
 inline Floats tanh(Floats x) {
@@ -203,10 +207,14 @@ inline int32_t sum(Ints v) {
 }
 
 inline bool any(Ints v) {
+#ifdef __AVX512F__
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;  // compilers find nothing as short
+#else
     int64_t part[W / 2], found = 0;
     std::memcpy(part, &v, sizeof v);
     for (int i = 0; i < W / 2; i++) found |= part[i];
     return found != 0;
+#endif
 }
 
 inline float largest(Floats v) {

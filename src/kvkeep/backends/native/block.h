@@ -1,0 +1,287 @@
+// A block of a prompt's query rows: attention to the keys that it sees, a piece of them at a time.
+
+#pragma once
+
+#include "squares.h"
+
+namespace {
+
+// One block of query rows of one head. Rows are sorted by token, then by query head.
+class Block {
+   protected:
+    const Plan &plan;
+    const Prefill &a;
+    const Packed held;
+    const int64_t row, head, first, tokens, rows, width;
+    float *const kept, *const tempered;  // weights of all keys, if somebody needs them
+    float *const near;                   // the logits and weights of a piece
+    float *const query, *const out, *const totals, *const tempered_totals;
+    float *const scale, *const temper, *const known, *const most;  // per row; `most`: its largest logit so far
+    float *const then;                                             // that logit at each piece of what is kept
+    int32_t *const shown, *const at, *const ids;
+    int64_t active = 0;
+
+    Block(const Plan &plan, Packed held, int64_t i, int64_t first, int64_t tokens, float *scratch)
+        : plan(plan), a(plan.a), held(held), row(i / a.kv_heads), head(i % a.kv_heads), first(first), tokens(tokens),
+          rows(up(tokens * a.group, plan.unit)), width(plan.width), kept(scratch), tempered(kept + plan.kept),
+          near(tempered + (a.gains ? plan.kept : 0)), query(near + plan.step * NEAR_WIDTH),
+          out(query + plan.rows_each * plan.dim.floats()), totals(out + plan.rows_each * plan.value_dim.floats()),
+          tempered_totals(totals + plan.rows_each * W), scale(tempered_totals + plan.rows_each * W),
+          temper(scale + plan.rows_each), known(temper + plan.rows_each), most(known + plan.rows_each),
+          then(most + plan.rows_each), shown((int32_t *)(then + plan.kept_rows * plan.pieces)),
+          at(shown + plan.rows_each), ids(at + plan.tokens_each) {}
+
+    int64_t real_rows() const { return tokens * a.group; }
+
+    // The newest position behind the window.
+    int32_t behind(int32_t now) const { return a.window ? (int32_t)(now - a.window) : INT32_MIN; }
+
+    // List the panels with a key that some row sees. Keys behind the window count as low, so they are seen there.
+    void find_panels() {
+        int32_t least = INT32_MAX, newest = -1;
+        for (int64_t t = 0; t < tokens; t++) {
+            at[t] = (int32_t)a.now[row * a.tokens + first + t];
+            newest = std::max(newest, at[t]);
+            if (at[t] >= 0) least = std::min(least, at[t]);
+        }
+        const int32_t hidden = a.lows ? INT32_MIN : behind(least);
+        for (int64_t panel = 0; panel < plan.panels; panel++)
+            if (held.most[panel] > hidden && held.most[panel] >= 0 && held.least[panel] <= newest)
+                ids[active++] = (int32_t)panel;
+    }
+
+    // The number that a row's weights are relative to.
+    float base(int64_t r) const { return most[r] == -INFINITY ? 0.0f : most[r]; }
+
+    // Lay out the queries; `pairs`: as narrow numbers, otherwise as floats times the scaling. Steps count elements.
+    template <class X>
+    void take_queries(const char *queries, int64_t row_step, int64_t head_step, int64_t token_step, bool pairs) {
+        typedef typename X::T T;
+        for (int64_t r = 0; r < rows; r++) {
+            const T *from = (const T *)queries + row * row_step + (head * a.group + r % a.group) * head_step +
+                            (first + r / a.group) * token_step;
+            if (r >= real_rows()) from = nullptr;  // only fills a unit up
+            pairs ? copy<X>(r, from) : widen<X>(r, from);
+        }
+    }
+
+    // What the products in squares still have to be multiplied with when they become logits.
+    float left() const { return plan.squares ? (float)a.scaling : 1.0f; }
+
+    // The logits of some rows to n panels, without soft cap and mask, `stride` floats apart. `pairs`: products of narrow
+    // numbers, multiplied with `by`.
+    void multiply(int64_t begin, int64_t end, int64_t c, int64_t n, bool pairs, float by, float *to, int64_t stride) {
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t r = begin; r < end; r += plan.unit) {
+                float *const one = to + (r - begin) * stride + i * PANEL;
+                pairs ? dots_narrow(ids[c + i], r, by, one, stride) : dots_wide(ids[c + i], r, one, stride);
+            }
+    }
+
+    // Attend, and leave weights times 1 / scale: `keeps` keeps those of all keys, relative to the logits in `then`.
+    void attend(bool keeps) {
+        begin_rows(keeps);
+        for (int64_t c = 0, n; c < active; c += n) {
+            for (n = 1; c + n < active && ids[c + n] / PIECE == ids[c] / PIECE;) n++;
+            for (int64_t r = 0; r < rows; r += plan.step)
+                attend_piece(r, std::min(rows, r + plan.step), c, keeps ? n : n - unseen(r, c, n), keeps);
+        }
+        for (int64_t r = 0; r < real_rows(); r++) end_row(r);
+    }
+
+    template <class X>
+    void write_outputs() const {
+        const int64_t dim = plan.value_dim.floats();
+        for (int64_t r = 0; r < real_rows(); r++) {
+            const int64_t query_head = (row * a.kv_heads + head) * a.group + r % a.group;
+            auto *to = (typename X::T *)a.out + (query_head * a.tokens + first + r / a.group) * a.value_dim;
+            if (plan.squares) put_all_narrow(out + r * dim, scale[r], (uint16_t *)to, a.value_dim);
+            else write<X>(r, to);
+        }
+    }
+
+   private:
+    // How many of n panels, counted from the last one, no row of a step sees.
+    int64_t unseen(int64_t begin, int64_t c, int64_t n) const {
+        int32_t newest = -1;
+        for (int64_t r = begin; r < std::min(begin + plan.step, real_rows()); r++) newest = std::max(newest, at[r / a.group]);
+        int64_t found = 0;
+        while (found < n && held.least[ids[c + n - 1 - found]] > newest) found++;
+        return found;
+    }
+
+    // Add n panels of a piece to the outputs of some rows.
+    void attend_piece(int64_t begin, int64_t end, int64_t c, int64_t n, bool keeps) {
+        float *const x = keeps ? kept + begin * width + c * PANEL : near;
+        const int64_t stride = keeps ? width : NEAR_WIDTH;
+        multiply(begin, end, c, n, plan.squares, 1.0f, x, stride);
+        for (int64_t r = begin; r < std::min(end, real_rows()); r++) {
+            float *const logits = x + (r - begin) * stride;
+            raise(r, largest_of(r, c, n, logits));
+            if (keeps) then[r * plan.pieces + ids[c] / PIECE] = most[r];
+            if (keeps && a.gains) temper_logits(r, n, logits, tempered + r * width + c * PANEL);
+            weigh(r, n, logits, plan.squares ? near + (r - begin) * NEAR_WIDTH : nullptr, keeps);
+            if (plan.squares && r % AWAKE_ROWS == 0) stay_awake();
+        }
+        mix(end - begin, c, n, plan.squares ? near : x, plan.squares ? NEAR_WIDTH : stride, begin);
+    }
+
+    template <class X>
+    void widen(int64_t r, const typename X::T *from) {
+        for (int64_t i = 0; i < plan.dim.n; i++) {
+            const Pair q = pair_of<X>(from, plan.dim, i);
+            store(query + r * plan.dim.floats() + i * 2 * W, q.a * (float)a.scaling);
+            store(query + r * plan.dim.floats() + i * 2 * W + W, q.b * (float)a.scaling);
+        }
+    }
+
+    template <class X>
+    void copy(int64_t r, const typename X::T *from) {
+        int32_t *const to = (int32_t *)query + r * plan.pairs;
+        std::memset(to, 0, plan.pairs * sizeof *to);
+        if (from) std::memcpy(to, from, a.dim * sizeof *from);
+    }
+
+    void dots_wide(int64_t panel, int64_t r, float *to, int64_t stride) {
+        const int64_t dim = plan.dim.floats();
+        dots(query + r * dim, dim, held.keys + panel * PANEL * dim, to, stride);
+    }
+
+    void dots_narrow(int64_t panel, int64_t r, float by, float *to, int64_t stride) {
+        const int32_t *const queries = (int32_t *)query + r * plan.pairs;
+        const int32_t *const keys = held.pairs + panel * PANEL * plan.pairs;
+        if (plan.squares) dots_in_squares(queries, plan.pairs, keys, to, stride, by);
+        else dots_of_pairs(queries, plan.pairs, keys, to, stride, by);
+    }
+
+    void mix(int64_t n_rows, int64_t c, int64_t n, const float *weights, int64_t stride, int64_t r) {
+        const int64_t dim = plan.value_dim.floats();
+        float *const to = out + r * dim;
+        if (plan.squares) mix_panels_in_squares(weights, stride, n_rows, held.values, ids + c, n, dim, to);
+        else mix_panels(weights, stride, n_rows, held.values, ids + c, n, dim, to);
+    }
+
+    // A sink is a logit without a value.
+    void begin_rows(bool keeps) {
+        std::memset(out, 0, rows * plan.value_dim.floats() * sizeof *out);
+        std::memset(totals, 0, 2 * plan.rows_each * W * sizeof *totals);  // and the tempered ones
+        for (int64_t r = 0; r < real_rows(); r++) {
+            const float sink = a.sinks ? a.sinks[head * a.group + r % a.group] : -INFINITY;
+            most[r] = sink;
+            totals[r * W] = sink == -INFINITY ? 0.0f : std::exp(sink - sink);
+            shown[r] = false;
+            for (int64_t i = 0; keeps && i < plan.pieces; i++) then[r * plan.pieces + i] = -INFINITY;
+        }
+    }
+
+    // The largest of a row's logits to n panels, lane by lane, after soft cap and mask.
+    Floats largest_of(int64_t r, int64_t c, int64_t n, float *x) {
+        const int32_t now = at[r / a.group], hidden = behind(now);
+        Floats top[TILE];
+        for (int i = 0; i < TILE; i++) top[i] = all(-INFINITY);
+        for (int64_t i = 0; i < n; i++) {
+            const int32_t panel = ids[c + i];
+            const bool whole = !held.gaps[panel] && held.most[panel] <= now && held.least[panel] > hidden;
+            if (whole) shown[r] = true;
+            if (!whole || a.softcap != 0.0) mask(r, panel, x + i * PANEL);
+            for (int64_t j = 0; j < TILE; j++) {
+                const Floats logits = load<Floats>(x + i * PANEL + j * W);
+                top[j] = logits > top[j] ? logits : top[j];
+            }
+        }
+        for (int i = 1; i < TILE; i++) top[0] = top[i] > top[0] ? top[i] : top[0];
+        return top[0];
+    }
+
+    // Soft cap and mask a row's logits to a panel.
+    void mask(int64_t r, int32_t panel, float *x) {
+        const int32_t now = at[r / a.group], hidden = behind(now);
+        const float softcap = (float)a.softcap;
+        Ints seen = {};
+        for (int64_t i = 0; i < PANEL; i += W) {
+            const Ints k = load<Ints>(held.positions + panel * PANEL + i);
+            const Ints show = (k >= 0) & (k <= now) & (k > hidden);
+            Floats logits = load<Floats>(x + i);
+            if (softcap != 0.0f) logits = tanh(logits * left() / softcap) * softcap;
+            store(x + i, select(show, logits, all(-INFINITY)));
+            seen |= show;
+        }
+        if (!shown[r]) shown[r] = any(seen);
+    }
+
+    // What masked logits are still to be multiplied with: soft caps have needed the logits themselves.
+    float by() const { return a.softcap == 0.0 ? left() : 1.0f; }
+
+    // Make the weights so far relative to a larger logit, if there is one.
+    void raise(int64_t r, Floats top) {
+        top = in_register(top * by());
+        if (!any(top > most[r])) return;
+        const float now = largest(top);
+        const Floats less = exp_of_small(all(most[r] - now));
+        float *const to = out + r * plan.value_dim.floats();
+        for (int64_t d = 0; d < plan.value_dim.floats(); d += W) store(to + d, load<Floats>(to + d) * less);
+        store(totals + r * W, load<Floats>(totals + r * W) * less);
+        if (a.gains) {
+            const float other = most[r] == -INFINITY ? most[r] : (most[r] - now) * a.gains[row];
+            store(tempered_totals + r * W, load<Floats>(tempered_totals + r * W) * exp_of_small(all(other)));
+        }
+        most[r] = now;
+    }
+
+    // Turn logits into weights: floats in their place if `floats`, and halves in `near`, if it is there.
+    void weigh(int64_t r, int64_t n, float *x, float *halves, bool floats) {
+        const float less = base(r), times = by();
+        Floats total = load<Floats>(totals + r * W);
+        const auto weight = [&](int64_t i) {
+            const Floats scaled = in_register(load<Floats>(x + i) * times);  // rounded as `most`: none is above it
+            const Floats e = exp_of_small(scaled - less);
+            total += e;
+            return e;
+        };
+        if (halves && !floats)
+            for (int64_t i = 0; i < n * PANEL; i += 2 * W) put_halves(weight(i), weight(i + W), halves + i);
+        else if (halves)
+            for (int64_t i = 0; i < n * PANEL; i += 2 * W) {
+                const Floats one = weight(i), two = weight(i + W);
+                store(x + i, one), store(x + i + W, two);
+                put_halves(one, two, halves + i);
+            }
+        else
+            for (int64_t i = 0; i < n * PANEL; i += W) store(x + i, weight(i));
+        store(totals + r * W, total);
+    }
+
+    // The weights of logits times a gain.
+    void temper_logits(int64_t r, int64_t n, const float *x, float *to) {
+        const float less = base(r), times = by(), gain = a.gains[row];
+        Floats total = load<Floats>(tempered_totals + r * W);
+        for (int64_t i = 0; i < n * PANEL; i += W) {
+            const Floats scaled = in_register(load<Floats>(x + i) * times), logits = scaled - less;
+            const Floats e = select(logits > -INFINITY, exp_of_small(logits * gain), Floats{});
+            store(to + i, e);
+            total += e;
+        }
+        store(tempered_totals + r * W, total);
+    }
+
+    void end_row(int64_t r) {
+        const float all_of_it = sum(load<Floats>(totals + r * W));
+        const bool blind = most[r] == -INFINITY && !shown[r];  // otherwise all logits are -inf, and the result is NaN
+        scale[r] = blind ? 0.0f : 1.0f / all_of_it;
+        known[r] = blind ? -INFINITY : most[r] + std::log(all_of_it);
+        const float other = a.gains ? sum(load<Floats>(tempered_totals + r * W)) : 0.0f;
+        temper[r] = a.gains && !blind ? 1.0f / std::max(other, 1e-37f) : scale[r];
+    }
+
+    template <class X>
+    void write(int64_t r, typename X::T *to) const {
+        for (int64_t d = 0; d < a.value_dim; d += 2 * W) {
+            const float *from = out + r * plan.value_dim.floats() + d;
+            const Pair mixed = {load<Floats>(from) * scale[r], load<Floats>(from + W) * scale[r]};
+            if (d + 2 * W <= a.value_dim) X::narrow(mixed, to + d);
+            else ::narrow<X>(mixed, to + d, a.value_dim - d);
+        }
+    }
+};
+
+}  // namespace
