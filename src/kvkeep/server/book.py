@@ -7,17 +7,15 @@ import logging
 import re
 import secrets
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kvkeep.engine import Engine, Session
+from kvkeep.engine import Engine
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
 from kvkeep.server.asking import check_policy
+from kvkeep.server.entry import Entry
 from kvkeep.server.errors import RefusalError, unknown
 from kvkeep.server.leases import Alone, Leases, elsewhere
 from kvkeep.server.schema import SessionBody
@@ -25,10 +23,8 @@ from kvkeep.snapshot import Snapshot
 
 log = logging.getLogger("kvkeep.access")
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}", re.ASCII)
-_MOST_STATES = 9
-"""States that a session can go back to, the present one included."""
 _MOST_BYTES = 2**30
-"""Bytes of all these states together."""
+"""Bytes of the states to which all sessions can go back."""
 
 
 _P = ParamSpec("_P")
@@ -44,28 +40,6 @@ def _alone(method: Callable[Concatenate[Book, _P], _T]) -> Callable[Concatenate[
             return method(self, *args, **kwargs)
 
     return wrapper
-
-
-@dataclass(eq=False)
-class Entry:
-    """A session of the server.
-
-    Attributes:
-        id: its name in the API.
-        session: the engine's session.
-        created: seconds since 1970 at which it was opened.
-        states: its memory after its last turns, oldest first.
-    """
-
-    id: str
-    session: Session
-    created: int = field(default_factory=lambda: int(time.time()))
-    states: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=_MOST_STATES))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states to which it can go back."""
-        return sum(one.nbytes for one in self.states)
 
 
 class Book:

@@ -11,8 +11,9 @@ from kvkeep.pins import spans
 from kvkeep.registry import spec
 from kvkeep.server.asking import turn_of
 from kvkeep.server.bodies import body_of
-from kvkeep.server.book import Book, Entry
+from kvkeep.server.book import Book
 from kvkeep.server.desk import in_thread
+from kvkeep.server.entry import Entry
 from kvkeep.server.errors import parameter
 from kvkeep.server.generating import Generator
 from kvkeep.server.held import held
