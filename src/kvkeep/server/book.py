@@ -95,15 +95,27 @@ class Book:
         return self._opened(owner, self._free(owner, body.id), None, policy=body.policy, budget=body.budget, pins=pins)
 
     @_alone
-    def find(self, owner: str, name: str) -> Entry:
+    def find(self, owner: str, name: str, until: threading.Event | None = None) -> Entry:
         """An owner's session; a saved one is opened.
+
+        Args:
+            owner, name: of the session.
+            until: the session is not let go before this is set.
 
         Raises:
             RefusalError: there is none.
         """
-        found = self._open.get((owner, name))
-        if found is not None:
-            return found
+        found = self._open.get((owner, name)) or self._reopened(owner, name)
+        if until is not None:
+            found.use(until)
+        return found
+
+    def _reopened(self, owner: str, name: str) -> Entry:
+        """Open a saved session.
+
+        Raises:
+            RefusalError: there is none, another server holds it, or there are too many.
+        """
         if _NAME.fullmatch(name) is None or name not in self.names(owner):
             raise unknown("session", name, "Make it with POST /v1/sessions.")
         self._check_room()
@@ -201,6 +213,23 @@ class Book:
         found.session.close(delete=True)
         self._open.pop((owner, name), None)
         self._leases.give(_full(owner, name))
+
+    def let_go(self) -> None:
+        """Give up all sessions that no request uses, so that other servers can go on with them from their files.
+
+        A session that cannot be written stays, and so does one without a turn, which has no file.
+        """
+        if not self._leases.shared:
+            return
+        for key in list(self._open):
+            self._let_go(*key)
+
+    @_alone
+    def _let_go(self, owner: str, name: str) -> None:
+        entry = self._open.get((owner, name))
+        if entry is not None and entry.session.token_ids and not entry.used and entry.close():
+            del self._open[owner, name]
+            self._leases.give(_full(owner, name))
 
     def keep(self, entry: Entry) -> None:
         """Write a session to the disk after a change, if another server may have to go on with it.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
 from kvkeep.engine import Session
+from kvkeep.errors import InputError, SnapshotError
 from kvkeep.snapshot import Snapshot
 
+log = logging.getLogger("kvkeep.access")
 _MOST_STATES = 9
 """States that a session can go back to, the present one included."""
 
@@ -28,8 +32,34 @@ class Entry:
     session: Session
     created: int = field(default_factory=lambda: int(time.time()))
     states: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=_MOST_STATES))
+    _users: set[threading.Event] = field(default_factory=set)
+    _unwritten: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of the states to which it can go back."""
         return sum(one.nbytes for one in self.states)
+
+    @property
+    def used(self) -> bool:
+        """Whether a request uses it."""
+        return any(not one.is_set() for one in self._users)
+
+    def use(self, until: threading.Event) -> None:
+        """Note that a request uses it.
+
+        Args:
+            until: is set when the request ends.
+        """
+        self._users = {one for one in self._users if not one.is_set()} | {until}
+
+    def close(self) -> bool:
+        """Write it to the disk and close it; ``False`` if it cannot be written. The log says so once."""
+        try:
+            self.session.close()
+        except (SnapshotError, InputError) as error:
+            if not self._unwritten:
+                log.error("Session %s was not written, so no other replica gets it yet: %s", self.id, error)
+            self._unwritten = True
+            return False
+        return True
