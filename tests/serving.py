@@ -22,6 +22,17 @@ def free_port():
         return taken.getsockname()[1]
 
 
+def replicas(pid, sessions):
+    """Process → name of each replica that a process has started: the folder of its sessions, which only it has open."""
+    found = {}
+    for one, name in rayjobs.family(pid).items():
+        if name.startswith("ray::ServeReplica"):
+            opened = {Path(os.path.realpath(file)) for file in Path(f"/proc/{one}/fd").glob("*")}
+            folders = [file.name for file in opened if file.parent == sessions.resolve()]
+            found[one] = next((folder for folder in folders if folder.startswith("replica-")), "")
+    return {one: name.removeprefix("replica-") for one, name in found.items() if name}
+
+
 class Served:
     """``kvkeep serve --ray-replicas`` with the embedded model.
 
@@ -49,14 +60,8 @@ class Served:
         return self._said.read_text()
 
     def replicas(self):
-        """Process → name of each replica: the folder of its sessions, which only it has open."""
-        found = {}
-        for pid, name in rayjobs.family(self.process.pid).items():
-            if name.startswith("ray::ServeReplica"):
-                opened = {Path(os.path.realpath(one)) for one in Path(f"/proc/{pid}/fd").glob("*")}
-                folders = [one.name for one in opened if one.parent == self.sessions.resolve()]
-                found[pid] = next((one for one in folders if one.startswith("replica-")), "")
-        return {pid: name.removeprefix("replica-") for pid, name in found.items() if name}
+        """Process → name of each replica."""
+        return replicas(self.process.pid, self.sessions)
 
     def health(self):
         return httpx.get(f"{self.url}/health", timeout=30).json()

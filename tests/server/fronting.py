@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from .running import NAME, Running, checkpoint, listening, model  # isort: skip  it skips tests without fastapi
+
+if sys.platform != "win32":
+    import fcntl
 
 import kvkeep
 from kvkeep.server.app import make_app
 from kvkeep.server.front import make_front
+from kvkeep.server.handover import Handover
 from kvkeep.server.holders import SESSION
 from kvkeep.server.leases import SharedFolder
 from kvkeep.server.replaying import replay
@@ -19,6 +26,39 @@ from kvkeep.server.served import Served
 from kvkeep.server.settings import Settings
 
 
+class Locks(SharedFolder):
+    """Leases of replicas in one process. Its own locks would not keep them apart, so a table does."""
+
+    def __init__(self, root, own, table):
+        self._table = table
+        super().__init__(root, own)
+
+    def _lock(self, kind, name):
+        with self._table.lock:
+            if kind == fcntl.LOCK_UN:
+                self._table.pop(name, None)
+            elif (holder := self._table.get(name, self)) is not self and holder.own.name not in self._table.dead:
+                raise BlockingIOError
+            else:
+                self._table[name] = self
+
+    def close(self):
+        with self._table.lock:
+            for name in [name for name, holder in self._table.items() if holder is self]:
+                del self._table[name]
+        super().close()
+
+
+class Table(dict):
+    """The locks that replicas hold: name → holder. Those of dead ones count no more."""
+
+    lock = threading.Lock()
+
+    def __init__(self, dead):
+        super().__init__()
+        self.dead = dead
+
+
 class Local:
     """Replicas in this process.
 
@@ -26,14 +66,16 @@ class Local:
         asked: replica and path of every request.
         dead: replicas that have ended.
         gone: replicas that have ended, of which the router has not heard yet.
+        leaving: replicas that take no more requests, and end with their last answer.
+        late: replicas that are leaving, of which the router has not heard yet.
     """
 
     def __init__(self, apps, rows):
         self.apps, self.rows = apps, rows
-        self.asked, self.dead, self.gone = [], set(), set()
+        self.asked, self.dead, self.gone, self.leaving, self.late = [], set(), set(), set(), set()
 
     def here(self):
-        return {name: self.rows for name in self.apps if name not in self.dead}
+        return {name: self.rows for name in self.apps if name not in self.dead | self.leaving}
 
     async def ask(self, replica, request):
         self.asked.append((replica, request.path))
@@ -64,6 +106,9 @@ class Local:
         state = self.apps[replica].state
         return (state.book if kind == SESSION else state.responder).holds(owner, name)
 
+    def stays(self, replica):
+        return replica not in self.leaving | self.late
+
     def _check(self, replica):
         if replica in self.dead:
             raise LostError(replica)
@@ -78,8 +123,10 @@ def fronted(*, folder=None, names=("one", "two"), rows=2, budget=96, engine=None
     """Run a router and its replicas until the block ends."""
     with ExitStack() as stack:
         apps, engines = {}, {}
+        replicas = Local(apps, rows)
+        table = Table(replicas.dead)
         for name in names:
-            leases = None if folder is None else SharedFolder(folder, name)
+            leases = None if folder is None else Locks(folder, name, table)
             own = None if leases is None else str(leases.own)
             options = {"budget": budget, "rows": rows, "session_dir": own, **(engine or {})}
             made = stack.enter_context(kvkeep.Engine(model(), checkpoint().tokenizer, **options))
@@ -87,7 +134,7 @@ def fronted(*, folder=None, names=("one", "two"), rows=2, budget=96, engine=None
             apps[name], engines[name] = make_app(Served(made, checkpoint()), told, leases=leases), made
             if leases is not None:
                 stack.callback(leases.close)
-        replicas = Local(apps, rows)
+            stack.callback(Handover(apps[name].state.book, partial(replicas.stays, name)).end)
         front = make_front(replicas, Settings(name=NAME, **settings), prefixes=prefixes)
         with listening(front, Place(port=0, grace_s=5.0)) as port:
             running = Running(port, None, front.state.desk, limits=front.state.limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 from lease_holder import Other
@@ -161,6 +162,29 @@ def test_a_session_goes_on_from_its_file_when_its_holder_has_ended(tmp_path, ser
     assert len(found.session.token_ids) > len(ids)
     assert status(lambda: after.book.find("anna", "nobody")).status == 404
     after.close()
+
+
+def test_a_session_is_let_go_when_no_request_uses_it(serving, other):
+    used = [threading.Event(), threading.Event()]
+    serving.turn(serving.book.make("anna", SessionBody(id="trip")))
+    for one in used:
+        assert serving.book.find("anna", "trip", one).session.token_ids
+    for one in used:
+        serving.book.let_go()
+        assert not other.take("anna--trip")
+        one.set()
+    serving.book.let_go()
+    assert not serving.book.holds("anna", "trip")
+    assert other.take("anna--trip")
+    assert status(lambda: serving.book.find("anna", "trip")).code == "session_elsewhere"
+
+
+def test_a_server_that_shares_nothing_lets_no_session_go(tmp_path):
+    with kvkeep.Engine(model(), checkpoint().tokenizer, budget=96, rows=1) as engine:
+        book = Book(engine, 4)
+        book.make("anna", SessionBody(id="trip")).session.ask("Once", kvkeep.Sampling(max_new_tokens=1))
+        book.let_go()
+        assert book.holds("anna", "trip")
 
 
 def test_a_turn_is_written_only_where_servers_share_sessions(tmp_path, serving):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,9 @@ from kvkeep.errors import KVKeepError
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.weights import fingerprint
+from kvkeep.scale import known
 from kvkeep.server.app import make_app, use_threads
+from kvkeep.server.handover import Handover
 from kvkeep.server.holders import SESSION
 from kvkeep.server.leases import SharedFolder
 from kvkeep.server.replaying import Received, replay
@@ -84,6 +86,7 @@ class Replica:
         self._name = name or _own_name()
         self._ready = False
         self._leases: SharedFolder | None = None
+        self._handover: Handover | None = None
         settings = recipe.settings
         if settings.session_dir is not None:
             self._leases = SharedFolder(Path(settings.session_dir).expanduser(), f"replica-{self._name}")
@@ -98,6 +101,8 @@ class Replica:
         served = Served(self._engine, checkpoint, tool_use=tool_use_of(checkpoint, recipe.tool_form))
         self._app = make_app(served, settings, leases=self._leases)
         settle()
+        if self._leases is not None and name is None:
+            self._handover = Handover(self._app.state.book, _staying(self._name))
 
     async def ask(self, to: str, request: Received) -> AsyncGenerator[Any, None]:
         """Yield the messages of an answer; ``None`` alone if the request is for another replica, which has ended.
@@ -140,6 +145,8 @@ class Replica:
         """Write all sessions and let other replicas take them. Ray Serve has waited for the requests."""
         if (engine := self.__dict__.pop("_engine", None)) is None:
             return
+        if self._handover is not None:
+            self._handover.end()
         with suppress(KVKeepError):  # a full disk: sessions go on from their last files
             engine.close()
         if self._leases is not None:
@@ -150,3 +157,24 @@ def _own_name() -> str:
     from ray import serve
 
     return str(serve.get_replica_context().replica_id.unique_id)
+
+
+def _staying(name: str) -> Callable[[], bool]:
+    """Tells whether this replica takes requests.
+
+    Ray Serve tells a replica that it is about to end only after its last answer. But it tells all routers at once, and
+    a handle has one. As long as Ray Serve has not told of the replica, the replica is starting.
+    """
+    from ray import serve
+
+    context = serve.get_replica_context()
+    handle = serve.get_deployment_handle(context.deployment, app_name=context.app_name).options()  # makes the router
+    told = False
+
+    def stays() -> bool:
+        nonlocal told
+        here = name in known.of(str(handle.deployment_id))
+        told = told or here
+        return here or not told
+
+    return stays

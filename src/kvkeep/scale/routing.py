@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ class RayReplicas:
         await self._handle.facts.remote()
         while not self.here():
             await asyncio.sleep(_STARTING_S)
-        return list(await asyncio.gather(*(self._of(one).facts.remote() for one in self.here())))
+        return list(await asyncio.gather(*(self._send(one, "facts") for one in self.here())))
 
     def here(self) -> Mapping[str, int]:
         """The replicas that take requests, and the rows of each."""
@@ -48,7 +49,7 @@ class RayReplicas:
             MissedError: the replica has ended; the request did not reach it.
             LostError: it has ended with the request.
         """
-        messages = self._of(replica).options(stream=True).ask.remote(replica, request)
+        messages = self._send(replica, "ask", replica, request, stream=True)
         try:
             async for message in messages:
                 if message is None:
@@ -71,9 +72,15 @@ class RayReplicas:
             LostError: it has ended.
         """
         try:
-            return bool(await self._of(replica).holds.remote(replica, kind, owner, name))
+            return bool(await self._send(replica, "holds", replica, kind, owner, name))
         except (ray.exceptions.RayError, RayServeException) as error:
             raise LostError(replica) from error
 
-    def _of(self, replica: str) -> Any:
-        return self._handle.options(multiplexed_model_id=replica)
+    def _send(self, replica: str, method: str, *args: object, stream: bool = False) -> Any:
+        """Call a method of a replica. The call has a number of its own.
+
+        Ray Serve takes the number of a call from the request that it belongs to, and confuses calls of one request that
+        are under way at once.
+        """
+        called = getattr(self._handle.options(multiplexed_model_id=replica, stream=stream), method)
+        return contextvars.Context().run(called.remote, *args)

@@ -7,17 +7,15 @@ import logging
 import re
 import secrets
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from kvkeep.engine import Engine, Session
+from kvkeep.engine import Engine
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.pins import Spans, spans
 from kvkeep.server.asking import check_policy
+from kvkeep.server.entry import Entry
 from kvkeep.server.errors import RefusalError, unknown
 from kvkeep.server.leases import Alone, Leases, elsewhere
 from kvkeep.server.schema import SessionBody
@@ -25,10 +23,8 @@ from kvkeep.snapshot import Snapshot
 
 log = logging.getLogger("kvkeep.access")
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}", re.ASCII)
-_MOST_STATES = 9
-"""States that a session can go back to, the present one included."""
 _MOST_BYTES = 2**30
-"""Bytes of all these states together."""
+"""Bytes of the states to which all sessions can go back."""
 
 
 _P = ParamSpec("_P")
@@ -44,28 +40,6 @@ def _alone(method: Callable[Concatenate[Book, _P], _T]) -> Callable[Concatenate[
             return method(self, *args, **kwargs)
 
     return wrapper
-
-
-@dataclass(eq=False)
-class Entry:
-    """A session of the server.
-
-    Attributes:
-        id: its name in the API.
-        session: the engine's session.
-        created: seconds since 1970 at which it was opened.
-        states: its memory after its last turns, oldest first.
-    """
-
-    id: str
-    session: Session
-    created: int = field(default_factory=lambda: int(time.time()))
-    states: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=_MOST_STATES))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the states to which it can go back."""
-        return sum(one.nbytes for one in self.states)
 
 
 class Book:
@@ -121,15 +95,27 @@ class Book:
         return self._opened(owner, self._free(owner, body.id), None, policy=body.policy, budget=body.budget, pins=pins)
 
     @_alone
-    def find(self, owner: str, name: str) -> Entry:
+    def find(self, owner: str, name: str, until: threading.Event | None = None) -> Entry:
         """An owner's session; a saved one is opened.
+
+        Args:
+            owner, name: of the session.
+            until: the session is not let go before this is set.
 
         Raises:
             RefusalError: there is none.
         """
-        found = self._open.get((owner, name))
-        if found is not None:
-            return found
+        found = self._open.get((owner, name)) or self._reopened(owner, name)
+        if until is not None:
+            found.use(until)
+        return found
+
+    def _reopened(self, owner: str, name: str) -> Entry:
+        """Open a saved session.
+
+        Raises:
+            RefusalError: there is none, another server holds it, or there are too many.
+        """
         if _NAME.fullmatch(name) is None or name not in self.names(owner):
             raise unknown("session", name, "Make it with POST /v1/sessions.")
         self._check_room()
@@ -227,6 +213,23 @@ class Book:
         found.session.close(delete=True)
         self._open.pop((owner, name), None)
         self._leases.give(_full(owner, name))
+
+    def let_go(self) -> None:
+        """Give up all sessions that no request uses, so that other servers can go on with them from their files.
+
+        A session that cannot be written stays, and so does one without a turn, which has no file.
+        """
+        if not self._leases.shared:
+            return
+        for key in list(self._open):
+            self._let_go(*key)
+
+    @_alone
+    def _let_go(self, owner: str, name: str) -> None:
+        entry = self._open.get((owner, name))
+        if entry is not None and entry.session.token_ids and not entry.used and entry.close():
+            del self._open[owner, name]
+            self._leases.give(_full(owner, name))
 
     def keep(self, entry: Entry) -> None:
         """Write a session to the disk after a change, if another server may have to go on with it.

@@ -11,8 +11,9 @@ from kvkeep.pins import spans
 from kvkeep.registry import spec
 from kvkeep.server.asking import turn_of
 from kvkeep.server.bodies import body_of
-from kvkeep.server.book import Book, Entry
+from kvkeep.server.book import Book
 from kvkeep.server.desk import in_thread
+from kvkeep.server.entry import Entry
 from kvkeep.server.errors import parameter
 from kvkeep.server.generating import Generator
 from kvkeep.server.held import held
@@ -36,7 +37,7 @@ class Conversations:
     async def make(self, request: Request) -> Response:
         """Begin a session."""
         body = await body_of(request, SessionBody, self._settings, empty=True)
-        return reply(card(await in_thread(lambda: self._book.make(owner_of(request), body))), 201)
+        return reply(await in_thread(lambda: card(self._book.make(owner_of(request), body))), 201)
 
     async def all(self, request: Request) -> Response:
         """List the sessions of a key."""
@@ -45,22 +46,22 @@ class Conversations:
 
     async def one(self, request: Request) -> Response:
         """Describe a session."""
-        return reply(card(await in_thread(lambda: self._book.find(owner_of(request), name(request)))))
+        return reply(await in_thread(lambda: card(self._find(request, name(request)))))
 
     async def positions(self, request: Request) -> Response:
         """Show what the memory of a session holds."""
         served = self._generator.served
-        return reply(await in_thread(lambda: held(self._book.find(owner_of(request), name(request)), served)))
+        return reply(await in_thread(lambda: held(self._find(request, name(request)), served)))
 
     async def fork(self, request: Request) -> Response:
         """Copy a session."""
         body = await body_of(request, ForkBody, self._settings, empty=True)
-        return reply(card(await self._changed(lambda: self._book.fork(owner_of(request), name(request), body.id))), 201)
+        return reply(await self._changed(lambda: self._book.fork(owner_of(request), name(request), body.id)), 201)
 
     async def rewind(self, request: Request) -> Response:
         """Take back the last turns of a session."""
         body = await body_of(request, RewindBody, self._settings, empty=True)
-        return reply(card(await self._changed(lambda: self._book.rewind(owner_of(request), name(request), body.turns))))
+        return reply(await self._changed(lambda: self._book.rewind(owner_of(request), name(request), body.turns)))
 
     async def pin(self, request: Request) -> Response:
         """Say which tokens of a session may not be dropped."""
@@ -68,15 +69,15 @@ class Conversations:
         if body.pins is None:
             raise parameter("pins", "is missing: spans of positions such as [[0, 12]], or [] for none")
         pins = spans([(one[0], one[1]) for one in body.pins])
-        return reply(card(await self._changed(lambda: self._book.pin(owner_of(request), name(request), pins))))
+        return reply(await self._changed(lambda: self._book.pin(owner_of(request), name(request), pins)))
 
     async def save(self, request: Request) -> Response:
         """Write a session to the disk."""
-        return reply(card(await in_thread(lambda: self._book.save(owner_of(request), name(request)))))
+        return reply(await self._changed(lambda: self._book.save(owner_of(request), name(request))))
 
     async def restore(self, request: Request) -> Response:
         """Go back to the saved state of a session."""
-        return reply(card(await self._changed(lambda: self._book.restore(owner_of(request), name(request)))))
+        return reply(await self._changed(lambda: self._book.restore(owner_of(request), name(request))))
 
     async def remove(self, request: Request) -> Response:
         """End a session."""
@@ -89,8 +90,8 @@ class Conversations:
         self._generator.check_model(body.model)
         if body.session_id is None:
             return await self._generator.chat(request, body)
-        who, which = owner_of(request), body.session_id
-        entry: Entry = await in_thread(lambda: self._book.find(who, which))
+        which = body.session_id
+        entry: Entry = await in_thread(lambda: self._find(request, which))
         served, before = self._generator.served, len(entry.session.token_ids)
         job = await in_thread(lambda: turn_of(body, served, self._settings, before=before))
         streams = [entry.session.asend(job.requests[0])]
@@ -100,11 +101,21 @@ class Conversations:
         await in_thread(lambda: self._book.note(entry))
         await in_thread(lambda: self._book.keep(entry))
 
-    async def _changed(self, work: Callable[[], Entry]) -> Entry:
-        """Change a session in a thread."""
-        entry: Entry = await in_thread(work)
-        await in_thread(lambda: self._book.keep(entry))
-        return entry
+    def _find(self, request: Request, name: str) -> Entry:
+        """A session, which is not let go before the request ends."""
+        return self._book.find(owner_of(request), name, request.state.ended)
+
+    async def _changed(self, work: Callable[[], Entry]) -> dict[str, Any]:
+        """Change a session in a thread, write it to the disk, and describe it; it is not let go meanwhile."""
+
+        def changed() -> dict[str, Any]:
+            with self._book.lock:
+                entry = work()
+                self._book.keep(entry)
+                return card(entry)
+
+        found: dict[str, Any] = await in_thread(changed)
+        return found
 
 
 def card(entry: Entry) -> dict[str, Any]:

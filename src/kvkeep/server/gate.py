@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Any
 
@@ -49,11 +50,11 @@ class Gate:
                 meter.end()  # first, so that a client who has the answer may begin the next request
             await send(message)
 
-        owner = EVERYBODY
+        owner, ended = EVERYBODY, threading.Event()
         try:
             if scope["path"] not in self._open:
                 owner = self._settings.keys.owner(Headers(scope=scope).get("authorization"))
-            scope.setdefault("state", {})["owner"] = owner
+            scope.setdefault("state", {}).update(owner=owner, ended=ended)
             _check_path(scope)
             meter = self._begun(scope, owner)
             await self._app(scope, receive, watched)
@@ -65,6 +66,7 @@ class Gate:
                 failure = RefusalError(500, f"The server failed: {type(error).__name__}. Its log says more.")
                 await refused(failure)(scope, receive, watched)
         finally:
+            ended.set()
             if meter is not None:
                 meter.end()
             _note(scope, owner, status, time.perf_counter() - start)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kvkeep.server.book import Entry
+from kvkeep.server.entry import Entry
 from kvkeep.server.served import Served
 
 
