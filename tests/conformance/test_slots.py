@@ -89,7 +89,12 @@ STAY = {
     "per row": torch.tensor([[30], [20], [33], [0], [2], [0]]),
     "per head": torch.arange(B * Hk).view(B, Hk) * 2,
 }
-RECENT = {"none": 0, "a number": 9, "per row": torch.arange(B)[:, None] * 30}
+RECENT = {
+    "none": 0,
+    "a number": 9,
+    "per row": torch.arange(B)[:, None] * 30,
+    "per head": torch.arange(B * Hk).view(B, Hk) * 7 % 40,
+}
 
 
 @pytest.mark.parametrize("stay", STAY)

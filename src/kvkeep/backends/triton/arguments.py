@@ -34,11 +34,16 @@ def limits(limits: Limits) -> dict[str, Any]:
         "age_row": limits.seen.stride(0),
         "first_ones": limits.sinks,
         **either("recents", "recent", recent, limits.seen),
-        "recent_row": recent.stride(0) if isinstance(recent, Tensor) else 0,
+        **_per_head("recent", recent),
         **either("limits", "limit", stay, limits.seen),
-        **(heads("limit", stay) if isinstance(stay, Tensor) else {"limit_row": 0, "limit_head": 0}),
+        **_per_head("limit", stay),
         "SLIDES": limits.window is not None,
     }
+
+
+def _per_head(name: str, value: int | Tensor) -> dict[str, int]:
+    """Strides of a table of rows and heads; one number for all has none."""
+    return heads(name, value) if isinstance(value, Tensor) else {f"{name}_row": 0, f"{name}_head": 0}
 
 
 def either(

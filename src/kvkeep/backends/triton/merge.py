@@ -171,7 +171,7 @@ def merge_evict(
     out, mixes, bounds, logits, slots, positions, now, sinks, counted, gains, newest,
     total, other, lost, ages, recents, limits,
     position_row, position_head, now_row, state_row, state_head, lost_row, lost_head,
-    age_row, recent_row, limit_row, limit_head,
+    age_row, recent_row, recent_head, limit_row, limit_head,
     splits, Hk, S, window, counts, gain, last, log_decay, keep, first_ones, recent, limit,
     G: tl.constexpr, E: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr, TILE: tl.constexpr,
     STATES: tl.constexpr, REPORTS: tl.constexpr, BY_SUM: tl.constexpr, SINKS: tl.constexpr, TEMPERED: tl.constexpr,
@@ -208,7 +208,7 @@ def merge_evict(
             scale = power_sums(logits, positions, at, window, S, base, gain, own, G, BLOCK_G, TILE)
     fade = tl.where(at >= 0, keep, 1.0)
     age = tl.load(ages + row * age_row).to(tl.int32)
-    recent_from = age - number(recent, recents, row, recent_row, RECENTS)
+    recent_from = age - number(recent, recents, row * recent_row + group * recent_head, 1, RECENTS)
     most = number(limit, limits, row * limit_row + group * limit_head, 1, LIMITS)
     best = tl.full((TILE,), float("inf"), tl.float32)
     oldest, where, held = (

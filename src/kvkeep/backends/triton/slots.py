@@ -104,7 +104,7 @@ def append(
 @no_type_check
 def evict(
     positions, scores, ages, recents, limits,
-    position_row, position_head, score_row, score_head, age_row, recent_row, limit_row, limit_head,
+    position_row, position_head, score_row, score_head, age_row, recent_row, recent_head, limit_row, limit_head,
     Hk, S, window, first_ones, recent, limit,
     SCAN: tl.constexpr, RECENTS: tl.constexpr, LIMITS: tl.constexpr, SLIDES: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def evict(
     positions += row * position_row + group * position_head
     scores += row * score_row + group * score_head
     age = tl.load(ages + row * age_row).to(tl.int32)
-    recent_from = age - number(recent, recents, row, recent_row, RECENTS)
+    recent_from = age - number(recent, recents, row * recent_row + group * recent_head, 1, RECENTS)
     most = number(limit, limits, row * limit_row + group * limit_head, 1, LIMITS)
     best = tl.full((SCAN,), float("inf"), tl.float32)
     oldest, where, held = (
