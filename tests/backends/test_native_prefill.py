@@ -64,6 +64,49 @@ def test_bfloat16_is_exact_whatever_products_the_processor_has(D, E, G, statisti
                 torch.testing.assert_close(found, expected.sums[name].float(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("S", [255, 256, 257, 300, 511, 513, 769])
+def test_keys_are_read_a_piece_at_a_time(S, dtype):
+    """256 of them. The largest logit comes first, in the middle or last; a row may see nothing of a whole piece."""
+    query, slots, now = chunk(T=7, S=S, D=64, G=3, pads=2, dtype=dtype)
+    n = S + 7
+    for scales in (torch.linspace(0.1, 9.0, n), torch.linspace(9.0, 0.1, n), (n // 2 - torch.arange(n)).abs() < 3):
+        keys = (slots.keys.float() * scales.float()[:, None]).to(dtype)
+        wide = query.double(), slots._replace(keys=keys.double(), values=slots.values.double()), now
+        for statistic in (Nothing(), Mass(), Mass(rows=2, gain=2.5, decay=0.9, last=int(now.max())), Low(live=True)):
+            for options in (PLAIN, AttentionOptions(scaling=0.2, window=S // 3)):
+                out, report = by_kernel(query, slots._replace(keys=keys), now, statistic, options)
+                want, expected = TorchBackend().attend(*wide, statistic=statistic, options=options)
+                close = {"rtol": 2.0**-8, "atol": 2e-5} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+                real = (now >= 0)[:, None, :, None].expand_as(want)
+                torch.testing.assert_close(out[real].double(), want[real], **close)
+                for name, found in report.sums.items():
+                    if not name.startswith("low"):
+                        torch.testing.assert_close(found, expected.sums[name].float(), rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_are_counted_get_the_same_outputs_as_others(dtype):
+    """They are read in smaller blocks, which keep their weights."""
+    given = chunk(T=200, S=600, D=64, G=3, pads=3, dtype=dtype)
+    plain, _ = by_kernel(*given, Nothing())
+    for statistic in (Mass(), Mass(rows=9, last=int(given[2].max())), Low(live=True)):
+        assert torch.equal(by_kernel(*given, statistic)[0], plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("place", [3, 290, 599, 650])
+def test_a_number_that_is_none_spoils_the_rows_that_see_it_whatever_its_piece(dtype, number, place):
+    query, slots, now = chunk(T=100, S=600, D=64, G=1, B=1, dtype=dtype)
+    slots.keys[:, :, place, 5] = number
+    for statistic in (Nothing(), Mass()):
+        out, _ = by_kernel(query, slots, now, statistic)
+        want, _ = TorchBackend().attend(query, slots, now, statistic=statistic, options=PLAIN)
+        sees = reference.visible(now, slots.positions, None)[..., place, None]  # torch spoils the other rows, too
+        assert torch.equal(out.isnan(), want.isnan() & sees)
+
+
 @pytest.mark.parametrize("statistic", [Mass(), Low(live=True)], ids=lambda one: type(one).__name__)
 def test_so_many_keys_that_a_blocks_logits_leave_the_cache(statistic):
     """Blocks do not shrink below some rows, or all keys would be read from memory for every few of them."""
