@@ -103,6 +103,17 @@ def test_a_published_job_is_taken_up_and_goes_on(source, plain, bucket, tmp_path
     source.write_text('{"prompt": "another"}\n')
     refused(source, target, "Give another output file")
     assert texts(bucket / "answers.jsonl") == plain
+    assert collected(tmp_path) == []
+
+
+def test_what_is_no_output_of_a_job_is_left_alone_and_forgotten(source, plain, bucket, tmp_path):
+    target = f"file://{bucket}/answers.jsonl"
+    (bucket / "answers.jsonl").write_bytes(source.read_bytes())
+    refused(source, target, "another output")
+    assert (bucket / "answers.jsonl").read_bytes() == source.read_bytes()
+    (bucket / "answers.jsonl").unlink()
+    done(source, target)
+    assert texts(bucket / "answers.jsonl") == plain
 
 
 def test_a_table_has_a_row_for_each_line(source, plain, tmp_path):

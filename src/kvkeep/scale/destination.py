@@ -52,7 +52,7 @@ class Destination:
             raise InputError(
                 f"The output {target} is written by pyarrow, which is not installed: pip install '{EXTRA}'."
             ) from error
-        self.target = target
+        self.target, self._taken = target, 0
         with self._explained("cannot be written"):
             self._system, self._at = fs.FileSystem.from_uri(
                 target if is_address(target) else str(Path(target).resolve())
@@ -73,8 +73,17 @@ class Destination:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             self._put(io.BytesIO(), _CHECK)
             self._system.delete_file(self._at + _CHECK)
-        if not self.path.exists() and self._exists():
+        if not self._size() and self._exists():
             self._take_up()
+            self._taken = self._size()
+
+    def leave(self) -> None:
+        """Remove the local file unless it holds more than what is published."""
+        if self._size() == self._taken:
+            self.path.unlink(missing_ok=True)
+
+    def _size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def publish(self) -> None:
         """Write what was collected to the destination.

@@ -44,6 +44,9 @@ def published(batch: Batch) -> Iterator[Batch]:
         if end.exit_code == INCOMPLETE:
             _publish(destination)
         raise
+    except Exception:
+        destination.leave()
+        raise
     _publish(destination)
     destination.path.unlink(missing_ok=True)
 
