@@ -17,10 +17,10 @@ import torch
 from kvkeep.engine.room import free_bytes
 from kvkeep.errors import InputError, show_bytes
 from kvkeep.models.threads import cores
+from kvkeep.scale import EXTRA
 from kvkeep.scale.lost import left
 from kvkeep.version import __version__
 
-EXTRA = "kvkeep[ray]"
 OBJECT_STORE = 128 * 2**20
 """Bytes of the object store of a cluster on this machine alone. Lines and answers are small, so little lies there."""
 PACKAGES = ("torch", "transformers")

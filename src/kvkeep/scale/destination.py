@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InputError, one_line
-from kvkeep.scale.cluster import EXTRA
+from kvkeep.scale import EXTRA
 from kvkeep.scale.files import is_address, is_parquet, line_of
 
 _PART, _CHECK = ".part", ".check"

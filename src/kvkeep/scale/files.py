@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvkeep.errors import InputError, one_line
-from kvkeep.scale.cluster import EXTRA
+from kvkeep.scale import EXTRA
 
 _PARQUET = (".parquet", ".pq")
 _LINES = (".jsonl", ".ndjson", ".json")

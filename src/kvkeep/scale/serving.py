@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvkeep.errors import InputError
-from kvkeep.scale.cluster import EXTRA, need_ray
+from kvkeep.scale import EXTRA
+from kvkeep.scale.cluster import need_ray
 from kvkeep.scale.replica import Recipe, Replica
 from kvkeep.server.front import make_front
 from kvkeep.server.keys import Keys, owner_of
