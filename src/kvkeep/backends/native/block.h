@@ -29,7 +29,7 @@ class Block {
           tempered_totals(totals + plan.rows_each * W), scale(tempered_totals + plan.rows_each * W),
           temper(scale + plan.rows_each), known(temper + plan.rows_each), most(known + plan.rows_each),
           then(most + plan.rows_each), shown((int32_t *)(then + plan.kept_rows * plan.pieces)),
-          at(shown + plan.rows_each), ids(at + plan.tokens_each) {}
+          at(shown + plan.rows_each), ids(at + plan.rows_each) {}
 
     int64_t real_rows() const { return tokens * a.group; }
 
@@ -39,10 +39,10 @@ class Block {
     // List the panels with a key that some row sees. Keys behind the window count as low, so they are seen there.
     void find_panels() {
         int32_t least = INT32_MAX, newest = -1;
-        for (int64_t t = 0; t < tokens; t++) {
-            at[t] = (int32_t)a.now[row * a.tokens + first + t];
-            newest = std::max(newest, at[t]);
-            if (at[t] >= 0) least = std::min(least, at[t]);
+        for (int64_t r = 0; r < real_rows(); r++) {
+            at[r] = (int32_t)a.now[row * a.tokens + first + r / a.group];
+            newest = std::max(newest, at[r]);
+            if (at[r] >= 0) least = std::min(least, at[r]);
         }
         const int32_t hidden = a.lows ? INT32_MIN : behind(least);
         for (int64_t panel = 0; panel < plan.panels; panel++)
@@ -104,7 +104,7 @@ class Block {
     // How many of n panels, counted from the last one, no row of a step sees.
     int64_t unseen(int64_t begin, int64_t c, int64_t n) const {
         int32_t newest = -1;
-        for (int64_t r = begin; r < std::min(begin + plan.step, real_rows()); r++) newest = std::max(newest, at[r / a.group]);
+        for (int64_t r = begin; r < std::min(begin + plan.step, real_rows()); r++) newest = std::max(newest, at[r]);
         int64_t found = 0;
         while (found < n && held.least[ids[c + n - 1 - found]] > newest) found++;
         return found;
@@ -176,7 +176,7 @@ class Block {
 
     // The largest of a row's logits to n panels, lane by lane, after soft cap and mask.
     Floats largest_of(int64_t r, int64_t c, int64_t n, float *x) {
-        const int32_t now = at[r / a.group], hidden = behind(now);
+        const int32_t now = at[r], hidden = behind(now);
         Floats top[TILE];
         for (int i = 0; i < TILE; i++) top[i] = all(-INFINITY);
         for (int64_t i = 0; i < n; i++) {
@@ -195,7 +195,7 @@ class Block {
 
     // Soft cap and mask a row's logits to a panel.
     void mask(int64_t r, int32_t panel, float *x) {
-        const int32_t now = at[r / a.group], hidden = behind(now);
+        const int32_t now = at[r], hidden = behind(now);
         const float softcap = (float)a.softcap;
         Ints seen = {};
         for (int64_t i = 0; i < PANEL; i += W) {

@@ -7,12 +7,12 @@
 namespace {
 
 class Reading : Block {
-    float *const weights, *const shares;
+    float *const weights, *const shares, *const times;
 
    public:
     Reading(const Plan &plan, Packed held, int64_t i, int64_t first, int64_t tokens, float *scratch)
         : Block(plan, held, i, first, tokens, scratch), weights((float *)(ids + plan.panels)),
-          shares(weights + plan.tokens_each * (a.masses + a.lows)) {}
+          shares(weights + plan.tokens_each * (a.masses + a.lows)), times(shares + plan.tokens_each) {}
 
     // Write the outputs, and add to the sums, which are `stride` floats apart.
     template <class X>
@@ -24,11 +24,8 @@ class Reading : Block {
         write_outputs<X>();
         if (!counts) return;
         for (int64_t r = 0; r < real_rows(); r++) find_factors(r);
-        for (int64_t t = 0; a.lows && t < tokens; t++) shares[t] = share(t);
-        for (int64_t c = 0; c < active; c++) {
-            for (int64_t f = 0; f < a.masses && !a.lows; f++) add(c, f, sums + f * stride + ids[c] * PANEL);
-            for (int64_t i = 0; i < TILE && a.lows; i++) count(c, i, sums + ids[c] * PANEL + i * W, stride);
-        }
+        if (a.lows) return count_all(sums, stride);
+        for (int64_t f = 0; f < a.masses; f++) add_all(f, sums + f * stride);
     }
 
     // After `run`: let the queries read all keys again, and take the logs of the largest shares.
@@ -81,27 +78,43 @@ class Reading : Block {
 
     // One over the share of a token's attention that a key gets if all keys get the same.
     float share(int64_t t) const {
-        if (!a.live) return (float)at[t] + 1.0f;
+        if (!a.live) return (float)at[t * a.group] + 1.0f;
         Ints seen = {};
         for (int64_t c = 0; c < active; c++)
             for (int64_t i = 0; i < PANEL; i += W) {
                 const Ints k = load<Ints>(held.positions + ids[c] * PANEL + i);
-                seen -= (k >= 0) & (k <= at[t]);
+                seen -= (k >= 0) & (k <= at[t * a.group]);
             }
         return (float)sum(seen);
     }
 
-    // Add the probabilities of a panel's keys to a sum, row by row.
-    void add(int64_t c, int64_t f, float *to) const {
+    // Add the probabilities of all keys to a sum, row by row.
+    void add_all(int64_t f, float *sums) {
+        for (int64_t c = 0; c < active; c++) {
+            if (c == 0 || ids[c] / PIECE != ids[c - 1] / PIECE)
+                for (int64_t r = 0; r < real_rows(); r++)
+                    times[r] = weights[f * tokens + r / a.group] / (float)a.group * factor(r, c);
+            add((a.gains ? tempered : kept) + c * PANEL, sums + ids[c] * PANEL);
+        }
+    }
+
+    // Add a panel's weights times those of the rows.
+    void add(const float *from, float *to) const {
+        constexpr int64_t AHEAD = 4;
         Floats total[TILE];
         for (int i = 0; i < TILE; i++) total[i] = load<Floats>(to + i * W);
-        for (int64_t r = 0; r < real_rows(); r++) {
-            const float weight = weights[f * tokens + r / a.group] / (float)a.group * factor(r, c);
-            if (weight == 0.0f) continue;
-            const float *const from = (a.gains ? tempered : kept) + r * width + c * PANEL;
-            for (int i = 0; i < TILE; i++) total[i] += load<Floats>(from + i * W) * weight;
+        for (int64_t r = 0; r < real_rows(); r++, from += width) {
+            for (int i = 0; i < TILE; i++) __builtin_prefetch(from + AHEAD * width + i * W);
+            if (times[r] == 0.0f) continue;
+            for (int i = 0; i < TILE; i++) total[i] += load<Floats>(from + i * W) * times[r];
         }
         for (int i = 0; i < TILE; i++) store(to + i * W, total[i]);
+    }
+
+    void count_all(float *sums, int64_t stride) {
+        for (int64_t t = 0; t < tokens; t++) shares[t] = share(t);
+        for (int64_t c = 0; c < active; c++)
+            for (int64_t i = 0; i < TILE; i++) count(c, i, sums + ids[c] * PANEL + i * W, stride);
     }
 
     // Add W keys' probabilities, and the weights of the rows that find them low.
@@ -112,7 +125,7 @@ class Reading : Block {
             Floats mean = {};
             for (int64_t r = t * a.group; r < (t + 1) * a.group; r++) mean += load<Floats>(from + r * width) * factor(r, c);
             mean /= (float)a.group;
-            const Ints low = (mean * shares[t] * (float)a.theta < 1.0f) & (k >= 0) & (k <= at[t]);
+            const Ints low = (mean * shares[t] * (float)a.theta < 1.0f) & (k >= 0) & (k <= at[t * a.group]);
             for (int64_t f = 0; f < a.masses + a.lows; f++) {
                 const float weight = weights[f * tokens + t];
                 if (weight == 0.0f) continue;
@@ -140,7 +153,7 @@ class Reading : Block {
     // The log of the sum of a row's exponentials over all keys and over those of the first reading. A row that does not
     // count gets infinity.
     float total_again(int64_t r) const {
-        if (at[r / a.group] < 1) return INFINITY;
+        if (at[r] < 1) return INFINITY;
         const float *x = kept + r * width;
         Floats top = all(known[r]), total = {}, again = {};
         for (int64_t i = 0; i < active * PANEL; i += W) total += exp(load<Floats>(x + i) - known[r]);

@@ -96,9 +96,9 @@ struct Plan {
         kept = kept_rows * width;
         pieces = up((panels + PIECE - 1) / PIECE, W);
         step = std::min(up(STEP_ROWS, unit), rows_each);
-        scratch = (a.gains ? 2 : 1) * kept + step * NEAR_WIDTH + kept_rows * pieces + panels +
-                  rows_each * (dim.floats() + value_dim.floats() + 5 + 2 * W) +
-                  tokens_each * (a.masses + a.lows + 2);
+        scratch = (a.gains ? 2 : 1) * kept + step * NEAR_WIDTH + kept_rows * (pieces + 1) + panels +
+                  rows_each * (dim.floats() + value_dim.floats() + 6 + 2 * W) +
+                  tokens_each * (a.masses + a.lows + 1);
     }
 
     Packed head(float *memory) const {
