@@ -16,6 +16,7 @@ from pyarrow import parquet
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError
 from kvkeep.jobs.output import Output
+from kvkeep.scale import destination
 from kvkeep.scale.destination import Destination, as_parquet, is_foreign
 
 PROMPTS = ["the quick brown fox", "over the lazy dog", "and the cat"]
@@ -121,7 +122,7 @@ def test_a_table_has_a_row_for_each_line(source, plain, tmp_path):
     done(source, target)
     rows = parquet.read_table(target).to_pylist()
     assert sorted((row["tag"], row["completion"]["text"]) for row in rows) == plain
-    assert not [name for name in os.listdir(tmp_path) if ".part" in name]
+    assert not [name for name in os.listdir(tmp_path) if "answers.parquet" in name and name != "answers.parquet"]
     refused(source, target, "exists", "another name")
     assert len(parquet.read_table(target).to_pylist()) == 3
 
@@ -131,11 +132,12 @@ def test_completions_stay_when_they_cannot_be_published(source, plain, bucket, t
     target = f"file://{bucket}/answers.jsonl"
     real = Destination.publish
     with monkeypatch.context() as patch:
-        patch.setattr(Destination, "publish", lambda self: (broken_system(self, operation), real(self))[1])
+        patch.setattr(
+            Destination, "publish", lambda self, **more: (broken_system(self, operation), real(self, **more))[1]
+        )
         refused(source, target, "the network is gone", str(collected_path(target)), "writes them again")
     assert not (bucket / "answers.jsonl").exists()
-    (kept,) = collected(tmp_path)
-    assert texts(kept) == plain
+    assert texts(collected_path(target)) == plain
     result = done(source, target)
     assert "3 of 3 lines were done before" in result.stderr
     assert texts(bucket / "answers.jsonl") == plain
@@ -185,7 +187,7 @@ def test_lines_that_cannot_be_run_are_set_aside_beside_the_collected_ones(source
     result = run(source, target, "--skip-bad")
     assert result.exit_code == 0, result.output
     assert texts(bucket / "answers.jsonl") == plain
-    (aside,) = collected(tmp_path)
+    ((aside,),) = [list(folder.iterdir()) for folder in collected(tmp_path)]
     assert str(aside) in flat(result.stderr)
     assert aside.name.endswith(".bad")
 
@@ -207,20 +209,67 @@ def test_what_cannot_be_written_is_refused_before_anything_runs(source, bucket, 
 
 def test_values_of_several_kinds_are_no_table_and_are_kept(source, tmp_path):
     source.write_text('{"prompt": "a", "tag": 1}\n{"prompt": "b", "tag": "one"}\n')
-    refused(source, tmp_path / "a.parquet", "is no table", "/tag", "a.parquet.part.jsonl, as JSONL")
-    assert len((tmp_path / "a.parquet.part.jsonl").read_text().splitlines()) == 2
+    refused(
+        source,
+        tmp_path / "a.parquet",
+        "is no table",
+        "the field 'tag'",
+        "a.parquet.collected/completions.jsonl, as JSONL",
+    )
+    assert len((tmp_path / "a.parquet.collected" / "completions.jsonl").read_text().splitlines()) == 2
     assert not (tmp_path / "a.parquet").exists()
 
 
 def test_tables_hold_what_lines_hold(tmp_path):
-    rows = [{"a": 1, "b": {}, "c": [{"d": None, "e": {"f": "ü"}}]}, {"a": None, "g": [1.5]}, {"a": 3, "c": []}]
+    rows = [
+        {"a": 1, "b": {}, "c": [{"d": None, "e": {"f": "ü"}}], "day": "2024-01-01", "at": "2024-01-01T10:00:00Z"},
+        {"a": None, "g": [1.5], "day": "2024-01-02"},
+        {"a": 3, "c": []},
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "a.parquet").write_bytes(as_parquet(tmp_path / "a.jsonl"))
     found = parquet.read_table(tmp_path / "a.parquet").to_pylist()
     assert [row["a"] for row in found] == [1, None, 3]
-    assert found[0]["c"] == [{"e": {"f": "ü"}}]
+    assert found[0]["c"] == [{"d": None, "e": {"f": "ü"}}]
+    assert [row["day"] for row in found] == ["2024-01-01", "2024-01-02", None]  # texts, not dates
+    assert found[0]["at"] == "2024-01-01T10:00:00Z"
     assert found[1]["g"] == [1.5]
     assert "b" not in found[0]
+
+
+def test_two_jobs_for_one_output_are_not_mixed_and_the_second_disturbs_nothing(source, plain, bucket, tmp_path):
+    target = f"file://{bucket}/answers.jsonl"
+    first = Destination(target, tmp_path / "data" / "kvkeep" / "jobs")
+    with first.held():
+        first.path.touch()
+        refused(source, target, "Another run is writing")
+        assert first.path.exists()
+        first.path.write_text("{}\n")
+        refused(source, target, "Another run is writing")
+        assert first.path.read_text() == "{}\n"
+        first.path.unlink()
+    done(source, target)
+    assert texts(bucket / "answers.jsonl") == plain
+
+
+def test_a_folder_that_goes_away_while_it_is_locked_is_made_again(bucket, tmp_path, monkeypatch):
+    """The job before removes it at its end."""
+    target, real, times = Destination(f"file://{bucket}/a.jsonl", tmp_path), destination.Lock, iter([1, 2, 3])
+
+    def lock(folder, name):
+        nth = next(times)
+        if nth == 1:
+            folder.rmdir()
+        found = real(folder, name)
+        if nth == 2:
+            folder.rmdir()
+        return found
+
+    monkeypatch.setattr(destination, "Lock", lock)
+    with target.held():
+        assert target.path.parent.is_dir()
+    assert next(times, None) is None
+    assert not target.path.parent.exists()
 
 
 def test_which_outputs_are_foreign():

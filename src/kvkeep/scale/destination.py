@@ -9,21 +9,20 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InputError, one_line
+from kvkeep.runs import Lock
 from kvkeep.scale import EXTRA
-from kvkeep.scale.files import is_address, is_parquet, line_of
+from kvkeep.scale.files import is_address, is_parquet
 
 _PART, _CHECK = ".part", ".check"
 """Endings of names at the destination: of what is being published, and of an empty file that comes and goes."""
-
-_MOST = 2**31 - 1
-"""Bytes of lines that become one table."""
 
 
 def is_foreign(target: str) -> bool:
@@ -32,27 +31,27 @@ def is_foreign(target: str) -> bool:
 
 
 class Destination:
-    """Where the completions of a job go, and the local file in which they are collected.
+    """Where the completions of a job go, and the local folder in which they are collected.
 
     Args:
         target: ``s3://…``, ``gs://…``, ``hdfs://…``, ``file://…``, or a Parquet file.
-        folder: for the local file, if the target is an address.
+        home: has the folder of a target that is an address; that of a Parquet file lies beside it.
 
     Attributes:
-        path: the local file. Of a Parquet file it lies beside it.
+        path: the local file of completions.
 
     Raises:
         InputError: pyarrow is not installed, or it does not know the address.
     """
 
-    def __init__(self, target: str, folder: Path) -> None:
+    def __init__(self, target: str, home: Path) -> None:
         try:
             from pyarrow import fs
         except ImportError as error:
             raise InputError(
                 f"The output {target} is written by pyarrow, which is not installed: pip install '{EXTRA}'."
             ) from error
-        self.target, self._taken = target, 0
+        self.target, self._published = target, 0
         with self._explained("cannot be written"):
             self._system, self._at = fs.FileSystem.from_uri(
                 target if is_address(target) else str(Path(target).resolve())
@@ -60,33 +59,37 @@ class Destination:
         if not self._at.strip("/"):
             raise InputError(f"The output {target} names no file.")
         name = hashlib.sha256(target.encode()).hexdigest()[:16]
-        self.path = folder / f"{name}.jsonl" if is_address(target) else Path(f"{target}{_PART}.jsonl")
+        self._folder = home / name if is_address(target) else Path(f"{target}.collected")
+        self.path = self._folder / "completions.jsonl"
 
-    def begin(self) -> None:
-        """Check that the destination can be written, and take up what an earlier run of the job has published.
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the local folder to this job, and begin with what an earlier run has published.
+
+        At the end the folder is removed, unless it holds more than what is published.
 
         Raises:
-            InputError: it cannot be written or read, or is a Parquet file that is finished.
+            InputError: another job writes to the destination, it cannot be written or read, or it is a Parquet file
+                that is finished.
         """
-        with self._explained("cannot be written"):
-            if is_address(self.target):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._put(io.BytesIO(), _CHECK)
-            self._system.delete_file(self._at + _CHECK)
-        if not self._size() and self._exists():
-            self._take_up()
-            self._taken = self._size()
+        with self._locked():
+            try:
+                self._check()
+                if not self._size() and self._exists():
+                    self._take_up()
+                    self._published = self._size()
+                yield
+            finally:
+                if self._size() == self._published:
+                    self.path.unlink(missing_ok=True)
+                with suppress(OSError):  # lines that were set aside are in there
+                    self._folder.rmdir()
 
-    def leave(self) -> None:
-        """Remove the local file unless it holds more than what is published."""
-        if self._size() == self._taken:
-            self.path.unlink(missing_ok=True)
-
-    def _size(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
-
-    def publish(self) -> None:
+    def publish(self, *, complete: bool) -> None:
         """Write what was collected to the destination.
+
+        Args:
+            complete: whether the job has ended, so that nothing more is needed here.
 
         Raises:
             InputError: that fails. The local file stays.
@@ -98,6 +101,32 @@ class Destination:
         with lines, self._explained("cannot be written", kept):
             self._put(lines, _PART)
             self._system.move(self._at + _PART, self._at)
+        if complete:
+            self._published = self._size()
+
+    def _check(self) -> None:
+        """See whether the destination can be written."""
+        with self._explained("cannot be written"):
+            self._put(io.BytesIO(), _CHECK)
+            self._system.delete_file(self._at + _CHECK)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lock the local folder. Another job may remove it at its end, just before it is locked here."""
+        while True:
+            with self._explained("cannot be written"):
+                self._folder.mkdir(parents=is_address(self.target), exist_ok=True)
+                try:
+                    before, lock = self._folder.stat(), Lock(self._folder, self.target)
+                except FileNotFoundError:
+                    continue
+            with lock:
+                if self._folder.is_dir() and os.path.samestat(before, self._folder.stat()):
+                    yield
+                    return
+
+    def _size(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
 
     def _exists(self) -> bool:
         from pyarrow import fs
@@ -134,19 +163,24 @@ class Destination:
 
 
 def as_parquet(path: Path) -> bytes:
-    """The lines of a JSONL file as the rows of a Parquet file, fields as columns.
+    """The lines of a JSONL file as the rows of a Parquet file, fields as columns. Texts stay texts, dates as well.
 
     Raises:
-        Exception: of pyarrow, if a field has values of several kinds.
+        ValueError: a field has values of several kinds.
     """
-    from pyarrow import BufferOutputStream, parquet
-    from pyarrow import json as reader
+    import pyarrow
+    from pyarrow import parquet
 
     with path.open("rb") as lines:
-        rows = b"".join(line_of(_filled(json.loads(line)), str(path)) for line in lines)
-    whole = reader.ReadOptions(block_size=min(len(rows) + 1, _MOST))
-    sink = BufferOutputStream()
-    parquet.write_table(reader.read_json(io.BytesIO(rows), read_options=whole), sink)
+        rows = [_filled(json.loads(line)) for line in lines]
+    columns = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        try:
+            columns[name] = pyarrow.array([row.get(name) for row in rows])
+        except (pyarrow.ArrowException, OverflowError) as error:
+            raise ValueError(f"the field {name!r:.80} has values of several kinds ({error})") from error
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())
 
 

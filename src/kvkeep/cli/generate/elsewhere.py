@@ -36,21 +36,17 @@ def published(batch: Batch) -> Iterator[Batch]:
         yield batch
         return
     destination = Destination(batch.output, data_folder() / "kvkeep" / "jobs")
-    destination.begin()
-    console.progress(f"collecting completions in {destination.path} …")
-    try:
-        yield replace(batch, output=str(destination.path))
-    except typer.Exit as end:
-        if end.exit_code == INCOMPLETE:
-            _publish(destination)
-        raise
-    except Exception:
-        destination.leave()
-        raise
-    _publish(destination)
-    destination.path.unlink(missing_ok=True)
+    with destination.held():
+        console.progress(f"collecting completions in {destination.path} …")
+        try:
+            yield replace(batch, output=str(destination.path))
+        except typer.Exit as end:
+            if end.exit_code == INCOMPLETE:
+                _publish(destination, complete=False)
+            raise
+        _publish(destination, complete=True)
 
 
-def _publish(destination: Destination) -> None:
-    destination.publish()
+def _publish(destination: Destination, *, complete: bool) -> None:
+    destination.publish(complete=complete)
     console.note(f"completions are in {destination.target}")
