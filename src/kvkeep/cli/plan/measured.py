@@ -57,7 +57,7 @@ def most_rows(made: Plan, one: Cost) -> int:
     return 0 if made.memory is None else one.most_rows(made.memory)
 
 
-def describe(made: Plan, found: Measured | None) -> dict[str, object] | None:
+def speeds(made: Plan, found: Measured | None) -> dict[str, object] | None:
     """The speeds of a device as plain data."""
     if made.bandwidth is None:
         return None

@@ -11,8 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from kvkeep.cli import console
-from kvkeep.cli.plan.measured import Measured, measured, most_rows, rows_of
-from kvkeep.cli.plan.measured import describe as speeds
+from kvkeep.cli.plan.measured import Measured, measured, most_rows, rows_of, speeds
 from kvkeep.errors import show_bytes
 from kvkeep.models.device import parse_device
 from kvkeep.models.load import quiet
@@ -58,7 +57,7 @@ def serve(*, measure: bool, device: str, json: bool, **asked: Any) -> None:
 
 
 def show(made: Plan, found: Measured | None, *, json: bool) -> None:
-    """Print a made."""
+    """Print a plan."""
     if json:
         console.write_json(describe(made, found))
         return
