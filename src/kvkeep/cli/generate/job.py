@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
@@ -15,6 +13,7 @@ import typer
 from kvkeep import budget as budgets
 from kvkeep.cli import console, torchrun
 from kvkeep.cli.files import STANDARD_INPUT
+from kvkeep.cli.generate.aside import beside, set_aside
 from kvkeep.cli.generate.build import engine_of, show_with
 from kvkeep.cli.generate.completion import sampling_of
 from kvkeep.cli.generate.elsewhere import lines_of, published
@@ -32,7 +31,7 @@ from kvkeep.engine.prompts import checked_guard
 from kvkeep.errors import BudgetError, InputError, PolicyError
 from kvkeep.jobs.lines import Line, digest, read
 from kvkeep.jobs.output import LAYOUT, Output
-from kvkeep.jobs.survey import Judge, Survey, foreign, problem, remove_bad, write_bad
+from kvkeep.jobs.survey import Judge, Survey, problem, remove_bad
 from kvkeep.models import split, threads
 from kvkeep.models.device import enough_memory, parse_device
 from kvkeep.models.fused import chosen
@@ -68,28 +67,33 @@ def serve(request: Request, batch: Batch) -> None:
         lines_of(batch.input) as source,
         published(together(batch)) as batch,
     ):
-        memory = None if request.memory is None else Memory.read(request.memory)
-        request = settled(request, memory)
-        policy = parse_policy(request.policy)
-        budgets.check(1 if request.budget is None else request.budget)
-        defaults = sampling_of(request)
-        console.progress(f"reading {batch.input} …")
-        checkpoint = find(request.model or embedded(), allow_pickle=request.allow_pickle)
-        if memory is not None:
-            memory.check_model(checkpoint)
-        read_line = reader(checkpoint, request, defaults, memory)
-        survey = _survey(source, read_line, batch, memory)
-        with _open(batch.output) as output:
-            tell(output)
-            budget = _budget(request, policy, survey, output)
-            settings = settings_of(request, policy, budget, defaults, memory)
-            output.agree(settings)
-            output.check(survey.digests, survey.batch_lines)
-            job = _Job(request, batch, source, read_line, survey, output, settings, checkpoint)
-            if batch.workers is None:
-                _near(job, budget)
-            else:
-                _far(job, budget, None if memory is None else memory.digest)
+        _serve(request, batch, source)
+
+
+def _serve(request: Request, batch: Batch, source: Path) -> None:
+    """Run a batch job over the lines of a local file, into another one."""
+    memory = None if request.memory is None else Memory.read(request.memory)
+    request = settled(request, memory)
+    policy = parse_policy(request.policy)
+    budgets.check(1 if request.budget is None else request.budget)
+    defaults = sampling_of(request)
+    console.progress(f"reading {batch.input} …")
+    checkpoint = find(request.model or embedded(), allow_pickle=request.allow_pickle)
+    if memory is not None:
+        memory.check_model(checkpoint)
+    read_line = reader(checkpoint, request, defaults, memory)
+    survey = _survey(source, read_line, batch, memory)
+    with _open(batch.output) as output:
+        tell(output)
+        budget = _budget(request, policy, survey, output)
+        settings = settings_of(request, policy, budget, defaults, memory)
+        output.agree(settings)
+        output.check(survey.digests, survey.batch_lines)
+        job = _Job(request, batch, source, read_line, survey, output, settings, checkpoint)
+        if batch.workers is None:
+            _near(job, budget)
+        else:
+            _far(job, budget, None if memory is None else memory.digest)
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class _Job:
             work=self.survey.work(todo),
             total=len(self.survey.digests),
             as_json=self.request.json,
-            set_aside=lambda failed: _set_aside(self.source, self.survey, failed, self.batch),
+            set_aside=lambda failed: set_aside(self.source, self.survey, failed, self.batch),
         )
 
     def announce(self, budget: int, rows: int, row_bytes: int, each: str = "") -> None:
@@ -254,9 +258,9 @@ def _todo(job: _Job, judge: Judge) -> dict[int, str]:
     if survey.bad and not batch.skip_bad:
         raise _refusal(*min(survey.bad.items()))
     if survey.bad:
-        _set_aside(source, survey, {}, batch)
+        set_aside(source, survey, {}, batch)
     elif batch.output != "-":
-        remove_bad(_beside(batch), survey)
+        remove_bad(beside(batch), survey)
     return {number: found for number, found in survey.digests.items() if number not in output.done}
 
 
@@ -265,34 +269,6 @@ def _refusal(number: int, reason: str) -> InputError:
         f"Line {number} cannot be run: {reason}. Nothing was generated. Mend it, or set such lines aside with "
         "--skip-bad."
     )
-
-
-def _set_aside(source: Path, survey: Survey, failed: Mapping[int, str], batch: Batch) -> None:
-    """Write lines without an answer to a file beside the output; if the output is a stream, to standard error.
-
-    Args:
-        source: the input.
-        survey: knows the lines that cannot be run.
-        failed: line number → reason, of lines that have failed now.
-        batch: the options of the job.
-    """
-    to_file = batch.output != "-"
-    entries = survey.entries(read(source), failed, bad=to_file or not failed)
-    if to_file:
-        if not survey.bad and os.path.lexists(_beside(batch)):  # lines of an earlier run that are nowhere else
-            raise foreign(_beside(batch))
-        write_bad(_beside(batch), entries)
-    count = console.count(len(failed or survey.bad), "line")
-    are = "is" if len(failed or survey.bad) == 1 else "are"
-    problem = f"{count} failed" if failed else f"{count} cannot be run"
-    console.note(f"{problem} and {are} set aside {f'in {_beside(batch)}' if to_file else 'below'}")
-    if not to_file:
-        sys.stderr.writelines(json.dumps(entry) + "\n" for entry in entries)
-
-
-def _beside(batch: Batch) -> Path:
-    """The file for lines without an answer."""
-    return Path(f"{batch.output}.bad")
 
 
 def _lines(source: Path, todo: Mapping[int, str]) -> Iterator[tuple[int, bytes]]:
