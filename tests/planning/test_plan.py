@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from weakref import WeakSet
 
 import allocation
 import model_folders
@@ -245,6 +246,20 @@ def test_products_are_the_median_of_several_repeats(monkeypatch: pytest.MonkeyPa
 def test_one_layer_is_multiplied_at_least():
     found = measure_products(torch.device("cpu"), torch.bfloat16, 3, width=16, size_bytes=1, repeats=1)
     assert found > 0
+
+
+def test_results_of_products_are_not_kept(monkeypatch: pytest.MonkeyPatch):
+    """Of narrow layers they would take more memory than the weights, and time."""
+    alive = WeakSet()
+
+    def multiplied(x, layer):
+        assert len(alive) < 2
+        result = torch.empty(x.shape[0], layer.shape[0])
+        alive.add(result)
+        return result
+
+    monkeypatch.setattr(bandwidth, "linear", multiplied)
+    measure_products(torch.device("cpu"), torch.float32, 2, width=4, size_bytes=4000, repeats=1)
 
 
 def test_bandwidth_of_this_machine():
