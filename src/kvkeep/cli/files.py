@@ -108,14 +108,21 @@ def place(text: str, option: str) -> Path:
 
 
 def data_folder() -> Path:
-    """The folder in which the system keeps a user's data."""
-    home = Path("~").expanduser()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
-    if sys.platform == "darwin":
-        return home / "Library" / "Application Support"
-    named = Path(os.environ.get("XDG_DATA_HOME", ""))
-    return named if named.is_absolute() else home / ".local" / "share"
+    """The folder in which the system keeps a user's data.
+
+    Raises:
+        InputError: there is none, because the user has no home.
+    """
+    variable, below = {
+        "win32": ("LOCALAPPDATA", "AppData/Local"),
+        "darwin": (None, "Library/Application Support"),
+    }.get(sys.platform, ("XDG_DATA_HOME", ".local/share"))
+    if variable and os.path.isabs(named := os.environ.get(variable, "")):
+        return Path(named)
+    try:
+        return Path("~").expanduser() / below
+    except RuntimeError as error:
+        raise InputError("There is no folder for data of this user, who has no home. Set HOME.") from error
 
 
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InputError, one_line
-from kvkeep.runs import Lock
+from kvkeep.runs import Lock, sync, sync_folder
 from kvkeep.scale import EXTRA
 from kvkeep.scale.files import is_address, is_parquet
 
-_PART, _CHECK = ".part", ".check"
-"""Endings of names at the destination: of what is being published, and of an empty file that comes and goes."""
+_PART = ".part"
+"""The ending of a file that is being written, here or at the destination."""
 
 
 def is_foreign(target: str) -> bool:
@@ -61,6 +62,15 @@ class Destination:
         name = hashlib.sha256(target.encode()).hexdigest()[:16]
         self._folder = home / name if is_address(target) else Path(f"{target}.collected")
         self.path = self._folder / "completions.jsonl"
+        own = hashlib.sha256(f"{platform.node()}:{self.path.absolute()}".encode()).hexdigest()[:8]
+        self._part = (
+            f"{self._at}.{own}{_PART}"  # that of a job on another machine, or of another user, has another name
+        )
+
+    @property
+    def collected(self) -> bool:
+        """Whether there are completions to publish."""
+        return self._size() > 0
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -80,6 +90,7 @@ class Destination:
                     self._published = self._size()
                 yield
             finally:
+                self._copy.unlink(missing_ok=True)
                 if self._size() == self._published:
                     self.path.unlink(missing_ok=True)
                 with suppress(OSError):  # lines that were set aside are in there
@@ -99,22 +110,24 @@ class Destination:
             lines = io.BytesIO(as_parquet(self.path)) if is_parquet(self.target) else self.path.open("rb")
         kept = f"All completions are in {self.path}; the same command writes them again."
         with lines, self._explained("cannot be written", kept):
-            self._put(lines, _PART)
-            self._system.move(self._at + _PART, self._at)
+            self._put(lines)
+            self._system.move(self._part, self._at)
+            if self._is_local:
+                sync_folder(Path(self._at).parent)
         if complete:
             self._published = self._size()
 
     def _check(self) -> None:
         """See whether the destination can be written."""
         with self._explained("cannot be written"):
-            self._put(io.BytesIO(), _CHECK)
-            self._system.delete_file(self._at + _CHECK)
+            self._put(io.BytesIO())
+            self._system.delete_file(self._part)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Lock the local folder. Another job may remove it at its end, just before it is locked here."""
         while True:
-            with self._explained("cannot be written"):
+            with self._explained(f"needs the folder {self._folder}, which cannot be written"):
                 self._folder.mkdir(parents=is_address(self.target), exist_ok=True)
                 try:
                     before, lock = self._folder.stat(), Lock(self._folder, self.target)
@@ -140,15 +153,30 @@ class Destination:
     def _take_up(self) -> None:
         if is_parquet(self.target):
             raise InputError(f"The output {self.target} exists. Remove it, or give another name.")
-        copy = Path(f"{self.path}{_PART}")
-        with self._explained("cannot be read"), self._system.open_input_stream(self._at) as stream:
-            with copy.open("wb") as file:
+        what = f"cannot be read, or copied to {self._folder}"
+        with self._explained(what), self._system.open_input_stream(self._at) as stream:
+            with self._copy.open("wb") as file:
                 shutil.copyfileobj(stream, file)
-            copy.replace(self.path)
+            self._copy.replace(self.path)
 
-    def _put(self, lines: io.BufferedIOBase, ending: str) -> None:
-        with self._system.open_output_stream(self._at + ending) as stream:
+    @property
+    def _copy(self) -> Path:
+        """The local file while it is read from the destination."""
+        return Path(f"{self.path}{_PART}")
+
+    @property
+    def _is_local(self) -> bool:
+        from pyarrow import fs
+
+        return isinstance(self._system, fs.LocalFileSystem)
+
+    def _put(self, lines: io.BufferedIOBase) -> None:
+        """Write beside the destination. A local disk has it all before the file gets its name."""
+        with self._system.open_output_stream(self._part) as stream:
             shutil.copyfileobj(lines, stream)
+        if self._is_local:
+            with open(self._part, "rb+") as file:
+                sync(file)
 
     @contextmanager
     def _explained(self, what: str, kept: str = "") -> Iterator[None]:
@@ -166,7 +194,7 @@ def as_parquet(path: Path) -> bytes:
     """The lines of a JSONL file as the rows of a Parquet file, fields as columns. Texts stay texts, dates as well.
 
     Raises:
-        ValueError: a field has values of several kinds.
+        ValueError: a field has values that are no column.
     """
     import pyarrow
     from pyarrow import parquet
@@ -177,15 +205,17 @@ def as_parquet(path: Path) -> bytes:
     for name in dict.fromkeys(name for row in rows for name in row):
         try:
             columns[name] = pyarrow.array([row.get(name) for row in rows])
-        except (pyarrow.ArrowException, OverflowError) as error:
-            raise ValueError(f"the field {name!r:.80} has values of several kinds ({error})") from error
+        except (pyarrow.ArrowException, OverflowError, UnicodeError) as error:
+            raise ValueError(f"one column cannot hold all values of the field {name!r:.80} ({error})") from error
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(pyarrow.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())
 
 
 def _filled(value: Any) -> Any:
-    """A value without empty objects, for which Parquet has no form."""
+    """A value without objects that are empty, or become so: Parquet has no form for them. In a list they are null."""
     if isinstance(value, dict):
-        return {key: _filled(one) for key, one in value.items() if one != {}}
-    return [_filled(one) for one in value] if isinstance(value, list) else value
+        return {key: found for key, one in value.items() if (found := _filled(one)) != {}}
+    if isinstance(value, list):
+        return [None if (found := _filled(one)) == {} else found for one in value]
+    return value

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import unquote
 
 from kvkeep.errors import InputError, one_line
 from kvkeep.scale import EXTRA
 
 _PARQUET = (".parquet", ".pq")
 _LINES = (".jsonl", ".ndjson", ".json")
+_LOCAL = "file://"
 
 
 def is_foreign(source: str) -> bool:
@@ -35,6 +37,17 @@ def is_address(name: str) -> bool:
 def is_parquet(name: str) -> bool:
     """Whether a name is that of a Parquet file."""
     return name.lower().endswith(_PARQUET)
+
+
+def is_within(name: str, source: str) -> bool:
+    """Whether a file would be a part of an input, which is a folder."""
+    return name.lower().endswith((*_PARQUET, *_LINES)) and _plain(name).startswith(f"{_plain(source).rstrip('/')}/")
+
+
+def _plain(name: str) -> str:
+    """A path without links; an address as it is, unless it is that of a local path."""
+    local = unquote(name.removeprefix(_LOCAL)) if name.startswith(_LOCAL) else name
+    return name if is_address(local) else Path(os.path.realpath(local)).as_posix()
 
 
 @contextmanager

@@ -13,13 +13,25 @@ from kvkeep.cli import console
 from kvkeep.cli.files import data_folder, read_again
 from kvkeep.cli.generate.request import Batch
 from kvkeep.cli.generate.run_lines import INCOMPLETE
+from kvkeep.errors import InputError
 from kvkeep.scale import files
 from kvkeep.scale.destination import Destination, is_foreign
 
 
-def lines_of(name: str) -> AbstractContextManager[Path]:
-    """A JSONL file that can be read several times, with the lines of an input."""
-    return files.as_lines(name) if files.is_foreign(name) else read_again(name, kind="input")
+def lines_of(batch: Batch) -> AbstractContextManager[Path]:
+    """A JSONL file that can be read several times, with the lines of a job's input.
+
+    Raises:
+        InputError: the input is a folder in which the output lies.
+    """
+    if not files.is_foreign(batch.input):
+        return read_again(batch.input, kind="input")
+    if files.is_within(batch.output, batch.input):
+        raise InputError(
+            f"The output {batch.output} lies in the folder {batch.input}, whose files are the input. If the job "
+            "stops, the next run would take its completions for lines. Give an output elsewhere."
+        )
+    return files.as_lines(batch.input)
 
 
 @contextmanager
@@ -41,7 +53,7 @@ def published(batch: Batch) -> Iterator[Batch]:
         try:
             yield replace(batch, output=str(destination.path))
         except typer.Exit as end:
-            if end.exit_code == INCOMPLETE:
+            if end.exit_code == INCOMPLETE and destination.collected:
                 _publish(destination, complete=False)
             raise
         _publish(destination, complete=True)

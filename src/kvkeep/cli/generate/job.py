@@ -64,7 +64,7 @@ def serve(request: Request, batch: Batch) -> None:
         threads.restored(),
         enough_memory(device),
         split.left(),
-        lines_of(batch.input) as source,
+        lines_of(batch) as source,
         published(together(batch)) as batch,
     ):
         _serve(request, batch, source)
