@@ -8,11 +8,9 @@ import random
 
 import pytest
 
-from .running import HELLO, NAME, checkpoint, httpx, model
-from .test_limits import ANNA, CHAT, COMPLETE, KINDS, RESPOND, Sum, limited, spent, until
+from .running import HELLO, NAME, httpx
+from .test_limits import ANNA, CHAT, COMPLETE, KINDS, RESPOND, limited, meter_of, spent, until
 
-from kvkeep import Engine, Request, Sampling  # isort: skip  the server's modules need fastapi
-from kvkeep.server.desk import Desk  # isort: skip
 from kvkeep.server.errors import RefusalError  # isort: skip
 from kvkeep.server.front import make_front  # isort: skip
 from kvkeep.server.gate import Gate  # isort: skip
@@ -119,10 +117,7 @@ def test_several_prompts_are_one_request_and_count_whole(fresh):
 def test_the_first_event_counts_for_a_client_that_leaves_when_its_row_is_there():
     """The first event may come before the row is seen, and has all tokens of the prompt."""
 
-    async def leave(engine):
-        meter, desk = Sum(), Desk(engine, Settings(name=NAME))
-        stream = engine.astream(Request(prompt="A B C D E F G", sampling=Sampling(max_new_tokens=20)))
-        run = desk.run([stream], meter)
+    async def leave(engine, desk, run):
         started = desk._started
 
         async def late_look(streams, events):
@@ -133,10 +128,8 @@ def test_the_first_event_counts_for_a_client_that_leaves_when_its_row_is_there()
         desk._started = late_look
         assert await anext(run) is None
         await run.aclose()
-        return meter
 
-    with Engine(model(), checkpoint().tokenizer, budget=96, rows=1) as engine:
-        meter = asyncio.run(leave(engine))
+    meter = meter_of(leave, "A B C D E F G")
     assert meter.tokens > 7
     assert meter.ended
 

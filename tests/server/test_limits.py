@@ -230,21 +230,28 @@ class Sum:
         self.ended = True
 
 
-def test_what_was_written_and_not_yet_taken_counts():
-    async def leave(engine):
+def meter_of(leave, prompt, **sampling):
+    """The meter of an answer, after a coroutine function of the engine, the desk and the desk's run has left it."""
+
+    async def answered(engine):
         meter, desk = Sum(), Desk(engine, Settings(name=NAME))
-        run = desk.run(
-            [engine.astream(Request(prompt="A", sampling=Sampling(max_new_tokens=20, min_new_tokens=20)))], meter
-        )
+        stream = engine.astream(Request(prompt=prompt, sampling=Sampling(max_new_tokens=20, **sampling)))
+        await leave(engine, desk, desk.run([stream], meter))
+        return meter
+
+    with Engine(model(), checkpoint().tokenizer, budget=96, rows=1) as engine:
+        return asyncio.run(answered(engine))
+
+
+def test_what_was_written_and_not_yet_taken_counts():
+    async def leave(engine, desk, run):
         assert await anext(run) is None
         while engine.busy:  # all tokens are on their way
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         await run.aclose()
-        return meter
 
-    with Engine(model(), checkpoint().tokenizer, budget=96, rows=1) as engine:
-        meter = asyncio.run(leave(engine))
+    meter = meter_of(leave, "A", min_new_tokens=20)
     assert meter.tokens > 20
     assert meter.ended
 
