@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from kvkeep.server import handover
+
 from .fronting import fronted
 from .running import WAIT_S
 
@@ -248,3 +250,46 @@ def test_turns_that_race_with_the_handover_are_all_answered_and_kept(two):
         assert counts[name] > 2
         assert len(two.client.get(f"{SESSIONS}/{name}").json()["messages"]) == 2 + 2 * counts[name]
         assert len(holders(two, name)) <= 1
+
+
+def test_a_session_whose_file_was_removed_is_written_again(two, tmp_path):
+    home = made(two, "idle")
+    for path in tmp_path.glob("*/*--idle.kvkeep"):
+        path.unlink()
+    two.replicas.leaving.add(home)
+    until(lambda: not holders(two, "idle"))
+    assert said(turn(two, "idle"))
+    assert len(two.client.get(f"{SESSIONS}/idle").json()["messages"]) == 4
+
+
+def test_a_session_that_fails_keeps_no_other_one_here(two, monkeypatch, caplog):
+    home = made(two, "first", "second")
+    entry = two.replicas.apps[home].state.book.find("everybody", "first")
+    with monkeypatch.context() as patch:
+        patch.setattr(entry.session, "close", lambda: 1 / 0)
+        two.replicas.leaving.add(home)
+        until(lambda: not holders(two, "second"))
+        assert holders(two, "first") == [home]
+        assert caplog.text.count("ZeroDivisionError") == 1
+    until(lambda: not holders(two, "first"))
+
+
+def test_the_handover_goes_on_after_a_look_that_fails(two, monkeypatch, caplog):
+    monkeypatch.setattr(handover, "_AGAIN_S", 0.01)
+    looks, times, book = (
+        iter([RuntimeError("gone"), True, OSError("no locks"), False]),
+        [],
+        two.replicas.apps["one"].state.book,
+    )
+    monkeypatch.setattr(book, "let_go", lambda: times.append(1))
+
+    def stays():
+        found = next(looks, False)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    found = handover.Handover(book, stays)
+    until(lambda: len(times) > 1)
+    found.end()
+    assert caplog.text.count("could not be handed over") == 2

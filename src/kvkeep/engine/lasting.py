@@ -117,6 +117,12 @@ class Lasting:
             kept = self._shelf.keep_now(self._shelf.load(kept))
         return replace(self.state, kept=kept)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether there is nothing to write: it is done, or the session has no name or no memory."""
+        kept = self.state.kept
+        return self._name is None or kept is None or self._shelf.is_written(kept)
+
     def write(self) -> Move | None:
         """Begin to write the memory of a named session; ``None`` if that is done, or there is nothing to write."""
         kept = self.state.kept

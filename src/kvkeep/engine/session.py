@@ -207,9 +207,9 @@ class Session:
         Raises:
             SnapshotError: the memory cannot be written. The session stays open and loses nothing.
         """
-        with Uninterrupted(), self._work._service.turn:
-            self._cancel()
-        if not delete:
+        if not (delete or self._lasting.is_written):
+            with Uninterrupted(), self._work._service.turn:
+                self._cancel()
             self.save()
         with Uninterrupted(), self._work._service.turn:
             if self._closed:

@@ -163,9 +163,17 @@ class Shelf:
             self._touch(kept)
         return kept.snapshot()
 
+    def is_written(self, kept: Kept) -> bool:
+        """Whether a memory is on the disk, or there is no folder for it. Somebody may have removed its file."""
+        return self.folder is None or kept.held is None or (kept.path is not None and os.path.exists(kept.path))
+
     def write(self, kept: Kept) -> Move | None:
         """Begin to write a memory to the disk; ``None`` if it is there, or no folder is. Then call `wrote`."""
-        return self._move([kept]) if self.folder and kept.path is None and kept.held is not None else None
+        if self.is_written(kept):
+            return None
+        if kept.path is not None:
+            kept.path = kept.spare = None
+        return self._move([kept])
 
     def wrote(self, move: Move) -> None:
         """Wait for files, and put them in their places. The memories stay in main memory as well.

@@ -54,12 +54,14 @@ class Entry:
         self._users = {one for one in self._users if not one.is_set()} | {until}
 
     def close(self) -> bool:
-        """Write it to the disk and close it; ``False`` if it cannot be written. The log says so once."""
+        """Write it to the disk and close it; ``False`` if that fails. The log says so once."""
         try:
             self.session.close()
-        except (SnapshotError, InputError) as error:
+        except Exception as error:  # also one that nobody foresees must not keep other sessions here
             if not self._unwritten:
-                log.error("Session %s was not written, so no other replica gets it yet: %s", self.id, error)
+                foreseen = isinstance(error, SnapshotError | InputError)
+                told = "Session %s was not written, so no other replica gets it yet: %s"
+                log.error(told, self.id, error, exc_info=not foreseen)
             self._unwritten = True
             return False
         return True

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from kvkeep.server.book import Book
 
 log = logging.getLogger("kvkeep.access")
-_LOOK_S = 0.1
-"""Seconds between two looks at whether the server stays, and between two at which of its sessions are idle."""
+_LOOK_S, _AGAIN_S = 0.1, 10.0
+"""Seconds between two looks at whether the server stays and which of its sessions are idle; and after a failed look."""
 
 
 class Handover:
@@ -35,9 +35,9 @@ class Handover:
 
     def _run(self) -> None:
         while not self._ended.wait(_LOOK_S):
-            if self._stays():
-                continue
             try:
-                self._book.let_go()
-            except OSError:  # of the locks
-                log.exception("Sessions could not be handed over.")
+                if not self._stays():
+                    self._book.let_go()
+            except Exception:  # whatever Ray Serve raises: without this thread all sessions would stay
+                log.exception("Sessions could not be handed over. The next attempt is in %d s.", _AGAIN_S)
+                self._ended.wait(_AGAIN_S)
