@@ -14,6 +14,7 @@ from sweeps import sweep
 import kvkeep
 from kvkeep.engine import Engine
 from kvkeep.engine.shelf import Shelf
+from kvkeep.engine.turn import Turn
 from kvkeep.errors import InputError, SnapshotError
 from kvkeep.snapshot import Snapshot
 
@@ -176,6 +177,19 @@ def test_a_folder_belongs_to_one_engine(tmp_path):
     assert os.read(there, 1000).decode().startswith("Another engine uses the session folder")
     engine.close()
     engine_of(session_dir=tmp_path).close()
+
+
+def test_a_session_that_is_written_is_closed_in_one_turn_of_the_engine(tmp_path, monkeypatch):
+    """A server that is about to end closes hundreds of them between the steps of its last answers."""
+    taken, take = [], Turn._take
+    with engine_of(session_dir=tmp_path) as engine:
+        session = engine.session(name="a")
+        session.ask(TURNS[0], short())
+        session.save()
+        monkeypatch.setattr(Turn, "_take", lambda self: (taken.append(1), take(self))[1])
+        session.close()
+        assert len(taken) == 1
+        assert engine.session_names == ["a"]
 
 
 def test_an_engine_that_is_forgotten_gives_its_folder_back(tmp_path):

@@ -70,6 +70,16 @@ def test_a_field_that_is_no_column_is_named(value):
         table({"prompt": "a", "odd": value})
 
 
+def test_options_may_be_given_in_several_kinds(source, tmp_path):
+    options = [{"stop": "x"}, {"stop": ["x", "y"]}]
+    source.write_text("".join(json.dumps({"prompt": "a", "options": one}) + "\n" for one in options))
+    assert run(source, tmp_path / "answers.parquet").exit_code == 0
+    rows = parquet.read_table(tmp_path / "answers.parquet").to_pylist()
+    assert [
+        json.loads(row["completion"]["options"]) for row in sorted(rows, key=lambda row: row["completion"]["line"])
+    ] == (options)
+
+
 # places
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkeep.errors import InputError, one_line
+from kvkeep.jobs.lines import COMPLETION
 from kvkeep.runs import Lock, sync, sync_folder
 from kvkeep.scale import EXTRA
 from kvkeep.scale.files import is_address, is_parquet
@@ -191,7 +192,7 @@ class Destination:
 
 
 def as_parquet(path: Path) -> bytes:
-    """The lines of a JSONL file as the rows of a Parquet file, fields as columns. Texts stay texts, dates as well.
+    """The lines of a job's output as the rows of a Parquet file, fields as columns. Texts stay texts, dates as well.
 
     Raises:
         ValueError: a field has values that are no column.
@@ -200,7 +201,7 @@ def as_parquet(path: Path) -> bytes:
     from pyarrow import parquet
 
     with path.open("rb") as lines:
-        rows = [_filled(json.loads(line)) for line in lines]
+        rows = [_row(json.loads(line)) for line in lines]
     columns = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         try:
@@ -210,6 +211,15 @@ def as_parquet(path: Path) -> bytes:
     sink = pyarrow.BufferOutputStream()
     parquet.write_table(pyarrow.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())
+
+
+def _row(fields: dict[str, Any]) -> dict[str, Any]:
+    """A line as a row. Its options become a text of JSON: lines may give them in several kinds, and as any schema."""
+    completion = fields.get(COMPLETION)
+    if isinstance(completion, dict) and "options" in completion:
+        fields = {**fields, COMPLETION: {**completion, "options": json.dumps(completion["options"])}}
+    found: dict[str, Any] = _filled(fields)
+    return found
 
 
 def _filled(value: Any) -> Any:
