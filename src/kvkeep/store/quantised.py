@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.codes import KV_BITS, CodedSlots
-from kvkeep.store.protocol import Store
+from kvkeep.codes import CodedSlots
+from kvkeep.store.protocol import Store, by_bits
 from kvkeep.types import EMPTY, Slots, View
 from kvkeep.vectors import Tokens, Vectors
 
@@ -130,25 +130,7 @@ class QuantisedStore(Store):
         return other
 
 
-class Store8(QuantisedStore):
-    """Keys and values in 8 bits."""
-
-    bits = KV_BITS["8"]
-
-
-class Store4(QuantisedStore):
-    """Keys and values in 4 bits."""
-
-    bits = KV_BITS["4"]
-
-
-class Store8And4(QuantisedStore):
-    """Keys in 8 bits, values in 4."""
-
-    bits = KV_BITS["k8v4"]
-
-
-QUANTISED: dict[str, type[QuantisedStore]] = {"8": Store8, "4": Store4, "k8v4": Store8And4}
+QUANTISED = by_bits(QuantisedStore)
 """The stores by the name of the setting, see `kvkeep.codes.check_bits`."""
 
 
