@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from test_kv_bits import BUDGET, OPTIONS, config, steps, with_outliers
+from test_kv_bits import BUDGET, OPTIONS, config, losses_beside_outliers, steps
 from transformers import AutoModelForCausalLM
 
 import kvkeep
@@ -160,23 +160,7 @@ def test_a_cache_holds_fewer_bytes_whatever_rule_divides_it(options, kv_bits):
 
 @pytest.mark.slow
 def test_outlier_channels_cost_nothing_in_a_pool_because_keys_are_turned(monkeypatch):
-    """As in `test_kv_bits`, where heads own ranges of a pool and all tokens stay."""
-    from kvkeep.models.load import embedded, load
-
-    net, tokenizer = load(embedded(), dtype="float32")
-    text = "Once upon a time there was a little girl who loved to play in the garden with her dog. " * 4
-    ids = torch.tensor([tokenizer(text)["input_ids"]])
-
-    def loss(kv_bits):
-        cache = BoundedCache(net.config, "snapkv", 512, kv_bits=kv_bits, prefill_chunk=8, head_budget="ada")
-        with torch.inference_mode():
-            logits = kvkeep.attach(net)(input_ids=ids, past_key_values=cache).logits[0, :-1]
-        return float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
-
-    with_outliers(net, 30.0)
-    exact, turned = loss(None), loss("4")
-    for module in ("kvkeep.codes", "kvkeep.backends.pool"):
-        monkeypatch.setattr(f"{module}.hadamard", lambda x: x)
-    plain = loss("4")
+    """Heads own ranges of a pool, and all tokens stay."""
+    exact, turned, plain = losses_beside_outliers(monkeypatch, policy="snapkv", head_budget="ada")
     assert turned < exact + 0.1
     assert plain > exact + 0.35
