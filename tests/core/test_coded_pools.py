@@ -13,6 +13,7 @@ from kvkeep import BoundedCache, Layer, UnsupportedModelError
 from kvkeep.codes import KV_BITS
 from kvkeep.planning.slots import LayerShape, block_bytes
 from kvkeep.policies._heads import under
+from kvkeep.together import Together
 from kvkeep.types import Phase
 
 UNEVEN = [(6, 10)]
@@ -98,6 +99,23 @@ def test_heads_that_share_a_budget_outlive_a_key_that_is_no_number(policy, step)
         assert layer.store.slots().keys.isfinite().all()
     assert out.isfinite().all()
     assert (layer.store.positions[0] >= 0).any(dim=-1).all()
+
+
+def test_a_bad_key_takes_no_slot_where_tokens_go_before_all_layers_have_attended():
+    g, together = torch.Generator().manual_seed(4), Together(range(6))
+    policy = under(kvkeep.parse("snapkv:window=2"), "global:0.1")
+    layers = [Layer(policy, 4, index=i, together=together, kv_bits="4") for i in range(6)]
+    for number, layer in enumerate(layers):
+        new = [torch.randn(1, heads, 40, 32, generator=g) for heads in (4, 2, 2)]
+        if number == 0:
+            new[1][0, 1, -1, 5] = math.nan  # one of the newest tokens, which stay whatever their score is
+        layer.step(*new, options=OPTIONS, phase=Phase.PREFILL)
+        if number == 4:
+            assert together._waiting[0].score.shape[-1] < 40
+    first, bad = layers[0].store.positions[0].tolist()
+    assert 39 in first
+    assert 38 in bad
+    assert 39 not in bad
 
 
 @pytest.mark.parametrize("kv_bits", KV_BITS)

@@ -126,6 +126,19 @@ def test_heads_that_decide_together_outlive_a_key_that_is_no_number(policy, step
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("policy", ["h2o", "snapkv:window=2", "adakv:window=2"])
+@pytest.mark.parametrize("budget", [64, [(64, 64)]], ids=["slots", "pool"])
+def test_a_bad_token_of_a_chunk_takes_no_slot_from_the_tokens_before_it(policy, budget):
+    def spoil(number, keys, values):
+        if number == 4:
+            keys[0, 1, 0, 5] = math.nan
+
+    *_, (layer, _) = steps(policy, "4", spoil=spoil, budget=budget)
+    for row, head in itertools.product(range(2), range(2)):
+        held = layer.store.positions[row, head]
+        assert sorted(held[held >= 0].tolist()) == [at for at in range(22) if (row, head, at) != (0, 1, 15)]
+
+
 def test_nothing_but_keys_that_are_no_numbers():
     def spoil(number, keys, values):
         keys[:] = math.nan
