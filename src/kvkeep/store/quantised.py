@@ -53,7 +53,11 @@ class QuantisedStore(Store):
 
     def slots(self) -> CodedSlots:
         """The slots, which hold codes."""
-        return self._slots or _coded(self.vectors, self.positions)
+        if self._slots is not None:
+            return self._slots
+        found = self.vectors.slots(self.positions)
+        assert isinstance(found, CodedSlots)
+        return found
 
     def fill(
         self,
@@ -92,11 +96,7 @@ class QuantisedStore(Store):
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
         """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
-        positions = self.positions[:, :, :used]
-        empty, held = (positions < 0)[..., None], _coded(self._first(used), positions)
-        pairs = (held.keys, keys), (held.values, values)
-        found = [torch.cat([old.masked_fill_(empty, 0.0), new], dim=2) for old, new in pairs]
-        return found[0], found[1]
+        return self._first(used).beside(self.positions[:, :, :used], keys, values)
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
         """Whether new keys and values have this store's rows, heads, head dims, device, and the model's dtype."""
@@ -132,10 +132,3 @@ class QuantisedStore(Store):
 
 QUANTISED = by_bits(QuantisedStore)
 """The stores by the name of the setting, see `kvkeep.codes.check_bits`."""
-
-
-def _coded(vectors: Vectors, positions: Int[Tensor, "B Hk S"]) -> CodedSlots:
-    """Slots of these codes."""
-    found = vectors.slots(positions)
-    assert isinstance(found, CodedSlots)
-    return found
