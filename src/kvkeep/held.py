@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvkeep.asked import Asked
 from kvkeep.backends import Backend, choose, in_codes, in_pool
-from kvkeep.budget import Number
+from kvkeep.budget import Number, by_head
 from kvkeep.errors import ShapeError
 from kvkeep.eviction import fuses
 from kvkeep.memory import Memory
@@ -203,6 +203,7 @@ def reach(block: Block, policy: Policy, numbers: Sequence[Number], among: Heads 
     store = block.store
     if not isinstance(store, PooledStore) or policy.spreads is None:
         return
-    heads = store.sizes.shape[1] * among.ranks
-    most = max(policy.spreads.most(policy, number, heads) for number in numbers if isinstance(number, int))
+    heads = store.sizes.shape[1]
+    means = {-(-sum(each) // heads) for each in by_head(numbers, heads)}
+    most = max(policy.spreads.most(policy, mean, heads * among.ranks) for mean in means)
     store.widest = max(store.widest, min(most + 1, store.entries.shape[1] - 1))

@@ -89,7 +89,7 @@ class Vectors:
         return keys, values
 
     def over(self, tensors: Mapping[str, Tensor]) -> Vectors:
-        """The same kind of vectors in other tensors; names that these do not have are left out."""
+        """The same kind of vectors in other tensors, named as in ``tensors``. Other names are left out."""
         return replace(self, tensors={name: tensors[name] for name in self.tensors})
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Vectors:
@@ -105,6 +105,16 @@ class Vectors:
         return CodedSlots.of(
             codes, Codes(values, self.tensors["value_scales"], self.bits[1]), positions, self.dtypes[0]
         )
+
+    def beside(
+        self, positions: Int[Tensor, "B Hk n"], keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"]
+    ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
+        """Copies of the vectors of slots with these positions, followed by new tokens. Empty slots are set to 0."""
+        held, empty = self.slots(positions), (positions < 0)[..., None]
+        found = [torch.cat([old, new], dim=2) for old, new in ((held.keys, keys), (held.values, values))]
+        for joined in found:
+            joined[:, :, : empty.shape[2]].masked_fill_(empty, 0.0)
+        return found[0], found[1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +141,7 @@ class Tokens:
         return cls(Vectors.of(keys[:, :, :0], values[:, :, :0], bits)[0], keys, values)
 
     def apart(self) -> Tokens:
-        """The same tokens, of which the new ones have memory of their own if there are others."""
+        """The same tokens. If others lie in slots, the new ones are copied: they may be views of memory for all."""
         if not self.held.tensors["keys"].shape[2]:
             return self
         return replace(self, keys=self.keys.clone(), values=self.values.clone())
@@ -167,6 +177,6 @@ def _named(keys: Codes, values: Codes) -> dict[str, Tensor]:
 
 
 def _gathered(x: Tensor, order: Int[Tensor, "B Hk n"]) -> Tensor:
-    """Vectors of some tokens, ``(B, Hk, n, ...)``. Numbers outside of the tokens name any token."""
+    """Vectors of some tokens, ``(B, Hk, n, ...)``. A number that names no token gives the first or the last one."""
     index = order.clamp(0, x.shape[2] - 1)[..., None]
     return x.gather(2, index.expand(*order.shape, x.shape[-1]))

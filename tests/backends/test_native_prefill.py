@@ -95,6 +95,18 @@ def test_rows_that_are_counted_get_the_same_outputs_as_others(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_that_come_after_some_rows_of_a_block_get_nothing_of_them(dtype):
+    """Their weights must be zeros, not what another block has left in the same memory."""
+    for S in range(0, 64, 4):
+        query, slots, now = chunk(T=150, S=S, D=16, G=1, dtype=dtype)
+        wide = query.double(), slots._replace(keys=slots.keys.double(), values=slots.values.double()), now
+        for statistic in (Mass(), Mass(gain=1.5)):
+            _, report = by_kernel(query, slots, now, statistic)
+            _, expected = TorchBackend().attend(*wide, statistic=statistic, options=PLAIN)
+            torch.testing.assert_close(report.mass, expected.mass.float(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("place", [3, 290, 599, 650])
 def test_a_number_that_is_none_spoils_the_rows_that_see_it_whatever_its_piece(dtype, number, place):

@@ -167,3 +167,28 @@ def test_a_fused_step_counts_the_mass_of_its_victims(policy, window, monkeypatch
     torch.testing.assert_close(lost[0], lost[1], rtol=1e-4, atol=1e-5)
     if window is None:
         assert (lost[0][..., 2] > 0).all() == (policy != "local")
+
+
+def test_a_fused_step_protects_the_recent_tokens_of_each_head():
+    query, slots, now = token(24, 16, 2)
+    slots = slots._replace(keys=slots.keys.nan_to_num(), values=slots.values.nan_to_num())
+    slots.positions[:, :, 5] = -1  # every head has an empty slot
+    new, scores = (torch.randn(6, 2, 1, 16), torch.randn(6, 2, 1, 16)), torch.rand(6, 2, 24)
+    recent = torch.tensor([0, 4500]).expand(6, 2).contiguous()  # nearly all tokens of the second head
+    found = []
+    for name, limited in (("triton", recent), ("parts", recent), ("parts", recent[:, :1])):
+        given = query, slots._replace(positions=slots.positions.clone()), new, now, scores.clone(), limited
+        query_, held, pair, at, sums, newest = on("triton", *given)
+        limits, backend = Limits(at[:, 0] + 1, 0, newest, 10), TorchBackend()
+        asked = {"statistic": Mass(), "options": PLAIN}
+        if name == "triton":
+            added = Added((sums,), is_score=True)
+            assert TritonBackend().step(query_, held, pair, at, **asked, added=added, limits=limits) is not None
+        else:
+            slot = backend.append(held, *pair, at)
+            mass = backend.attend(query_, held, at, **asked)[1].mass
+            backend.evict(held.positions, sums.scatter(-1, slot, 0.0) + mass, limits)
+        found.append(held.positions.cpu())
+    real = now[:, 0] >= 0
+    assert torch.equal(found[0][real], found[1][real])
+    assert not torch.equal(found[1][real], found[2][real])  # the row's first number would evict others

@@ -9,14 +9,14 @@ from phases import phase_of
 
 import kvkeep
 from kvkeep import backends
-from kvkeep.codes import GREATEST
+from kvkeep.codes import GREATEST, KV_BITS
 from kvkeep.errors import BudgetError, ShapeError
-from kvkeep.store import POOLED, QUANTISED, Block, DenseStore, PooledStore, put_row, take_row
+from kvkeep.store import POOLED, QUANTISED, Block, DenseStore, PooledStore, kind_of, put_row, take_row
 from kvkeep.types import EMPTY, AttentionOptions
 
 from .dummy_store import DummyStore
 
-POOLS = [*POOLED.values()]
+POOLS = [PooledStore, *POOLED.values()]
 STORES = [DenseStore, DummyStore, *QUANTISED.values(), *POOLS]
 B, HK, D, E, SLOTS = 3, 2, 8, 6, 7
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -319,12 +319,10 @@ def test_a_layer_over_a_store_holds_the_originals(kind, policy, dtype, chunk):
                 assert all(alike(kind, one, want, part) for one, want in pairs)
 
 
-SIDE_BY_SIDE = {None: DenseStore, **QUANTISED}
+OF_BITS = [tuple(kind_of(bits, pooled=pooled) for pooled in (True, False)) for bits in (None, *KV_BITS)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "like"), [(DummyStore, DenseStore), *((POOLED[bits], SIDE_BY_SIDE[bits]) for bits in POOLED)]
-)
+@pytest.mark.parametrize(("kind", "like"), [(DummyStore, DenseStore), *OF_BITS])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_layer_does_the_same_over_any_store(kind, like, policy, dtype, monkeypatch):
     """To the bit: the definition computes in float64, and what was rounded on its way in would show."""

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from test_kv_bits import BUDGET, OPTIONS, config, steps, with_outliers
+from test_kv_bits import BUDGET, OPTIONS, config, losses_beside_outliers, steps
 from transformers import AutoModelForCausalLM
 
 import kvkeep
@@ -13,6 +13,7 @@ from kvkeep import BoundedCache, Layer, UnsupportedModelError
 from kvkeep.codes import KV_BITS
 from kvkeep.planning.slots import LayerShape, block_bytes
 from kvkeep.policies._heads import under
+from kvkeep.together import Together
 from kvkeep.types import Phase
 
 UNEVEN = [(6, 10)]
@@ -100,6 +101,23 @@ def test_heads_that_share_a_budget_outlive_a_key_that_is_no_number(policy, step)
     assert (layer.store.positions[0] >= 0).any(dim=-1).all()
 
 
+def test_a_bad_key_takes_no_slot_where_tokens_go_before_all_layers_have_attended():
+    g, together = torch.Generator().manual_seed(4), Together(range(6))
+    policy = under(kvkeep.parse("snapkv:window=2"), "global:0.1")
+    layers = [Layer(policy, 4, index=i, together=together, kv_bits="4") for i in range(6)]
+    for number, layer in enumerate(layers):
+        new = [torch.randn(1, heads, 40, 32, generator=g) for heads in (4, 2, 2)]
+        if number == 0:
+            new[1][0, 1, -1, 5] = math.nan  # one of the newest tokens, which stay whatever their score is
+        layer.step(*new, options=OPTIONS, phase=Phase.PREFILL)
+        if number == 4:
+            assert together._waiting[0].score.shape[-1] < 40
+    first, bad = layers[0].store.positions[0].tolist()
+    assert 39 in first
+    assert 38 in bad
+    assert 39 not in bad
+
+
 @pytest.mark.parametrize("kv_bits", KV_BITS)
 @pytest.mark.parametrize("policy", SHARED)
 def test_a_budget_that_holds_everything_is_the_full_cache_of_these_bits(policy, kv_bits):
@@ -160,23 +178,7 @@ def test_a_cache_holds_fewer_bytes_whatever_rule_divides_it(options, kv_bits):
 
 @pytest.mark.slow
 def test_outlier_channels_cost_nothing_in_a_pool_because_keys_are_turned(monkeypatch):
-    """As in `test_kv_bits`, where heads own ranges of a pool and all tokens stay."""
-    from kvkeep.models.load import embedded, load
-
-    net, tokenizer = load(embedded(), dtype="float32")
-    text = "Once upon a time there was a little girl who loved to play in the garden with her dog. " * 4
-    ids = torch.tensor([tokenizer(text)["input_ids"]])
-
-    def loss(kv_bits):
-        cache = BoundedCache(net.config, "snapkv", 512, kv_bits=kv_bits, prefill_chunk=8, head_budget="ada")
-        with torch.inference_mode():
-            logits = kvkeep.attach(net)(input_ids=ids, past_key_values=cache).logits[0, :-1]
-        return float(torch.nn.functional.cross_entropy(logits, ids[0, 1:]))
-
-    with_outliers(net, 30.0)
-    exact, turned = loss(None), loss("4")
-    for module in ("kvkeep.codes", "kvkeep.backends.pool"):
-        monkeypatch.setattr(f"{module}.hadamard", lambda x: x)
-    plain = loss("4")
+    """Heads own ranges of a pool, and all tokens stay."""
+    exact, turned, plain = losses_beside_outliers(monkeypatch, policy="snapkv", head_budget="ada")
     assert turned < exact + 0.1
     assert plain > exact + 0.35

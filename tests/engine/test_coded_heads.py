@@ -12,7 +12,7 @@ from kvkeep.engine.sampling import Sampling
 
 from .models import model
 from .test_equal import prompt_of
-from .test_head_budgets import BUDGET, KINDS, NEW, alone, asked, profile, run
+from .test_head_budgets import BUDGET, KINDS, NEW, alone, asked, from_a_file, profile, run
 from .test_leftovers import poison
 
 __all__ = ["profile"]
@@ -68,15 +68,7 @@ def test_sequences_take_turns_in_the_rows(kind, profile, monkeypatch):
 @pytest.mark.parametrize("kind", RULES)
 def test_memory_goes_on_bit_for_bit_from_a_file(kind, policy, profile, tmp_path):
     rule = rule_of(kind, profile)
-    one, other = (engine_of(rule, "4", policy) for _ in range(2))
-    sampling, text = Sampling(max_new_tokens=8), prompt_of(3, 30)
-    with one.session() as session:
-        session.read(text)
-        snapshot = session.snapshot()
-        snapshot.save(tmp_path / "file")
-        again = kvkeep.Snapshot.load(tmp_path / "file")
-        wanted = [run(one, [Request(prompt=(5, 6), memory=held, sampling=sampling)]) for held in (snapshot, again)]
-    assert wanted[0] == wanted[1] == run(other, [Request(prompt=(5, 6), memory=again, sampling=sampling)])
+    snapshot, again = from_a_file(tmp_path / "file", *(engine_of(rule, "4", policy) for _ in range(2)))
     cache = BoundedCache.from_snapshots(model("llama").config, [again, snapshot])
     for layer, kept in zip(cache.bounded_layers().values(), snapshot.contents.layers, strict=True):
         opened = layer.block.opened().store.per_row()

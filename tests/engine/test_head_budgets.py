@@ -229,19 +229,25 @@ def test_alpha_1_is_uniform():
     assert alone(prompt, "adakv:window=4", "uniform")[0] == alone(prompt, "snapkv:window=4", None)[0]
 
 
-@pytest.mark.parametrize("policy", KINDS)
-@pytest.mark.parametrize("kind", ["ada:0.1", "global:0.1", "profile"])
-def test_memory_goes_on_bit_for_bit_from_a_file(policy, kind, profile, tmp_path):
-    rule = profile if kind == "profile" else kind
-    one, other = (Engine(model("llama"), policy=policy, budget=BUDGET, head_budget=rule) for _ in range(2))
+def from_a_file(file, one, other):
+    """A memory of an engine, and the memory that it is in a file. Both go on alike, there and in another engine."""
     sampling, text = Sampling(max_new_tokens=8), prompt_of(3, 30)
     with one.session() as session:
         session.read(text)
         snapshot = session.snapshot()
-        snapshot.save(tmp_path / "file")
-        again = kvkeep.Snapshot.load(tmp_path / "file")
+        snapshot.save(file)
+        again = kvkeep.Snapshot.load(file)
         wanted = [run(one, [Request(prompt=(5, 6), memory=held, sampling=sampling)]) for held in (snapshot, again)]
     assert wanted[0] == wanted[1] == run(other, [Request(prompt=(5, 6), memory=again, sampling=sampling)])
+    return snapshot, again
+
+
+@pytest.mark.parametrize("policy", KINDS)
+@pytest.mark.parametrize("kind", ["ada:0.1", "global:0.1", "profile"])
+def test_memory_goes_on_bit_for_bit_from_a_file(policy, kind, profile, tmp_path):
+    rule = profile if kind == "profile" else kind
+    engines = (Engine(model("llama"), policy=policy, budget=BUDGET, head_budget=rule) for _ in range(2))
+    snapshot, again = from_a_file(tmp_path / "file", *engines)
     cache = BoundedCache.from_snapshots(model("llama").config, [again, snapshot])
     found = [tuple(layer.block.budget[0].tolist()) for layer in cache.bounded_layers().values()]
     assert found == by_head([layer.budget for layer in again.contents.layers], len(found[0]))

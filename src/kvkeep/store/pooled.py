@@ -30,7 +30,7 @@ class PooledStore(Store):
         starts: first entry of each head's range.
         sizes: number of slots of each head.
         widest: the most slots that a head can have. On a GPU, slots are always laid side by side in this width.
-        waits: whether a GPU is waited for instead, to know the longest range; for pools in which a head may have most.
+        waits: whether the longest range is read from a GPU instead, which takes a wait: one head may have most slots.
     """
 
     vectors: Vectors
@@ -241,11 +241,7 @@ class OpenedPool(Store):
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
         """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
-        positions = self.positions[:, :, :used]
-        empty, held = (positions < 0)[..., None], self._first(used).slots(positions)
-        pairs = (held.keys, keys), (held.values, values)
-        joined = [torch.cat([old.masked_fill_(empty, 0.0), new], dim=2) for old, new in pairs]
-        return joined[0], joined[1]
+        return self._first(used).beside(self.positions[:, :, :used], keys, values)
 
     def _first(self, used: int) -> Vectors:
         """Copies of the first slots, side by side."""

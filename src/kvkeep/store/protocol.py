@@ -5,18 +5,20 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.codes import KV_BITS
 from kvkeep.errors import ShapeError
 from kvkeep.types import EMPTY, Slots, View
 from kvkeep.vectors import Bits, Tokens
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_S = TypeVar("_S", bound="Store")
 
 
 class Store(abc.ABC):
@@ -209,6 +211,13 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def over(self, tensors: Mapping[str, Tensor]) -> Store:
         """A store of the same kind over other tensors, named as in `per_row`."""
+
+
+def by_bits(kind: type[_S]) -> dict[str, type[_S]]:
+    """Kinds of a store that differ in `Store.bits`, by the names of `kvkeep.codes.KV_BITS`."""
+    return {
+        name: cast(type[_S], type(f"{kind.__name__}_{name}", (kind,), {"bits": bits})) for name, bits in KV_BITS.items()
+    }
 
 
 def inference(method: Callable[_P, _R]) -> Callable[_P, _R]:

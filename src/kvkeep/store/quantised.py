@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.codes import KV_BITS, CodedSlots
-from kvkeep.store.protocol import Store
+from kvkeep.codes import CodedSlots
+from kvkeep.store.protocol import Store, by_bits
 from kvkeep.types import EMPTY, Slots, View
 from kvkeep.vectors import Tokens, Vectors
 
@@ -53,7 +53,11 @@ class QuantisedStore(Store):
 
     def slots(self) -> CodedSlots:
         """The slots, which hold codes."""
-        return self._slots or _coded(self.vectors, self.positions)
+        if self._slots is not None:
+            return self._slots
+        found = self.vectors.slots(self.positions)
+        assert isinstance(found, CodedSlots)
+        return found
 
     def fill(
         self,
@@ -92,11 +96,7 @@ class QuantisedStore(Store):
         self, keys: Float[Tensor, "B Hk T D"], values: Float[Tensor, "B Hk T E"], *, used: int
     ) -> tuple[Float[Tensor, "B Hk S D"], Float[Tensor, "B Hk S E"]]:
         """Copies of the first ``used`` slots, followed by new tokens. Empty slots are set to 0."""
-        positions = self.positions[:, :, :used]
-        empty, held = (positions < 0)[..., None], _coded(self._first(used), positions)
-        pairs = (held.keys, keys), (held.values, values)
-        found = [torch.cat([old.masked_fill_(empty, 0.0), new], dim=2) for old, new in pairs]
-        return found[0], found[1]
+        return self._first(used).beside(self.positions[:, :, :used], keys, values)
 
     def fits(self, keys: Float[Tensor, "B Hk _ D"], values: Float[Tensor, "B Hk _ E"]) -> bool:
         """Whether new keys and values have this store's rows, heads, head dims, device, and the model's dtype."""
@@ -130,30 +130,5 @@ class QuantisedStore(Store):
         return other
 
 
-class Store8(QuantisedStore):
-    """Keys and values in 8 bits."""
-
-    bits = KV_BITS["8"]
-
-
-class Store4(QuantisedStore):
-    """Keys and values in 4 bits."""
-
-    bits = KV_BITS["4"]
-
-
-class Store8And4(QuantisedStore):
-    """Keys in 8 bits, values in 4."""
-
-    bits = KV_BITS["k8v4"]
-
-
-QUANTISED: dict[str, type[QuantisedStore]] = {"8": Store8, "4": Store4, "k8v4": Store8And4}
+QUANTISED = by_bits(QuantisedStore)
 """The stores by the name of the setting, see `kvkeep.codes.check_bits`."""
-
-
-def _coded(vectors: Vectors, positions: Int[Tensor, "B Hk S"]) -> CodedSlots:
-    """Slots of these codes."""
-    found = vectors.slots(positions)
-    assert isinstance(found, CodedSlots)
-    return found

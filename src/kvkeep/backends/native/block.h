@@ -78,7 +78,8 @@ class Block {
             }
     }
 
-    // Attend, and leave weights times 1 / scale: `keeps` keeps those of all keys, relative to the logits in `then`.
+    // Attend. Outputs and weights still have to be multiplied with `scale`. `keeps`: keep the weights of all keys; those
+    // of a piece are relative to its logit in `then`.
     void attend(bool keeps) {
         begin_rows(keeps);
         for (int64_t c = 0, n; c < active; c += n) {
