@@ -130,6 +130,8 @@ def fronted(*, folder=None, names=("one", "two"), rows=2, budget=96, engine=None
             own = None if leases is None else str(leases.own)
             options = {"budget": budget, "rows": rows, "session_dir": own, **(engine or {})}
             made = stack.enter_context(kvkeep.Engine(model(), checkpoint().tokenizer, **options))
+            if leases is not None:  # a dead one's folder may be gone; its engine is closed here all the same
+                stack.callback(leases.own.mkdir, exist_ok=True)
             told = Settings(name=NAME, session_dir=own, **settings)
             apps[name], engines[name] = make_app(Served(made, checkpoint()), told, leases=leases), made
             if leases is not None:
