@@ -122,8 +122,12 @@ def decode(codes: Codes, dtype: torch.dtype) -> Float[Tensor, "*B D"]:
     numbers = codes.numbers.unflatten(-1, (codes.scales.shape[-1], -1))
     if codes.bits == 4:
         numbers = torch.cat([numbers & 15, numbers >> 4], dim=-1).to(torch.int8) - 8
-    found: Tensor = (numbers * codes.scales.float()[..., None]).flatten(-2)
-    return found.to(dtype)
+    return _finite((numbers * codes.scales.float()[..., None]).flatten(-2), dtype)
+
+
+def _finite(x: Float[Tensor, "*B D"], dtype: torch.dtype) -> Float[Tensor, "*B D"]:
+    """Decoded numbers in a dtype. What rounding has made larger than float16 can hold becomes its largest number."""
+    return x.clamp(-_LARGEST_SCALE, _LARGEST_SCALE).to(dtype) if dtype == torch.float16 else x.to(dtype)
 
 
 def hadamard(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
@@ -205,7 +209,7 @@ class CodedSlots(LazySlots):
 
     def copy_keys(self) -> Float[Tensor, "B Hk S D"]:
         """Make a copy of the keys, turned back."""
-        return hadamard(decode(self.coded_keys, torch.float32)).to(self.dtype)
+        return _finite(hadamard(decode(self.coded_keys, torch.float32)), self.dtype)
 
     def copy_values(self) -> Float[Tensor, "B Hk S E"]:
         """Make a copy of the values."""

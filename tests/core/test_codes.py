@@ -72,6 +72,19 @@ def test_numbers_of_any_size_are_coded_as_finite_ones(bits):
     assert ((found - x).abs().amax(dim=-1) <= x.abs().amax(dim=-1) / 7 + 1e-6)[fits].all()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_copies_in_float16_are_finite_where_the_tokens_were(bits):
+    """Rounded up, codes of the largest numbers stand for larger ones than float16 holds."""
+    x = torch.full((1, 1, 4, 64), torch.finfo(torch.float16).max)
+    x[..., 1] *= -1
+    keys, values = encode(hadamard(x), bits), encode(x, bits)
+    assert decode(values, torch.float32).max() >= 65520 or bits == 8  # rounds to infinity
+    copies = CodedSlots.of(keys, values, torch.zeros(1, 1, 4, dtype=torch.int64), torch.float16)
+    assert copies.keys.isfinite().all()
+    assert copies.values.isfinite().all()
+    assert copies.rotated().keys.isfinite().all()
+
+
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_group_without_meaning_is_coded_as_zeros_and_its_neighbours_as_they_are(wrong, bits):

@@ -261,3 +261,12 @@ class Watched:
     def __getattr__(self, name):
         sys.audit("remote", name)
         return getattr(self._real, name)
+
+
+def test_two_spellings_of_an_address_have_one_local_folder(tmp_path):
+    (tmp_path / "there").symlink_to(tmp_path)
+    spellings = ("a.jsonl", "b/../a.jsonl", "./a.jsonl", "there/a.jsonl")
+    (tmp_path / "b").mkdir()
+    found = {Destination(f"file://{tmp_path}/{one}", tmp_path / "home").path for one in spellings}
+    assert len(found) == 1
+    assert Destination(f"file://{tmp_path}/c.jsonl", tmp_path / "home").path not in found

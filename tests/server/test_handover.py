@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from kvkeep.errors import SnapshotError
 from kvkeep.server import handover
 
 from .fronting import fronted
@@ -162,6 +163,23 @@ def test_a_session_that_cannot_be_written_waits_until_it_can(two, tmp_path, monk
     until(lambda: not holders(two, "idle"))
     assert said(turn(two, "idle"))
     assert len(two.client.get(f"{SESSIONS}/idle").json()["messages"]) == 6
+
+
+def test_a_session_that_cannot_be_written_is_not_tried_at_each_look(two, monkeypatch):
+    from kvkeep.engine import Session
+
+    home = made(two, "idle")
+    tried = []
+
+    def close(self):
+        tried.append(self.name)
+        raise SnapshotError("The disk is full.")
+
+    monkeypatch.setattr(Session, "close", close)
+    book = two.replicas.apps[home].state.book
+    for _ in range(50):
+        book.let_go()
+    assert len(tried) == 1
 
 
 def test_a_session_without_a_turn_has_no_file_and_stays(two):

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvkeep.errors import InputError, one_line
 from kvkeep.jobs.lines import COMPLETION
@@ -60,8 +61,7 @@ class Destination:
             )
         if not self._at.strip("/"):
             raise InputError(f"The output {target} names no file.")
-        name = hashlib.sha256(target.encode()).hexdigest()[:16]
-        self._folder = home / name if is_address(target) else Path(f"{target}.collected")
+        self._folder = home / self._name() if is_address(target) else Path(f"{target}.collected")
         self.path = self._folder / "completions.jsonl"
         own = hashlib.sha256(f"{platform.node()}:{self.path.absolute()}".encode()).hexdigest()[:8]
         self._part = (
@@ -159,6 +159,11 @@ class Destination:
             with self._copy.open("wb") as file:
                 shutil.copyfileobj(stream, file)
             self._copy.replace(self.path)
+
+    def _name(self) -> str:
+        """A name for the place of an address, however it is spelled."""
+        place = str(Path(self._at).resolve()) if self._is_local else f"{self._at}?{urlsplit(self.target).query}"
+        return hashlib.sha256(f"{self._system.type_name}:{place}".encode()).hexdigest()[:16]
 
     @property
     def _copy(self) -> Path:

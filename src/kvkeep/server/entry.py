@@ -15,6 +15,8 @@ from kvkeep.snapshot import Snapshot
 log = logging.getLogger("kvkeep.access")
 _MOST_STATES = 9
 """States that a session can go back to, the present one included."""
+_AGAIN_S = 1.0
+"""Seconds between two attempts to write a session that could not be written."""
 
 
 @dataclass(eq=False)
@@ -34,6 +36,7 @@ class Entry:
     states: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=_MOST_STATES))
     _users: set[threading.Event] = field(default_factory=set)
     _unwritten: bool = False
+    _not_before: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +57,12 @@ class Entry:
         self._users = {one for one in self._users if not one.is_set()} | {until}
 
     def close(self) -> bool:
-        """Write it to the disk and close it; ``False`` if that fails. The log says so once."""
+        """Write it to the disk and close it; ``False`` if that fails, or failed within the last second.
+
+        The log says so once.
+        """
+        if time.monotonic() < self._not_before:
+            return False
         try:
             self.session.close()
         except Exception as error:  # also one that nobody foresees must not keep other sessions here
@@ -62,6 +70,6 @@ class Entry:
                 foreseen = isinstance(error, SnapshotError | InputError)
                 told = "Session %s was not written, so no other replica gets it yet: %s"
                 log.error(told, self.id, error, exc_info=not foreseen)
-            self._unwritten = True
+            self._unwritten, self._not_before = True, time.monotonic() + _AGAIN_S
             return False
         return True
