@@ -35,6 +35,27 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """Name a failed test at once: the summary never comes if a long run is ended from outside."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(AtOnce(reporter))
+
+
+class AtOnce:
+    """Prints the name of each test that fails, when it fails."""
+
+    def __init__(self, reporter):
+        self._reporter = reporter
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self._reporter.ensure_newline()
+            self._reporter.write_line(f"FAILED {report.nodeid} ({report.when}, {report.duration:.1f} s)")
+
+
 @pytest.fixture
 def no_checked_annotations():
     """As for users: elsewhere in the tests an annotation catches a wrong type before the function does."""
