@@ -52,8 +52,7 @@ class AtOnce:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            self._reporter.ensure_newline()
-            self._reporter.write_line(f"FAILED {report.nodeid} ({report.when}, {report.duration:.1f} s)")
+            self._reporter.write(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.1f} s)\n")
 
 
 @pytest.fixture
