@@ -25,7 +25,7 @@ class Block {
         : plan(plan), a(plan.a), held(held), row(i / a.kv_heads), head(i % a.kv_heads), first(first), tokens(tokens),
           rows(up(tokens * a.group, plan.unit)), width(plan.width), kept(scratch), tempered(kept + plan.kept),
           near(tempered + (a.gains ? plan.kept : 0)), query(near + plan.step * NEAR_WIDTH),
-          out(query + plan.rows_each * plan.dim.floats()), totals(out + plan.rows_each * plan.value_dim.floats()),
+          out(query + plan.rows_each * plan.query), totals(out + plan.rows_each * plan.value_dim.floats()),
           tempered_totals(totals + plan.rows_each * W), scale(tempered_totals + plan.rows_each * W),
           temper(scale + plan.rows_each), known(temper + plan.rows_each), most(known + plan.rows_each),
           then(most + plan.rows_each), shown((int32_t *)(then + plan.kept_rows * plan.pieces)),
@@ -61,21 +61,18 @@ class Block {
             const T *from = (const T *)queries + row * row_step + (head * a.group + r % a.group) * head_step +
                             (first + r / a.group) * token_step;
             if (r >= real_rows()) from = nullptr;  // only fills a unit up
-            pairs ? copy<X>(r, from) : widen<X>(r, from);
+            !pairs ? widen<X>(r, from) : plan.split ? split<X>(r, from) : copy<X>(r, from);
         }
     }
 
-    // What the products in squares still have to be multiplied with when they become logits.
-    float left() const { return plan.squares ? (float)a.scaling : 1.0f; }
+    // What products still have to be multiplied with when they become logits.
+    float left(Product products) const { return products == IN_FLOATS ? 1.0f : (float)a.scaling; }
 
-    // The logits of some rows to n panels, without soft cap and mask, `stride` floats apart. `pairs`: products of narrow
-    // numbers, multiplied with `by`.
-    void multiply(int64_t begin, int64_t end, int64_t c, int64_t n, bool pairs, float by, float *to, int64_t stride) {
+    // Multiply some rows with n panels of keys, `stride` floats apart.
+    void multiply(Product products, int64_t begin, int64_t end, int64_t c, int64_t n, float *to, int64_t stride) {
         for (int64_t i = 0; i < n; i++)
-            for (int64_t r = begin; r < end; r += plan.unit) {
-                float *const one = to + (r - begin) * stride + i * PANEL;
-                pairs ? dots_narrow(ids[c + i], r, by, one, stride) : dots_wide(ids[c + i], r, one, stride);
-            }
+            for (int64_t r = begin; r < end; r += products == IN_SQUARES ? SQUARE : ROWS)
+                dots_of(products, ids[c + i], r, to + (r - begin) * stride + i * PANEL, stride);
     }
 
     // Attend. Outputs and weights still have to be multiplied with `scale`. `keeps`: keep the weights of all keys; those
@@ -83,12 +80,22 @@ class Block {
     void attend(bool keeps) {
         begin_rows(keeps);
         for (int64_t c = 0, n; c < active; c += n) {
-            for (n = 1; c + n < active && ids[c + n] / PIECE == ids[c] / PIECE;) n++;
+            n = panels_of_piece(c);
             for (int64_t r = 0; r < rows; r += plan.step)
                 attend_piece(r, std::min(rows, r + plan.step), c, keeps ? n : n - unseen(r, c, n), keeps);
         }
         for (int64_t r = 0; r < real_rows(); r++) end_row(r);
     }
+
+    // How many of the listed panels belong to the piece of the one at c, this one included.
+    int64_t panels_of_piece(int64_t c) const {
+        int64_t n = 1;
+        while (c + n < active && ids[c + n] / PIECE == ids[c] / PIECE) n++;
+        return n;
+    }
+
+    // What masked logits are still to be multiplied with: soft caps have needed the logits themselves.
+    float by(Product products) const { return a.softcap == 0.0 ? left(products) : 1.0f; }
 
     template <class X>
     void write_outputs() const {
@@ -115,7 +122,7 @@ class Block {
     void attend_piece(int64_t begin, int64_t end, int64_t c, int64_t n, bool keeps) {
         float *const x = keeps ? kept + begin * width + c * PANEL : near;
         const int64_t stride = keeps ? width : NEAR_WIDTH;
-        multiply(begin, end, c, n, plan.squares, 1.0f, x, stride);
+        multiply(plan.first, begin, end, c, n, x, stride);
         for (int64_t r = begin; r < std::min(end, real_rows()); r++) {
             float *const logits = x + (r - begin) * stride;
             raise(r, largest_of(r, c, n, logits));
@@ -143,16 +150,18 @@ class Block {
         if (from) std::memcpy(to, from, a.dim * sizeof *from);
     }
 
-    void dots_wide(int64_t panel, int64_t r, float *to, int64_t stride) {
-        const int64_t dim = plan.dim.floats();
-        dots(query + r * dim, dim, held.keys + panel * PANEL * dim, to, stride);
+    template <class X>
+    void split(int64_t r, const typename X::T *from) {
+        ::split<X>(from, plan.dim, (uint16_t *)((int32_t *)query + r * plan.pairs), plan.dim.floats());
     }
 
-    void dots_narrow(int64_t panel, int64_t r, float by, float *to, int64_t stride) {
-        const int32_t *const queries = (int32_t *)query + r * plan.pairs;
-        const int32_t *const keys = held.pairs + panel * PANEL * plan.pairs;
-        if (plan.squares) dots_in_squares(queries, plan.pairs, keys, to, stride, by);
-        else dots_of_pairs(queries, plan.pairs, keys, to, stride, by);
+    void dots_of(Product products, int64_t panel, int64_t r, float *to, int64_t stride) {
+        const int64_t dim = plan.dim.floats(), pairs = plan.pairs;
+        const int32_t *const queries = (int32_t *)query + r * pairs, *const keys = held.pairs + panel * PANEL * pairs;
+        if (plan.split && products == IN_SQUARES) dots_of_split(queries, pairs, keys, to, stride);
+        else if (products == IN_SQUARES) dots_in_squares(queries, pairs, keys, to, stride);
+        else if (products == IN_PAIRS) dots_of_pairs(queries, pairs, keys, to, stride);
+        else dots(query + r * dim, dim, held.keys + panel * PANEL * dim, to, stride);
     }
 
     void mix(int64_t n_rows, int64_t c, int64_t n, const float *weights, int64_t stride, int64_t r) {
@@ -203,19 +212,16 @@ class Block {
             const Ints k = load<Ints>(held.positions + panel * PANEL + i);
             const Ints show = (k >= 0) & (k <= now) & (k > hidden);
             Floats logits = load<Floats>(x + i);
-            if (softcap != 0.0f) logits = tanh(logits * left() / softcap) * softcap;
+            if (softcap != 0.0f) logits = tanh(logits * left(plan.first) / softcap) * softcap;
             store(x + i, select(show, logits, all(-INFINITY)));
             seen |= show;
         }
         if (!shown[r]) shown[r] = any(seen);
     }
 
-    // What masked logits are still to be multiplied with: soft caps have needed the logits themselves.
-    float by() const { return a.softcap == 0.0 ? left() : 1.0f; }
-
     // Make the weights so far relative to a larger logit, if there is one.
     void raise(int64_t r, Floats top) {
-        top = in_register(top * by());
+        top = in_register(top * by(plan.first));
         if (!any(top > most[r])) return;
         const float now = largest(top);
         const Floats less = exp_of_small(all(most[r] - now));
@@ -231,7 +237,7 @@ class Block {
 
     // Turn logits into weights: floats in their place if `floats`, and halves in `near`, if it is there.
     void weigh(int64_t r, int64_t n, float *x, float *halves, bool floats) {
-        const float less = base(r), times = by();
+        const float less = base(r), times = by(plan.first);
         Floats total = load<Floats>(totals + r * W);
         const auto weight = [&](int64_t i) {
             const Floats scaled = in_register(load<Floats>(x + i) * times);  // rounded as `most`: none is above it
@@ -254,7 +260,7 @@ class Block {
 
     // The weights of logits times a gain.
     void temper_logits(int64_t r, int64_t n, const float *x, float *to) {
-        const float less = base(r), times = by(), gain = a.gains[row];
+        const float less = base(r), times = by(plan.first), gain = a.gains[row];
         Floats total = load<Floats>(tempered_totals + r * W);
         for (int64_t i = 0; i < n * PANEL; i += W) {
             const Floats scaled = in_register(load<Floats>(x + i) * times), logits = scaled - less;

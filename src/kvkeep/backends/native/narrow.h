@@ -53,12 +53,35 @@ inline void put_all_narrow(const float *from, float by, uint16_t *to, int64_t n)
     }
 }
 
+// The upper half of each number, which is one in bfloat16 and no larger.
+inline Floats upper(Floats x) { return (Floats)((Bits)x & 0xffff0000); }
+
 // Write two vectors in their own place as sums of two numbers in bfloat16: all upper halves, then all lower ones. What is
 // lost is less than 2^-16 of a number.
 inline void put_halves(Floats a, Floats b, float *to) {
-    const Floats x = (Floats)((Bits)a & 0xffff0000), y = (Floats)((Bits)b & 0xffff0000);
+    const Floats x = upper(a), y = upper(b);
     put_narrow(x, y, (uint16_t *)to);
     put_narrow(a - x, b - y, (uint16_t *)(to + W));
+}
+
+// What comes after the parts so far of x: it has the sign of x and is not 0, so that products with infinities stay so.
+inline Floats next_part(Floats x, Floats rest) {
+    const Floats part = upper(rest);
+    return select((part == part) & (part != 0.0f), part, x * 1e-30f);
+}
+
+// Write a vector as the sum of `SPLITS` of narrow numbers, `step` apart. Columns are in the order of `Pair`.
+template <class X>
+void split(const typename X::T *from, Pairs dim, uint16_t *to, int64_t step) {
+    for (int64_t p = 0; p < dim.n; p++, to += 2 * W) {
+        const Pair x = pair_of<X>(from, dim, p);
+        Pair part = {upper(x.a), upper(x.b)}, rest = x;
+        for (int64_t i = 0; i < SPLITS; i++) {
+            put_narrow(part.a, part.b, to + i * step);
+            rest = {rest.a - part.a, rest.b - part.b};
+            part = {next_part(x.a, rest.a), next_part(x.b, rest.b)};
+        }
+    }
 }
 
 // One panel of a head's keys or values. An empty slot reads what another slot holds, and keeps no bit of it.
@@ -105,8 +128,21 @@ void pack_pairs(const Panel<T> &keys, int64_t elements, int64_t dim, int32_t *to
         to[elements / 2 * PANEL + j] = (int32_t)((uint32_t)keys.rows[j][elements - 1] & keys.kept[j]);
 }
 
-// Dot products of ROWS queries with a panel of keys, times a factor.
-inline void dots_of_pairs(const int32_t *query, int64_t pairs, const int32_t *keys, float *to, int64_t width, float by) {
+// Pack a panel of wider keys as `SPLITS` panels of narrow ones. `memory`: for 2 * PANEL * dim.floats() floats.
+template <class X>
+void pack_split(const typename X::T *const *keys, Pairs dim, float *memory, int32_t *to) {
+    const int64_t each = dim.floats(), step = PANEL * each;
+    uint16_t *const parts = (uint16_t *)memory;
+    for (int64_t j = 0; j < PANEL; j++) split<X>(keys[j], dim, parts + j * each, step);
+    for (int64_t i = 0; i < SPLITS; i++) {
+        const uint16_t *found[PANEL];
+        for (int64_t j = 0; j < PANEL; j++) found[j] = keys[j] ? parts + i * step + j * each : nullptr;
+        pack_pairs(Panel<uint16_t>(found), each, each, to + i * step / 2);
+    }
+}
+
+// Dot products of ROWS queries with a panel of keys.
+inline void dots_of_pairs(const int32_t *query, int64_t pairs, const int32_t *keys, float *to, int64_t width) {
     Floats acc[ROWS][TILE] = {};
     for (int64_t p = 0; p < pairs; p++) {
         Ints k[TILE];
@@ -117,7 +153,7 @@ inline void dots_of_pairs(const int32_t *query, int64_t pairs, const int32_t *ke
         }
     }
     for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < TILE; i++) store(to + r * width + i * W, acc[r][i] * by);
+        for (int i = 0; i < TILE; i++) store(to + r * width + i * W, acc[r][i]);
 }
 
 }  // namespace

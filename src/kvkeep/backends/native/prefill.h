@@ -1,4 +1,4 @@
-// What a block of a prompt's query rows reports: sums over the rows, and a second reading of all keys.
+// What a block of a prompt's query rows reports: sums over the rows.
 
 #pragma once
 
@@ -26,28 +26,6 @@ class Reading : Block {
         for (int64_t r = 0; r < real_rows(); r++) find_factors(r);
         if (a.lows) return count_all(sums, stride);
         for (int64_t f = 0; f < a.masses; f++) add_all(f, sums + f * stride);
-    }
-
-    // After `run`: let the queries read all keys again, and take the logs of the largest shares.
-    template <class X>
-    void read_again(float *shares_of_keys) {
-        active = 0;
-        for (int64_t panel = 0; panel < plan.panels; panel++)
-            if (held.most[panel] >= 0) ids[active++] = (int32_t)panel;
-        const int64_t each = a.tokens * a.dim;
-        take_queries<X>(a.again, a.kv_heads * a.group * each, each, a.dim, plan.pairs > 0);
-        multiply(0, rows, 0, active, plan.pairs > 0, (float)a.scaling, kept, width);
-        for (int64_t c = 0; c < active; c++) mask_again(c);
-        for (int64_t r = 0; r < real_rows(); r++) known[r] = total_again(r);
-        for (int64_t c = 0; c < active; c++)
-            for (int64_t i = 0; i < PANEL; i += W) {
-                Floats most = load<Floats>(shares_of_keys + ids[c] * PANEL + i);
-                for (int64_t r = 0; r < real_rows(); r++) {
-                    const Floats share = load<Floats>(kept + r * width + c * PANEL + i) - known[r];
-                    most = select(share > most, share, most);
-                }
-                store(shares_of_keys + ids[c] * PANEL + i, most);
-            }
     }
 
    private:
@@ -133,39 +111,6 @@ class Reading : Block {
                 store(sums + f * stride, load<Floats>(sums + f * stride) + more);
             }
         }
-    }
-
-    // Soft cap, and minus infinity for empty slots, in the logits of the second reading.
-    void mask_again(int64_t c) {
-        const float softcap = (float)a.softcap;
-        if (softcap == 0.0f && !held.gaps[ids[c]]) return;
-        for (int64_t i = 0; i < PANEL; i += W) {
-            const Ints there = load<Ints>(held.positions + ids[c] * PANEL + i) >= 0;
-            for (int64_t r = 0; r < real_rows(); r++) {
-                float *const x = kept + r * width + c * PANEL + i;
-                Floats logits = load<Floats>(x);
-                if (softcap != 0.0f) logits = tanh(logits / softcap) * softcap;
-                store(x, select(there, logits, all(-INFINITY)));
-            }
-        }
-    }
-
-    // The log of the sum of a row's exponentials over all keys and over those of the first reading. A row that does not
-    // count gets infinity.
-    float total_again(int64_t r) const {
-        if (at[r] < 1) return INFINITY;
-        const float *x = kept + r * width;
-        Floats top = all(known[r]), total = {}, again = {};
-        for (int64_t i = 0; i < active * PANEL; i += W) total += exp(load<Floats>(x + i) - known[r]);
-        const float all_of_it = 1.0f + sum(total);
-        if (all_of_it < INFINITY) return known[r] + std::log(all_of_it);
-        for (int64_t i = 0; i < active * PANEL; i += W) {  // a logit is far above the first reading, or is no number
-            const Floats logits = load<Floats>(x + i);
-            top = select(logits > top, logits, top);
-        }
-        const float most = largest(top);
-        for (int64_t i = 0; i < active * PANEL; i += W) again += exp(load<Floats>(x + i) - most);
-        return most + std::log(sum(again) + std::exp(known[r] - most));
     }
 };
 

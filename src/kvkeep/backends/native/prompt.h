@@ -2,13 +2,14 @@
 
 #pragma once
 
+#include "again.h"
 #include "prefill.h"
 
 namespace {
 
 // Pack one panel of a head. Empty slots become zeros.
 template <class X>
-void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to) {
+void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to, float *scratch) {
     typedef typename X::T T;
     const Pairs dim = plan.dim, value_dim = plan.value_dim;
     float *keys = to.keys + panel * PANEL * dim.floats(), *values = to.values + panel * PANEL * value_dim.floats();
@@ -36,7 +37,9 @@ void pack(const Plan &plan, int64_t row, int64_t head, int64_t panel, Packed to)
     to.least[panel] = least;
     to.most[panel] = most;
     to.gaps[panel] = std::find(positions, positions + PANEL, -1) != positions + PANEL;
-    if (plan.pairs) pack_pairs(Panel<T>(found), plan.a.dim, dim.floats(), to.pairs + panel * PANEL * plan.pairs);
+    int32_t *const pairs = to.pairs + panel * PANEL * plan.pairs;
+    if (plan.split) pack_split<X>(found, dim, scratch, pairs);
+    else if (plan.pairs) pack_pairs(Panel<T>(found), plan.a.dim, dim.floats(), pairs);
     if (plan.squares) {
         int32_t *rows = (int32_t *)to.values + panel * PANEL / 2 * value_dim.floats();
         return pack_rows_in_pairs(Panel<T>(found_values), plan.a.value_dim, value_dim.floats(), rows);
@@ -67,31 +70,33 @@ template <class X>
 void read_block(const Plan &plan, Packed held, int64_t i, int64_t block, float *sums, float *scratch) {
     const Prefill &a = plan.a;
     const int64_t begin = block * plan.tokens_each, end = std::min(begin + plan.tokens_each, a.tokens);
-    const bool keeps = a.again || counts(a, i / a.kv_heads, begin, end);
+    const bool keeps = plan.keeps_again() || counts(a, i / a.kv_heads, begin, end);
     const int64_t each = keeps ? plan.kept_tokens : plan.tokens_each, padded = plan.panels * PANEL;
     for (int64_t first = begin; first < end; first += each) {
-        Reading reading(plan, held, i, first, std::min(each, end - first), scratch);
-        reading.run<X>(sums, padded);
-        if (a.again) reading.read_again<X>(sums + (a.masses + a.lows) * padded);
+        const int64_t n = std::min(each, end - first);
+        Reading(plan, held, i, first, n, scratch).run<X>(sums, padded);
+        if (a.again) Again(plan, held, i, first, n, scratch).run<X>(sums + (a.masses + a.lows) * padded);
     }
 }
 
 template <class X>
 int64_t prefill_as(const Prefill &a) {
-    const Plan plan(a, (float)a.scaling > 0 && in_squares<X>() ? IN_SQUARES : in_pairs<X>() ? SECOND_IN_PAIRS : IN_FLOATS);
+    const bool pairs = in_pairs<X>(), squares = (float)a.scaling > 0 && has_squares();
+    const Plan plan(a, pairs && squares ? IN_SQUARES : IN_FLOATS, squares ? IN_SQUARES : pairs ? IN_PAIRS : IN_FLOATS);
     const int64_t heads = a.rows * a.kv_heads, fields = a.masses + a.lows, padded = plan.panels * PANEL;
     const Scratch memory(plan.heads_each * plan.packed), partial(plan.heads_each * plan.parts * plan.partial);
     if (!memory.get() || !partial.get()) return -1;
     for (int64_t start = 0; start < heads; start += plan.heads_each) {
         const int64_t n = std::min(plan.heads_each, heads - start), bytes = n * padded * a.tokens * 4;
         const auto held = [&](int64_t i) { return plan.head(memory.get() + i * plan.packed); };
-        bool done = for_each(n * plan.panels, bytes, a.threads, 0, [&](int64_t i, float *) {
+        const int64_t room = plan.split ? 2 * PANEL * plan.dim.floats() : 0;
+        bool done = for_each(n * plan.panels, bytes, a.threads, room, [&](int64_t i, float *scratch) {
             const int64_t which = start + i / plan.panels;
-            pack<X>(plan, which / a.kv_heads, which % a.kv_heads, i % plan.panels, held(i / plan.panels));
+            pack<X>(plan, which / a.kv_heads, which % a.kv_heads, i % plan.panels, held(i / plan.panels), scratch);
         });
         done = done && for_each(n * plan.parts, bytes, a.threads, plan.scratch, [&](int64_t i, float *scratch) {
             const int64_t part = plan.parts - 1 - i / n, which = i % n;  // the last ones see most keys
-            const Squares registers(plan.squares);
+            const Squares registers(plan.squares || plan.split);
             float *sums = partial.get() + (which * plan.parts + part) * plan.partial;
             std::memset(sums, 0, fields * padded * sizeof *sums);
             if (a.again) std::fill_n(sums + fields * padded, padded, -INFINITY);

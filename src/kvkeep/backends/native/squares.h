@@ -17,13 +17,12 @@ namespace {
 constexpr int64_t AWAKE_ROWS = 8;   // rows whose weights of a piece take less time than it takes to fall asleep
 constexpr int64_t NEAR_PANELS = 4;  // panels whose values stay in the nearest cache while all rows use them
 
-// Whether the processor has such registers for this type, and Linux lets this process use them.
-template <class X>
-bool in_squares() {
+// Whether the processor has such registers, and Linux lets this process use them.
+inline bool has_squares() {
 #ifdef KVKEEP_SQUARES
     constexpr long REQUEST = 0x1023, REGISTERS = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     static const bool allowed = syscall(SYS_arch_prctl, REQUEST, REGISTERS) == 0;
-    return in_pairs<X>() && PANEL == 4 * SQUARE && allowed;
+    return PAIRED && PANEL == 4 * SQUARE && allowed;
 #else
     return false;
 #endif
@@ -64,15 +63,28 @@ inline void stay_awake() {
 // Compilers do not know that loading a square reads memory.
 inline void finish_stores() { asm volatile("" ::: "memory"); }
 
-// Dot products of SQUARE queries with a panel of keys, times a factor. Both lie in pairs, as in narrow.h.
-inline void dots_in_squares(const int32_t *query, int64_t pairs, const int32_t *keys, float *to, int64_t width,
-                            float by) {
 #ifdef KVKEEP_SQUARES
+// The sums of SQUARE queries and a panel of keys.
+inline void clear_sums() {
     finish_stores();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+}
+
+inline void store_sums(float *to, int64_t width) {
+    _tile_stored(0, to, width * 4);
+    _tile_stored(1, to + SQUARE, width * 4);
+    _tile_stored(2, to + 2 * SQUARE, width * 4);
+    _tile_stored(3, to + 3 * SQUARE, width * 4);
+}
+#endif
+
+// Dot products of SQUARE queries with a panel of keys. Both lie in pairs, as in narrow.h.
+inline void dots_in_squares(const int32_t *query, int64_t pairs, const int32_t *keys, float *to, int64_t width) {
+#ifdef KVKEEP_SQUARES
+    clear_sums();
     for (int64_t p = 0; p < pairs; p += SQUARE) {
         const int32_t *const k = keys + p * PANEL;
         _tile_loadd(4, query + p, pairs * 4);
@@ -85,14 +97,42 @@ inline void dots_in_squares(const int32_t *query, int64_t pairs, const int32_t *
         _tile_dpbf16ps(2, 4, 5);
         _tile_dpbf16ps(3, 4, 6);
     }
-    _tile_stored(0, to, width * 4);
-    _tile_stored(1, to + SQUARE, width * 4);
-    _tile_stored(2, to + 2 * SQUARE, width * 4);
-    _tile_stored(3, to + 3 * SQUARE, width * 4);
-    for (int64_t r = 0; by != 1.0f && r < SQUARE; r++)
-        for (int64_t i = 0; i < PANEL; i += W) store(to + r * width + i, load<Floats>(to + r * width + i) * by);
+    store_sums(to, width);
 #else
-    (void)query, (void)pairs, (void)keys, (void)to, (void)width, (void)by;
+    (void)query, (void)pairs, (void)keys, (void)to, (void)width;
+#endif
+}
+
+// The same for vectors that are sums of `SPLITS` narrow ones, which follow each other in a query and in a panel. Products
+// of two small ones are left out: each is less than 2^-24 of the product of the largest.
+inline void dots_of_split(const int32_t *query, int64_t pairs, const int32_t *keys, float *to, int64_t width) {
+#ifdef KVKEEP_SQUARES
+    const int64_t each = pairs / SPLITS, step = PANEL * each;
+    clear_sums();
+    for (int64_t p = 0; p < each; p += SQUARE) {
+        const int32_t *const k = keys + p * PANEL;
+        _tile_loadd(4, query + p, pairs * 4);
+        _tile_loadd(5, query + each + p, pairs * 4);
+        _tile_loadd(6, query + 2 * each + p, pairs * 4);
+#define KVKEEP_QUARTER(I)                                 \
+    _tile_loadd(7, k + I * SQUARE, PANEL * 4);            \
+    _tile_dpbf16ps(I, 4, 7);                              \
+    _tile_dpbf16ps(I, 5, 7);                              \
+    _tile_dpbf16ps(I, 6, 7);                              \
+    _tile_loadd(7, k + step + I * SQUARE, PANEL * 4);     \
+    _tile_dpbf16ps(I, 4, 7);                              \
+    _tile_dpbf16ps(I, 5, 7);                              \
+    _tile_loadd(7, k + 2 * step + I * SQUARE, PANEL * 4); \
+    _tile_dpbf16ps(I, 4, 7);
+        KVKEEP_QUARTER(0)
+        KVKEEP_QUARTER(1)
+        KVKEEP_QUARTER(2)
+        KVKEEP_QUARTER(3)
+#undef KVKEEP_QUARTER
+    }
+    store_sums(to, width);
+#else
+    (void)query, (void)pairs, (void)keys, (void)to, (void)width;
 #endif
 }
 

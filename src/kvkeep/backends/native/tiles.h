@@ -51,12 +51,13 @@ namespace {
 
 constexpr int ROWS = 6;  // with TILE vectors of keys, the sums fill the registers
 constexpr int64_t SQUARE = 16;  // rows and columns of squares.h
+constexpr int64_t SPLITS = 3;   // narrow numbers whose sum is a wider one, the largest first
 constexpr int64_t PANEL = TILE * W;
 constexpr int64_t PARTS = 16, HEADS_AT_ONCE = 32;
 constexpr int64_t MOST_ROWS = 192, KEPT_ROWS = 48, STEP_ROWS = 32;  // of a block, of one that is counted, at once
 constexpr int64_t PIECE = 256 / PANEL, NEAR_WIDTH = PIECE * PANEL + W;  // panels of a piece; from row to row of logits
 
-enum Narrow { IN_FLOATS, SECOND_IN_PAIRS, IN_SQUARES };  // which products take narrow numbers, and how
+enum Product { IN_FLOATS, IN_PAIRS, IN_SQUARES };  // of queries and keys: of floats, or of narrow numbers
 
 // One head's keys and values, packed: panels of transposed keys, values in pairs, positions.
 struct Packed {
@@ -70,24 +71,26 @@ struct Packed {
 struct Plan {
     const Prefill &a;
     Pairs dim, value_dim;
-    const bool squares;
-    const int64_t unit;  // rows that are multiplied at a time
+    const Product first, second;  // how the first and the second reading multiply
+    const bool squares, split;     // `split`: the narrow numbers of the second reading are parts of wider ones
+    const int64_t unit;            // the rows of a block are a multiple of it
     int64_t slots, panels, tokens_each, kept_tokens, rows_each, blocks, parts, heads_each, pairs, keys, values, packed;
-    int64_t partial, pieces, step, width, kept_rows, kept, scratch;
+    int64_t partial, pieces, step, width, kept_rows, kept, scratch, query;
 
-    Plan(const Prefill &a, Narrow narrow)
-        : a(a), dim(a.dim), value_dim(a.value_dim), squares(narrow == IN_SQUARES), unit(squares ? SQUARE : ROWS) {
+    Plan(const Prefill &a, Product first, Product second)
+        : a(a), dim(a.dim), value_dim(a.value_dim), first(first), second(second), squares(first == IN_SQUARES),
+          split(a.again && second == IN_SQUARES && !squares), unit(squares ? SQUARE : split ? SQUARE * ROWS / 2 : ROWS) {
         slots = a.pieces[0].slots + a.pieces[1].slots;
         panels = (slots + PANEL - 1) / PANEL;
         kept_tokens = std::clamp<int64_t>(KEPT_ROWS / a.group, 1, a.tokens);
         tokens_each = std::clamp(a.tokens / PARTS, kept_tokens, std::max(kept_tokens, MOST_ROWS / a.group));
         tokens_each = tokens_each / kept_tokens * kept_tokens;
         rows_each = up(tokens_each * a.group, unit);
-        kept_rows = a.masses || a.lows || a.again ? up(kept_tokens * a.group, unit) : 0;
+        kept_rows = a.masses || a.lows || keeps_again() ? up(kept_tokens * a.group, unit) : 0;
         blocks = (a.tokens + tokens_each - 1) / tokens_each;
         parts = std::min(blocks, PARTS);
         heads_each = std::min((HEADS_AT_ONCE + parts - 1) / parts, a.rows * a.kv_heads);
-        pairs = squares || (narrow == SECOND_IN_PAIRS && a.again) ? dim.floats() / 2 : 0;
+        pairs = squares || (a.again && second != IN_FLOATS) ? dim.floats() / 2 * (split ? SPLITS : 1) : 0;
         keys = squares ? 0 : panels * PANEL * dim.floats();
         values = panels * PANEL * value_dim.floats() / (squares ? 2 : 1);
         packed = up(keys + values + panels * (PANEL * (pairs + 1) + 3), W);
@@ -95,11 +98,16 @@ struct Plan {
         width = panels * PANEL + W;  // no power of two, which would crowd a few sets of the cache
         kept = kept_rows * width;
         pieces = up((panels + PIECE - 1) / PIECE, W);
-        step = std::min(up(STEP_ROWS, unit), rows_each);
+        step = std::min(up(STEP_ROWS, squares ? SQUARE : ROWS), rows_each);
+        query = std::max(dim.floats(), pairs);
         scratch = (a.gains ? 2 : 1) * kept + step * NEAR_WIDTH + kept_rows * (pieces + 1) + panels +
-                  rows_each * (dim.floats() + value_dim.floats() + 6 + 2 * W) +
+                  rows_each * (query + value_dim.floats() + 6 + 2 * W) +
                   tokens_each * (a.masses + a.lows + 1);
     }
+
+    // Whether the second reading keeps its logits. Products in squares are done again, which is faster than logits beyond
+    // the nearest cache.
+    bool keeps_again() const { return a.again && second != IN_SQUARES; }
 
     Packed head(float *memory) const {
         int32_t *in_pairs = (int32_t *)(memory + keys + values);
