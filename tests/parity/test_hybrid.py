@@ -122,7 +122,7 @@ def attached(family):
 
 
 def request_of(seed, length, new=NEW, **options):
-    prompt = tuple(random.Random(seed).choices(range(VOCAB), k=length))
+    prompt = tuple(random.Random(seed).choices(range(1, VOCAB), k=length))  # 0 pads
     return Request(prompt=prompt, sampling=kvkeep.Sampling(max_new_tokens=new), **options)
 
 
