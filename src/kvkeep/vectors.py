@@ -178,5 +178,6 @@ def _named(keys: Codes, values: Codes) -> dict[str, Tensor]:
 
 def _gathered(x: Tensor, order: Int[Tensor, "B Hk n"]) -> Tensor:
     """Vectors of some tokens, ``(B, Hk, n, ...)``. A number that names no token gives the first or the last one."""
-    index = order.clamp(0, x.shape[2] - 1)[..., None]
-    return x.gather(2, index.expand(*order.shape, x.shape[-1]))
+    B, Hk, S = x.shape[:3]
+    rows, heads = (torch.arange(n, device=x.device) for n in (B, Hk))
+    return x[rows[:, None, None], heads[:, None], order.clamp(0, S - 1)]  # copies vectors; `gather` copies numbers

@@ -34,9 +34,9 @@ class Again : Block {
     // Logits of rows [begin, end) to panels from c on, still to be multiplied with `times`.
     struct Logits {
         float *at;
-        int64_t stride, begin, end, c, panels;
+        int64_t begin, end, c, panels;
 
-        const float *row(int64_t r) const { return at + (r - begin) * stride; }
+        float *row(int64_t r) const { return at + (r - begin) * NEAR_WIDTH; }
         int64_t keys() const { return panels * PANEL; }
     };
 
@@ -50,12 +50,11 @@ class Again : Block {
     void each_piece(bool fresh, const What &what) {
         const int64_t step = plan.second == IN_SQUARES ? STEP : plan.step;
         for (int64_t c = 0, n; c < active; c += n) {
-            n = panels_of_piece(c);
+            n = of_piece(c);
             for (int64_t r = 0; r < real_rows(); r += step) {
-                float *const at = keeps ? kept + r * width + c * PANEL : near;
-                const Logits x{at, keeps ? width : NEAR_WIDTH, r, std::min(real_rows(), r + step), c, n};
+                const Logits x{keeps ? kept_of(c, r) : near, r, std::min(real_rows(), r + step), c, n};
                 if (fresh || !keeps) {
-                    multiply(plan.second, r, std::min(rows, r + step), c, n, at, x.stride);
+                    multiply(plan.second, r, std::min(rows, r + step), c, n, x.at);
                     for (int64_t i = 0; i < n; i++) mask(x, i);
                 }
                 what(x);
@@ -71,7 +70,7 @@ class Again : Block {
         for (int64_t j = 0; j < PANEL; j += W) {
             const Ints there = load<Ints>(held.positions + panel * PANEL + j) >= 0;
             for (int64_t r = x.begin; r < x.end; r++) {
-                float *const one = x.at + (r - x.begin) * x.stride + i * PANEL + j;
+                float *const one = x.row(r) + i * PANEL + j;
                 Floats logits = load<Floats>(one);
                 if (softcap != 0.0f) logits = tanh(logits * left(plan.second) / softcap) * softcap;
                 store(one, select(there, logits, all(-INFINITY)));
@@ -95,6 +94,8 @@ class Again : Block {
     }
 
     void add_exponentials() {
+        if (plan.second == IN_SQUARES)
+            return add_all(true, [this](int64_t r, Floats x) { return exp_for_halves(x * times - known[r]); });
         add_all(true, [this](int64_t r, Floats x) {
             const Floats more = x * times - known[r];
             return exp_of_small(all(MOST) < more ? all(MOST) : more);

@@ -12,20 +12,20 @@ class Block {
     const Plan &plan;
     const Prefill &a;
     const Packed held;
-    const int64_t row, head, first, tokens, rows, width;
-    float *const kept, *const tempered;  // weights of all keys, if somebody needs them
-    float *const near;                   // the logits and weights of a piece
+    const int64_t row, head, first, tokens, rows;
+    float *const kept;  // weights of all keys, or tempered ones, if somebody needs them
+    float *const near;  // the logits of a piece, and weights that are not kept
     float *const query, *const out, *const totals, *const tempered_totals;
-    float *const scale, *const temper, *const known, *const most;  // per row; `most`: its largest logit so far
+    float *const scale, *const temper, *const known, *const most;  // per row; `most`: about its largest logit so far
     float *const then;                                             // that logit at each piece of what is kept
     int32_t *const shown, *const at, *const ids;
     int64_t active = 0;
 
     Block(const Plan &plan, Packed held, int64_t i, int64_t first, int64_t tokens, float *scratch)
         : plan(plan), a(plan.a), held(held), row(i / a.kv_heads), head(i % a.kv_heads), first(first), tokens(tokens),
-          rows(up(tokens * a.group, plan.unit)), width(plan.width), kept(scratch), tempered(kept + plan.kept),
-          near(tempered + (a.gains ? plan.kept : 0)), query(near + plan.step * NEAR_WIDTH),
-          out(query + plan.rows_each * plan.query), totals(out + plan.rows_each * plan.value_dim.floats()),
+          rows(up(tokens * a.group, plan.unit)), kept(scratch), near(kept + plan.kept),
+          query(near + plan.step * NEAR_WIDTH), out(query + plan.rows_each * plan.query),
+          totals(out + plan.rows_each * plan.value_dim.floats()),
           tempered_totals(totals + plan.rows_each * W), scale(tempered_totals + plan.rows_each * W),
           temper(scale + plan.rows_each), known(temper + plan.rows_each), most(known + plan.rows_each),
           then(most + plan.rows_each), shown((int32_t *)(then + plan.kept_rows * plan.pieces)),
@@ -50,7 +50,7 @@ class Block {
                 ids[active++] = (int32_t)panel;
     }
 
-    // The number that a row's weights are relative to.
+    // The logit that a row's weights are relative to.
     float base(int64_t r) const { return most[r] == -INFINITY ? 0.0f : most[r]; }
 
     // Lay out the queries; `pairs`: as narrow numbers, otherwise as floats times the scaling. Steps count elements.
@@ -68,11 +68,26 @@ class Block {
     // What products still have to be multiplied with when they become logits.
     float left(Product products) const { return products == IN_FLOATS ? 1.0f : (float)a.scaling; }
 
-    // Multiply some rows with n panels of keys, `stride` floats apart.
-    void multiply(Product products, int64_t begin, int64_t end, int64_t c, int64_t n, float *to, int64_t stride) {
+    // What masked logits are still to be multiplied with: soft caps have needed the logits themselves.
+    float by(Product products) const { return a.softcap == 0.0 ? left(products) : 1.0f; }
+
+    // How many panels of the same piece follow from one on.
+    int64_t of_piece(int64_t c) const {
+        int64_t n = 1;
+        while (c + n < active && ids[c + n] / PIECE == ids[c] / PIECE) n++;
+        return n;
+    }
+
+    // What is kept of a row's piece that begins with panel c. All rows of a piece lie together.
+    float *kept_of(int64_t c, int64_t r) const {
+        return kept + (ids[c] / PIECE * plan.kept_rows + r) * NEAR_WIDTH;
+    }
+
+    // Multiply some rows with n panels of a piece.
+    void multiply(Product products, int64_t begin, int64_t end, int64_t c, int64_t n, float *to) const {
         for (int64_t i = 0; i < n; i++)
             for (int64_t r = begin; r < end; r += products == IN_SQUARES ? SQUARE : ROWS)
-                dots_of(products, ids[c + i], r, to + (r - begin) * stride + i * PANEL, stride);
+                dots_of(products, ids[c + i], r, to + (r - begin) * NEAR_WIDTH + i * PANEL);
     }
 
     // Attend. Outputs and weights still have to be multiplied with `scale`. `keeps`: keep the weights of all keys; those
@@ -80,22 +95,12 @@ class Block {
     void attend(bool keeps) {
         begin_rows(keeps);
         for (int64_t c = 0, n; c < active; c += n) {
-            n = panels_of_piece(c);
+            n = of_piece(c);
             for (int64_t r = 0; r < rows; r += plan.step)
                 attend_piece(r, std::min(rows, r + plan.step), c, keeps ? n : n - unseen(r, c, n), keeps);
         }
         for (int64_t r = 0; r < real_rows(); r++) end_row(r);
     }
-
-    // How many of the listed panels belong to the piece of the one at c, this one included.
-    int64_t panels_of_piece(int64_t c) const {
-        int64_t n = 1;
-        while (c + n < active && ids[c + n] / PIECE == ids[c] / PIECE) n++;
-        return n;
-    }
-
-    // What masked logits are still to be multiplied with: soft caps have needed the logits themselves.
-    float by(Product products) const { return a.softcap == 0.0 ? left(products) : 1.0f; }
 
     template <class X>
     void write_outputs() const {
@@ -120,18 +125,19 @@ class Block {
 
     // Add n panels of a piece to the outputs of some rows.
     void attend_piece(int64_t begin, int64_t end, int64_t c, int64_t n, bool keeps) {
-        float *const x = keeps ? kept + begin * width + c * PANEL : near;
-        const int64_t stride = keeps ? width : NEAR_WIDTH;
-        multiply(plan.first, begin, end, c, n, x, stride);
+        float *const to = keeps && !a.gains ? kept_of(c, begin) : near;
+        multiply(plan.first, begin, end, c, n, near);
         for (int64_t r = begin; r < std::min(end, real_rows()); r++) {
-            float *const logits = x + (r - begin) * stride;
+            float *const logits = near + (r - begin) * NEAR_WIDTH;
             raise(r, largest_of(r, c, n, logits));
             if (keeps) then[r * plan.pieces + ids[c] / PIECE] = most[r];
-            if (keeps && a.gains) temper_logits(r, n, logits, tempered + r * width + c * PANEL);
-            weigh(r, n, logits, plan.squares ? near + (r - begin) * NEAR_WIDTH : nullptr, keeps);
+            if (keeps && a.gains)
+                plan.squares ? temper_logits<exp_for_halves>(r, n, logits, kept_of(c, r))
+                             : temper_logits<exp_of_small>(r, n, logits, kept_of(c, r));
+            weigh(r, n, logits, to + (r - begin) * NEAR_WIDTH);
             if (plan.squares && r % AWAKE_ROWS == 0) stay_awake();
         }
-        mix(end - begin, c, n, plan.squares ? near : x, plan.squares ? NEAR_WIDTH : stride, begin);
+        mix(end - begin, c, n, to, begin);
     }
 
     template <class X>
@@ -155,20 +161,20 @@ class Block {
         ::split<X>(from, plan.dim, (uint16_t *)((int32_t *)query + r * plan.pairs), plan.dim.floats());
     }
 
-    void dots_of(Product products, int64_t panel, int64_t r, float *to, int64_t stride) {
+    void dots_of(Product products, int64_t panel, int64_t r, float *to) const {
         const int64_t dim = plan.dim.floats(), pairs = plan.pairs;
         const int32_t *const queries = (int32_t *)query + r * pairs, *const keys = held.pairs + panel * PANEL * pairs;
-        if (plan.split && products == IN_SQUARES) dots_of_split(queries, pairs, keys, to, stride);
-        else if (products == IN_SQUARES) dots_in_squares(queries, pairs, keys, to, stride);
-        else if (products == IN_PAIRS) dots_of_pairs(queries, pairs, keys, to, stride);
-        else dots(query + r * dim, dim, held.keys + panel * PANEL * dim, to, stride);
+        if (plan.split && products == IN_SQUARES) dots_of_split(queries, pairs, keys, to, NEAR_WIDTH);
+        else if (products == IN_SQUARES) dots_in_squares(queries, pairs, keys, to, NEAR_WIDTH);
+        else if (products == IN_PAIRS) dots_of_pairs(queries, pairs, keys, to, NEAR_WIDTH);
+        else dots(query + r * dim, dim, held.keys + panel * PANEL * dim, to, NEAR_WIDTH);
     }
 
-    void mix(int64_t n_rows, int64_t c, int64_t n, const float *weights, int64_t stride, int64_t r) {
+    void mix(int64_t n_rows, int64_t c, int64_t n, const float *weights, int64_t r) {
         const int64_t dim = plan.value_dim.floats();
         float *const to = out + r * dim;
-        if (plan.squares) mix_panels_in_squares(weights, stride, n_rows, held.values, ids + c, n, dim, to);
-        else mix_panels(weights, stride, n_rows, held.values, ids + c, n, dim, to);
+        if (plan.squares) mix_panels_in_squares(weights, NEAR_WIDTH, n_rows, held.values, ids + c, n, dim, to);
+        else mix_panels(weights, NEAR_WIDTH, n_rows, held.values, ids + c, n, dim, to);
     }
 
     // A sink is a logit without a value.
@@ -219,52 +225,56 @@ class Block {
         if (!shown[r]) shown[r] = any(seen);
     }
 
-    // Make the weights so far relative to a larger logit, if there is one.
+    // How far a logit may be above the one that weights are relative to, so that few rows are scaled down again.
+    float slack() const { return a.gains ? std::min(SLACK, SLACK / std::max(a.gains[row], 1.0f)) : SLACK; }
+
+    // Make the weights so far relative to a larger logit, if there is one that is much larger.
     void raise(int64_t r, Floats top) {
         top = in_register(top * by(plan.first));
-        if (!any(top > most[r])) return;
-        const float now = largest(top);
-        const Floats less = exp_of_small(all(most[r] - now));
+        if (!any(top > most[r] + slack())) return;
+        const float now = largest(top), before = std::exchange(most[r], now);
+        if (before == -INFINITY) return;  // nothing weighs anything yet
+        const Floats less = exp_of_small(all(before - now));
         float *const to = out + r * plan.value_dim.floats();
         for (int64_t d = 0; d < plan.value_dim.floats(); d += W) store(to + d, load<Floats>(to + d) * less);
         store(totals + r * W, load<Floats>(totals + r * W) * less);
         if (a.gains) {
-            const float other = most[r] == -INFINITY ? most[r] : (most[r] - now) * a.gains[row];
-            store(tempered_totals + r * W, load<Floats>(tempered_totals + r * W) * exp_of_small(all(other)));
+            const Floats other = exp_of_small(all((before - now) * a.gains[row]));
+            store(tempered_totals + r * W, load<Floats>(tempered_totals + r * W) * other);
         }
-        most[r] = now;
     }
 
-    // Turn logits into weights: floats in their place if `floats`, and halves in `near`, if it is there.
-    void weigh(int64_t r, int64_t n, float *x, float *halves, bool floats) {
+    // Turn logits into weights: floats, or halves for products in squares.
+    void weigh(int64_t r, int64_t n, const float *x, float *to) {
         const float less = base(r), times = by(plan.first);
         Floats total = load<Floats>(totals + r * W);
-        const auto weight = [&](int64_t i) {
-            const Floats scaled = in_register(load<Floats>(x + i) * times);  // rounded as `most`: none is above it
-            const Floats e = exp_of_small(scaled - less);
-            total += e;
-            return e;
+        const auto logits = [&](int64_t i) {
+            return in_register(load<Floats>(x + i) * times) - less;  // rounded as `most`, so none is far above it
         };
-        if (halves && !floats)
-            for (int64_t i = 0; i < n * PANEL; i += 2 * W) put_halves(weight(i), weight(i + W), halves + i);
-        else if (halves)
+        if (plan.squares)
             for (int64_t i = 0; i < n * PANEL; i += 2 * W) {
-                const Floats one = weight(i), two = weight(i + W);
-                store(x + i, one), store(x + i + W, two);
-                put_halves(one, two, halves + i);
+                const Floats one = exp_for_halves(logits(i)), two = exp_for_halves(logits(i + W));
+                total += one;
+                total += two;
+                put_halves(one, two, to + i);
             }
         else
-            for (int64_t i = 0; i < n * PANEL; i += W) store(x + i, weight(i));
+            for (int64_t i = 0; i < n * PANEL; i += W) {
+                const Floats e = exp_of_small(logits(i));
+                total += e;
+                store(to + i, e);
+            }
         store(totals + r * W, total);
     }
 
     // The weights of logits times a gain.
+    template <Floats power(Floats)>
     void temper_logits(int64_t r, int64_t n, const float *x, float *to) {
         const float less = base(r), times = by(plan.first), gain = a.gains[row];
         Floats total = load<Floats>(tempered_totals + r * W);
         for (int64_t i = 0; i < n * PANEL; i += W) {
-            const Floats scaled = in_register(load<Floats>(x + i) * times), logits = scaled - less;
-            const Floats e = select(logits > -INFINITY, exp_of_small(logits * gain), Floats{});
+            const Floats logits = in_register(load<Floats>(x + i) * times) - less;
+            const Floats e = select(logits > -INFINITY, power(logits * gain), Floats{});
             store(to + i, e);
             total += e;
         }

@@ -56,12 +56,19 @@ inline void put_all_narrow(const float *from, float by, uint16_t *to, int64_t n)
 // The upper half of each number, which is one in bfloat16 and no larger.
 inline Floats upper(Floats x) { return (Floats)((Bits)x & 0xffff0000); }
 
-// Write two vectors in their own place as sums of two numbers in bfloat16: all upper halves, then all lower ones. What is
-// lost is less than 2^-16 of a number.
+// Write two vectors in their own place as sums of two numbers in bfloat16: pairs of upper halves, then pairs of lower
+// ones. What is lost is less than 2^-16 of a number.
 inline void put_halves(Floats a, Floats b, float *to) {
-    const Floats x = upper(a), y = upper(b);
-    put_narrow(x, y, (uint16_t *)to);
-    put_narrow(a - x, b - y, (uint16_t *)(to + W));
+    const Bits x = (Bits)a & 0xffff0000, y = (Bits)b & 0xffff0000;
+    const Bits less = (Bits)(a - (Floats)x) + 0x8000, rest = (Bits)(b - (Floats)y) + 0x8000;
+    store(to, x >> 16 | y);
+    store(to + W, less >> 16 | (rest & 0xffff0000));
+}
+
+// The two vectors again.
+inline Pair from_halves(const float *from) {
+    const Pair upper = BFloat16::widen((const uint16_t *)from), lower = BFloat16::widen((const uint16_t *)(from + W));
+    return {upper.a + lower.a, upper.b + lower.b};
 }
 
 // What comes after the parts so far of x: it has the sign of x and is not 0, so that products with infinities stay so.
@@ -101,15 +108,17 @@ struct Panel {
     }
 };
 
-// Pack one panel of a head's values: a row of pairs for every two slots. Empty slots become zeros.
+// Pack one panel of a head's values: a row of pairs for every two slots, W apart as in `put_halves`. Empty slots become
+// zeros.
 template <class T>
 void pack_rows_in_pairs(const Panel<T> &values, int64_t elements, int64_t dim, int32_t *to) {
     std::memset(to, 0, PANEL / 2 * dim * sizeof *to);
-    for (int64_t j = 0; j < PANEL && !values.empty; j += 2, to += dim) {
-        const T *const low = values.rows[j], *const high = values.rows[j + 1];
-        const uint32_t keep_low = values.kept[j], keep_high = values.kept[j + 1];
-        for (int64_t i = 0; i < elements; i++)
-            to[i] = (int32_t)(((uint32_t)low[i] & keep_low) | ((uint32_t)high[i] & keep_high) << 16);
+    for (int64_t i = 0; i < PANEL / 2 && !values.empty; i++, to += dim) {
+        const int64_t j = i / W * 2 * W + i % W;
+        const T *const low = values.rows[j], *const high = values.rows[j + W];
+        const uint32_t keep_low = values.kept[j], keep_high = values.kept[j + W];
+        for (int64_t e = 0; e < elements; e++)
+            to[e] = (int32_t)(((uint32_t)low[e] & keep_low) | ((uint32_t)high[e] & keep_high) << 16);
     }
 }
 

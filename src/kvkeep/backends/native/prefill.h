@@ -24,11 +24,19 @@ class Reading : Block {
         write_outputs<X>();
         if (!counts) return;
         for (int64_t r = 0; r < real_rows(); r++) find_factors(r);
-        if (a.lows) return count_all(sums, stride);
-        for (int64_t f = 0; f < a.masses; f++) add_all(f, sums + f * stride);
+        in_halves() ? report<true>(sums, stride) : report<false>(sums, stride);
     }
 
    private:
+    // Call work(c, kept) for each panel and what is kept of it in the first row.
+    template <class Work>
+    void each_panel(const Work &work) const {
+        for (int64_t c = 0, n; c < active; c += n) {
+            n = of_piece(c);
+            for (int64_t i = 0; i < n; i++) work(c + i, kept_of(c, 0) + i * PANEL);
+        }
+    }
+
     // Copy the weights of the block's tokens; false if all are 0. A mean over the group is part of them.
     bool load_weights() {
         bool some = false;
@@ -43,8 +51,7 @@ class Reading : Block {
 
     // What the kept weights of a row still have to be multiplied with to become probabilities, for each piece.
     void find_factors(int64_t r) {
-        const bool tempers = a.gains && !a.lows;
-        const float gain = tempers ? a.gains[row] : 1.0f, last = base(r), times = tempers ? temper[r] : scale[r];
+        const float gain = a.gains ? a.gains[row] : 1.0f, last = base(r), times = a.gains ? temper[r] : scale[r];
         for (int64_t i = 0; i < plan.pieces; i += W) {
             float *const factor = then + r * plan.pieces + i;
             const Floats before = load<Floats>(factor), less = (before - last) * gain;
@@ -66,50 +73,85 @@ class Reading : Block {
         return (float)sum(seen);
     }
 
+    bool in_halves() const { return plan.squares && !a.gains; }
+
+    // Two vectors of kept weights.
+    template <bool HALVES>
+    static Pair weights_at(const float *from) {
+        if constexpr (HALVES) return from_halves(from);
+        return {load<Floats>(from), load<Floats>(from + W)};
+    }
+
+    template <bool HALVES>
+    void report(float *sums, int64_t stride) {
+        if (a.lows) return count_all<HALVES>(sums, stride);
+        for (int64_t f = 0; f < a.masses; f++) add_all<HALVES>(f, sums + f * stride);
+    }
+
     // Add the probabilities of all keys to a sum, row by row.
+    template <bool HALVES>
     void add_all(int64_t f, float *sums) {
-        for (int64_t c = 0; c < active; c++) {
-            if (c == 0 || ids[c] / PIECE != ids[c - 1] / PIECE)
-                for (int64_t r = 0; r < real_rows(); r++)
-                    times[r] = weights[f * tokens + r / a.group] / (float)a.group * factor(r, c);
-            add((a.gains ? tempered : kept) + c * PANEL, sums + ids[c] * PANEL);
+        for (int64_t c = 0, n, i; c < active; c += n) {
+            n = of_piece(c);
+            for (int64_t r = 0; r < real_rows(); r++)
+                times[r] = weights[f * tokens + r / a.group] / (float)a.group * factor(r, c);
+            for (i = 0; i + ADDED <= n; i += ADDED) add<HALVES, ADDED>(c, i, sums);
+            for (; i < n; i++) add<HALVES, 1>(c, i, sums);
         }
     }
 
-    // Add a panel's weights times those of the rows.
-    void add(const float *from, float *to) const {
-        constexpr int64_t AHEAD = 4;
-        Floats total[TILE];
-        for (int i = 0; i < TILE; i++) total[i] = load<Floats>(to + i * W);
-        for (int64_t r = 0; r < real_rows(); r++, from += width) {
-            for (int i = 0; i < TILE; i++) __builtin_prefetch(from + AHEAD * width + i * W);
+    // Add the weights of N panels, from number i of a piece on, times those of the rows.
+    template <bool HALVES, int N>
+    void add(int64_t c, int64_t i, float *sums) const {
+        const float *from = kept_of(c, 0) + i * PANEL;
+        Floats total[N][TILE];
+        for (int p = 0; p < N; p++)
+            for (int j = 0; j < TILE; j++) total[p][j] = load<Floats>(sums + ids[c + i + p] * PANEL + j * W);
+        for (int64_t r = 0; r < real_rows(); r++, from += NEAR_WIDTH) {
             if (times[r] == 0.0f) continue;
-            for (int i = 0; i < TILE; i++) total[i] += load<Floats>(from + i * W) * times[r];
+            for (int p = 0; p < N; p++)
+                for (int j = 0; j < TILE; j += 2) {
+                    const Pair found = weights_at<HALVES>(from + p * PANEL + j * W);
+                    total[p][j] += found.a * times[r];
+                    total[p][j + 1] += found.b * times[r];
+                }
         }
-        for (int i = 0; i < TILE; i++) store(to + i * W, total[i]);
+        for (int p = 0; p < N; p++)
+            for (int j = 0; j < TILE; j++) store(sums + ids[c + i + p] * PANEL + j * W, total[p][j]);
     }
 
+    template <bool HALVES>
     void count_all(float *sums, int64_t stride) {
         for (int64_t t = 0; t < tokens; t++) shares[t] = share(t);
-        for (int64_t c = 0; c < active; c++)
-            for (int64_t i = 0; i < TILE; i++) count(c, i, sums + ids[c] * PANEL + i * W, stride);
+        each_panel([&](int64_t c, const float *x) {
+            for (int64_t i = 0; i < PANEL; i += 2 * W) count<HALVES>(c, i, x + i, sums + ids[c] * PANEL + i, stride);
+        });
     }
 
-    // Add W keys' probabilities, and the weights of the rows that find them low.
-    void count(int64_t c, int64_t i, float *sums, int64_t stride) {
-        const float *from = kept + c * PANEL + i * W;
-        const Ints k = load<Ints>(held.positions + ids[c] * PANEL + i * W);
+    // Add the probabilities of 2 W keys, and the weights of the rows that find them low.
+    template <bool HALVES>
+    void count(int64_t c, int64_t i, const float *from, float *sums, int64_t stride) {
         for (int64_t t = 0; t < tokens; t++) {
-            Floats mean = {};
-            for (int64_t r = t * a.group; r < (t + 1) * a.group; r++) mean += load<Floats>(from + r * width) * factor(r, c);
-            mean /= (float)a.group;
-            const Ints low = (mean * shares[t] * (float)a.theta < 1.0f) & (k >= 0) & (k <= at[t * a.group]);
-            for (int64_t f = 0; f < a.masses + a.lows; f++) {
-                const float weight = weights[f * tokens + t];
-                if (weight == 0.0f) continue;
-                const Floats more = f < a.masses ? mean * weight : select(low, all(weight), Floats{});
-                store(sums + f * stride, load<Floats>(sums + f * stride) + more);
+            Pair mean = {};
+            for (int64_t r = t * a.group; r < (t + 1) * a.group; r++) {
+                const Pair found = weights_at<HALVES>(from + r * NEAR_WIDTH);
+                mean.a += found.a * factor(r, c);
+                mean.b += found.b * factor(r, c);
             }
+            count_one(c, i, t, mean.a / (float)a.group, sums, stride);
+            count_one(c, i + W, t, mean.b / (float)a.group, sums + W, stride);
+        }
+    }
+
+    // The same for W keys and one token.
+    void count_one(int64_t c, int64_t i, int64_t t, Floats mean, float *sums, int64_t stride) const {
+        const Ints k = load<Ints>(held.positions + ids[c] * PANEL + i);
+        const Ints low = (mean * shares[t] * (float)a.theta < 1.0f) & (k >= 0) & (k <= at[t * a.group]);
+        for (int64_t f = 0; f < a.masses + a.lows; f++) {
+            const float weight = weights[f * tokens + t];
+            if (weight == 0.0f) continue;
+            const Floats more = f < a.masses ? mean * weight : select(low, all(weight), Floats{});
+            store(sums + f * stride, load<Floats>(sums + f * stride) + more);
         }
     }
 };

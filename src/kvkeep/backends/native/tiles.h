@@ -1,11 +1,12 @@
 // The parts of attention of many tokens per row: what is asked, how it is cut into work, and products of tiles.
 //
 // A block of query rows reads the keys a piece at a time, STEP_ROWS rows at once, whose logits to the piece stay in the
-// nearest cache. There they become weights relative to each row's largest logit so far, and weigh the values; a larger
-// logit scales down what has been summed. Pieces are the same for all blocks, so a row does not depend on the rows beside
-// it. Sums over the rows need the weights of all keys again when the largest logits are known, so a block that is counted
-// keeps them: fewer rows, or they would leave the second-level cache. Keys are transposed once per head, a panel of PANEL
-// keys at a time. Panels that no row of a block sees are skipped, so a causal chunk costs half.
+// nearest cache. There they become weights relative to about each row's largest logit so far, and weigh the values; a
+// much larger logit scales down what has been summed. Pieces are the same for all blocks, so a row does not depend on the
+// rows beside it. Sums over the rows need the weights of all keys again when the largest logits are known, so a block
+// that is counted keeps them, piece by piece: fewer rows, or they would leave the second-level cache. Keys are transposed
+// once per head, a panel of PANEL keys at a time. Panels that no row of a block sees are skipped, so a causal chunk costs
+// half.
 //
 // One head's rows are cut into parts whose number does not depend on the number of threads. One thread does a part from
 // beginning to end, and the sums of the parts are added in order, so results do not depend on the threads.
@@ -40,7 +41,7 @@ extern "C" struct Prefill {
     int64_t masses, lows;
     const float *weights;  // (masses + lows, rows, tokens), dense: of each token's row in each sum
     float *sums;           // (masses + lows, rows, kv_heads, slots of both pieces), dense
-    const float *gains;    // per row, on the logits of `masses`; null for none
+    const float *gains;    // per row, on the logits of `masses`; null for none, as there are if there are `lows`
     int64_t live;
     const char *again;  // queries that read all keys once more, (rows, query heads, tokens, dim), dense; null for none
     float *shares;      // largest share of each key in that reading, (rows, kv_heads, slots of both pieces), dense
@@ -55,6 +56,8 @@ constexpr int64_t SPLITS = 3;   // narrow numbers whose sum is a wider one, the 
 constexpr int64_t PANEL = TILE * W;
 constexpr int64_t PARTS = 16, HEADS_AT_ONCE = 32;
 constexpr int64_t MOST_ROWS = 192, KEPT_ROWS = 48, STEP_ROWS = 32;  // of a block, of one that is counted, at once
+constexpr float SLACK = 8.0f;  // see `Block::slack`
+constexpr int ADDED = 4;       // panels that are summed at once
 constexpr int64_t PIECE = 256 / PANEL, NEAR_WIDTH = PIECE * PANEL + W;  // panels of a piece; from row to row of logits
 
 enum Product { IN_FLOATS, IN_PAIRS, IN_SQUARES };  // of queries and keys: of floats, or of narrow numbers
@@ -72,10 +75,10 @@ struct Plan {
     const Prefill &a;
     Pairs dim, value_dim;
     const Product first, second;  // how the first and the second reading multiply
-    const bool squares, split;     // `split`: the narrow numbers of the second reading are parts of wider ones
-    const int64_t unit;            // the rows of a block are a multiple of it
+    const bool squares, split;    // `split`: the narrow numbers of the second reading are parts of wider ones
+    const int64_t unit;           // the rows of a block are a multiple of it
     int64_t slots, panels, tokens_each, kept_tokens, rows_each, blocks, parts, heads_each, pairs, keys, values, packed;
-    int64_t partial, pieces, step, width, kept_rows, kept, scratch, query;
+    int64_t partial, pieces, step, kept_rows, kept, scratch, query;
 
     Plan(const Prefill &a, Product first, Product second)
         : a(a), dim(a.dim), value_dim(a.value_dim), first(first), second(second), squares(first == IN_SQUARES),
@@ -95,12 +98,11 @@ struct Plan {
         values = panels * PANEL * value_dim.floats() / (squares ? 2 : 1);
         packed = up(keys + values + panels * (PANEL * (pairs + 1) + 3), W);
         partial = (a.masses + a.lows + (a.again ? 1 : 0)) * panels * PANEL;
-        width = panels * PANEL + W;  // no power of two, which would crowd a few sets of the cache
-        kept = kept_rows * width;
         pieces = up((panels + PIECE - 1) / PIECE, W);
+        kept = kept_rows * (panels + PIECE - 1) / PIECE * NEAR_WIDTH;
         step = std::min(up(STEP_ROWS, squares ? SQUARE : ROWS), rows_each);
         query = std::max(dim.floats(), pairs);
-        scratch = (a.gains ? 2 : 1) * kept + step * NEAR_WIDTH + kept_rows * (pieces + 1) + panels +
+        scratch = kept + step * NEAR_WIDTH + kept_rows * (pieces + 1) + panels +
                   rows_each * (query + value_dim.floats() + 6 + 2 * W) +
                   tokens_each * (a.masses + a.lows + 1);
     }

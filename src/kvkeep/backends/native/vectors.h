@@ -218,9 +218,13 @@ inline bool any(Ints v) {
 }
 
 inline float largest(Floats v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)v);  // compilers compare one number after the other
+#else
     float most = v[0];
     for (int i = 1; i < W; i++) most = v[i] > most ? v[i] : most;
     return most;
+#endif
 }
 
 template <class V>
