@@ -93,11 +93,12 @@ class BoundedCache(SnapshotCache):
         self._first, self._prompt_columns = min(layout.windows, default=0), 0
         pinned = spans_of_rows(pins)
         cascade = self.policy.cascades(self._first) if self.policy.cascades else None
-        together = Together(list(layout.windows)) if self.policy.shares_layers else None
+        together = Together.by_layer(layout.sharing)
         layers: list[Any] = DynamicCache(config=config).layers
-        for (number, window), numbers in zip(layout.windows.items(), layout.spread(budget), strict=True):
+        each = zip(layout.windows.items(), layout.policies, layout.spread(budget), strict=True)
+        for (number, window), own, numbers in each:
             bounded = Layer(
-                self.policy,
+                own,
                 numbers,
                 index=number,
                 window=window,
@@ -105,7 +106,7 @@ class BoundedCache(SnapshotCache):
                 sequences=sequences,
                 rotation=layout.rotation,
                 cascade=cascade,
-                together=together,
+                together=together.get(number),
                 pins=pinned,
                 kv_bits=layout.kv_bits,
             )

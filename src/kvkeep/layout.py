@@ -115,6 +115,17 @@ class Layout:
             how = "uniform"
         return cls(policy, windows, how, rotation, rotary, head_budget, profile, kv_bits, heads)
 
+    @property
+    def sharing(self) -> tuple[int, ...]:
+        """Numbers of the layers whose heads share one budget."""
+        return tuple(self.windows) if self.policy.shares_layers else ()
+
+    @property
+    def policies(self) -> list[Policy]:
+        """The policy of each layer with slots. A rule for the heads of all layers holds in those that share."""
+        sharing, apart = self.sharing, under(self.policy, "uniform") if self.policy.shares_layers else self.policy
+        return [self.policy if number in sharing else apart for number in self.windows]
+
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[Number]]:
         """The budget of each layer with slots: one number for all rows, or one per row. See `kvkeep.budget.Number`.
 

@@ -83,6 +83,11 @@ class Together:
         self._whole: JointBlock | None = None
         self.clear()
 
+    @classmethod
+    def by_layer(cls, layers: Sequence[int]) -> dict[int, Together]:
+        """What some layers share, by the number of each of them."""
+        return dict.fromkeys(layers, cls(layers))
+
     def clear(self) -> None:
         """Forget steps that have not ended."""
         self._waiting: list[Waiting] = []
