@@ -139,6 +139,8 @@ def schedule(seed, monkeypatch):
     name = "llama-double" if double else "llama"
     policies = [p for p in [*POLICIES, *OTHERS] if double or p != "knorm"]  # its ties hang on rounding
     head_budget = random.Random(seed + 0.25).choice(HEAD_BUDGETS)
+    if head_budget and not double and random.Random(seed + 0.75).random() < 0.5:
+        name = "gemma2"  # a layer with a sliding window
     if head_budget:
         policies = [p for p in policies if refusal(parse(p)) is None]
     policies = rng.sample(policies, rng.choice((1, 1, 2, 4)))
