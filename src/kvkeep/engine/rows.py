@@ -28,8 +28,8 @@ from kvkeep.store import Block, has_room, inference
 from kvkeep.together import Together
 from kvkeep.types import Phase
 
-Watch: TypeAlias = Callable[[int, Segment], Policy]
-"""Returns the policy of some rows in a layer, or one around it that watches."""
+Watch: TypeAlias = Callable[[int, Segment, Policy], Policy]
+"""Is given some rows in a layer and their policy. Returns this policy, or one around it that watches."""
 
 _MOST = 64
 """Number of row ranges, and of policies, whose layers are remembered. Others are made again when they are needed."""
@@ -278,7 +278,7 @@ class Rows:
         given: dict[str, Any] = {"columns": columns, "cascade": own.cascade if own else None, "together": shared}
         layer = self._layers[policy][index].over(block, **given)
         if watch is not None:
-            layer.policy = watch(index, one)
+            layer.policy = watch(index, one, layer.policy)
         return layer
 
     def _new_own(self, policy: Policy) -> Own | None:
