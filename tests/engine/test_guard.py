@@ -90,7 +90,6 @@ def test_a_prompt_that_fits_into_a_quarter_loses_nothing_there():
         ("full", "keeps every token"),
         ("local", "shows no attention mass"),
         ("scissorhands", "no plain choice"),
-        ("adakv:window=2", "no plain choice"),
         ("spatten", "no plain choice"),
         ("snapkv:window=2,decode=grow", "no plain choice"),
         ("ahakv:recent=2", "depends on the budget"),

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvkeep import loss
+from kvkeep.budget import Number
 from kvkeep.engine.generation import Generation
 from kvkeep.engine.rows import Rows
 from kvkeep.errors import BudgetError, InputError, one_line
@@ -30,7 +32,7 @@ def refusal(policy: Policy, levels: Sequence[int]) -> str | None:
     """Return why no budget can be chosen for a policy at the end of a prompt, or ``None`` if one can be."""
     if not policy.evicts:
         return "it keeps every token"
-    if policy.bursts or policy.grows or policy.spreads or policy.cascades:
+    if policy.bursts or policy.grows or policy.cascades:
         return "its cuts are no plain choice of the best tokens of each head"
     try:
         asked = [policy.wants(_end_of_prompt(10 * max(levels), level)) for level in levels]
@@ -99,7 +101,7 @@ def levels(layout: Layout, budget: int, pins: Spans) -> tuple[int, ...]:
     return tuple(found)
 
 
-def chosen(layout: Layout, budget: int, held: Sequence[int | Sequence[int]]) -> int:
+def chosen(layout: Layout, budget: int, held: Sequence[Number]) -> int:
     """Return the budget of a memory: the one that it was asked for, or a smaller one that a guard has chosen.
 
     Args:
@@ -109,6 +111,15 @@ def chosen(layout: Layout, budget: int, held: Sequence[int | Sequence[int]]) -> 
     """
     for number in (budget, *(max(1, budget // share) for share in SHARES)):
         with suppress(BudgetError):
-            if list(held) == layout.slots(number):
+            if _totals(layout, held) == _totals(layout, layout.slots(number)):
                 return number
     return budget
+
+
+def _totals(layout: Layout, budgets: Sequence[Number]) -> list[Fraction]:
+    """What the heads of each layer have on average; of all layers that share a budget, where some do."""
+    each = [Fraction(number) if isinstance(number, int) else Fraction(sum(number), len(number)) for number in budgets]
+    shares = [own.shares_layers for own in layout.policies]
+    pairs = list(zip(each, shares, strict=False))  # a memory of another model has other layers
+    joint = sum((number for number, joint in pairs if joint), Fraction())
+    return [joint, *(number for number, joint in pairs if not joint)]

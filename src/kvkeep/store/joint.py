@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -144,6 +145,23 @@ def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice 
             assert isinstance(tensor, Tensor)
             tensor[rows] = new
     store.entries[rows] = EMPTY
+
+
+def give(blocks: Sequence[Block], budgets: Sequence[Int[Tensor, "B Hk"] | None]) -> None:
+    """Give the heads of all layers budgets of their own, in those that have pools. Their slots lose their content.
+
+    Args:
+        blocks: the block of each layer with slots.
+        budgets: those of each layer; ``None`` where all heads have the same.
+    """
+    pairs = [(block, budget) for block, budget in zip(blocks, budgets, strict=True) if budget is not None]
+    if joint := [pair for pair in pairs if isinstance(pair[0], PartBlock)]:
+        divide([block for block, _ in joint], torch.cat([budget for _, budget in joint], dim=1))
+    for block, budget in pairs:
+        if not isinstance(block, PartBlock):
+            assert isinstance(block.budget, Tensor)
+            block.budget.copy_(budget)
+            block.divide()
 
 
 def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> None:
