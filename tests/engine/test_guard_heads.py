@@ -12,7 +12,7 @@ from kvkeep.engine.choice import _end_of_prompt as end_of_prompt
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
 from kvkeep.policies._heads import under
-from kvkeep.store import PooledStore
+from kvkeep.store import Block, DenseStore, PooledStore
 
 from .models import model
 from .test_equal import prompt_of
@@ -155,3 +155,16 @@ def test_no_head_gets_more_of_a_smaller_budget(alpha):
             found.append(policy.spreads.heads(policy, view, score))
         assert (found[0] <= found[1]).all()
         assert (found[1] <= found[2]).all()
+
+
+@pytest.mark.parametrize("store", [DenseStore, PooledStore])
+def test_a_token_that_no_slot_holds_leaves_an_empty_one(store):
+    keys = torch.arange(6.0)[:, None].expand(1, 2, 6, 8)
+    block, other = (Block(keys, -keys, numbers=[5], starts={"mass": 0.0}, store=store) for _ in range(2))
+    held, wanted = (
+        torch.tensor(places, dtype=torch.int32).expand(1, 2, -1) for places in ([3, 0, 2, 4], [0, 1, 3, -1])
+    )
+    block.store.fill(keys[:, :, [3, 0, 2, 4]], -keys[:, :, [3, 0, 2, 4]], held)
+    trial.Reduced.of(block, trial.Cut(wanted, torch.zeros(1, 2), None)).put(other)
+    assert other.store.positions[..., :4].tolist() == [[[0, -1, 3, -1]] * 2]
+    assert other.store.slots().keys[..., [0, 2], 0].tolist() == [[[0.0, 3.0]] * 2]

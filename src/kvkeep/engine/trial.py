@@ -190,8 +190,9 @@ class Trial:
     def _holds(self, row: int, place: int) -> bool:
         """Whether a row holds the tokens of a smaller budget. Where heads share one, a head may get more of less."""
         pairs = zip(self._rows.blocks_of(row), self._of(row, place), strict=True)
-        missing = [_places(block.opened().store.positions, cut.positions)[1] for block, (_, cut) in pairs]
-        return not bool(self._rows.heads.all(torch.stack(missing).any(dim=0).long()).any())
+        divided = [(block, cut) for block, (_, cut) in pairs if cut.budget is not None]
+        missing = [_places(block.opened().store.positions, cut.positions)[1].any(dim=-1) for block, cut in divided]
+        return not missing or not bool(self._rows.heads.all(torch.stack(missing).any(dim=0).long()).any())
 
     def _reduce(self, row: int, one: Generation) -> None:
         """Reduce a row to the tokens of the budget that was chosen."""
@@ -245,13 +246,12 @@ def _in_order(positions: Int[Tensor, "B Hk S"], stays: Bool[Tensor, "B Hk S"]) -
 
 def _places(
     held: Int[Tensor, "1 Hk S"], positions: Int[Tensor, "1 Hk n"]
-) -> tuple[Int[Tensor, "1 Hk n"], Bool[Tensor, "1 Hk"]]:
-    """The slot of each position, and whether a head lacks one of them."""
+) -> tuple[Int[Tensor, "1 Hk n"], Bool[Tensor, "1 Hk n"]]:
+    """The slot of each position, and whether no slot has it."""
     ordered, order = held.masked_fill(held < 0, _LATER).sort(dim=-1)
     wanted = positions.masked_fill(positions < 0, _LATER).contiguous()
     place = torch.searchsorted(ordered, wanted).clamp(max=held.shape[-1] - 1)
-    missing = (ordered.gather(-1, place) != wanted) & (positions >= 0)
-    return order.gather(-1, place), missing.any(dim=-1)
+    return order.gather(-1, place), (ordered.gather(-1, place) != wanted) & (positions >= 0)
 
 
 def _same_state(one: State, other: State) -> bool:
@@ -274,13 +274,17 @@ class Reduced:
 
     @classmethod
     def of(cls, block: Block, cut: Cut) -> Reduced:
-        """The tokens of a cut, all of which are in the slots."""
+        """The tokens of a cut. Slots of codes do not hold a key that is not finite; its place stays empty."""
         opened = block.opened()
         store, n = opened.store, int((cut.positions >= 0).sum(dim=-1).max())
         positions = cut.positions[..., :n]
-        index, _ = _places(store.positions, positions)
+        index, missing = _places(store.positions, positions)
         tokens = store.tokens(store.slots(), used=store.positions.shape[-1]).chosen(index)
-        return cls(positions, tokens, {name: x.gather(-1, index) for name, x in opened.of_slots().items()})
+        return cls(
+            positions.masked_fill(missing, EMPTY),
+            tokens,
+            {name: x.gather(-1, index) for name, x in opened.of_slots().items()},
+        )
 
     def put(self, block: Block) -> None:
         """Fill the slots of a block of one row with the tokens."""
