@@ -119,10 +119,10 @@ class Together:
 
     def wait(self, policy: Policy, block: Block, view: View, state: State, report: Report, *, used: int) -> None:
         """Note a layer's step over a prompt, which has attended; arguments as for `cut`. State of heads is written."""
-        block.remember({name: x for name, x in state.items() if name in block.heads})
         own = {name: x for name, x in state.items() if name not in block.heads}
         score, mass = scored(policy, view, state), {name: x for name, x in report.sums.items() if name == "mass"}
         tokens = block.store.tokens(view, used=used).apart()
+        block.remember({name: x for name, x in state.items() if name in block.heads})  # last: a guard compares both
         self._waiting.append(Waiting(positions_of(view), tokens, score, own, Report(mass)))
 
     def end(self, policy: Policy, block: Block) -> None:

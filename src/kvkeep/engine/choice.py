@@ -34,6 +34,8 @@ def refusal(policy: Policy, levels: Sequence[int]) -> str | None:
         return "it keeps every token"
     if policy.bursts or policy.grows or policy.cascades:
         return "its cuts are no plain choice of the best tokens of each head"
+    if policy.rates_by_budget:
+        return "how it rates tokens depends on the budget"
     try:
         asked = [policy.wants(_end_of_prompt(10 * max(levels), level)) for level in levels]
     except Exception as error:  # a policy of other code
