@@ -44,8 +44,8 @@ class BoundedCache(SnapshotCache):
         layer_budget: how the budget is spread over the layers: ``uniform``, ``ramp:0.2``, ``pyramid:20`` or one weight
             per layer; by default the policy's own rule. See `kvkeep.budget.per_layer`.
         head_budget: how the budget is divided among KV heads: ``uniform``, ``ada:0.2`` (by scores at the end of a
-            prompt, within each layer), ``global:0.2`` (over all layers) or ``profile:FILE`` (by a file); by
-            default by the policy's own rule. See ``docs/heads.md``.
+            prompt, within each layer), ``global:0.2`` (over all layers with full attention) or ``profile:FILE`` (by a
+            file); by default by the policy's own rule. See ``docs/heads.md``.
         positions: ``true``, or ``slot``: tokens are attended at their rank in the cache, so that a stream may be longer
             than the model's trained length. By default the policy's own mode, where the model allows it.
         kv_bits: bits of keys and values in the slots: ``"8"``, ``"4"`` or ``"k8v4"`` (keys in 8, values in 4). By
@@ -93,11 +93,12 @@ class BoundedCache(SnapshotCache):
         self._first, self._prompt_columns = min(layout.windows, default=0), 0
         pinned = spans_of_rows(pins)
         cascade = self.policy.cascades(self._first) if self.policy.cascades else None
-        together = Together(list(layout.windows)) if self.policy.shares_layers else None
+        together = Together.by_layer(layout.sharing)
         layers: list[Any] = DynamicCache(config=config).layers
-        for (number, window), numbers in zip(layout.windows.items(), layout.spread(budget), strict=True):
+        each = zip(layout.windows.items(), layout.policies, layout.spread(budget), strict=True)
+        for (number, window), own, numbers in each:
             bounded = Layer(
-                self.policy,
+                own,
                 numbers,
                 index=number,
                 window=window,
@@ -105,7 +106,7 @@ class BoundedCache(SnapshotCache):
                 sequences=sequences,
                 rotation=layout.rotation,
                 cascade=cascade,
-                together=together,
+                together=together.get(number),
                 pins=pinned,
                 kv_bits=layout.kv_bits,
             )

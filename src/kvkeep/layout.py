@@ -110,10 +110,25 @@ class Layout:
         policy = beside(policy, profile, list(windows))
         if policy.shares_layers:
             check_joint(
-                windows=any(windows.values()), chunk=bool(prefill_chunk), layer_budget=asked, split=heads != ALONE
+                windows=bool(windows) and all(windows.values()),
+                chunk=bool(prefill_chunk),
+                layer_budget=asked,
+                split=heads != ALONE,
             )
             how = "uniform"
         return cls(policy, windows, how, rotation, rotary, head_budget, profile, kv_bits, heads)
+
+    @property
+    def sharing(self) -> tuple[int, ...]:
+        """Numbers of the layers whose heads share one budget: none has a sliding window."""
+        full = (number for number, window in self.windows.items() if window is None)
+        return tuple(full) if self.policy.shares_layers else ()
+
+    @property
+    def policies(self) -> list[Policy]:
+        """The policy of each layer with slots. Heads are equal in layers that are left out where others share."""
+        sharing, apart = self.sharing, under(self.policy, "uniform") if self.policy.shares_layers else self.policy
+        return [self.policy if number in sharing else apart for number in self.windows]
 
     def spread(self, budget: int | Sequence[int]) -> list[Sequence[Number]]:
         """The budget of each layer with slots: one number for all rows, or one per row. See `kvkeep.budget.Number`.

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvkeep import loss
+from kvkeep.budget import table
 from kvkeep.division import divided, may_stay
 from kvkeep.errors import UnsupportedOperationError
 from kvkeep.eviction import kept, scored
@@ -83,6 +84,11 @@ class Together:
         self._whole: JointBlock | None = None
         self.clear()
 
+    @classmethod
+    def by_layer(cls, layers: Sequence[int]) -> dict[int, Together]:
+        """What some layers share, by the number of each of them."""
+        return dict.fromkeys(layers, cls(layers))
+
     def clear(self) -> None:
         """Forget steps that have not ended."""
         self._waiting: list[Waiting] = []
@@ -113,12 +119,11 @@ class Together:
 
     def wait(self, policy: Policy, block: Block, view: View, state: State, report: Report, *, used: int) -> None:
         """Note a layer's step over a prompt, which has attended; arguments as for `cut`. State of heads is written."""
-        block.remember({name: x for name, x in state.items() if name in block.heads})
         own = {name: x for name, x in state.items() if name not in block.heads}
         score, mass = scored(policy, view, state), {name: x for name, x in report.sums.items() if name == "mass"}
-        tokens, (keys, values) = block.store.tokens(view, used=used).apart(), nothing(view.positions)
-        view = replace(view, keys=keys, values=values, queries=None, output=None)  # the score has looked at them
-        self._waiting.append(Waiting(view, tokens, score, own, Report(mass)))
+        tokens = block.store.tokens(view, used=used).apart()
+        block.remember({name: x for name, x in state.items() if name in block.heads})  # last: a guard compares both
+        self._waiting.append(Waiting(positions_of(view), tokens, score, own, Report(mass)))
 
     def end(self, policy: Policy, block: Block) -> None:
         """End a layer's step. If it was the last layer over a prompt, divide the budget among all heads, and evict.
@@ -135,8 +140,7 @@ class Together:
             return
         waiting, blocks = self._waiting, self._blocks
         self.clear()
-        view, score = _joined(waiting)
-        divide(blocks, divided(policy, view, score))
+        divide(blocks, shared_budgets(policy, [(one.view, one.score) for one in waiting]))
         for one, mine in zip(waiting, blocks, strict=True):
             one.settle(policy, mine)
 
@@ -152,20 +156,30 @@ class Together:
         assert isinstance(numbers, Tensor)
         if sum(one.score.numel() for one in self._waiting) <= AT_ONCE * int(numbers.sum()):
             return
-        view, score = _joined(self._waiting)
+        view, score = _joined([(one.view, one.score) for one in self._waiting])
         mean = numbers.sum(dim=1, keepdim=True) // numbers.shape[1]
         stays = may_stay(policy, view, score, mean, heads=numbers.shape[1]).chunk(len(self._waiting), dim=1)
         pairs = zip(self._waiting, self._blocks, stays, strict=True)
         self._waiting = [one.thinned(block, mine[..., : one.score.shape[-1]]) for one, block, mine in pairs]
 
 
-def _joined(waiting: Sequence[Waiting]) -> tuple[View, Float[Tensor, "B heads S"]]:
+def positions_of(view: View) -> View:
+    """A view without keys, values and queries, which a score has looked at."""
+    keys, values = nothing(view.positions)
+    return replace(view, keys=keys, values=values, queries=None, output=None)
+
+
+def shared_budgets(policy: Policy, layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> Int[Tensor, "B heads"]:
+    """The budgets of the heads of all layers, from the tokens of each and their scores."""
+    return divided(policy, *_joined(layers))
+
+
+def _joined(layers: Sequence[tuple[View, Float[Tensor, "B Hk _"]]]) -> tuple[View, Float[Tensor, "B heads S"]]:
     """The tokens of all layers as those of one layer, and their scores."""
-    most = max(one.score.shape[-1] for one in waiting)
-    rooms = [most - one.score.shape[-1] for one in waiting]
-    pairs = list(zip(waiting, rooms, strict=True))
-    positions = torch.cat([pad(one.view.positions, (0, room), value=EMPTY) for one, room in pairs], dim=1)
-    score = torch.cat([pad(one.score, (0, room)) for one, room in pairs], dim=1)
-    budget = torch.cat([torch.as_tensor(one.view.budget) for one in waiting], dim=1)
+    most = max(score.shape[-1] for _, score in layers)
+    found = [(view, score, most - score.shape[-1]) for view, score in layers]
+    positions = torch.cat([pad(view.positions, (0, room), value=EMPTY) for view, _, room in found], dim=1)
+    score = torch.cat([pad(score, (0, room)) for _, score, room in found], dim=1)
+    budget = torch.cat([table(view.budget, view.seen).expand(view.positions.shape[:2]) for view, _ in layers], dim=1)
     keys, values = nothing(positions)
-    return replace(waiting[0].view, positions=positions, keys=keys, values=values, budget=budget), score
+    return replace(layers[0][0], positions=positions, keys=keys, values=values, budget=budget), score

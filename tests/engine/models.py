@@ -3,7 +3,7 @@
 import functools
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
 import kvkeep
 from kvkeep.policies.base import Policy
@@ -40,6 +40,18 @@ CONFIGS = {
         num_key_value_heads=2,
         head_dim=8,
         sliding_window=10,
+        max_position_embeddings=256,
+    ),
+    "gemma3": Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
         max_position_embeddings=256,
     ),
     "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128),

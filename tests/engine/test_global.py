@@ -401,7 +401,6 @@ def test_graphs_run_its_steps_unrecorded(caplog):
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("gemma2", {}, "sliding windows: a layer's budget is at most its window"),
         ("llama", {"prefill_chunk": 8}, "`prefill_chunk` of a cache, .* Leave `prefill_chunk` out"),
         ("llama", {"layer_budget": "ramp:0.2"}, "`layer_budget`, since it divides the budget among the layers, too"),
     ],

@@ -90,10 +90,10 @@ def test_a_prompt_that_fits_into_a_quarter_loses_nothing_there():
         ("full", "keeps every token"),
         ("local", "shows no attention mass"),
         ("scissorhands", "no plain choice"),
-        ("adakv:window=2", "no plain choice"),
         ("spatten", "no plain choice"),
         ("snapkv:window=2,decode=grow", "no plain choice"),
         ("ahakv:recent=2", "depends on the budget"),
+        ("defensivekv:window=2", "how it rates tokens depends on the budget"),
     ],
 )
 def test_policies_under_which_no_budget_can_be_chosen_are_refused(policy, why):

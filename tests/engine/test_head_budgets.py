@@ -304,14 +304,14 @@ def test_profiles_that_do_not_fit_are_refused(profile, tmp_path):
         BoundedCache(config, "snapkv", 20, head_budget=profile)  # its window alone is larger
 
 
-def test_a_guard_is_refused():
-    for rule in ("ada", "global", "uniform"):
+def test_a_guard_is_refused_under_a_profile_alone(profile):
+    for rule in ("ada", "global", "uniform", profile):
         engine = Engine(model("llama"), policy="h2o", budget=40, head_budget=rule)
         request = Request(prompt=prompt_of(1, 60), guard=0.1)
-        if rule == "uniform":
+        if rule != profile:
             engine.add(request)
         else:
-            with pytest.raises(InputError, match="its cuts are no plain choice"):
+            with pytest.raises(InputError, match="its heads have budgets of their own"):
                 engine.add(request)
 
 

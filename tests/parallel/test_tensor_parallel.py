@@ -88,6 +88,7 @@ def test_engines_take_the_same_steps_on_all_ranks(count, tmp_path):
         {"policy": "adakv:window=8", "budget": 32, "rows": 2, "prefill_chunk": 16},
         {"policy": "spatten", "budget": 32, "rows": 2},
         {"policy": "snapkv:window=8", "budget": 64, "rows": 3, "guard": 0.3},
+        {"policy": "adakv:window=8", "budget": 64, "rows": 2, "guard": 0.3},
         {"policy": "defensivekv:window=8", "budget": 32, "kv_memory": 2**20},
         {"policy": "nacl", "budget": 32, "rows": 2, "prefill_chunk": 16, "prefix_memory": 2**20, "kv_bits": "8"},
     ]

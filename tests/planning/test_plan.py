@@ -11,7 +11,7 @@ import model_folders
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
 import kvkeep
 from kvkeep.budget import per_layer
@@ -165,6 +165,25 @@ def test_sliding_windows_bound_both_caches(tmp_path: Path):
     assert found.setting.layer_budgets() == [12, 12]
     assert found.full.row_bytes == 12 * PER_TOKEN
     assert 2 * found.bounded.row_bytes == measured(model, "h2o", 30, rows=2)
+
+
+@pytest.mark.parametrize("kv_bits", [None, "4"])
+def test_layers_with_windows_share_no_budget(tmp_path: Path, kv_bits: str | None):
+    sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    waiting = []
+    for name, kinds in (("some", ["sliding_attention", "full_attention"] * 2), ("none", ["full_attention"] * 4)):
+        config = Gemma2Config(
+            **sizes, vocab_size=300, intermediate_size=48, head_dim=8, sliding_window=12, layer_types=kinds
+        )
+        config.save_pretrained(tmp_path / name)
+        model = kvkeep.attach(AutoModelForCausalLM.from_config(config).eval())
+        given = {"model": tmp_path / name, "context": CONTEXT, "kv_bits": kv_bits}
+        found, apart = (made("h2o", 30, **given, head_budget=rule) for rule in ("global", "ada"))
+        real = measured(model, "h2o", 30, rows=2, head_budget="global", kv_bits=kv_bits)
+        assert 2 * found.bounded.row_bytes == real
+        assert found.setting.layer_budgets() == [12 if kind == "sliding_attention" else 30 for kind in kinds]
+        waiting.append(found.bounded.prompt_bytes - apart.bounded.prompt_bytes)
+    assert waiting[1] == 3 * waiting[0] > 0
 
 
 def test_the_peak_is_weights_rows_and_the_larger_of_two_steps():

@@ -25,7 +25,6 @@ from kvkeep.store import (
     JointBlock,
     PooledStore,
     RowCopy,
-    Store,
     add_state,
     check_row,
     check_rows,
@@ -84,7 +83,7 @@ class Blocks:
     """The blocks of all layers with slots, in order. There are none before `allocate`.
 
     Args:
-        policy: the policy that they are made for.
+        policies: the policy of each layer, which differ in how heads share a budget.
         like: slots of each layer, which show shapes, dtype and device.
         kv_bits: bits of keys and values in the slots, see `kvkeep.codes.KV_BITS`; ``None``: the dtype of ``like``.
         among: which KV heads this process holds; by default all.
@@ -94,11 +93,11 @@ class Blocks:
     """
 
     def __init__(
-        self, policy: Policy, like: Sequence[Slots], *, kv_bits: str | None = None, among: Heads = ALONE
+        self, policies: Sequence[Policy], like: Sequence[Slots], *, kv_bits: str | None = None, among: Heads = ALONE
     ) -> None:
-        self._policy, self._like, self._kv_bits, self.version = policy, like, kv_bits, 0
-        self._among, self._joint = among, policy.shares_layers
-        if self._joint and len({_kinds(one) for one in like}) > 1:
+        self._policies, self._like, self._kv_bits, self.version = policies, like, kv_bits, 0
+        self._among = among
+        if len({_kinds(one) for one, policy in zip(like, policies, strict=True) if policy.shares_layers}) > 1:
             raise UnsupportedOperationError(
                 "`head_budget=global` needs layers with heads of one shape and dtype on one device, and those of this "
                 "model differ. Use `head_budget=ada` or a profile."
@@ -119,45 +118,48 @@ class Blocks:
 
     def row_bytes(self, budgets: Sequence[Number]) -> int:
         """The bytes of one row in all layers, counted on tensors that have shapes but no memory."""
-        shapes = [Slots(*(tensor.to("meta") for tensor in like)) for like in self._like]
-        if self._joint:
-            return bytes_of(self._block(1, budgets[0], shapes[0]).per_row().values())
-        blocks = [self._block(1, budget, shape) for budget, shape in zip(budgets, shapes, strict=True)]
+        blocks = [self._block(1, layers, budgets, device="meta") for layers in self._alike(budgets)]
         return bytes_of(tensor for block in blocks for tensor in block.per_row().values())
 
     def allocate(self, count: int, budgets: Sequence[Number]) -> None:
         """Allocate ``count`` empty rows with these budgets of the layers."""
         self.version += 1
         self._blocks, self._stacks = [], []  # the old memory is freed before new memory is allocated
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for layer, (budget, like) in enumerate(zip(budgets, self._like, strict=True)):
-            alone = issubclass(self._kind(budget), PooledStore) and not self._joint
-            alike.setdefault((budget, *_kinds(like), layer if alone else None), []).append(layer)
-        for layers in alike.values():
-            rows = count if self._joint else count * len(layers)
-            block = self._block(rows, budgets[layers[0]], self._like[layers[0]])
-            self._stacks.append(Stack(block, layers, count))
+        for layers in self._alike(budgets):
+            self._stacks.append(Stack(self._block(count, layers, budgets), layers, count))
         self._divide()
+
+    def _alike(self, budgets: Sequence[Number]) -> list[list[int]]:
+        """The layers of each stack: those whose heads share one budget, equal ones without pools, each other one."""
+        found: dict[object, list[int]] = {}
+        for layer, (policy, budget, like) in enumerate(zip(self._policies, budgets, self._like, strict=True)):
+            alone = issubclass(store_for(policy, [budget]), PooledStore)
+            kind = "joint" if policy.shares_layers else (budget, *_kinds(like), layer if alone else None)
+            found.setdefault(kind, []).append(layer)
+        return list(found.values())
 
     def _divide(self) -> None:
         """Make the blocks of the layers, after tensors of a stack were replaced or added."""
         found = dict(pair for stack in self._stacks for pair in stack.parts())
         self._blocks = [found[layer] for layer in sorted(found)]
 
-    def _kind(self, budget: Number) -> type[Store]:
-        """The kind of store for a layer's budget."""
-        return store_for(self._policy, [budget], self._kv_bits)
-
-    def _block(self, count: int, budget: Number, like: Slots) -> Block:
-        """The slots of some rows, empty."""
-        starts = {str(i): 0.0 for i in range(len(self._policy.slots))}  # a new token's state is written with it
-        keys, values = (x[:, :, :1].expand(count, -1, -1, -1) for x in (like.keys, like.values))
-        heads = shared(self._policy.summaries)
-        given: dict[str, Any] = {"numbers": [budget], "starts": starts, "heads": heads, "store": self._kind(budget)}
-        if self._joint:
-            return JointBlock(keys, values, layers=len(self._like), **given)
-        block = Block(keys, values, room=self._among.ranks if self._policy.spreads else 1, **given)
-        reach(block, self._policy, [budget], self._among)
+    def _block(
+        self, count: int, layers: Sequence[int], budgets: Sequence[Number], *, device: str | None = None
+    ) -> Block:
+        """The slots of some rows in the layers of a stack, empty; on the device of the layers if none is given."""
+        policy, like, budget = self._policies[layers[0]], self._like[layers[0]], budgets[layers[0]]
+        rows = count if policy.shares_layers else count * len(layers)
+        keys, values = (x[:, :, :1].to(device).expand(rows, -1, -1, -1) for x in (like.keys, like.values))
+        given: dict[str, Any] = {
+            "numbers": [budget],
+            "starts": {str(i): 0.0 for i in range(len(policy.slots))},  # a new token's state is written with it
+            "heads": shared(policy.summaries),
+            "store": store_for(policy, [budget], self._kv_bits),
+        }
+        if policy.shares_layers:
+            return JointBlock(keys, values, layers=len(layers), **given)
+        block = Block(keys, values, room=self._among.ranks if policy.spreads else 1, **given)
+        reach(block, policy, [budget], self._among)
         return block
 
     def lacks(self, policy: Policy) -> int:

@@ -28,8 +28,8 @@ from kvkeep.store import Block, has_room, inference
 from kvkeep.together import Together
 from kvkeep.types import Phase
 
-Watch: TypeAlias = Callable[[int, Segment], Policy]
-"""Returns the policy of some rows in a layer, or one around it that watches."""
+Watch: TypeAlias = Callable[[int, Segment, Policy], Policy]
+"""Is given some rows in a layer and their policy. Returns this policy, or one around it that watches."""
 
 _MOST = 64
 """Number of row ranges, and of policies, whose layers are remembered. Others are made again when they are needed."""
@@ -72,7 +72,7 @@ class Rows:
         self.dtype = str(like[0].keys.dtype).removeprefix("torch.") if like else None
         layout = self._layout(policy)
         self.heads = layout.heads
-        self._blocks = Blocks(policy, like, kv_bits=layout.kv_bits, among=layout.heads)
+        self._blocks = Blocks(layout.policies, like, kv_bits=layout.kv_bits, among=layout.heads)
         self._windows = {index: layer.window for index, layer in layers.items()}
         self._state_bytes = Own(None, states_of(probe)).memory().allocated_bytes
         self._has_states = bool(states_of(probe))
@@ -101,9 +101,8 @@ class Rows:
             return True
         if policy.cascades or self.policy.cascades or (self._blocks.pooled and refusal(policy)):
             return False  # tables of the whole batch; heads that hold equally many tokens
-        apart = self.ruled(policy).spreads is not None
-        numbers = self.numbers(policy, self._budget)
-        if not all(has_room(block, number, apart) for number, block in zip(numbers, self._blocks, strict=True)):
+        layers = zip(self._blocks, self.numbers(policy, self._budget), self._layout(policy).policies, strict=True)
+        if not all(has_room(block, number, own.spreads is not None) for block, number, own in layers):
             return False
         more = self._blocks.lacks(policy)
         if self._most_bytes is None or not more:
@@ -258,10 +257,9 @@ class Rows:
         """Some rows of all layers, as a cache for the model."""
         own = self._own[parts[0].start]
         layers: dict[int, Any] = dict(own.states) if own else {}
-        jointly = (one for one in parts if self.ruled(one.owner.policy).shares_layers)
-        shared = {one: Together(list(self._windows)) for one in jointly}
+        shared = {one: Together.by_layer(self._layout(one.owner.policy).sharing) for one in parts}
         for i, (index, window) in enumerate(self._windows.items()):
-            steps = joined([(one, self._layer(i, one, columns, watch, shared.get(one))) for one in parts])
+            steps = joined([(one, self._layer(i, one, columns, watch, shared[one].get(index))) for one in parts])
             layers[index] = beside_state(HandingLayer(steps, window), layers.get(index))
         cache = PhasedCache(layers=[layers[index] for index in sorted(layers)])
         cache.latent = caches_latents(self._config)
@@ -280,7 +278,7 @@ class Rows:
         given: dict[str, Any] = {"columns": columns, "cascade": own.cascade if own else None, "together": shared}
         layer = self._layers[policy][index].over(block, **given)
         if watch is not None:
-            layer.policy = watch(index, one)
+            layer.policy = watch(index, one, layer.policy)
         return layer
 
     def _new_own(self, policy: Policy) -> Own | None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kvkeep.argument import handed
 from kvkeep.engine.batch import Batch, Run
-from kvkeep.engine.choice import Trial
 from kvkeep.engine.graph import Graphs
 from kvkeep.engine.joined import Part, joined
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.scoring import is_scored, score
+from kvkeep.engine.trial import Trial
 from kvkeep.errors import UnsupportedModelError
 from kvkeep.handing import PhasedCache
 from kvkeep.models.load import Model

@@ -10,6 +10,7 @@ import torch
 from kvkeep.backends.torch import BLOCK_BYTES, WIDEN_SLOTS
 from kvkeep.budget import Number, by_head
 from kvkeep.cache import BoundedCache
+from kvkeep.layer import Layer
 from kvkeep.planning import cost, slots
 from kvkeep.planning.cost import Cost, Packed
 from kvkeep.planning.quantised import Scheme
@@ -86,10 +87,18 @@ class Setting:
 
     def numbers(self) -> list[Number]:
         """Each layer's budget; of each head where heads share it."""
-        cache = self.cache()
-        layers = cache.bounded_layers()
-        found = [layers[index].budgets[0] for index in self.outline.indices]
-        return list(map(_by_head, found, self.outline.shape.layers)) if cache.policy.spreads else found
+        return [_number(layer, shape) for layer, shape in self._layers()]
+
+    def _layers(self) -> list[tuple[Layer, LayerShape]]:
+        """The layers with slots, which have allocated nothing, and their shapes."""
+        layers = self.cache().bounded_layers()
+        return [
+            (layers[index], shape) for index, shape in zip(self.outline.indices, self.outline.shape.layers, strict=True)
+        ]
+
+    def _sharing(self) -> list[LayerShape]:
+        """The shapes of the layers whose heads share one budget."""
+        return [shape for layer, shape in self._layers() if layer.policy.shares_layers]
 
     def bounded(self) -> Cost:
         """Cost with kvkeep's cache."""
@@ -114,40 +123,35 @@ class Setting:
 
     def _slot_bytes(self) -> int:
         """Bytes of one row's slots in all layers."""
-        layers, size, states = self.outline.shape.layers, self.dtype.itemsize, len(self.policy.slots)
-        per_head = [numbers(self.policy.summaries, key_dim=one.key_dim, value_dim=one.value_dim) for one in layers]
-        if self._joint:
-            own: dict[str, Any] = {"states": states, "per_head": per_head[0], "kv_bits": self.kv_bits}
-            return slots.joint_bytes(layers, self.budget, size, **own)
-        return sum(
+        sharing, size = self._sharing(), self.dtype.itemsize
+        apart = [(_number(layer, shape), shape) for layer, shape in self._layers() if not layer.policy.shares_layers]
+        joint = slots.joint_bytes(sharing, self.budget, size, **self._beside(sharing[0])) if sharing else 0
+        return joint + sum(
             slots.block_bytes(
-                layer,
-                budget,
+                shape,
+                number,
                 size,
-                states=states,
-                per_head=own,
-                own_budgets=layer.kv_heads if isinstance(budget, tuple) else 0,
-                kv_bits=self.kv_bits,
+                own_budgets=shape.kv_heads if isinstance(number, tuple) else 0,
+                **self._beside(shape),
             )
-            for layer, budget, own in zip(layers, self.numbers(), per_head, strict=True)
+            for number, shape in apart
         )
 
+    def _beside(self, layer: LayerShape) -> dict[str, Any]:
+        """The numbers beside a layer's keys and values, and the bits of these."""
+        per_head = numbers(self.policy.summaries, key_dim=layer.key_dim, value_dim=layer.value_dim)
+        return {"states": len(self.policy.slots), "per_head": per_head, "kv_bits": self.kv_bits}
+
     def _waiting_bytes(self) -> int:
-        """Bytes of what all layers but one hold until the last one has attended, where they share a budget."""
-        if not self._joint:
-            return 0
+        """Bytes of what layers that share a budget hold until the last of them has attended."""
         size, held = self.dtype.itemsize, 0 if self.reads_whole else self.budget + 1
         numbers_each = 4 * (3 + len(self.policy.slots))  # position, score, mass and state
         return sum(
             self.chunk * layer.token_bytes(size)
             + held * layer.slot_bytes(size, self.kv_bits)
             + (self.chunk + held) * layer.kv_heads * numbers_each
-            for layer in self.outline.shape.layers[1:]
+            for layer in self._sharing()[1:]
         )
-
-    @property
-    def _joint(self) -> bool:
-        return self.cache().policy.shares_layers
 
     def full(self) -> Cost:
         """Cost with a full cache."""
@@ -175,6 +179,11 @@ class Setting:
             return "as given"
         rest = name_of(self.weights_dtype)
         return f"in {rest}" if self.scheme is None else f"in {self.scheme}; the rest in {rest}"
+
+
+def _number(layer: Layer, shape: LayerShape) -> Number:
+    """The budget of a layer; of each head where heads share it."""
+    return _by_head(layer.budgets[0], shape) if layer.policy.spreads else layer.budgets[0]
 
 
 def _by_head(number: Number, layer: LayerShape) -> tuple[int, ...]:

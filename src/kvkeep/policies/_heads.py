@@ -93,7 +93,7 @@ def check_joint(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) 
     """Refuse the rule ``global`` with what it does not go together with.
 
     Args:
-        windows: layers have sliding windows.
+        windows: all layers have sliding windows.
         chunk: a layer takes its prompt in chunks, before the next layer begins.
         layer_budget: the budget is spread over the layers by another rule.
         split: the model is split over processes.
@@ -102,7 +102,8 @@ def check_joint(*, windows: bool, chunk: bool, layer_budget: bool, split: bool) 
         UnsupportedOperationError: one of these is so.
     """
     reasons = {
-        "sliding windows: a layer's budget is at most its window. Use `head_budget=ada` or a profile": windows,
+        "a model all of whose layers have sliding windows: these keep budgets of their own, so there is nothing to "
+        "share. Use `head_budget=ada` or a profile": windows,
         "`prefill_chunk` of a cache, whose layers read the prompt one after the other. Leave `prefill_chunk` out; "
         "chunks of an engine, and of generate's prefill_chunk_size, go through all layers": chunk,
         "`layer_budget`, since it divides the budget among the layers, too. Leave `layer_budget` out": layer_budget,

@@ -30,6 +30,7 @@ class WorstCase(PrefillOnly):
     slots: ClassVar[Mapping[str, float]] = {"score": 0.0, "size": 0.0}
     sums: ClassVar[Sums | None] = None
     projects: ClassVar[bool] = True
+    rates_by_budget: ClassVar[bool] = True
 
     def protected(self, budget: Budget) -> tuple[int, Budget]:
         """The window."""

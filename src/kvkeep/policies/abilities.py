@@ -176,6 +176,7 @@ class Abilities:
         asks: whether it looks at a prompt's queries, `View.queries`.
         projects: whether it looks at the projection of the heads' outputs while a prompt is read, `View.output`.
         rereads: whether the report of a prompt has the field ``again``, see `kvkeep.backends.Backend.reread`.
+        rates_by_budget: whether the state depends on the budget, so that it cannot be compared under several.
         stochastic: whether scores depend on random numbers that are keyed by the head.
         defaults: arguments of a cache that depend on the policy.
     """
@@ -192,6 +193,7 @@ class Abilities:
     asks: ClassVar[bool] = False
     projects: ClassVar[bool] = False
     rereads: ClassVar[bool] = False
+    rates_by_budget: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
     defaults: ClassVar[Defaults] = Defaults()
 

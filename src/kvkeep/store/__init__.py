@@ -4,7 +4,7 @@ from kvkeep.store.block import Block
 from kvkeep.store.cascade import Alone, Cascade
 from kvkeep.store.chunk import beside, settle
 from kvkeep.store.dense import DenseStore
-from kvkeep.store.joint import JointBlock, PartBlock, check_together, divide, make_room
+from kvkeep.store.joint import JointBlock, PartBlock, check_together, divide, give, make_room
 from kvkeep.store.kinds import POOLED, kind_of
 from kvkeep.store.pooled import PooledStore
 from kvkeep.store.protocol import Store, inference
@@ -33,6 +33,7 @@ __all__ = [
     "check_rows",
     "check_together",
     "divide",
+    "give",
     "has_room",
     "inference",
     "kind_of",

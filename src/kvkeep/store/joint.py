@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -146,17 +147,36 @@ def divide(parts: Sequence[Block], numbers: Int[Tensor, "b heads"], rows: slice 
     store.entries[rows] = EMPTY
 
 
+def give(blocks: Sequence[Block], budgets: Sequence[Int[Tensor, "B Hk"] | None]) -> None:
+    """Give the heads of all layers budgets of their own, in those that have pools. Their slots lose their content.
+
+    Args:
+        blocks: the block of each layer with slots.
+        budgets: those of each layer; ``None`` where all heads have the same.
+    """
+    pairs = [(block, budget) for block, budget in zip(blocks, budgets, strict=True) if budget is not None]
+    if joint := [pair for pair in pairs if isinstance(pair[0], PartBlock)]:
+        divide([block for block, _ in joint], torch.cat([budget for _, budget in joint], dim=1))
+    for block, budget in pairs:
+        if not isinstance(block, PartBlock):
+            assert isinstance(block.budget, Tensor)
+            block.budget.copy_(budget)
+            block.divide()
+
+
 def make_room(blocks: Sequence[Block], row: int, copies: Sequence[RowCopy]) -> None:
     """Divide the pool of a row as the copies need that will be put into it, and pin their spans.
 
-    Does nothing where layers share no pool.
+    Does nothing in layers that share no pool.
     """
-    if blocks and isinstance(first := blocks[0], PartBlock):
-        if (copies[0].pins or first.whole.pins is not None) and pin_row(first.whole, row, copies[0].pins):
-            for part in blocks:
-                assert isinstance(part, PartBlock)
-                part.renew()
-        divide(blocks, blocks[0].seen.new_tensor([_budgets(blocks, copies)]), slice(row, row + 1))
+    parts, copies = _sharing(blocks, copies)
+    if not parts:
+        return
+    whole, pins = parts[0].whole, copies[0].pins
+    if (pins or whole.pins is not None) and pin_row(whole, row, pins):
+        for part in parts:
+            part.renew()
+    divide(parts, whole.seen.new_tensor([_budgets(parts, copies)]), slice(row, row + 1))
 
 
 def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
@@ -165,11 +185,18 @@ def check_together(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> None:
     Raises:
         ShapeError: the pool has fewer slots.
     """
-    if not blocks or not isinstance(blocks[0], PartBlock):
+    parts, copies = _sharing(blocks, copies)
+    if not parts:
         return
-    numbers, room = _budgets(blocks, copies), _store(blocks[0]).entries.shape[1] - 1
+    numbers, room = _budgets(parts, copies), _store(parts[0]).entries.shape[1] - 1
     if (needed := sum(numbers) + len(numbers)) > room:  # of each head, one slot is for the next token
         raise ShapeError(f"A row of {needed} slots in all layers was given to a block that has {room} for them.")
+
+
+def _sharing(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> tuple[list[PartBlock], list[RowCopy]]:
+    """The layers that share a pool, and the copies for them. There may be others among them."""
+    pairs = [(one, copy) for one, copy in zip(blocks, copies, strict=True) if isinstance(one, PartBlock)]
+    return [part for part, _ in pairs], [copy for _, copy in pairs]
 
 
 def _budgets(blocks: Sequence[Block], copies: Sequence[RowCopy]) -> list[int]:
