@@ -24,8 +24,7 @@ from .models import VOCABULARY, model
 from .test_equal import POLICIES
 
 PROMPTS = [
-    tuple(random.Random(100 + i).choices(range(VOCABULARY), k=n))
-    for i, n in enumerate((1, 2, 4, 6, 7, 11, 15, 18))
+    tuple(random.Random(100 + i).choices(range(VOCABULARY), k=n)) for i, n in enumerate((1, 2, 4, 6, 7, 11, 15, 18))
 ]
 OTHERS = ["h2o:recent=3", "snapkv:window=4,decode=grow", "streaming_llm:sinks=2", "scissorhands"]
 LAYER_BUDGETS = [None, None, None, "ramp:0.3", "pyramid:3"]
