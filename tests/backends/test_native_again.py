@@ -79,6 +79,14 @@ def test_logits_far_above_those_of_the_first_reading(dtype):
     check(query, slots, now, mixed, rtol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scaling", [0.0, -0.1, 1e-50])
+def test_scalings_of_any_sign(scaling, dtype):
+    """Keys that are not there stay so."""
+    for more in ({}, {"softcap": 5.0}):
+        check(*prompt(dtype, T=50, S=100), options=AttentionOptions(scaling=scaling, **more))
+
+
 def test_numbers_in_float32_lose_nothing_in_products_of_narrow_ones():
     """Logits of 1,000 that differ in their seventh digit."""
     query, slots, now, second = prompt(D=32)

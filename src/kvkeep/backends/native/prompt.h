@@ -81,7 +81,8 @@ void read_block(const Plan &plan, Packed held, int64_t i, int64_t block, float *
 
 template <class X>
 int64_t prefill_as(const Prefill &a) {
-    const bool pairs = in_pairs<X>(), squares = (float)a.scaling > 0 && has_squares();
+    const bool scales = (float)a.scaling > 0;  // narrow products are masked before they are scaled
+    const bool pairs = scales && in_pairs<X>(), squares = scales && has_squares();
     const Plan plan(a, pairs && squares ? IN_SQUARES : IN_FLOATS, squares ? IN_SQUARES : pairs ? IN_PAIRS : IN_FLOATS);
     const int64_t heads = a.rows * a.kv_heads, fields = a.masses + a.lows, padded = plan.panels * PANEL;
     const Scratch memory(plan.heads_each * plan.packed), partial(plan.heads_each * plan.parts * plan.partial);
