@@ -46,13 +46,14 @@ import kvkeep
 from kvkeep.argument import handed
 from kvkeep.codes import KV_BITS
 from kvkeep.models.fused import prepare
+from kvkeep.models.packed import PackedLinear
 from kvkeep.planning.bandwidth import measure_bandwidth
 
 DYNAMIC, STATIC, FULL = "DynamicCache", "StaticCache", "kvkeep full"
 DENSE = (DYNAMIC, STATIC, FULL)
 BLOCKS = 3
 WARMUP = 2
-COLUMNS = ["system", "ms per step (quartiles)", "MB to move", "MBU", "vs DynamicCache", "vs best dense"]
+COLUMNS = ["system", "ms per step (quartiles)", "MB", "MBU", "limit", "vs DynamicCache", "vs best dense"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,20 @@ class System:
     attended: int
     make: Callable[[], tuple[LlamaForCausalLM, object]]
     bits: str | None = None
+
+
+@torch.inference_mode()
+def products_ms(model: LlamaForCausalLM, rows: int, repeats: int) -> float:
+    """The products of a step with all weights and nothing else, as the model's linear layers lie, in milliseconds."""
+    layers = [module for module in model.modules() if isinstance(module, (torch.nn.Linear, PackedLinear))]
+    # layers of one width get the very same tensor, so that those which are computed together are
+    inputs = {width: torch.randn(rows, 1, width, dtype=model.dtype) for width in {one.in_features for one in layers}}
+
+    def multiply() -> None:
+        for layer in layers:
+            layer(inputs[layer.in_features])
+
+    return median_ms(interleaved({"products": multiply}, repeats, WARMUP)["products"])
 
 
 @dataclass(frozen=True)
@@ -178,20 +193,32 @@ def cell(models: Models, rows: int, context: int, options: argparse.Namespace) -
     asked = {"policy": options.policy, "budgets": options.budgets, "bits": options.bits}
     found = systems(models, rows, context, steps=steps, **asked)
     per_token, weights = rows * token_bytes(config, dtype), weight_bytes(models.dense)
+    products = products_ms(models.bounded, rows, options.repeats)
     split = [*groups(found, per_token, int(options.memory * GIB))]
     times = measure(found, rows, split, options.repeats)
     ms = {name: median_ms(seconds) for name, seconds in times.items()}
     best = min(ms[name] for name in DENSE)
     lines, data = [], {}
     for system in found:
-        name, must = system.name, weights + rows * token_bytes(config, dtype, system.bits) * system.attended
+        name, held = system.name, rows * token_bytes(config, dtype, system.bits) * system.attended
+        must = weights + held
         mbu = must / (ms[name] / 1e3) / options.bandwidth.best
+        limit = products + 1e3 * held / options.bandwidth.best
         ratios = [ms[DYNAMIC] / ms[name], best / ms[name]]
-        lines.append([name, spread(times[name]), f"{must / 1e6:.0f}", f"{mbu:.0%}", *(f"{r:.2f}x" for r in ratios)])
-        data[name] = {"ms": [1e3 * s for s in times[name]], "bytes": must, "mbu": mbu, "ratios": ratios}
+        shares = [f"{mbu:.0%}", f"{limit / ms[name]:.0%}"]
+        lines.append([name, spread(times[name]), f"{must / 1e6:.0f}", *shares, *(f"{r:.2f}x" for r in ratios)])
+        own = {"bytes": must, "mbu": mbu, "limit_ms": limit, "ratios": ratios}
+        data[name] = {"ms": [1e3 * s for s in times[name]], **own}
     order = "steps interleaved" if len(split) == 1 else f"{len(split)} groups of systems in turn"
     show(f"{counted(rows)} x {context} tokens, {options.dtype}, {order}", COLUMNS, lines)
-    return {"rows": rows, "context": context, "groups": [[s.name for s in group] for group in split], "systems": data}
+    print(f"products with weights alone: {products:.2f} ms")
+    return {
+        "rows": rows,
+        "context": context,
+        "products_ms": products,
+        "groups": [[s.name for s in group] for group in split],
+        "systems": data,
+    }
 
 
 def parse() -> argparse.Namespace:

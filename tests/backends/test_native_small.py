@@ -41,6 +41,52 @@ def test_products_are_those_of_torch(dtype, rows, width, bias):
         assert_near(found, plain(x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("bias", [False, True])
+def test_where_torch_is_slow_products_are_for_more_rows(dtype, bias, monkeypatch):
+    monkeypatch.setattr(small, "slow", lambda dtype: True)
+    plain = layer(320, 35, dtype, bias=bias)
+    x = torch.randn(small.MOST_ROWS_OF_SLOW, 1, 320, dtype=dtype)
+    found = small.products(x, [plain])[0]
+    exact = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
+    assert_near(found, exact.to(dtype))
+    assert torch.equal(found[100:101], small.products(x[100:101], [plain])[0])
+    assert small.products(torch.cat((x, x[:1])), [plain]) is None
+    between = layer(35, 320, dtype)
+    expected = between(nn.functional.silu(plain(x)) * plain(x))
+    assert_near(small.gated(x, plain, plain, between), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 64, 1), (300, 33, 100), (2, 4096, 7)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_weights_are_widened_piece_by_piece(dtype, rows, width, outputs, bias, monkeypatch):
+    monkeypatch.setattr(small, "slow", lambda dtype: True)
+    monkeypatch.setattr(small, "WIDE_BYTES", 4 * 33 * 7)  # several pieces, or one row for each
+    plain, x = layer(width, outputs, dtype, bias=bias), torch.randn(2, rows, width, dtype=dtype)
+    found = small.widened(x, plain)
+    exact = nn.functional.linear(x.double(), plain.weight.double(), plain.bias.double() if bias else None)
+    assert_near(found, exact.to(dtype))
+
+
+def test_weights_are_not_widened_where_torch_is_fast_or_must_see_the_product(monkeypatch):
+    plain, x = layer(32, 16, torch.bfloat16), torch.randn(200, 32, dtype=torch.bfloat16)
+    monkeypatch.setattr(small, "slow", lambda dtype: False)
+    assert small.widened(x, plain) is None
+    monkeypatch.setattr(small, "slow", lambda dtype: True)
+    assert small.widened(x, plain) is not None
+    assert small.widened(x, layer(32, 16)) is None
+    assert small.widened(x[:, :31].contiguous(), plain) is None
+    with torch.autocast("cpu"):
+        assert small.widened(x, plain) is None
+    with torch.inference_mode(False), torch.enable_grad():
+        assert small.widened(torch.randn(2, 32).bfloat16(), plain) is None
+
+
+def test_float32_is_never_slow():
+    assert not small.slow(torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width", "inner"), [(1, 64, 96), (5, 31, 45)])
 @pytest.mark.parametrize("bias", [False, True])

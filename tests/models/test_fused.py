@@ -1,6 +1,7 @@
 import copy
 from concurrent.futures import ThreadPoolExecutor
 
+import model_folders
 import pytest
 import torch
 from torch import nn
@@ -98,6 +99,46 @@ def test_in_bfloat16_too():
     with torch.inference_mode():
         found, expected = model(x).logits.float(), plain(x).logits.float()
     torch.testing.assert_close(found, expected, rtol=0, atol=0.03 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_is_loaded_where_its_dtype_is_slow_is_fused(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(small, "slow", lambda kind: kind == dtype)
+    folder = model_folders.folder()
+    model, _ = kvkeep.load(folder, dtype=dtype)
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert {type(layer) for layer in linear} == {FusedLinear}
+    assert not any(isinstance(module, FUSED[1:]) for module in model.modules())
+    plain, _ = kvkeep.load(folder, dtype="float32")
+    assert not any(isinstance(module, FUSED) for module in plain.modules())
+    plain.to(dtype)
+    for length in (1, 40, 200):  # by the kernel, and with widened weights
+        ids = torch.arange(length)[None] % 30
+        with torch.inference_mode():
+            found, expected = model(ids).logits.float(), plain(ids).logits.float()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.03 * expected.abs().max().item())
+    fuse_modules(model, 2, if_faster=True)  # the rest, without a measurement
+    assert all(any(isinstance(module, kind) for module in model.modules()) for kind in FUSED)
+
+
+def test_a_model_is_fused_for_its_prompts_where_its_dtype_is_slow(monkeypatch):
+    monkeypatch.setattr(small, "slow", lambda dtype: True)
+    monkeypatch.setattr(fused, "faster", lambda *args: pytest.fail("nothing has to be measured"))
+    model = made().bfloat16()
+    assert fuse_modules(model, 1, if_faster=True) == MODELS["llama"][-1]
+
+
+def test_hooks_on_an_activation_are_called():
+    model, _ = fused_copy(made())
+    heard = []
+    block = model.model.layers[0].mlp
+    with torch.inference_mode():
+        before = block(torch.ones(1, 1, 64))
+        handle = block.act_fn.register_forward_hook(lambda module, args, found: heard.append(1) or found * 0)
+        assert not block(torch.ones(1, 1, 64)).any()
+        handle.remove()
+        torch.testing.assert_close(block(torch.ones(1, 1, 64)), before)
+    assert heard == [1]
 
 
 def test_one_call_for_query_key_and_value(monkeypatch):

@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ FEW_ROWS = 2
 """Up to so many rows, products with plain weights in the native kernel are as fast as with packed ones."""
 
 _SCALES = (0.001, 1.0, 3.0, 10.0, 30.0)
-_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 _MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 
@@ -48,7 +48,10 @@ class _Together:
 
 
 class FusedLinear(nn.Linear):
-    """A linear layer whose products with a few rows are computed by the native kernel, from the plain weights."""
+    """A linear layer whose products with a few rows are computed by the native kernel, from the plain weights.
+
+    In a dtype in which torch is slow on this processor, all its products are faster.
+    """
 
     _together: _Together | None = None
 
@@ -57,7 +60,10 @@ class FusedLinear(nn.Linear):
         if self._together is not None and (out := self._together.output(self, input)) is not None:
             return out
         found = small.products(input, (self,))
-        return super().forward(input) if found is None else found[0]
+        if found is not None:
+            return found[0]
+        wide = small.widened(input, self)
+        return super().forward(input) if wide is None else wide
 
 
 class _FusedGate(nn.Module):
@@ -70,7 +76,7 @@ class _FusedGate(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output."""
         out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
-        if len(args) == 1 and not kwargs and all(map(_is_bare, parts)):
+        if len(args) == 1 and not kwargs and all(map(_is_bare, parts)) and not any(map(_is_heard, self.children())):
             out = small.gated(args[0], *parts)
         return super().forward(*args, **kwargs) if out is None else out
 
@@ -92,12 +98,16 @@ class _FusedNorm(nn.Module):
 
 def _is_bare(layer: nn.Module) -> bool:
     """Whether nobody has replaced a fused layer, or wants to see its calls, since it was fused."""
-    return type(layer) is FusedLinear and not (
-        layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
-    )
+    return type(layer) is FusedLinear and not _is_heard(layer)
 
 
-FUSED = (FusedLinear, _FusedGate, _FusedNorm)
+def _is_heard(module: nn.Module) -> bool:
+    """Whether a module's calls have a hook, or another ``forward``."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+_MIXINS = (_FusedGate, _FusedNorm)
+FUSED = (FusedLinear, *_MIXINS)
 """Classes of fused modules."""
 
 
@@ -120,17 +130,43 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
             products to torch if it is as fast.
         products: whether linear layers and feed-forward layers are changed, too, and not norms alone.
     """
-    modules = [module for module in _open(model) if _is_still(module) and not isinstance(module, FUSED)]
+    modules = [module for module in _open(model) if _is_still(module) and not isinstance(module, _MIXINS)]
     norms = [module for module in modules if _fuse_norm(module)]
-    linear = [module for module in modules if type(module) is nn.Linear and _is_ours(module.weight)]
-    if not linear or not products or (if_faster and not faster(linear, rows, _twin)):
+    if not products:
         return len(norms)
-    for layer in linear:
-        layer.__class__ = FusedLinear
+    linear = _fusable(modules)
+    known = any(isinstance(module, FusedLinear) for module in modules)
+    if not known and (not linear or (if_faster and not _pays(linear, rows))):
+        return len(norms)
+    _fuse_linear(linear)
     gates = [module for module in modules if _fuse_gate(module)]
     for module in modules:
         _join(module)
     return len(norms) + len(linear) + len(gates)
+
+
+def fuse_if_slow(model: nn.Module) -> int:
+    """Fuse the linear layers alone whose dtype is slow in torch on this processor; return how many they are.
+
+    All their products are faster then, those of prompts above all. Hooks of every module are still called.
+    """
+    linear = [layer for layer in _fusable(_open(model)) if _is_still(layer) and small.slow(layer.weight.dtype)]
+    _fuse_linear(linear)
+    return len(linear)
+
+
+def _fusable(modules: Iterable[nn.Module]) -> list[nn.Linear]:
+    return [module for module in modules if type(module) is nn.Linear and _is_ours(module.weight)]
+
+
+def _fuse_linear(layers: list[nn.Linear]) -> None:
+    for layer in layers:
+        layer.__class__ = FusedLinear
+
+
+def _pays(layers: list[nn.Linear], rows: int) -> bool:
+    """Whether products with some rows are faster when they are fused; in a slow dtype those of prompts always are."""
+    return all(small.slow(layer.weight.dtype) for layer in layers) or faster(layers, rows, _twin)
 
 
 def chosen(model: nn.Module) -> tuple[bool, bool]:

@@ -30,6 +30,7 @@ from kvkeep.errors import ModelFileError, UnsupportedModelError
 from kvkeep.models import split, tiny
 from kvkeep.models.device import enough_memory, parse_device, parse_dtype
 from kvkeep.models.files import check_folder, check_numbers, check_shape, explained, locate
+from kvkeep.models.fused import fuse_if_slow
 from kvkeep.models.generation import check_generation_config
 from kvkeep.models.hf import attach
 from kvkeep.models.hub import cached_if_unreachable, no_conversion_service
@@ -152,8 +153,10 @@ def read_weights(
     if not how:
         with enough_memory(place):
             torch.nn.Module.to(model, place)
-    model.eval()
-    return attach(model)
+    attach(model.eval())
+    if not how:  # a split model's layers have hooks that divide their weights
+        fuse_if_slow(model)
+    return model
 
 
 def _read(

@@ -18,6 +18,7 @@ from kvkeep.argument import handed
 from kvkeep.errors import InputError
 from kvkeep.models.device import enough_memory
 from kvkeep.models.files import explained
+from kvkeep.models.fused import fuse_if_slow
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.suitable import auto_class
@@ -204,4 +205,5 @@ def with_random_weights(writer: Writer, seed: int) -> Writer:
         config = copy.deepcopy(writer.model.config)
         model: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=False)
         torch.nn.Module.to(model, writer.model.device, writer.model.dtype)
-    return replace(writer, model=attach(model.eval()))
+    fuse_if_slow(attach(model.eval()))
+    return replace(writer, model=model)

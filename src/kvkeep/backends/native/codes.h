@@ -163,7 +163,7 @@ inline void narrow_all(int64_t type, const float *from, int64_t n, char *to) {
         const Pair pair = {every_second<0>(a, b, lanes), every_second<1>(a, b, lanes)};
         uint16_t halves[2 * W];
         if (type == 1) BFloat16::narrow(pair, halves);
-        else Float16::narrow(pair, halves);
+        else Float16::narrow(Float16::IN_ORDER ? Pair{a, b} : pair, halves);
         std::memcpy(to + 2 * i, halves, std::min<int64_t>(n - i, 2 * W) * sizeof *halves);
     }
 }

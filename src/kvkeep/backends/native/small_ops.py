@@ -1,23 +1,35 @@
 """The operators between two attentions, in the kernel; each returns ``None`` if the kernel cannot do it.
 
-Weights stay as torch has them. Products are for a few rows only: with many, torch's are faster.
+Weights stay as torch has them. Products are for a few rows only: with many, torch's are faster. On processors without
+products of half-precision numbers torch takes up to ten times as long for them as in float32, so there they are for
+more rows, and with still more the weights are widened.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from kvkeep.backends.native.build import native
 from kvkeep.backends.native.checks import TYPES
 
 MOST_ROWS = 16
-"""The largest number of rows of a product."""
+"""The largest number of rows of a product, where torch's products are as fast as the processor."""
+
+MOST_ROWS_OF_SLOW = 128
+"""The same for dtypes in which they are not."""
+
+WIDE_BYTES = 2**23
+"""Bytes of weights that exist in float32 at a time."""
+
+_SUPPORT = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 _HEAD = struct.Struct("4q 2q")
 _ONE = struct.Struct("4q")
@@ -26,13 +38,33 @@ _MOST_WEIGHTS = 3
 _NONE = bytes(_ONE.size)
 
 
+@functools.cache
+def slow(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies numbers of this dtype one by one on this processor: half precision without AVX-512."""
+    supported = getattr(torch.ops.mkldnn, _SUPPORT.get(dtype, ""), None)
+    return supported is not None and not supported()
+
+
+def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
+    """The output of a linear layer for many rows in a `slow` dtype, with its weights in float32 piece by piece."""
+    if not slow(x.dtype) or _library_for(x) is None or not _fits(layer, x, x.shape[-1]):
+        return None
+    wide, out = x.float(), x.new_empty((*x.shape[:-1], layer.out_features))
+    step = max(1, WIDE_BYTES // (4 * layer.in_features))
+    for first in range(0, layer.out_features, step):
+        part = slice(first, first + step)
+        bias = None if layer.bias is None else layer.bias[part].float()
+        out[..., part] = linear(wide, layer.weight[part].float(), bias)
+    return out
+
+
 def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear]) -> list[Tensor] | None:
     """The outputs of up to three linear layers for the same few rows."""
     library = _library_for(x)
     if library is None or not all(_fits(layer, x, x.shape[-1]) for layer in layers):
         return None
     rows = x.numel() // x.shape[-1]
-    if rows > MOST_ROWS or len(layers) > _MOST_WEIGHTS:
+    if rows > _most_rows(x.dtype) or len(layers) > _MOST_WEIGHTS:
         return None
     outs = [x.new_empty((*x.shape[:-1], layer.out_features)) for layer in layers]
     packed = _head(x, rows, len(layers))
@@ -47,7 +79,7 @@ def gated(x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Li
     if library is None or not (_fits(gate, x, width) and _fits(up, x, width) and _fits(down, x, inner)):
         return None
     rows = x.numel() // width
-    if rows > MOST_ROWS or up.out_features != inner:
+    if rows > _most_rows(x.dtype) or up.out_features != inner:
         return None
     between, out = x.new_empty((rows, inner)), x.new_empty((*x.shape[:-1], down.out_features))
     packed = _head(x, rows, between.data_ptr()) + _one(gate, 0) + _one(up, 0) + _one(down, out.data_ptr())
@@ -68,6 +100,10 @@ def norm(
         *(epsilon, plus),
     )
     return None if library.kvkeep_norm(packed) else out
+
+
+def _most_rows(dtype: torch.dtype) -> int:
+    return MOST_ROWS_OF_SLOW if slow(dtype) else MOST_ROWS
 
 
 def _head(x: Tensor, rows: int, last: int) -> bytes:

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <utility>
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -73,8 +73,8 @@ inline Floats in_register(Floats x) {
 // ---- element types --------------------------------------------------------------------------------------------------
 
 // Elements are widened two vectors at a time, in an order that costs nothing: half-precision numbers lie in pairs, so
-// one vector gets the even ones and the other the odd ones. Queries, sums and outputs use the same order, and narrowing
-// restores the original one.
+// one vector gets the even ones and the other the odd ones, unless the processor widens numbers that follow each other.
+// Queries, sums and outputs use the same order, and narrowing restores the original one.
 struct Pair {
     Floats a, b;
 };
@@ -106,15 +106,38 @@ struct BFloat16 {
 struct Float16 {
     typedef uint16_t T;
     static constexpr int EACH = 2 * W;
+#if defined(__AVX512F__)
+#define KVKEEP_HALVES
+    static Floats ahead(const T *from) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
+    static void back(Floats x, T *to) {
+        _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+    }
+#elif defined(__F16C__) && defined(__AVX__)
+#define KVKEEP_HALVES
+    static Floats ahead(const T *from) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
+    static void back(Floats x, T *to) {
+        _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+#ifdef KVKEEP_HALVES
+    static constexpr bool IN_ORDER = true;
+    static Pair widen(const T *from) { return {ahead(from), ahead(from + W)}; }
+    static void narrow(Pair x, T *to) {
+        back(x.a, to);
+        back(x.b, to + W);
+    }
+#else
+    static constexpr bool IN_ORDER = false;
     static Pair widen(const T *from) {
         const Ints both = load<Ints>(from);
         return {widen(both << 16), widen(both)};
     }
+    static void narrow(Pair x, T *to) { store(to, round(x.a) | (round(x.b) << 16)); }
+#endif
     static Floats widen(Ints upper) {  // the product rebiases the exponent, of denormals as well
         const Ints small = (upper >> 3) & (int32_t)0x8fffe000, special = (small & 0x0f800000) == 0x0f800000;
         return (Floats)((Ints)((Floats)small * 0x1p112f) | (special & 0x7f800000));
     }
-    static void narrow(Pair x, T *to) { store(to, round(x.a) | (round(x.b) << 16)); }
     static Bits round(Floats x) {
         const Bits u = (Bits)x, size = u & 0x7fffffff;
         const Bits normal = (size - 0x38000000 + 0xfff + ((size >> 13) & 1)) >> 13;
