@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvkeep import plots
 from kvkeep.cli import console
+from kvkeep.cli.counted import resumable
 from kvkeep.cli.files import STANDARD_INPUT, read_text
 from kvkeep.cli.model_request import ModelRequest
 from kvkeep.models import load, threads
@@ -23,8 +24,9 @@ from kvkeep.models.load import quiet
 from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
 from kvkeep.research.analysis import page, report
+from kvkeep.research.analysis.job import Job, find, read
 from kvkeep.research.analysis.report import Folder
-from kvkeep.research.analysis.run import Job, OnStage, find, read, run
+from kvkeep.research.analysis.run import OnStage, run
 
 _PURPOSE = "Give some text to analyse with --text FILE."
 
@@ -112,12 +114,8 @@ def _progress() -> Iterator[OnStage]:
             lines[what] = bar.add_task(what, total=1.0)
         bar.update(lines[what], completed=share, refresh=True)
 
-    try:
-        with bar:
-            yield on_stage
-    except KeyboardInterrupt:
-        console.note("stopped. What is finished is on the disk; run the same command again to go on.")
-        raise
+    with resumable(), bar:
+        yield on_stage
 
 
 def _show(request: Request, written: Path, everything: dict[str, Any]) -> None:

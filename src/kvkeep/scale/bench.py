@@ -1,6 +1,6 @@
-"""A worker for evaluations: a process with a model of its own, which runs the cells that it is given, one at a time.
+"""A worker for evaluations and analyses: a process with a model, which runs the pieces that it is given one at a time.
 
-Nothing here knows Ray.
+Nothing here knows Ray, nor what a piece is.
 """
 
 from __future__ import annotations
@@ -8,14 +8,28 @@ from __future__ import annotations
 import logging
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from kvkeep.errors import KVKeepError
-from kvkeep.evals.apart import Bench, Piece
-from kvkeep.evals.run import fingerprint
 from kvkeep.scale.pieces import Answer
 from kvkeep.scale.trade import Facts, Layout, Trade
+
+
+@runtime_checkable
+class Bench(Protocol):
+    """A model and what is done with it, such as `kvkeep.evals.apart.Bench`."""
+
+    def about(self) -> dict[str, Any]:
+        """The model as the description of a run has it, ``weights`` and ``dtype`` among it."""
+
+    def run(self, piece: Any) -> Any:
+        """The result of a piece.
+
+        Raises:
+            KVKeepError: the piece cannot be run.
+        """
 
 
 @runtime_checkable
@@ -35,19 +49,19 @@ class ModelFacts(Facts):
     """What a worker says of itself once its model is there.
 
     Attributes:
-        dtype: of the weights.
+        about: see `Bench.about`.
     """
 
-    dtype: str
+    about: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Refusal(Answer):
-    """The answer of a worker that cannot run a cell, and perhaps no other one either."""
+    """The answer of a worker that cannot run a piece, and perhaps no other one either."""
 
 
-class CellWorker:
-    """Runs cells; the row of each is its answer.
+class ModelWorker:
+    """Runs pieces; the result of each is its answer.
 
     Args:
         make: loads the model.
@@ -61,24 +75,24 @@ class CellWorker:
         """Load the model; return facts, or the message of an error.
 
         Args:
-            like: of no effect: evaluations leave weights as they are.
+            like: of no effect: evaluations and analyses leave weights as they are.
         """
         try:
-            bench = self._bench = self._make()
+            self._bench = self._make()
+            about = self._bench.about()
         except KVKeepError as error:
             return str(error)
-        weights = fingerprint(bench.writer)
-        return ModelFacts(weights, (False, False), platform.node(), os.getpid(), bench.writer.dtype)
+        return ModelFacts(about["weights"], (False, False), platform.node(), os.getpid(), about)
 
-    def run(self, number: int, piece: Piece) -> Answer:
-        """Run a cell. What fails here would fail in every worker, so it is no reason to start another one."""
+    def run(self, number: int, piece: Any) -> Answer:
+        """Run a piece. What fails here would fail in every worker, so it is no reason to start another one."""
         assert self._bench is not None
         try:
             return Answer(number, whole=self._bench.run(piece))
         except KVKeepError as error:
             return _refusal(number, str(error))
         except Exception as error:  # a defect, or a file that cannot be read
-            logging.getLogger(__name__).exception("Cell %d failed.", number)
+            logging.getLogger(__name__).exception("Piece %d failed.", number)
             return _refusal(number, f"{type(error).__name__}: {error}")
 
 
@@ -86,5 +100,5 @@ def _refusal(number: int, why: str) -> Refusal:
     return Refusal(number, reason=f"On {platform.node()}: {why}")
 
 
-CELLS = Trade[ModelFacts](CellWorker, "cell", at_once=1, ahead=lambda facts: 1, patience_s=3600.0)
+CELLS = Trade[ModelFacts](ModelWorker, "cell", at_once=1, ahead=lambda facts: 1, patience_s=3600.0)
 """Evaluations: cells take seconds to hours, so none waits in the hands of a worker while another one is free."""
