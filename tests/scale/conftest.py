@@ -7,7 +7,10 @@ import model_folders
 import pytest
 from raycells import CELLS, invoke, rows
 
-from kvkeep.cli.eval import far, grid
+from kvkeep.cli.analyze import analysis
+from kvkeep.cli.analyze import far as far_of_measurements
+from kvkeep.cli.eval import far as far_of_cells
+from kvkeep.cli.eval import grid
 from kvkeep.scale import crew
 from kvkeep.scale.cluster import Need
 
@@ -39,9 +42,10 @@ def one_thread():
 @pytest.fixture
 def on(monkeypatch):
     """Put a cluster in the place of Ray."""
-    monkeypatch.setattr(grid, "check_ray", lambda address: None)
-    monkeypatch.setattr(far, "joined", lambda address, cpus: contextlib.nullcontext())
-    monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
+    for command, far in ((grid, far_of_cells), (analysis, far_of_measurements)):
+        monkeypatch.setattr(command, "check_ray", lambda address: None)
+        monkeypatch.setattr(far, "joined", lambda address, cpus: contextlib.nullcontext())
+        monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
     monkeypatch.setattr(crew, "DEATHS", 10**6)
 
     def put(cluster):

@@ -102,3 +102,6 @@ def _refusal(number: int, why: str) -> Refusal:
 
 CELLS = Trade[ModelFacts](ModelWorker, "cell", at_once=1, ahead=lambda facts: 1, patience_s=3600.0)
 """Evaluations: cells take seconds to hours, so none waits in the hands of a worker while another one is free."""
+
+MEASUREMENTS = Trade[ModelFacts](ModelWorker, "measurement group", at_once=1, ahead=lambda facts: 1, patience_s=3600.0)
+"""Analyses: a group is a few measurements, and takes seconds to hours as well."""

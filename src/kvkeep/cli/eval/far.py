@@ -121,7 +121,7 @@ def _fill(grid: Grid, records: Records, crew: Crew[ModelFacts], bar: Bar, stoppe
         records.arrange([planned.cell for planned in grid.planned])
     if desk.refusal is not None:
         raise InputError(desk.refusal)
-    if desk.failed:
+    if desk.failed and not stopped():
         raise InputError(_unfinished(desk.failed, cells))
 
 

@@ -108,6 +108,11 @@ def read(checkpoint: Checkpoint, name: str, text: str, max_tokens: int | None) -
     return Text(name, hashlib.sha256(text.encode()).hexdigest()[:16], tokens, notes)
 
 
+def words(checkpoint: Checkpoint, tokens: Int[Tensor, " n"]) -> tuple[str, ...]:
+    """The piece of text of each token."""
+    return tuple(str(checkpoint.tokenizer.decode([token])) for token in tokens.tolist())
+
+
 def left(job: Job, folder: Folder) -> list[type[Measurement]]:
     """The measurements of a job that a folder does not hold.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvkeep.evals.run import fingerprint, versions
 from kvkeep.models.text import Writer, with_random_weights
-from kvkeep.research.analysis.job import Job, left
+from kvkeep.research.analysis.job import Job, left, words
 from kvkeep.research.analysis.measure import Context, Measurement, Mlp, Rows, Skipped, Subject
 from kvkeep.research.analysis.report import Folder
 from kvkeep.research.analysis.walk import look, walk
@@ -108,8 +108,8 @@ class Pass:
         on_stage: OnStage = lambda what, share: None,
     ) -> None:
         seen = self._anatomy = look(writer.model, int(tokens[0]))
-        words = tuple(writer.show_token(token) for token in tokens.tolist())
-        self._context = Context(len(tokens), seen.n_layers, seen.n_heads, seen.n_kv_heads, tokens, words, seed)
+        said = words(writer.checkpoint, tokens)
+        self._context = Context(len(tokens), seen.n_layers, seen.n_heads, seen.n_kv_heads, tokens, said, seed)
         self._subject = Subject(writer, tokens, seed, lambda: with_random_weights(writer, seed))
         self._on_stage = on_stage
 
