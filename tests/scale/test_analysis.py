@@ -9,11 +9,11 @@ import signal
 import model_folders
 import pytest
 import torch
+from rayanalyses import APART, NAMES, TEXT, TOKENS, WALKED, ended, invoke, made, records, same
 from raycells import Real
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvkeep import plots
 from kvkeep.cli.analyze import far
 from kvkeep.cli.main import app
 from kvkeep.errors import InputError, UnsupportedModelError
@@ -31,80 +31,15 @@ from kvkeep.scale import crew
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 
-TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 80
-WALKED = ["sparsity", "heavy_hitters", "mlp_units", "repetition", "residual"]
-APART = ["removal", "score_change", "budgets"]
-NAMES = WALKED + APART
-SKIPPED = {"budgets"}
-TOKENS = 280
-
-
-@pytest.fixture
-def no_pictures(monkeypatch):
-    monkeypatch.setattr(plots, "available", lambda: False)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "fox.txt"
-    path.write_text(TEXT)
-    return path
-
-
-@pytest.fixture(scope="module")
-def whole(text, tmp_path_factory):
-    """What one process makes of the analysis, and what it prints."""
-    folder = tmp_path_factory.mktemp("whole")
-    with model_folders.one_thread(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "available", lambda: False)
-        found = invoke(text, folder)
-    assert found.exit_code == 0, found.output
-    assert set(records(folder)) == set(NAMES)
-    assert {name for name, record in records(folder).items() if "skipped" in record} == SKIPPED
-    return folder, found.stdout
-
-
-def invoke(text, folder, *words, model=None, only=NAMES):
-    asked = ("analyze", model or model_folders.folder(), "--text", text, "-o", folder, "--max-tokens", TOKENS)
-    asked += ("--only", ",".join(only), "--threads", 1, *words)
-    found = CliRunner().invoke(app, [*map(str, asked)], env={"COLUMNS": "160"})
-    found.said = " ".join(found.output.split())
-    assert "Traceback" not in found.output
-    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
-    return found
-
-
-def records(folder):
-    """The measurements of a folder, without the time that they took."""
-    found = [json.loads((folder / f"{kind.name}.json").read_text()) for kind in made(folder)]
-    return {record["name"]: {key: value for key, value in record.items() if key != "seconds"} for record in found}
-
-
-def made(folder):
-    return [kind for kind in MEASUREMENTS if (folder / f"{kind.name}.json").exists()]
-
-
-def same(folder, whole, stdout=None):
-    """Whether a folder is that of one process, up to times and the folder's name."""
-    assert records(folder) == records(whole[0])
-    assert (folder / "run.json").read_bytes() == (whole[0] / "run.json").read_bytes()
-    assert (folder / "index.html").read_bytes() == (whole[0] / "index.html").read_bytes()
-    assert {path.name for path in folder.iterdir()} == {path.name for path in whole[0].iterdir()}
-    if stdout is not None:
-        assert stdout == whole[1]
-
-
-def ended(cluster):
-    assert not any(actor.alive for actor in cluster.actors)
-
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_folder_is_that_of_one_process_whoever_dies(seed, on, text, whole, tmp_path):
-    cluster = on(Real(seed, deaths=seed % 4))
-    found = invoke(text, tmp_path, "--ray-workers", (1, 2, 3, 7)[seed % 4])
+def test_the_folder_is_that_of_one_process_whoever_dies(seed, on, text, analysed, tmp_path):
+    mortal = seed % 2 == 1
+    cluster = on(Real(seed, deaths=seed % 4, life=1 if mortal else 10**6))
+    found = invoke(text, tmp_path, "--ray-workers", (1, 1, 3, 2)[seed % 4])
     assert found.exit_code == 0, found.output
-    same(tmp_path, whole, found.stdout)
-    assert found.stderr.count("died and is replaced") == seed % 4
+    same(tmp_path, analysed, found.stdout)
+    assert not mortal or "died and is replaced; 1 of its measurement groups run again" in found.said
     assert cluster.most == 1  # nobody holds a group that another one could make
     ended(cluster)
 
@@ -124,7 +59,7 @@ def test_each_result_is_written_once_and_as_it_comes(on, text, tmp_path, monkeyp
     assert min(ran for name, ran in seen if name in {f"{one}.json" for one in APART}) < 4
 
 
-def test_json_has_the_results_and_the_number_of_workers(on, text, whole, tmp_path):
+def test_json_has_the_results_and_the_number_of_workers(on, text, analysed, tmp_path):
     on(Real(1))
     found = json.loads(invoke(text, tmp_path, "--ray-workers", 2, "--json").stdout)
     assert found.pop("workers") == 2
@@ -133,7 +68,7 @@ def test_json_has_the_results_and_the_number_of_workers(on, text, whole, tmp_pat
 
 
 @pytest.mark.parametrize("ray", [(), ("--ray-workers", 3)])
-def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, text, whole, tmp_path, monkeypatch):
+def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, text, analysed, tmp_path, monkeypatch):
     write = Folder.write
     for at, left in enumerate((1, 3)):
 
@@ -156,11 +91,11 @@ def test_a_command_that_was_stopped_anywhere_goes_on(ray, on, text, whole, tmp_p
     assert 3 <= len(before) < len(NAMES)
     on(Real(9))
     assert invoke(text, tmp_path, *ray).exit_code == 0
-    same(tmp_path, whole)
+    same(tmp_path, analysed)
     assert all((tmp_path / f"{name}.json").read_bytes() == content for name, content in before.items())
 
 
-def test_results_that_were_there_are_kept(on, text, whole, tmp_path):
+def test_results_that_were_there_are_kept(on, text, analysed, tmp_path):
     assert invoke(text, tmp_path, only=["sparsity", "removal"]).exit_code == 0
     before = (tmp_path / "removal.json").read_bytes()
     cluster = on(Real(3))
@@ -169,11 +104,11 @@ def test_results_that_were_there_are_kept(on, text, whole, tmp_path):
         cut([kind for kind in find(NAMES) if kind not in (Sparsity, Removal)], TOKENS, 2)
     )
     assert (tmp_path / "removal.json").read_bytes() == before
-    same(tmp_path, whole)
+    same(tmp_path, analysed)
     cluster = on(Real(3))
     again = invoke(text, tmp_path, "--ray-workers", 2)
     assert "1 worker for 0 measurements that are not done" in again.stderr
-    assert (again.exit_code, again.stdout) == (0, whole[1])
+    assert (again.exit_code, again.stdout) == (0, analysed[1])
     assert not cluster.ran
 
 
@@ -208,18 +143,18 @@ def test_a_text_from_standard_input_reaches_the_workers(on, tmp_path):
     assert json.loads(found.stdout)["run"]["text_name"] == "standard input"
 
 
-def test_measurements_that_kill_their_workers_fail_and_no_others(on, text, whole, tmp_path):
+def test_measurements_that_kill_their_workers_fail_and_no_others(on, text, analysed, tmp_path):
     groups = cut(find(NAMES), TOKENS, 2)
     number = next(at for at, group in enumerate(groups, start=1) if group == [Removal])
     cluster = on(Real(2, deadly={number}))
     found = invoke(text, tmp_path, "--ray-workers", 2)
     assert (found.exit_code, found.stdout) == (2, "")
     assert "1 measurement has no result (removal): its worker died 4 times" in found.said
-    assert records(tmp_path) == {name: one for name, one in records(whole[0]).items() if name != "removal"}
+    assert records(tmp_path) == {name: one for name, one in records(analysed[0]).items() if name != "removal"}
     ended(cluster)
     on(Real(2))
     assert invoke(text, tmp_path, "--ray-workers", 2).exit_code == 0
-    same(tmp_path, whole)
+    same(tmp_path, analysed)
 
 
 @pytest.mark.parametrize(
@@ -312,19 +247,19 @@ def test_a_run_that_takes_the_folder_while_workers_begin_is_not_disturbed(on, te
     ended(cluster)
 
 
-def test_results_of_a_run_that_ended_while_workers_began_are_not_made_again(on, text, whole, tmp_path, monkeypatch):
+def test_results_of_a_run_that_ended_while_workers_began_are_not_made_again(on, text, analysed, tmp_path, monkeypatch):
     begin = crew.Crew.begin
 
     def late(self, stopped):
         begin(self, stopped)
-        shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+        shutil.copytree(analysed[0], tmp_path, dirs_exist_ok=True)
 
     monkeypatch.setattr(crew.Crew, "begin", late)
     cluster = on(Real(0))
     found = invoke(text, tmp_path, "--ray-workers", 2)
     assert found.exit_code == 0
     assert not cluster.ran
-    same(tmp_path, whole, found.stdout)
+    same(tmp_path, analysed, found.stdout)
 
 
 def test_a_bar_counts_the_measurements_of_all_workers(on, text, tmp_path, monkeypatch):
