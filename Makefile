@@ -119,7 +119,7 @@ test-oldest: .venv-oldest/.installed  ## what touches transformers, with the old
 test-clients: .venv-clients/.installed  ## the server with langchain-openai, llm, lm-eval and schemathesis, which need packages of their own
 	KVKEEP_CLIENTS=1 KVKEEP_REQUESTS=$(REQUESTS) $(CLIENTS)/python -m pytest -W default tests/clients
 
-test-ray: .venv-ray/.installed  ## jobs and servers on Ray, with processes that are killed (15 minutes on 2 cores)
+test-ray: .venv-ray/.installed  ## jobs and servers on Ray, with processes that are killed (20 minutes on 2 cores)
 	$(RAY)/python -m pytest -m "" tests/scale
 
 test-lowest: .venv-lowest/.installed  ## the core, with the oldest version of every dependency

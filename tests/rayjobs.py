@@ -86,7 +86,7 @@ def family(pid):
 
 def workers(job):
     """The processes of a command's workers."""
-    return [pid for pid, name in family(job.pid).items() if name.startswith(("ray::Worker", "ray::CellWorker"))]
+    return [pid for pid, name in family(job.pid).items() if name.startswith(("ray::Worker", "ray::ModelWorker"))]
 
 
 def wait_for(condition, job=None):

@@ -5,9 +5,14 @@ import contextlib
 
 import model_folders
 import pytest
+import rayanalyses
 from raycells import CELLS, invoke, rows
 
-from kvkeep.cli.eval import far, grid
+from kvkeep import plots
+from kvkeep.cli.analyze import analysis
+from kvkeep.cli.analyze import far as far_of_measurements
+from kvkeep.cli.eval import far as far_of_cells
+from kvkeep.cli.eval import grid
 from kvkeep.scale import crew
 from kvkeep.scale.cluster import Need
 
@@ -39,9 +44,10 @@ def one_thread():
 @pytest.fixture
 def on(monkeypatch):
     """Put a cluster in the place of Ray."""
-    monkeypatch.setattr(grid, "check_ray", lambda address: None)
-    monkeypatch.setattr(far, "joined", lambda address, cpus: contextlib.nullcontext())
-    monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
+    for command, far in ((grid, far_of_cells), (analysis, far_of_measurements)):
+        monkeypatch.setattr(command, "check_ray", lambda address: None)
+        monkeypatch.setattr(far, "joined", lambda address, cpus: contextlib.nullcontext())
+        monkeypatch.setattr(far, "room_for", lambda *args, **options: (Need(), "cpu"))
     monkeypatch.setattr(crew, "DEATHS", 10**6)
 
     def put(cluster):
@@ -59,4 +65,31 @@ def whole(tmp_path_factory):
         found = invoke(folder)
     assert found.exit_code == 0, found.output
     assert len(rows(folder)) == CELLS
+    return folder, found.stdout
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    monkeypatch.setattr(plots, "available", lambda: False)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A text to analyse."""
+    path = tmp_path_factory.mktemp("text") / "fox.txt"
+    path.write_text(rayanalyses.TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def analysed(text, tmp_path_factory):
+    """What one process makes of the analysis, and what it prints."""
+    folder = tmp_path_factory.mktemp("analysed")
+    with model_folders.one_thread(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "available", lambda: False)
+        found = rayanalyses.invoke(text, folder)
+    assert found.exit_code == 0, found.output
+    made = rayanalyses.records(folder)
+    assert set(made) == set(rayanalyses.NAMES)
+    assert {name for name, record in made.items() if "skipped" in record} == rayanalyses.SKIPPED
     return folder, found.stdout

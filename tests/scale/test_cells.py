@@ -25,7 +25,7 @@ from kvkeep.evals.tasks import TASKS
 from kvkeep.models import load as loading
 from kvkeep.models.text import Writer
 from kvkeep.profile import Profile
-from kvkeep.scale.cells import CellWorker, ModelFacts
+from kvkeep.scale.bench import ModelFacts, ModelWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -267,15 +267,16 @@ def bench(**changes):
 
 def test_a_worker_says_who_it_is_and_why_it_cannot_begin():
     made, piece = bench()
-    facts = CellWorker(lambda: made).begin(None)
+    facts = ModelWorker(lambda: made).begin(None)
     assert isinstance(facts, ModelFacts)
-    assert (facts.dtype, facts.layout) == ("float32", (False, False))
+    assert (facts.about, facts.layout) == (made.about(), (False, False))
+    assert (facts.weights, facts.about["dtype"]) == (facts.about["weights"], "float32")
     assert made.run(piece).items() >= {"model": "m", "policy": "local", **versions()}.items()
 
     def fail():
         raise InputError("There is no such model.")
 
-    assert CellWorker(fail).begin(None) == "There is no such model."
+    assert ModelWorker(fail).begin(None) == "There is no such model."
 
 
 def test_a_worker_with_other_data_runs_nothing():

@@ -202,7 +202,7 @@ class Broken(Real):
     def get(self, call, timeout=None):
         found = super().get(call, timeout)
         if isinstance(found, Failed):
-            raise RuntimeError(f"ray::CellWorker.run()\n  File x\n{type(found.error).__name__}: {found.error}")
+            raise RuntimeError(f"ray::ModelWorker.run()\n  File x\n{type(found.error).__name__}: {found.error}")
         return found
 
 

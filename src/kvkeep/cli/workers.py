@@ -29,6 +29,7 @@ def room_for(
     address: str | None,
     what: str = "worker",
     option: str = "ray_workers",
+    less: str = "`max_rows`, `budget` or `threads`",
 ) -> tuple[Need, str]:
     """What each of some workers takes, and the device that it uses, after a check that all fit. The cluster was joined.
 
@@ -40,6 +41,7 @@ def room_for(
         address: the value of ``--ray-address``.
         what: a word for a worker.
         option: the argument with their number.
+        less: what makes a worker smaller.
 
     Raises:
         InputError: nodes have other versions than this process, or the workers do not fit.
@@ -49,7 +51,7 @@ def room_for(
     gpus = int(device.startswith("cuda") or (device == "auto" and any(node.gpus for node in found)))
     cpus = threads or (own_cpus(count, None) if address is None else share(found, count))
     need = Need(cpus=cpus, gpus=gpus, memory=0 if gpus else main_bytes)
-    check_room(found, need, count, what=what, option=option)
+    check_room(found, need, count, what=what, option=option, less=less)
     return need, "cuda" if gpus else "cpu" if device == "auto" else device  # a worker sees its own GPU alone
 
 

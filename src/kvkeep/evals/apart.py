@@ -15,7 +15,7 @@ from kvkeep.errors import InputError
 from kvkeep.evals.drive import Setup
 from kvkeep.evals.plan import Cell, Planned
 from kvkeep.evals.report import Row
-from kvkeep.evals.run import about, measure
+from kvkeep.evals.run import about, fingerprint, measure
 from kvkeep.evals.task import Options, Task
 from kvkeep.models.device import enough_memory
 from kvkeep.models.text import Writer
@@ -69,6 +69,10 @@ class Bench:
         self.writer, self._name, self._sources = writer, name, sources
         self._part = -1
         self._task: Task | None = None
+
+    def about(self) -> dict[str, str]:
+        """The model, as the description of a run has it."""
+        return {"weights": fingerprint(self.writer), "dtype": self.writer.dtype}
 
     def run(self, piece: Piece) -> Row:
         """The row of a cell.

@@ -248,7 +248,13 @@ def check_versions(found: Sequence[Node], own: dict[str, str] | None = None) -> 
 
 
 def check_room(
-    found: Sequence[Node], need: Need, workers: int, *, what: str = "worker", option: str = "ray_workers"
+    found: Sequence[Node],
+    need: Need,
+    workers: int,
+    *,
+    what: str = "worker",
+    option: str = "ray_workers",
+    less: str = "`max_rows`, `budget` or `threads`",
 ) -> None:
     """Refuse more workers than fit, and say how many would.
 
@@ -258,6 +264,7 @@ def check_room(
         workers: their number.
         what: a word for a worker.
         option: the argument with their number.
+        less: what makes a worker smaller.
 
     Raises:
         InputError: they do not fit.
@@ -270,8 +277,7 @@ def check_room(
         for node in found[:5]
     )
     more = f"; and {len(found) - 5} more nodes" if len(found) > 5 else ""
-    less = "Lower `max_rows`, `budget` or `threads`, or add nodes."
-    remedy = f"Give `{option}={fits}`, or less to each: lower `max_rows`, `budget` or `threads`." if fits else less
+    remedy = f"Give `{option}={fits}`, or less to each: lower {less}." if fits else f"Lower {less}, or add nodes."
     each = "each" if workers > 1 else ""
     raise InputError(
         f"{workers} {what}{'s' if workers > 1 else ''} of {need} {each}".rstrip()

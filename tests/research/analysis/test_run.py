@@ -13,9 +13,10 @@ from kvkeep.errors import InputError
 from kvkeep.models import load
 from kvkeep.models.text import Writer
 from kvkeep.research.analysis import run as running
+from kvkeep.research.analysis.job import Job, find, read
 from kvkeep.research.analysis.measure import Measurement, Reading, Skipped
 from kvkeep.research.analysis.report import Folder
-from kvkeep.research.analysis.run import Job, find, read, run
+from kvkeep.research.analysis.run import run
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 12
 N = 36

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from kvkeep.cli import cluster
+from kvkeep.cli.analyze.request import Request
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.files import place
 from kvkeep.cli.options import (
@@ -23,6 +25,7 @@ from kvkeep.cli.options import (
 )
 
 _ANALYSIS = "Analysis"
+_WORKERS = "Workers"
 
 
 @one_line_errors
@@ -65,6 +68,16 @@ def analyze(
     load_in: LoadIn = None,
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
+    ray_workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Make the measurements on N copies of the model, each in a process of a cluster of Ray. Needs the "
+            "extra kvkeep\\[ray].",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = None,
+    ray_address: Annotated[str | None, cluster.address(_WORKERS)] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -73,12 +86,13 @@ def analyze(
     The result is one page with figures and claims. The text runs through a full cache once, in blocks, so memory stays
     bounded. Every finished measurement is written to DIR at once.
     """
+    cluster.check_workers(ray_workers, ray_address)
     length = None if max_tokens is None else parse_tokens(max_tokens, "--max-tokens")
     folder = place(output, "--output")
     from kvkeep.cli.analyze import analysis  # imports torch and transformers
 
     analysis.serve(
-        analysis.Request(
+        Request(
             model=model,
             text=text,
             output=folder,
@@ -91,5 +105,7 @@ def analyze(
             threads=parse_threads(threads),
             allow_pickle=allow_pickle,
             json=json,
+            workers=ray_workers,
+            ray_address=ray_address,
         )
     )

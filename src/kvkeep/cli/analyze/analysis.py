@@ -6,8 +6,7 @@ Bad input is refused before weights are read. Importing this module imports torc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +14,33 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from kvkeep import plots
 from kvkeep.cli import console
+from kvkeep.cli.analyze.request import Request
+from kvkeep.cli.counted import resumable
 from kvkeep.cli.files import STANDARD_INPUT, read_text
-from kvkeep.cli.model_request import ModelRequest
+from kvkeep.cli.workers import ended_with_its_cluster
 from kvkeep.models import load, threads
 from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import quiet
 from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
 from kvkeep.research.analysis import page, report
+from kvkeep.research.analysis.job import Job, find, read
 from kvkeep.research.analysis.report import Folder
-from kvkeep.research.analysis.run import Job, OnStage, find, read, run
+from kvkeep.research.analysis.run import OnStage, run
+from kvkeep.scale.cluster import check_ray
 
 _PURPOSE = "Give some text to analyse with --text FILE."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(ModelRequest):
-    """The options of ``kvkeep analyze``.
-
-    Attributes:
-        text: path of the text, or ``-``.
-        only: names of measurements; all if empty.
-    """
-
-    text: str
-    output: Path
-    only: tuple[str, ...]
-    max_tokens: int | None
-    seed: int
-    json: bool
-
-
+@ended_with_its_cluster()
 def serve(request: Request) -> None:
     """Measure, write the page and print a summary.
 
     Raises:
         KVKeepError: the request, the model or the folder cannot be used.
     """
+    if request.workers is not None:
+        check_ray(request.ray_address)
     with quiet(), threads.restored():
         folder = Folder(request.output)
         job = prepare(request)
@@ -60,15 +49,33 @@ def serve(request: Request) -> None:
         report.read(folder)
         for note in job.text.notes:
             console.note(note)
-        writer = Writer(
-            job.checkpoint, load.read_weights(job.checkpoint, request.dtype, request.device, load_in=request.load_in)
-        )
-        threads.use(writer.model, request.threads)
-        with folder.locked():
-            with _progress() as on_stage:
-                run(job, writer, folder, on_stage)
+        with ExitStack() as held:
+            workers = _measure(job, request, folder, held)
             written, everything = report.write(folder)
-    _show(request, written, everything)
+    _show(request, written, everything, **({} if workers is None else {"workers": workers}))
+
+
+def _measure(job: Job, request: Request, folder: Folder, held: ExitStack) -> int | None:
+    """Make the measurements that the folder lacks; return the number of workers of Ray.
+
+    Args:
+        job: the analysis.
+        request: the options of the command.
+        folder: gets the results.
+        held: holds the folder's lock from here on.
+    """
+    if request.workers is not None:
+        from kvkeep.cli.analyze import far
+
+        return far.run(job, request, folder, held)
+    writer = Writer(
+        job.checkpoint, load.read_weights(job.checkpoint, request.dtype, request.device, load_in=request.load_in)
+    )
+    threads.use(writer.model, request.threads)
+    held.enter_context(folder.locked())
+    with _progress() as on_stage:
+        run(job, writer, folder, on_stage)
+    return None
 
 
 def prepare(request: Request) -> Job:
@@ -112,20 +119,23 @@ def _progress() -> Iterator[OnStage]:
             lines[what] = bar.add_task(what, total=1.0)
         bar.update(lines[what], completed=share, refresh=True)
 
-    try:
-        with bar:
-            yield on_stage
-    except KeyboardInterrupt:
-        console.note("stopped. What is finished is on the disk; run the same command again to go on.")
-        raise
+    with resumable(), bar:
+        yield on_stage
 
 
-def _show(request: Request, written: Path, everything: dict[str, Any]) -> None:
-    """Print the verdicts, the next step and the path of the page."""
+def _show(request: Request, written: Path, everything: dict[str, Any], **more: Any) -> None:
+    """Print the verdicts, the next step and the path of the page.
+
+    Args:
+        request: the options of the command.
+        written: the page.
+        everything: the results as an object of JSON.
+        more: further entries of that object.
+    """
     if not plots.available():
         console.note(f"no pictures: {plots.MISSING}, then run the same command again.")
     if request.json:
-        console.write_json({"output": str(request.output), "page": str(written), **everything})
+        console.write_json({"output": str(request.output), "page": str(written), **everything, **more})
         return
     screen = console.out()
     filled = console.table("measurement", "verdict", "this model shows")

@@ -21,7 +21,7 @@ from kvkeep.evals.sources import HUB
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.text import Writer
-from kvkeep.scale.cells import CELLS, ModelFacts, Refusal
+from kvkeep.scale.bench import CELLS, ModelFacts, Refusal
 from kvkeep.scale.cluster import joined, own_cpus
 from kvkeep.scale.crew import Crew
 from kvkeep.scale.pieces import Answer, Item
@@ -29,7 +29,7 @@ from kvkeep.scale.pieces import Answer, Item
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a worker needs to run cells; see `kvkeep.scale.cells.Make`.
+    """What a worker needs to run cells; see `kvkeep.scale.bench.Make`.
 
     Attributes:
         request: the options of the command, with the model's whole path.
@@ -112,16 +112,16 @@ def _folder(data: str | None) -> str | None:
 
 def _fill(grid: Grid, records: Records, crew: Crew[ModelFacts], bar: Bar, stopped: Callable[[], bool]) -> None:
     """Run the cells without a row, write the rows as they come, and put them into the grid's order at the end."""
-    facts = crew.facts
+    about = crew.facts.about
     with records.locked():
-        records.open({**manifest(grid), "weights": facts.weights, "dtype": facts.dtype})
+        records.open({**manifest(grid), **about})
         cells = dict(enumerate(grid.planned, start=1))
-        desk = _Desk(records, cells, facts.dtype, bar)
+        desk = _Desk(records, cells, about["dtype"], bar)
         crew.run(_handing(grid, cells, records), (), desk.take, lambda: stopped() or desk.refusal is not None)
         records.arrange([planned.cell for planned in grid.planned])
     if desk.refusal is not None:
         raise InputError(desk.refusal)
-    if desk.failed:
+    if desk.failed and not stopped():
         raise InputError(_unfinished(desk.failed, cells))
 
 

@@ -17,6 +17,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvkeep import config, plots
 from kvkeep.cli import console
+from kvkeep.cli.counted import resumable
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.cli.model_request import ModelRequest
@@ -145,12 +146,8 @@ def _progress() -> Iterator[OnBlock]:
         room = max(20, screen.width - 40)
         bar.update(line, description=f"{console.visible(at):.{room}}, {progress.units} documents read", refresh=True)
 
-    try:
-        with bar:
-            yield on_block
-    except KeyboardInterrupt:
-        console.note("stopped. What is finished is on the disk; run the same command again to go on.")
-        raise
+    with resumable(), bar:
+        yield on_block
 
 
 def _show(request: Request, plan: Plan, result: Result, records: Records) -> None:

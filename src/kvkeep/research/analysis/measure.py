@@ -168,6 +168,8 @@ class Measurement(abc.ABC):
         reads: its inputs, of `READS`.
         VERSION: incremented whenever the computation changes; older results are then measured again.
         least_tokens: shorter texts are skipped.
+        effort: time of its runs beside that of others: seconds with the embedded model on one thread, about. Workers
+            that share an analysis begin with the longest.
         control: whether a model of random weights is walked as well; its result is in ``result["random"]``.
         panels: pairs of axes of its picture, one below the other; with more than one, `draw` gets a tuple.
     """
@@ -178,6 +180,7 @@ class Measurement(abc.ABC):
     reads: ClassVar[frozenset[str]]
     VERSION: ClassVar[int] = 1
     least_tokens: ClassVar[int]
+    effort: ClassVar[int] = 0
     control: ClassVar[bool] = False
     panels: ClassVar[int] = 1
 

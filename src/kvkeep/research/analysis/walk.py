@@ -27,6 +27,7 @@ from kvkeep.types import AttentionOptions, Phase
 
 BLOCK = 128
 """Rows that are shown at a time."""
+_FLOAT32 = 4
 
 
 @runtime_checkable
@@ -180,7 +181,7 @@ def walk(
         UnsupportedModelError: the model's attention cannot be reached.
 
     Cost:
-        Keys and values of the text, and about eight tensors of ``heads · block · tokens`` float32.
+        Keys and values of the text, and `walk_bytes`.
     """
     numbers = {index: number for number, index in enumerate(windows_of(model.config))}
     take = sees.rows if "attention" in reads else None
@@ -191,3 +192,14 @@ def walk(
             ids = tokens[None, first : first + block].to(model.device)
             model(input_ids=ids, **handed(model, cache), use_cache=True, logits_to_keep=1)
             progress(((first + ids.shape[1]) / len(tokens)) ** 2)
+
+
+def walk_bytes(query_heads: int, layer_bytes: int, tokens: int) -> int:
+    """Working memory of a walk, about: eight tensors of rows of attention, and a layer's keys and values in float32.
+
+    Args:
+        query_heads: number of query heads.
+        layer_bytes: bytes of a token's keys and values in the largest layer, in float32.
+        tokens: tokens of the text.
+    """
+    return tokens * (8 * query_heads * BLOCK * _FLOAT32 + layer_bytes)

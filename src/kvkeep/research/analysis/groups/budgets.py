@@ -103,6 +103,7 @@ class Budgets(Measurement):
     title: ClassVar[str] = "What a smaller cache costs on this text"
     reads: ClassVar[frozenset[str]] = frozenset({"model"})
     least_tokens: ClassVar[int] = 512
+    effort: ClassVar[int] = 180
     panels: ClassVar[int] = 2
 
     def __init__(self, context: Context) -> None:

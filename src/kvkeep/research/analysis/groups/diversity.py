@@ -59,6 +59,7 @@ class Diversity(Measurement):
     title: ClassVar[str] = "Text written with heavy hitters alone stays diverse"
     reads: ClassVar[frozenset[str]] = frozenset({"model"})
     least_tokens: ClassVar[int] = 2 * PROMPT
+    effort: ClassVar[int] = 54
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """Continue the prompts under every policy."""

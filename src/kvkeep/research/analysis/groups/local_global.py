@@ -60,6 +60,7 @@ class LocalGlobal(Measurement):
     reads: ClassVar[frozenset[str]] = frozenset({"model"})
     VERSION: ClassVar[int] = 2
     least_tokens: ClassVar[int] = 128
+    effort: ClassVar[int] = 25
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """Record the full cache, replay each policy on the record, and let each run freely."""

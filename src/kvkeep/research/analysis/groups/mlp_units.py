@@ -64,6 +64,7 @@ class MlpUnits(Measurement):
     title: ClassVar[str] = "MLP blocks have heavy hitters, too"
     reads: ClassVar[frozenset[str]] = frozenset({"mlp", "units", "model"})
     least_tokens: ClassVar[int] = 256
+    effort: ClassVar[int] = 12
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

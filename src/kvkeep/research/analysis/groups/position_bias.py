@@ -55,6 +55,7 @@ class PositionBias(Measurement):
     title: ClassVar[str] = "Accumulated attention favours early tokens, and averaging it does not help"
     reads: ClassVar[frozenset[str]] = frozenset({"model"})
     least_tokens: ClassVar[int] = 128
+    effort: ClassVar[int] = 28
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """Run one prompt per policy for the positions, and one text in pieces for the loss."""

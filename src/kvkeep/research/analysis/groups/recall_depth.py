@@ -129,6 +129,7 @@ class RecallDepth(Measurement):
     title: ClassVar[str] = "Where in a text a model finds facts after eviction"
     reads: ClassVar[frozenset[str]] = frozenset({"model"})
     least_tokens: ClassVar[int] = 1
+    effort: ClassVar[int] = 125
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -43,6 +43,7 @@ class Removal(Measurement):
     title: ClassVar[str] = "Without its heavy hitters the model fails"
     reads: ClassVar[frozenset[str]] = frozenset({"model"})
     least_tokens: ClassVar[int] = 128
+    effort: ClassVar[int] = 77
 
     def runs(self, subject: Subject, progress: Progress) -> None:
         """One pass for the sums, then one for each set of keys."""

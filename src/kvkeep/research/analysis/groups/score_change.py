@@ -102,6 +102,7 @@ class ScoreChange(Measurement):
     title: ClassVar[str] = "Attention scores hardly change at threefold compression"
     reads: ClassVar[frozenset[str]] = frozenset({"model"})
     least_tokens: ClassVar[int] = 256
+    effort: ClassVar[int] = 7
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
