@@ -153,10 +153,8 @@ def read_weights(
     if not how:
         with enough_memory(place):
             torch.nn.Module.to(model, place)
-    attach(model.eval())
-    if not how:  # a split model's layers have hooks that divide their weights
-        fuse_if_slow(model)
-    return model
+        fuse_if_slow(model.eval())  # not those of a split model, whose hooks divide their weights
+    return attach(model.eval())
 
 
 def _read(
