@@ -152,8 +152,7 @@ def read_weights(
         model = _read(checkpoint, kind, place, how or options(load_in, checkpoint.config, place))
     if not how:
         with enough_memory(place):
-            torch.nn.Module.to(model, place)
-        fuse_if_slow(model.eval())  # not those of a split model, whose hooks divide their weights
+            fuse_if_slow(torch.nn.Module.to(model.eval(), place))  # split layers have hooks that divide their weights
     return attach(model.eval())
 
 
