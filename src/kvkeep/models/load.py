@@ -150,10 +150,11 @@ def read_weights(
     how = split.options(checkpoint.config, device=device, load_in=load_in) if tp else {}
     with cached_if_unreachable(checkpoint.name):
         model = _read(checkpoint, kind, place, how or options(load_in, checkpoint.config, place))
+    model.eval()
     if not how:
         with enough_memory(place):
-            fuse_if_slow(torch.nn.Module.to(model.eval(), place))  # split layers have hooks that divide their weights
-    return attach(model.eval())
+            fuse_if_slow(torch.nn.Module.to(model, place))  # not split layers: their hooks divide the weights
+    return attach(model)
 
 
 def _read(
