@@ -110,8 +110,7 @@ def find(name_or_path: str | os.PathLike[str], *, allow_pickle: bool = False, we
         weights: whether a folder without weights is refused.
 
     Raises:
-        ModelFileError: see `load`.
-        UnsupportedModelError: see `load`.
+        KVKeepError: see `load`.
     """
     name = locate(name_or_path)
     if Path(name).is_file():
