@@ -74,8 +74,8 @@ def test_a_key_that_is_no_number_takes_no_slot_and_harms_no_other_head(policy, w
     spoiled, clean = (steps(policy, "4", spoil=one, budget=UNEVEN) for one in (spoil, None))
     for (layer, out), (other, want) in zip(spoiled, clean, strict=True):
         positions, wanted = layer.store.positions, other.store.positions
-        assert torch.equal(out[1], want[1])
-        assert torch.equal(out[0, :2], want[0, :2])
+        for found, expected in ((out[1], want[1]), (out[0, :2], want[0, :2])):  # sums end elsewhere beside another slot
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
         assert torch.equal(positions[1], wanted[1])
         assert torch.equal(positions[0, 0], wanted[0, 0])
         assert first not in positions[0, 1]

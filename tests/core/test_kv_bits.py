@@ -102,8 +102,8 @@ def test_a_key_that_is_no_number_takes_no_slot_and_harms_nobody(policy, wrong, s
 
     first = (0, 12, 13, 14, 15, 20)[step]  # the token's position
     for (layer, out), (clean, want) in zip(steps(policy, "4", spoil=spoil), steps(policy, "4"), strict=True):
-        assert torch.equal(out[1], want[1])
-        assert torch.equal(out[0, :2], want[0, :2])
+        for found, expected in ((out[1], want[1]), (out[0, :2], want[0, :2])):  # sums end elsewhere beside another slot
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
         assert torch.equal(layer.store.positions[1], clean.store.positions[1])
         assert torch.equal(layer.store.positions[0, 0], clean.store.positions[0, 0])
         assert first not in layer.store.positions[0, 1]
@@ -122,7 +122,7 @@ def test_heads_that_decide_together_outlive_a_key_that_is_no_number(policy, step
     budget = BUDGET if kvkeep.parse(policy).evicts else 64
     pairs = zip(steps(policy, "8", spoil=spoil, budget=budget), steps(policy, "8", budget=budget), strict=True)
     for (_, out), (_, want) in pairs:
-        assert torch.equal(out[1], want[1])
+        torch.testing.assert_close(out[1], want[1], rtol=0, atol=1e-5)
     assert out.isfinite().all()
 
 
