@@ -9,6 +9,7 @@ TORCHAO ?= torchao==0.18.0
 KVPRESS ?= kvpress==0.5.5
 LLAMA_CPP ?= llama-cpp-python==0.3.36
 # a process per core; each begins with its half of the files and then takes work from the other
+SHARE ?= 1
 SPREAD ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 BIN := .venv/bin
 OLD := .venv-oldest/bin
@@ -110,7 +111,7 @@ test: .venv/.installed  ## the tests, with the newest transformers (under 5 minu
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-all: .venv/.installed  ## what `make test` leaves out: most cases of long lists, 1 000 schedules of faults, peak memory
-	$(BIN)/python -m pytest $(SPREAD) -m slow
+	$(BIN)/python -m pytest $(SPREAD) -m slow --share $(SHARE)
 
 test-oldest: .venv-oldest/.installed  ## what touches transformers, with the oldest version that is supported
 	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py \

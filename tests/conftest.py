@@ -23,10 +23,17 @@ typer.testing._get_command = functools.cache(typer.main.get_command)  # it would
 torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for each other
 
 
+def pytest_addoption(parser):
+    parser.addoption("--share", type=int, default=1, help="run one in N of the slow cases of long lists")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Before the marks are looked at."""
-    sweeps.thin(items)
+    spare = {id(item) for item in sweeps.thin(items, max(1, config.getoption("--share")))}
+    if spare:
+        config.hook.pytest_deselected(items=[item for item in items if id(item) in spare])
+        items[:] = [item for item in items if id(item) not in spare]
 
 
 def pytest_collection_finish():

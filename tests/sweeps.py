@@ -1,4 +1,7 @@
-"""Long lists of cases: `make test` runs some of each, `make test-all` the rest; ``pytest FILE -m ""`` runs all."""
+"""Long lists of cases: `make test` runs some of each, `make test-all` the rest; ``pytest FILE -m ""`` runs all.
+
+``make test-all SHARE=3`` runs a third of the rest, for machines that have not the time; always the same third.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -14,16 +17,22 @@ ONE_IN = 10
 """Of a long list `make test` runs about so many."""
 
 
-def thin(items: Iterable[pytest.Item]) -> None:
-    """Marks most cases of long lists as slow. The first case and those that a hash of their names chooses stay."""
-    lists = defaultdict(list)
+def thin(items: Iterable[pytest.Item], share: int = 1) -> list[pytest.Item]:
+    """Marks most cases of long lists as slow. The first case and those that a hash of their names chooses stay.
+
+    Of those that it marks, one in ``share`` is to run; the others are returned.
+    """
+    lists, spare = defaultdict(list), []
     for item in items:
         if item.get_closest_marker("slow") is None:
             lists[item.nodeid.partition("[")[0]].append(item)
     for cases in lists.values():
         for case in cases[1:] if len(cases) >= MANY else ():
-            if crc32(case.nodeid.encode()) % ONE_IN:
+            number, chosen = divmod(crc32(case.nodeid.encode()), ONE_IN)
+            if chosen:
                 case.add_marker(pytest.mark.slow)
+                spare += [case] if number % share else []
+    return spare
 
 
 def sweep(cases: Iterable[Any], chosen: Callable[[Any], bool]) -> list[Any]:

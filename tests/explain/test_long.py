@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import kvkeep
 from explain.records import text
-from kvkeep.backends import choose
+from kvkeep.backends import choose, small
 from kvkeep.explain import watch
 
 pytestmark = pytest.mark.skipif(
@@ -38,6 +38,7 @@ class Made(TorchDispatchMode):
 
 def recorded(monkeypatch, tokens, moments):
     """A record in so many moments of the prompt: torch's elements, and the products of queries and keys in watches."""
+    monkeypatch.setattr(small, "slow", lambda dtype: False)  # else products of many rows have copies of weights
     model, tokenizer = kvkeep.load()
     said = text(tokens)
     chunk = math.ceil(len(tokenizer(said)["input_ids"]) / moments)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import processes
 import pytest
+import torch
 from commands import completions, result_of, run, write
 from sweeps import sweep
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import COMPLETION, parse
 from kvkeep.jobs.output import Output
+from kvkeep.models import packed
 from kvkeep.policies import DEFAULT
 
 
@@ -121,6 +123,8 @@ def test_a_job_goes_on_with_the_weights_laid_out_as_before(tmp_path, said, known
     number = 3 - first[COMPLETION]["line"]
     found = completions(target)[number][COMPLETION]["made_by"]["weight_layout"]
     assert [type(one) for one in found] == [bool, bool]
+    if known and said[1] and not packed._works(torch.bfloat16):  # here oneDNN packs none, whatever was said
+        said = [said[0], False]
     assert not known or found == said
 
 

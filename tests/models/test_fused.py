@@ -121,6 +121,16 @@ def test_a_model_that_is_loaded_where_its_dtype_is_slow_is_fused(dtype, tmp_path
     assert all(any(isinstance(module, kind) for module in model.modules()) for kind in FUSED)
 
 
+def test_a_loaded_model_is_plain_again_where_another_process_was(monkeypatch):
+    monkeypatch.setattr(small, "slow", lambda kind: True)
+    model = made().bfloat16()
+    assert fused.fuse_if_slow(model) == 2 * 7 + 1
+    prepare(model, 1, (False, False))
+    assert fused.chosen(model) == (False, False)
+    prepare(model, 1, (True, False))
+    assert fused.chosen(model) == (True, False)
+
+
 def test_a_model_is_fused_for_its_prompts_where_its_dtype_is_slow(monkeypatch):
     monkeypatch.setattr(small, "slow", lambda dtype: True)
     monkeypatch.setattr(fused, "faster", lambda *args: pytest.fail("nothing has to be measured"))

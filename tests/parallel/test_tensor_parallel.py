@@ -33,11 +33,11 @@ def cases():
     yield {"policy": "random:mode=reservoir", "budget": 30, "sequences": [7, 9]}
 
 
-def compare(alone, shared):
+def compare(alone, shared, most=1e-3):
     """Compare a case on one process with the same on several."""
     for one in shared:
         assert one["tokens"] == alone["tokens"]
-        torch.testing.assert_close(torch.tensor(one["logits"]), torch.tensor(alone["logits"]), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(torch.tensor(one["logits"]), torch.tensor(alone["logits"]), rtol=most, atol=most)
     for layer, whole in enumerate(alone["positions"]):
         rows = [[head for one in shared for head in one["positions"][layer][row]] for row in range(len(whole))]
         assert [[_held(head) for head in row] for row in rows] == [[_held(head) for head in row] for row in whole]
@@ -52,8 +52,8 @@ def test_heads_that_share_their_tokens_are_those_of_one_process(tmp_path):
     folder = ranks.save_model(tmp_path)
     asked = [{"policy": "tova", "budget": 30}, {"policy": "adakv:window=8", "budget": 30, "kv_bits": "8"}]
     alone, shared = ranks.generate(folder, asked), ranks.run(2, ranks.generate, folder, asked)
-    for number in range(len(asked)):
-        compare(alone[number], [one[number] for one in shared])
+    for number, most in enumerate((1e-3, 1e-2)):  # a number at the border of two codes gets either
+        compare(alone[number], [one[number] for one in shared], most)
 
 
 @pytest.mark.slow
@@ -65,7 +65,8 @@ def test_every_policy_is_that_of_one_process(kind, count, tmp_path):
     wrong = []
     for number, case in enumerate(asked):
         try:
-            compare(alone[number], [one[number] for one in shared])
+            most = 1e-2 if "kv_bits" in case else 1e-3  # a number at the border of two codes gets either
+            compare(alone[number], [one[number] for one in shared], most)
         except AssertionError as error:
             wrong.append(f"{case}: {error}")
     assert not wrong, "\n".join(wrong)

@@ -188,11 +188,21 @@ def prepare(model: nn.Module, rows: int, like: tuple[bool, bool] | None = None) 
         The number of modules that were fused, and of layers that were packed.
     """
     if like is not None:
+        if not like[0]:
+            _restore(model)
         packed = pack_weights(model, rows) if like[1] else 0
         return fuse_modules(model, rows, products=like[0]), packed
     first = fuse_modules(model, rows, if_faster=True) if rows <= FEW_ROWS else 0
     packed = pack_weights(model, rows, if_faster=True)
     return first or fuse_modules(model, rows, if_faster=True), packed
+
+
+def _restore(model: nn.Module) -> None:
+    """Make linear layers plain that were fused when the model was loaded."""
+    layers: list[nn.Module] = [module for module in model.modules() if type(module) is FusedLinear]
+    for layer in layers:
+        layer.__class__ = nn.Linear
+        vars(layer).pop("_together", None)
 
 
 def _twin(layer: nn.Linear) -> nn.Module:
