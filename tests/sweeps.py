@@ -1,6 +1,6 @@
 """Long lists of cases: `make test` runs some of each, `make test-all` the rest; ``pytest FILE -m ""`` runs all.
 
-``make test-all SHARE=3`` runs a third of the rest, for machines that have not the time; always the same third.
+``make test-all SHARE=8`` runs an eighth of the rest, for machines that have not the time; always the same eighth.
 """
 
 from collections import defaultdict
