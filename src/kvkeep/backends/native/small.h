@@ -46,24 +46,46 @@ namespace {
 constexpr int64_t EACH = 32;  // outputs of a piece of work
 constexpr int AT_ONCE = 4;    // weight rows that are read at the same time
 
+// Sums of the N-lane segments of a vector, in the first lanes.
+template <int N>
+inline Floats folded(Floats v) {
+    if constexpr (N > 1) return folded<N / 2>(fold<N>(v, v, std::make_integer_sequence<int, W>()));
+    return v;
+}
+
+// The sum of each of COUNT vectors, a power of two. The order of summation does not depend on their number.
+template <int COUNT>
+inline void totals(Floats *vectors, float *to) {
+    if constexpr (COUNT > W) {
+        totals<COUNT / 2>(vectors, to);
+        totals<COUNT / 2>(vectors + COUNT / 2, to + COUNT / 2);
+    } else {
+        const Floats found = folded<W / COUNT>(gather<COUNT, W>(vectors));
+        std::memcpy(to, &found, COUNT * sizeof *to);
+    }
+}
+
 // Products of R weight rows with M vectors. The order of summation depends on neither.
 template <class X, int R, int M>
 void dots(const typename X::T *w, const typename X::T *x, int64_t width, float *to) {
-    Floats sums[R][M] = {};
+    Floats sums[M][R] = {};
     const auto add = [&](int64_t i, auto read) {
         Pair each[M];
         for (int m = 0; m < M; m++) each[m] = read(x + m * width + i);
         for (int r = 0; r < R; r++) {
-            __builtin_prefetch(w + (r + R) * width + i);
+            for (int64_t b = 0; b < X::EACH * (int64_t)sizeof(typename X::T); b += 64)
+                __builtin_prefetch((const char *)(w + (r + R) * width + i) + b, 0, 2);
             const Pair row = read(w + r * width + i);
-            for (int m = 0; m < M; m++) sums[r][m] = sums[r][m] + row.a * each[m].a + row.b * each[m].b;
+            for (int m = 0; m < M; m++) sums[m][r] = sums[m][r] + row.a * each[m].a + row.b * each[m].b;
         }
     };
     const int64_t whole = width - width % (2 * W);
     for (int64_t i = 0; i < whole; i += 2 * W) add(i, [](const typename X::T *from) { return X::widen(from); });
     if (whole < width) add(whole, [&](const typename X::T *from) { return widen<X>(from, width - whole); });
+    float found[R * M];
+    totals<R * M>(&sums[0][0], found);
     for (int m = 0; m < M; m++)
-        for (int r = 0; r < R; r++) to[m * EACH + r] = sum(sums[r][m]);
+        for (int r = 0; r < R; r++) to[m * EACH + r] = found[m * R + r];
 }
 
 template <class X, int R>
