@@ -45,12 +45,12 @@ SIZES = {
     "eos_token_id": 2,
 }
 MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}, 2 * (7 + 2 + 1) + 2),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}, 2 * (7 + 2 + 1) + 2),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}, 2 * (7 + 4 + 1) + 2),
+    "llama": (LlamaForCausalLM, LlamaConfig, {}, 2 * (7 + 2 + 1 + 1) + 2),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}, 2 * (7 + 2 + 1 + 1) + 2),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}, 2 * (7 + 4 + 1 + 1) + 2),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16}, 2 * (7 + 4) + 2),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 16}, 2 * (7 + 6) + 2),
-    "mistral": (MistralForCausalLM, MistralConfig, {}, 2 * (7 + 2 + 1) + 2),
+    "mistral": (MistralForCausalLM, MistralConfig, {}, 2 * (7 + 2 + 1 + 1) + 2),
     "phi3": (Phi3ForCausalLM, Phi3Config, {}, 2 * (4 + 2) + 2),
 }
 
@@ -225,7 +225,7 @@ def test_modules_with_another_rule_stay():
     plain = type(first.mlp)
     first.mlp.__class__ = type("Other", (plain,), {"forward": lambda self, x: 1.01 * plain.forward(self, x)})
     second.mlp.act_fn = nn.GELU(approximate="tanh")
-    assert fuse_modules(model) == MODELS["llama"][-1] - 4
+    assert fuse_modules(model) == MODELS["llama"][-1] - 4 - 2
     assert not any(isinstance(m, FUSED) for m in (first.input_layernorm, second.input_layernorm, first.mlp, second.mlp))
 
 
@@ -236,7 +236,7 @@ def test_modules_with_hooks_or_in_training_stay():
     first.input_layernorm.register_forward_pre_hook(lambda *_: None)
     second.self_attn.o_proj.forward = second.self_attn.o_proj.forward
     second.self_attn.q_proj.train()
-    assert fuse_modules(model) == MODELS["llama"][-1] - 4
+    assert fuse_modules(model) == MODELS["llama"][-1] - 4 - 2
     assert not isinstance(first.mlp, FUSED)
     assert isinstance(first.mlp.up_proj, FusedLinear)
     assert second.self_attn.k_proj._together is None
@@ -288,7 +288,7 @@ def test_other_kinds_of_weights_and_compiled_modules_stay():
     first.self_attn.q_proj.weight = Quantised(first.self_attn.q_proj.weight.data)
     first.self_attn.o_proj.to(torch.float64)
     second.mlp.compile(backend="eager")
-    assert fuse_modules(model) == MODELS["llama"][-1] - 2 - 4
+    assert fuse_modules(model) == MODELS["llama"][-1] - 2 - 4 - 2
     assert fuse_modules(made().to("meta")) == 0
     assert fuse_modules(made().double()) == 0
 
@@ -319,9 +319,9 @@ def test_packed_layers_stay_and_fused_ones_are_not_packed():
 def test_products_are_left_to_torch_where_it_is_as_fast(monkeypatch, is_faster):
     asked = []
     monkeypatch.setattr(fused, "faster", lambda layers, rows, make: (asked.append((len(layers), rows)), is_faster)[1])
-    model = made()
-    assert fuse_modules(model, 2, if_faster=True) == (MODELS["llama"][-1] if is_faster else 5)
-    assert asked == [(15, 2)]
+    model = made("phi3")
+    assert fuse_modules(model, 2, if_faster=True) == (MODELS["phi3"][-1] if is_faster else 5)
+    assert asked == [(9, 2)]
     assert isinstance(model.lm_head, FusedLinear) == is_faster
 
 
@@ -330,9 +330,9 @@ def test_products_are_left_to_torch_where_it_is_as_fast(monkeypatch, is_faster):
 def test_few_rows_are_fused_and_more_are_packed(monkeypatch, rows, kind):
     monkeypatch.setattr(fused, "faster", lambda *_: True)
     monkeypatch.setattr("kvkeep.models.packed.faster", lambda *_: True)
-    model = made()
+    model = made("phi3")
     prepare(model, rows)
-    assert {type(model.lm_head), type(model.model.layers[0].mlp.up_proj)} == {kind}
+    assert {type(model.lm_head), type(model.model.layers[0].mlp.down_proj)} == {kind}
     assert isinstance(model.model.norm, FUSED)
     kvkeep.attach(model)
 

@@ -13,6 +13,7 @@ import torch
 
 from kvkeep.backends.added import Added, Limits, Ring
 from kvkeep.backends.native import NativeBackend, native
+from kvkeep.backends.native import layer_ops as layers
 from kvkeep.backends.native import small_ops as small
 from kvkeep.backends.native.checks import TYPES
 from kvkeep.backends.pool import in_codes, in_pool
@@ -22,7 +23,20 @@ from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, gpu
 from kvkeep.errors import InputError
 
-__all__ = ["KINDS", "SWITCH", "Added", "Backend", "Limits", "Ring", "choose", "in_codes", "in_pool", "small", "why"]
+__all__ = [
+    "KINDS",
+    "SWITCH",
+    "Added",
+    "Backend",
+    "Limits",
+    "Ring",
+    "choose",
+    "in_codes",
+    "in_pool",
+    "layers",
+    "small",
+    "why",
+]
 
 SWITCH = "KVKEEP_BACKEND"
 """Environment variable: the name of the backend to use; by default the fastest one that can run."""

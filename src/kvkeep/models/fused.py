@@ -6,107 +6,23 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import statistics
+from collections.abc import Iterable, Iterator
 
-import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvkeep.backends import choose, small
+from kvkeep.models.fused_layers import FusedLayer, copied, fuse_layer, is_decoder, seconds
+from kvkeep.models.fused_parts import TOLERANCE, FusedGate, FusedLinear, FusedNorm, Together, agrees, mixed
 from kvkeep.models.packed import PackedLinear, faster, pack_weights
 
 FEW_ROWS = 2
 """Up to so many rows, products with plain weights in the native kernel are as fast as with packed ones."""
 
-_SCALES = (0.001, 1.0, 3.0, 10.0, 30.0)
-_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-_MIXED: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
-
-
-class _Together:
-    """Linear layers that are called in turn with the same tensor: the first call computes all outputs.
-
-    The other outputs are kept until their layers ask for them with the very same tensor, once.
-    """
-
-    def __init__(self, layers: list[FusedLinear]) -> None:
-        self._layers = layers
-        self._held: tuple[Tensor | None, dict[int, Tensor]] = (None, {})
-
-    def output(self, layer: FusedLinear, x: Tensor) -> Tensor | None:
-        """The output of one layer; ``None`` if there is none."""
-        if layer is not self._layers[0]:
-            asked, outputs = self._held
-            return outputs.pop(id(layer), None) if asked is x else None
-        self._held = (None, {})
-        found = small.products(x, self._layers)
-        if found is None:
-            return None
-        self._held = (x, {id(other): out for other, out in zip(self._layers[1:], found[1:], strict=True)})
-        return found[0]
-
-
-class FusedLinear(nn.Linear):
-    """A linear layer whose products with a few rows are computed by the native kernel, from the plain weights.
-
-    In a dtype in which torch is slow on this processor, all its products are faster.
-    """
-
-    _together: _Together | None = None
-
-    def forward(self, input: Float[Tensor, "*n in"]) -> Float[Tensor, "*n out"]:  # noqa: A002  # torch's name
-        """The product with the weights, plus the bias."""
-        if self._together is not None and (out := self._together.output(self, input)) is not None:
-            return out
-        found = small.products(input, (self,))
-        if found is not None:
-            return found[0]
-        wide = small.widened(input, self)
-        return super().forward(input) if wide is None else wide
-
-
-class _FusedGate(nn.Module):
-    """Mixed into a feed-forward layer with a gate: one call for its three products."""
-
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output."""
-        out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
-        if len(args) == 1 and not kwargs and all(map(_is_bare, parts)) and not any(map(_is_heard, self.children())):
-            out = small.gated(args[0], *parts)
-        return super().forward(*args, **kwargs) if out is None else out
-
-
-class _FusedNorm(nn.Module):
-    """Mixed into a root mean square norm: one call."""
-
-    weight: nn.Parameter
-    _epsilon: float
-    _plus: float
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The norm of the last axis."""
-        out = None
-        if len(args) == 1 and not kwargs:
-            out = small.norm(args[0], self.weight, self._epsilon, plus=self._plus)
-        return super().forward(*args, **kwargs) if out is None else out
-
-
-def _is_bare(layer: nn.Module) -> bool:
-    """Whether nobody has replaced a fused layer, or wants to see its calls, since it was fused."""
-    return type(layer) is FusedLinear and not _is_heard(layer)
-
-
-def _is_heard(module: nn.Module) -> bool:
-    """Whether a module's calls have a hook, or another ``forward``."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
-
-
-_MIXINS = (_FusedGate, _FusedNorm)
+_PLAIN, _FUSED, _PACKED = "plain", "fused", "packed"
+_TIMED_BYTES = 256 * 2**20
+_REPEATS = 6
+_MIXINS = (FusedGate, FusedNorm, FusedLayer)
 FUSED = (FusedLinear, *_MIXINS)
 """Classes of fused modules."""
 
@@ -136,13 +52,14 @@ def fuse_modules(model: nn.Module, rows: int = 1, *, if_faster: bool = False, pr
         return len(norms)
     linear = _fusable(modules)
     known = any(isinstance(module, FusedLinear) for module in modules)
-    if not known and (not linear or (if_faster and not _pays(linear, rows))):
+    if not known and (not linear or (if_faster and not _pays(model, linear, rows))):
         return len(norms)
     _fuse_linear(linear)
     gates = [module for module in modules if _fuse_gate(module)]
     for module in modules:
         _join(module)
-    return len(norms) + len(linear) + len(gates)
+    layers = [module for module in modules if fuse_layer(module)]
+    return len(norms) + len(linear) + len(gates) + len(layers)
 
 
 def fuse_if_slow(model: nn.Module) -> int:
@@ -164,9 +81,44 @@ def _fuse_linear(layers: list[nn.Linear]) -> None:
         layer.__class__ = FusedLinear
 
 
-def _pays(layers: list[nn.Linear], rows: int) -> bool:
-    """Whether products with some rows are faster when they are fused; in a slow dtype those of prompts always are."""
-    return all(small.slow(layer.weight.dtype) for layer in layers) or faster(layers, rows, _twin)
+def _pays(model: nn.Module, layers: list[nn.Linear], rows: int) -> bool:
+    """Whether steps with some rows are faster when a model is fused; in a slow dtype its prompts always are."""
+    if all(small.slow(layer.weight.dtype) for layer in layers):
+        return True
+    way = _fastest(model, rows, (_PLAIN, _FUSED))
+    return faster(layers, rows, _twin) if way is None else way == _FUSED
+
+
+def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
+    """The way in which decoder layers take the least time, measured on copies; ``None`` if they cannot be fused.
+
+    As in a decode step all layers are run in turn, up to 256 MiB of weights, so that the processor's caches are cold.
+    """
+    sample: list[nn.Module] = []
+    size = 0
+    for layer in (module for module in _open(model) if is_decoder(module) and _is_still(module)):
+        size += sum(weight.nbytes for weight in layer.parameters())
+        if sample and size > _TIMED_BYTES:
+            break
+        sample.append(layer)
+    kinds = {way: [_set_up(copied(layer), rows, way) for layer in sample] for way in ways}
+    if rows > small.MOST_ROWS or not sample or not all(isinstance(layer, FusedLayer) for layer in kinds[_FUSED]):
+        return None
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(_REPEATS):
+        for way, layers in kinds.items():
+            if (took := seconds(layers, rows)) is None:
+                return None
+            times[way].append(took)
+    return min(ways, key=lambda way: statistics.median(times[way][1:]))  # the first pass warms up
+
+
+def _set_up(model: nn.Module, rows: int, way: str) -> nn.Module:
+    """Fuse or pack all that can be."""
+    if way == _PACKED:
+        pack_weights(model, rows)
+    fuse_modules(model, rows, products=way == _FUSED)
+    return model
 
 
 def chosen(model: nn.Module) -> tuple[bool, bool]:
@@ -192,6 +144,9 @@ def prepare(model: nn.Module, rows: int, like: tuple[bool, bool] | None = None) 
             _restore(model)
         packed = pack_weights(model, rows) if like[1] else 0
         return fuse_modules(model, rows, products=like[0]), packed
+    if (way := _fastest(model, rows, (_PLAIN, _FUSED, _PACKED))) is not None:
+        packed = pack_weights(model, rows) if way == _PACKED else 0
+        return fuse_modules(model, rows, products=way == _FUSED), packed
     first = fuse_modules(model, rows, if_faster=True) if rows <= FEW_ROWS else 0
     packed = pack_weights(model, rows, if_faster=True)
     return first or fuse_modules(model, rows, if_faster=True), packed
@@ -226,7 +181,7 @@ def _is_still(module: nn.Module) -> bool:
 
 def _is_ours(weight: object) -> bool:
     """Whether the kernel can read a weight, and this processor has the kernel."""
-    if type(weight) is not nn.Parameter or weight.dtype not in _TOLERANCE or not weight.is_contiguous():
+    if type(weight) is not nn.Parameter or weight.dtype not in TOLERANCE or not weight.is_contiguous():
         return False
     return weight.is_cpu and choose(weight.device, weight.dtype).small
 
@@ -241,8 +196,8 @@ def _fuse_norm(module: nn.Module) -> bool:
         return False
     for plus in (0.0, 1.0):
         kernel = functools.partial(small.norm, weight=weight, epsilon=epsilon, plus=plus)
-        if _agrees(module, weight, len(weight), kernel):
-            module.__class__ = _mixed(_FusedNorm, type(module))
+        if agrees(module, weight, len(weight), kernel):
+            module.__class__ = mixed(FusedNorm, type(module))
             vars(module).update(_epsilon=epsilon, _plus=plus)
             return True
     return False
@@ -253,9 +208,9 @@ def _fuse_gate(module: nn.Module) -> bool:
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, FusedLinear) and isinstance(up, FusedLinear) and isinstance(down, FusedLinear)):
         return False
-    if not _agrees(module, gate.weight, gate.in_features, lambda x: small.gated(x, gate, up, down)):
+    if not agrees(module, gate.weight, gate.in_features, lambda x: small.gated(x, gate, up, down)):
         return False
-    module.__class__ = _mixed(_FusedGate, type(module))
+    module.__class__ = mixed(FusedGate, type(module))
     return True
 
 
@@ -268,33 +223,6 @@ def _join(module: nn.Module) -> None:
     layers = [getattr(module, name, None) for name, _ in calls]
     fused = [layer for layer in layers if isinstance(layer, FusedLinear)]
     if len({name for name, _ in calls}) == len(fused) == 3 and len({argument for _, argument in calls}) == 1:
-        together = _Together(fused)
+        together = Together(fused)
         for layer in fused:
             layer._together = together
-
-
-@torch.inference_mode()
-def _agrees(module: nn.Module, weight: Tensor, width: int, kernel: Callable[[Tensor], Tensor | None]) -> bool:
-    """Whether the kernel gives a module's outputs up to rounding, on random numbers of several sizes."""
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(len(_SCALES), 1, width, generator=draw) * torch.tensor(_SCALES)[:, None, None]
-    try:
-        expected = module(x.to(weight.dtype))
-    except Exception:  # it takes something else
-        return False
-    found = kernel(x.to(weight.dtype))
-    if found is None or not isinstance(expected, Tensor) or found.shape != expected.shape:
-        return False
-    if found.dtype != expected.dtype:
-        return False
-    found, expected = found.float(), expected.float()
-    limit = _TOLERANCE[weight.dtype] * expected.abs().amax(dim=-1, keepdim=True)
-    return bool(((found - expected).abs() <= limit).all())
-
-
-def _mixed(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """The module's class with another ``forward`` before its own."""
-    if (mixin, kind) not in _MIXED:
-        names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-        _MIXED[mixin, kind] = type(f"Fused{kind.__name__}", (mixin, kind), names)
-    return _MIXED[mixin, kind]

@@ -24,7 +24,10 @@ from pathlib import Path
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 COMPILERS = ("g++", "clang++", "c++")
-NAMES = ("attend", "prefill", "step", "write", "expire", "count_over", "evict", "products", "gated", "norm")
+NAMES = (
+    *("attend", "prefill", "step", "write", "expire", "count_over", "evict"),
+    *("products", "gated", "norm", "before", "behind"),
+)
 FUNCTIONS = tuple(f"kvkeep_{name}" for name in NAMES)
 
 # without -ffast-math: see the head of vectors.h

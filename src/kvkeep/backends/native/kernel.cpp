@@ -3,6 +3,7 @@
 
 #include "attend.h"
 #include "coded.h"
+#include "layer.h"
 #include "prompt.h"
 #include "ring.h"
 #include "small.h"
@@ -177,6 +178,14 @@ extern "C" int64_t kvkeep_gated(const Gated *g) {
 
 extern "C" int64_t kvkeep_norm(const Norm *n) {
     return by_type(n->type, [=](auto x) { return norm_as<decltype(x)>(*n); });
+}
+
+extern "C" int64_t kvkeep_before(const Before *b) {
+    return by_type(b->type, [=](auto x) { return before_as<decltype(x)>(*b); });
+}
+
+extern "C" int64_t kvkeep_behind(const Behind *b) {
+    return by_type(b->type, [=](auto x) { return behind_as<decltype(x)>(*b); });
 }
 
 extern "C" int64_t kvkeep_write(const Write *w) {

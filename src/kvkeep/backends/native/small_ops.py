@@ -47,7 +47,7 @@ def slow(dtype: torch.dtype) -> bool:
 
 def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n out"] | None:
     """The output of a linear layer for many rows in a `slow` dtype, with its weights in float32 piece by piece."""
-    if not slow(x.dtype) or _library_for(x) is None or not _fits(layer, x, x.shape[-1]):
+    if not slow(x.dtype) or library_for(x) is None or not fits(layer, x, x.shape[-1]):
         return None
     wide, out = x.float(), x.new_empty((*x.shape[:-1], layer.out_features))
     step = max(1, WIDE_BYTES // (4 * layer.in_features))
@@ -60,29 +60,29 @@ def widened(x: Float[Tensor, "*n in"], layer: nn.Linear) -> Float[Tensor, "*n ou
 
 def products(x: Float[Tensor, "*n in"], layers: Sequence[nn.Linear]) -> list[Tensor] | None:
     """The outputs of up to three linear layers for the same few rows."""
-    library = _library_for(x)
-    if library is None or not all(_fits(layer, x, x.shape[-1]) for layer in layers):
+    library = library_for(x)
+    if library is None or not all(fits(layer, x, x.shape[-1]) for layer in layers):
         return None
     rows = x.numel() // x.shape[-1]
-    if rows > _most_rows(x.dtype) or len(layers) > _MOST_WEIGHTS:
+    if rows > most_rows(x.dtype) or len(layers) > _MOST_WEIGHTS:
         return None
     outs = [x.new_empty((*x.shape[:-1], layer.out_features)) for layer in layers]
     packed = _head(x, rows, len(layers))
-    packed += b"".join(_one(layer, out.data_ptr()) for layer, out in zip(layers, outs, strict=True))
+    packed += b"".join(one(layer, out.data_ptr()) for layer, out in zip(layers, outs, strict=True))
     failed = library.kvkeep_products(packed + _NONE * (_MOST_WEIGHTS - len(layers)))
     return None if failed else outs
 
 
 def gated(x: Float[Tensor, "*n in"], gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Float[Tensor, "*n out"] | None:
     """``down(silu(gate(x)) * up(x))`` of a few rows."""
-    library, width, inner = _library_for(x), x.shape[-1], gate.out_features
-    if library is None or not (_fits(gate, x, width) and _fits(up, x, width) and _fits(down, x, inner)):
+    library, width, inner = library_for(x), x.shape[-1], gate.out_features
+    if library is None or not (fits(gate, x, width) and fits(up, x, width) and fits(down, x, inner)):
         return None
     rows = x.numel() // width
-    if rows > _most_rows(x.dtype) or up.out_features != inner:
+    if rows > most_rows(x.dtype) or up.out_features != inner:
         return None
     between, out = x.new_empty((rows, inner)), x.new_empty((*x.shape[:-1], down.out_features))
-    packed = _head(x, rows, between.data_ptr()) + _one(gate, 0) + _one(up, 0) + _one(down, out.data_ptr())
+    packed = _head(x, rows, between.data_ptr()) + one(gate, 0) + one(up, 0) + one(down, out.data_ptr())
     return None if library.kvkeep_gated(packed) else out
 
 
@@ -90,8 +90,8 @@ def norm(
     x: Float[Tensor, "*n width"], weight: Float[Tensor, " m"], epsilon: float, *, plus: float
 ) -> Float[Tensor, "*n width"] | None:
     """Rows over their root mean square, times the weight plus ``plus``."""
-    library, width = _library_for(x), x.shape[-1]
-    if library is None or not _matches(weight, x, (width,)):
+    library, width = library_for(x), x.shape[-1]
+    if library is None or not matches(weight, x, (width,)):
         return None
     out = torch.empty_like(x)
     packed = _NORM.pack(
@@ -102,7 +102,8 @@ def norm(
     return None if library.kvkeep_norm(packed) else out
 
 
-def _most_rows(dtype: torch.dtype) -> int:
+def most_rows(dtype: torch.dtype) -> int:
+    """The largest number of rows of a product in this dtype."""
     return MOST_ROWS_OF_SLOW if slow(dtype) else MOST_ROWS
 
 
@@ -110,12 +111,13 @@ def _head(x: Tensor, rows: int, last: int) -> bytes:
     return _HEAD.pack(rows, x.shape[-1], torch.get_num_threads(), TYPES[x.dtype], x.data_ptr(), last)
 
 
-def _one(layer: nn.Linear, out: int) -> bytes:
+def one(layer: nn.Linear, out: int) -> bytes:
+    """A linear layer, and the address of its output, as the kernel takes them."""
     bias = layer.bias
     return _ONE.pack(layer.weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out, layer.weight.shape[0])
 
 
-def _library_for(x: Tensor) -> ctypes.CDLL | None:
+def library_for(x: Tensor) -> ctypes.CDLL | None:
     """The kernel, if rows are dense in main memory, and nobody traces, differentiates or casts."""
     if type(x) is not Tensor or not x.is_cpu or x.dtype not in TYPES or not x.is_contiguous() or not x.numel():
         return None
@@ -124,15 +126,16 @@ def _library_for(x: Tensor) -> ctypes.CDLL | None:
     return native().library
 
 
-def _fits(layer: nn.Linear, x: Tensor, width: int) -> bool:
+def fits(layer: nn.Linear, x: Tensor, width: int) -> bool:
     """Whether a layer takes rows of this width, in the dtype of ``x``."""
     outputs = layer.out_features
-    if not _matches(layer.weight, x, (outputs, width)):
+    if not matches(layer.weight, x, (outputs, width)):
         return False
-    return layer.bias is None or _matches(layer.bias, x, (outputs,))
+    return layer.bias is None or matches(layer.bias, x, (outputs,))
 
 
-def _matches(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
+def matches(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether the kernel can read a weight beside ``x``, and it has this shape."""
     if type(weight) is not nn.Parameter or not weight.is_cpu or weight.dtype != x.dtype:
         return False
     return weight.shape == shape and weight.is_contiguous()

@@ -1,0 +1,103 @@
+// What a decoder layer does before and behind its attention, for a few tokens: norm, query, key and value, rotation; and
+// output, norm and the gated feed-forward layer, each with what it is added to.
+
+#pragma once
+
+#include "codes.h"
+#include "small.h"
+
+// A norm by the root mean square; no weight: none.
+extern "C" struct Scaled {
+    const char *weight;
+    double epsilon, plus;  // as in Norm
+};
+
+// Queries, keys and values of a token per row, queries and keys rotated to the row's position.
+extern "C" struct Before {
+    int64_t rows, width, threads, type;
+    const char *x;
+    char *scratch;  // rows x width elements
+    Scaled norm;
+    Weights all[3];  // of queries, keys and values
+    int64_t dim;
+    Scaled each[2];  // of the heads of queries, and of keys
+    const char *cosines, *sines;  // dim for each row
+    int64_t cosine_row, sine_row;
+};
+
+// y = x + attention times the output's weights; then y + the feed-forward layer of the norm of y.
+extern "C" struct Behind {
+    int64_t rows, width, threads, type;
+    const char *x, *attention;
+    int64_t attention_width;
+    char *scratch;  // rows x (2 width + outputs of the gate) elements
+    Weights output, gate, up, down;  // `down` has the result; `output` none
+    Scaled norm;
+};
+
+namespace {
+
+// Rotate a head in place, half of whose dims are paired with the other half. `room`: see `head_floats`.
+template <class X>
+void turn_head(const Before &b, int64_t row, typename X::T *head, float *room) {
+    const int64_t width = up(b.dim, 2 * W), half = b.dim / 2, bytes = bytes_of(b.type);
+    float *x = room, *cosines = x + width, *sines = cosines + width, *turned = sines + width;
+    widen_all(b.type, (const char *)head, b.dim, x);
+    widen_all(b.type, b.cosines + row * b.cosine_row * bytes, b.dim, cosines);
+    widen_all(b.type, b.sines + row * b.sine_row * bytes, b.dim, sines);
+    for (int64_t i = 0; i < half; i++) turned[i] = x[i] * cosines[i] - x[i + half] * sines[i];
+    for (int64_t i = half; i < b.dim; i++) turned[i] = x[i] * cosines[i] + x[i - half] * sines[i];
+    narrow_all(b.type, turned, b.dim, (char *)head);
+}
+
+inline int64_t head_floats(int64_t dim) { return 4 * up(dim, 2 * W); }
+
+template <class X>
+int64_t before_as(const Before &b) {
+    typedef typename X::T T;
+    if (norm_as<X>({b.rows, b.width, b.threads, b.type, b.x, b.norm.weight, b.scratch, b.norm.epsilon, b.norm.plus}))
+        return -1;
+    const Weights *all = b.all;
+    if (products_as<X>({b.rows, b.width, b.threads, b.type, b.scratch, 3, {all[0], all[1], all[2]}})) return -1;
+    const int64_t heads[] = {all[0].outputs / b.dim, all[1].outputs / b.dim}, every = heads[0] + heads[1];
+    const auto work = [&](int64_t i, float *room) {
+        const int64_t row = i / every, at = i % every, keys = at >= heads[0];
+        const int64_t own = keys ? at - heads[0] : at;
+        T *head = (T *)all[keys].out + (row * heads[keys] + own) * b.dim;
+        const Scaled &norm = b.each[keys];
+        if (norm.weight) {
+            const Norm by = {1, b.dim, 1, b.type, nullptr, norm.weight, nullptr, norm.epsilon, norm.plus};
+            norm_row<X>(by, head, head);
+        }
+        turn_head<X>(b, row, head, room);
+    };
+    const int64_t n = b.rows * every;
+    return for_each(n, n * b.dim * (int64_t)sizeof(T), b.threads, head_floats(b.dim), work) ? 0 : -1;
+}
+
+// The sum of n elements of two vectors.
+template <class X>
+void add_all(const char *a, const char *b, int64_t n, char *to) {
+    typedef typename X::T T;
+    const T *x = (const T *)a, *y = (const T *)b;
+    const int64_t whole = n - n % (2 * W), rest = n - whole;
+    const auto sum = [](Pair p, Pair q) -> Pair { return {p.a + q.a, p.b + q.b}; };
+    for (int64_t i = 0; i < whole; i += 2 * W) X::narrow(sum(X::widen(x + i), X::widen(y + i)), (T *)to + i);
+    if (rest) narrow<X>(sum(widen<X>(x + whole, rest), widen<X>(y + whole, rest)), (T *)to + whole, rest);
+}
+
+template <class X>
+int64_t behind_as(const Behind &b) {
+    const int64_t n = b.rows * b.width, bytes = n * (int64_t)sizeof(typename X::T);
+    char *y = b.scratch, *part = y + bytes, *between = part + bytes;
+    Weights output = b.output, down = b.down;
+    output.out = part;
+    if (products_as<X>({b.rows, b.attention_width, b.threads, b.type, b.attention, 1, {output}})) return -1;
+    add_all<X>(b.x, part, n, y);
+    if (norm_as<X>({b.rows, b.width, b.threads, b.type, y, b.norm.weight, part, b.norm.epsilon, b.norm.plus})) return -1;
+    if (gated_as<X>({b.rows, b.width, b.threads, b.type, part, between, b.gate, b.up, down})) return -1;
+    add_all<X>(y, down.out, n, down.out);
+    return 0;
+}
+
+}  // namespace

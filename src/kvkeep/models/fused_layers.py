@@ -1,0 +1,276 @@
+"""Decoder layers as two calls of the native kernel, one before their attention and one behind it, for a few rows."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvkeep.argument import CACHE_ARGUMENTS, handed_over, taken_as
+from kvkeep.backends import layers
+from kvkeep.handing import PhasedCache
+from kvkeep.models.fused_parts import SCALES, FusedGate, FusedLinear, FusedNorm, is_close, is_heard, mixed
+from kvkeep.models.hf import ATTENTION
+
+Attend: TypeAlias = Callable[
+    [Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]], Float[Tensor, "B 1 Hq E"]
+]
+
+_RECORDER = "kvkeep_recorder"
+_OWN = {*CACHE_ARGUMENTS, "attention_mask", "position_embeddings"}
+_ORDER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+_NAMES = set(_ORDER)
+_LINEAR, _GATED = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_recorded: ContextVar[Callable[..., Tensor]] = ContextVar("_recorded")
+
+
+class _Parts(NamedTuple):
+    """The fused modules of a decoder layer; norms of single heads are ``None`` where there are none."""
+
+    attention: Any
+    first: FusedNorm
+    qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
+    heads: tuple[FusedNorm | None, FusedNorm | None]
+    output: nn.Linear
+    second: FusedNorm
+    gated: tuple[nn.Linear, nn.Linear, nn.Linear]
+    feed: nn.Module
+
+
+def _parts(layer: nn.Module) -> _Parts | None:
+    """The parts of a layer; ``None`` if one is missing, has been replaced, or somebody wants to see its calls."""
+    own: dict[str, Any] = layer._modules
+    if own.keys() != _NAMES:
+        return None
+    attention, feed, first, second = (own[name] for name in _ORDER)
+    of_attention: dict[str, Any] = attention._modules
+    of_feed: dict[str, Any] = feed._modules
+    heads = of_attention.get("q_norm"), of_attention.get("k_norm")
+    linear: list[Any] = [of_attention.get(name) for name in _LINEAR]
+    gated: list[Any] = [of_feed.get(name) for name in _GATED]
+    if not (isinstance(first, FusedNorm) and isinstance(second, FusedNorm) and isinstance(feed, FusedGate)):
+        return None
+    for norm in heads:
+        if norm is not None and not isinstance(norm, FusedNorm):
+            return None
+    for one in (*linear, *gated):
+        if type(one) is not FusedLinear:
+            return None
+    for one in (*own.values(), *of_attention.values(), *of_feed.values()):
+        if one is not None and is_heard(one):
+            return None
+    return _Parts(
+        attention,
+        first,
+        (linear[0], linear[1], linear[2]),
+        heads,
+        linear[3],
+        second,
+        (gated[0], gated[1], gated[2]),
+        feed,
+    )
+
+
+def _run(parts: _Parts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor | None:
+    """The output of a layer for a token per row; ``None`` if the kernel cannot compute it."""
+    norms = [None if norm is None else _norm(norm) for norm in parts.heads]
+    found = layers.before(x, _norm(parts.first), parts.qkv, norms, angles)
+    if found is None:
+        return None
+    attended = attend(*found).reshape(len(x), 1, -1)
+    out = layers.behind(x, attended, parts.output, _norm(parts.second), *parts.gated)
+    if out is None:
+        y = x + parts.output(attended)
+        out = y + parts.feed(parts.second(y))
+    return out
+
+
+def _norm(norm: FusedNorm) -> layers.Norm:
+    return layers.Norm(norm.weight, norm._epsilon, norm._plus)
+
+
+class FusedLayer(nn.Module):
+    """Mixed into a decoder layer: in a step of a few rows with kvkeep's cache, two calls beside its attention."""
+
+    _told: dict[str, Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The layer's output."""
+        out = self._few(*args, **kwargs) if len(args) == 1 else None
+        return super().forward(*args, **kwargs) if out is None else out
+
+    def _few(self, x: Tensor, **kwargs: Any) -> Tensor | None:
+        """The output, if this is such a step."""
+        cache, angles = handed_over(kwargs), kwargs.get("position_embeddings")
+        if x.ndim != 3 or x.shape[1] != 1 or not isinstance(cache, PhasedCache) or not isinstance(angles, tuple):
+            return None
+        parts = _parts(self)
+        if parts is None or parts.attention.training or parts.attention.config._attn_implementation != ATTENTION:
+            return None
+        attention, call = parts.attention, ALL_ATTENTION_FUNCTIONS[ATTENTION]
+        given = {**self._told, **{name: kwargs[name] for name in kwargs.keys() - _OWN}}
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            handed = cache.update(key, value, attention.layer_idx)
+            attended: Tensor = call(attention, query, *handed, kwargs.get("attention_mask"), **given)[0]
+            return attended
+
+        return _run(parts, x, angles, attend)
+
+
+def is_decoder(module: nn.Module) -> bool:
+    """Whether a module has the parts of a decoder layer that may be fused."""
+    return module._modules.keys() == _NAMES and all(part is not None for part in module._modules.values())
+
+
+def copied(layer: nn.Module) -> nn.Module:
+    """A copy of a decoder layer with the same weights."""
+    same: list[Any] = [*layer.parameters(), *layer.buffers(), getattr(layer.self_attn, "config", None)]
+    return copy.deepcopy(layer, {id(one): one for one in same})
+
+
+def fuse_layer(layer: nn.Module) -> bool:
+    """Fuse a decoder layer whose parts are fused, if that is what it computes."""
+    if isinstance(layer, FusedLayer) or (parts := _parts(layer)) is None:
+        return False
+    if (constants := _constants(layer, parts)) is None:
+        return False
+    layer.__class__ = mixed(FusedLayer, type(layer))
+    vars(layer)["_told"] = constants
+    return True
+
+
+def _any(layer: nn.Module) -> Any:
+    """A layer whose attributes have no types."""
+    return layer
+
+
+class _Trial:
+    """A token of several rows, made of random numbers, and what a layer makes of it.
+
+    Args:
+        layer: a decoder layer.
+        scales: size of the numbers in each row.
+
+    Attributes:
+        heads: the query, key and value that the layer has handed to attention; random numbers were the answer.
+        constants: what it has told attention beside them.
+        out: its output.
+    """
+
+    heads: list[Tensor]
+    constants: dict[str, Any] | None = None
+    out: object = None
+
+    def __init__(self, layer: nn.Module, scales: Sequence[float]) -> None:
+        attention, weight = _any(layer).self_attn, _any(layer).input_layernorm.weight
+        draw, rows, dim = torch.Generator().manual_seed(0), len(scales), attention.head_dim
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=draw)
+
+        self._attention, turns = attention, numbers(rows, 1, dim)
+        self.x = (numbers(rows, 1, len(weight)) * torch.tensor(scales)[:, None, None]).to(weight.dtype)
+        self.angles = turns.cos().to(weight.dtype), turns.sin().to(weight.dtype)
+        self.answer = numbers(rows, 1, attention.o_proj.in_features // dim, dim).to(weight.dtype)
+        self._cache = taken_as(type(layer)) or CACHE_ARGUMENTS[0]
+        self._given = {"position_ids": torch.arange(1000, 1000 + rows)[:, None], "use_cache": True}
+
+    def ask(self, layer: nn.Module) -> bool:
+        """Run a layer; whether it has handed its keys to the cache, and called attention, once."""
+        cache = _Handed()
+        calls: list[tuple[Any, ...]] = []
+
+        def attention(*args: Any, **kwargs: Any) -> Tensor:
+            calls.append((*args, {name: value for name, value in kwargs.items() if name not in self._given}))
+            return self.answer
+
+        asked = {self._cache: cache, "attention_mask": None, "position_embeddings": self.angles}
+        with _recording(self._attention.config, attention):
+            self.out = layer(self.x, **asked, **self._given)
+        if len(calls) != 1 or cache.indices != [self._attention.layer_idx]:
+            return False
+        module, *self.heads, mask, self.constants = calls[0]
+        return module is self._attention and mask is None
+
+    def run(self, parts: _Parts, attend: Attend | None = None) -> Tensor | None:
+        """The output of the kernel."""
+        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer))
+
+
+@torch.inference_mode()
+def _constants(layer: nn.Module, parts: _Parts) -> dict[str, Any] | None:
+    """What a layer tells attention in every call, if the kernel computes the same up to rounding; else ``None``."""
+    try:
+        trial = _Trial(layer, SCALES)
+        if not trial.ask(layer) or not _is_constant(trial.constants):
+            return None
+    except Exception:  # it takes something else
+        return None
+    same: list[bool] = []
+
+    def compare(*found: Tensor) -> Tensor:
+        same.extend(map(is_close, found, trial.heads))
+        return trial.answer
+
+    out = trial.run(parts, compare)
+    return trial.constants if out is not None and all(same) and is_close(out, trial.out) else None
+
+
+@torch.inference_mode()
+def seconds(layers: Sequence[nn.Module], rows: int) -> float | None:
+    """The time of decoder layers one after the other, attention aside; ``None`` if they take something else."""
+    took = 0.0
+    for layer in layers:
+        try:
+            trial, parts = _Trial(layer, (1.0,) * rows), _parts(layer) if isinstance(layer, FusedLayer) else None
+            start = time.perf_counter()
+            if (trial.ask(layer) if parts is None else trial.run(parts)) is None:
+                return None
+            took += time.perf_counter() - start
+        except Exception:
+            return None
+    return took
+
+
+def _is_constant(given: dict[str, Any] | None) -> bool:
+    return given is not None and all(value is None or isinstance(value, (bool, int, float)) for value in given.values())
+
+
+class _Handed:
+    """A cache that holds nothing, and notes which layers hand it their keys."""
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+
+    def update(self, key: Tensor, value: Tensor, index: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.indices.append(index)
+        return key, value
+
+
+@contextmanager
+def _recording(config: PreTrainedConfig, attention: Callable[..., Tensor]) -> Iterator[None]:
+    """Let a model ask this function instead of its attention for a while."""
+    before, token = config._attn_implementation, _recorded.set(attention)
+    config._attn_implementation = _RECORDER
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        _recorded.reset(token)
+
+
+def _record(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return _recorded.get()(*args, **kwargs), None
+
+
+AttentionInterface.register(_RECORDER, _record)

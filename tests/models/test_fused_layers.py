@@ -1,0 +1,344 @@
+"""Whole decoder layers in the native kernel: the same text, every hook called, and only what the kernel computes."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from test_fused import SIZES, fused_copy, generated, made
+from torch import nn
+from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    DynamicCache,
+    GlmConfig,
+    GlmForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
+
+import kvkeep
+from kvkeep.argument import handed
+from kvkeep.backends import layers
+from kvkeep.backends.native import native
+from kvkeep.models import fused
+from kvkeep.models.fused import FusedLinear, chosen, fuse_modules, prepare
+from kvkeep.models.fused_layers import FusedLayer, seconds
+from kvkeep.models.packed import PackedLinear
+
+pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
+
+WHOLE = ["llama", "qwen2", "qwen3", "mistral"]
+OTHERS = {
+    "scaled residuals": (GraniteForCausalLM, GraniteConfig, {"residual_multiplier": 0.5}),
+    "pairs of neighbours are rotated": (GlmForCausalLM, GlmConfig, {"head_dim": 16, "partial_rotary_factor": 1.0}),
+    "half of a head is rotated": (GlmForCausalLM, GlmConfig, {"head_dim": 16}),
+    "norms behind": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "parallel": (Cohere2ForCausalLM, Cohere2Config, {}),
+}
+
+
+COUNTS = {"before": 0, "behind": 0}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often either half of a layer was computed by the kernel since `both` was called."""
+
+    def counting(name, honest):
+        def call(*args):
+            found = honest(*args)
+            COUNTS[name] += found is not None
+            return found
+
+        return call
+
+    for name in COUNTS:
+        monkeypatch.setattr(layers, name, counting(name, getattr(layers, name)))
+    return COUNTS
+
+
+def steps(model, policy="h2o", *, rows=3, tokens=4, mask=None, **options):
+    """Logits of some decode steps after a prompt of 12 tokens."""
+    cache = kvkeep.BoundedCache(model.config, policy, 8, **options)
+    ids, found = torch.arange(rows * 12).view(rows, 12) % 90 + 3, []
+    with torch.inference_mode():
+        for _ in range(1 + tokens):
+            more = {} if mask is None else {"attention_mask": mask}
+            logits = model(ids, **handed(model, cache), use_cache=True, **more).logits[:, -1:]
+            found.append(logits)
+            ids = logits.float().argmax(-1)
+            mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=1)
+    return torch.cat(found, dim=1)
+
+
+def both(name="llama", dtype=torch.float32, **options):
+    """A plain model and a fused copy, both attached."""
+    plain = made(name, **options).to(dtype)
+    model, _ = fused_copy(plain)
+    assert all(isinstance(layer, FusedLayer) for layer in model.model.layers)
+    COUNTS.update(dict.fromkeys(COUNTS, 0))
+    return kvkeep.attach(plain), kvkeep.attach(model)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_layers_say_what_the_modules_say(name, counted):
+    plain, model = both(name)
+    torch.testing.assert_close(steps(model), steps(plain), rtol=0, atol=2e-5)
+    assert counted == {"before": 8, "behind": 8}
+    assert generated(model) == generated(plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision(dtype, counted):
+    plain, model = both("qwen3", dtype)
+    found, expected = steps(model, tokens=1).float(), steps(plain, tokens=1).float()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.04 * expected.abs().max().item())
+    assert counted["behind"] == 2
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv", "tova", "ahakv", "scissorhands", "adakv", "leverage", "blend"])
+def test_under_every_kind_of_policy(policy, counted):
+    plain, model = both()
+    budget = 70 if policy == "full" else 40
+    asked = [
+        kvkeep.Request(prompt=tuple(range(3, n)), sampling=kvkeep.Sampling(max_new_tokens=10), ignore_end=True)
+        for n in (55, 58)
+    ]
+    plain_text, text = (
+        kvkeep.Engine(one, policy=policy, budget=budget, rows=2).generate(asked) for one in (plain, model)
+    )
+    assert [one.token_ids for one in text] == [one.token_ids for one in plain_text]
+    assert counted["behind"] >= 2 * 9
+
+
+@pytest.mark.parametrize("options", [{"positions": "slot"}, {"kv_bits": 8}, {"head_budget": "ada"}])
+def test_with_every_kind_of_slots(options, counted):
+    plain, model = both()
+    torch.testing.assert_close(steps(model, **options), steps(plain, **options), rtol=0, atol=2e-5)
+    assert counted["before"] == 8
+
+
+def test_sliding_windows(counted):
+    plain, model = both("mistral", sliding_window=6)
+    torch.testing.assert_close(steps(model, tokens=12), steps(plain, tokens=12), rtol=0, atol=2e-5)
+    assert counted["before"] == 24
+
+
+def test_rows_that_are_padded(counted):
+    plain, model = both()
+    mask = torch.ones(3, 12, dtype=torch.long)
+    mask[1, :5] = mask[2, :1] = 0
+    torch.testing.assert_close(steps(model, mask=mask), steps(plain, mask=mask), rtol=0, atol=2e-5)
+    assert counted["before"] == 8
+
+
+def test_a_row_gets_what_it_gets_alone():
+    _, model = both("qwen3")
+    together = steps(model, rows=5)
+    cache = kvkeep.BoundedCache(model.config, "h2o", 8)
+    ids = torch.arange(12)[None] + 3
+    with torch.inference_mode():
+        model(ids, **handed(model, cache), use_cache=True)
+        ids = together[:1, :1].argmax(-1)
+        alone = model(ids, **handed(model, cache), use_cache=True).logits
+    torch.testing.assert_close(alone, together[:1, 1:2], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_layers_with_another_rule_stay(what):
+    kind, config, more = OTHERS[what]
+    torch.manual_seed(0)
+    plain = kind(config(**{**SIZES, **more})).eval()
+    model, _ = fused_copy(plain)
+    assert not any(isinstance(layer, FusedLayer) for layer in model.modules())
+    assert generated(model, tokens=8) == generated(plain, tokens=8)
+
+
+def test_a_layer_without_rotation_stays():
+    torch.manual_seed(0)
+    config = SmolLM3Config(**{**SIZES, "num_hidden_layers": 4, "no_rope_layers": [1, 1, 0, 1]})
+    plain = SmolLM3ForCausalLM(config).eval()
+    model, _ = fused_copy(plain)
+    assert [isinstance(layer, FusedLayer) for layer in model.model.layers] == [True, True, False, True]
+    assert generated(model, tokens=8) == generated(plain, tokens=8)
+
+
+def test_an_activation_of_another_kind_stays():
+    model, _ = fused_copy(made(hidden_act="gelu"))
+    assert not any(isinstance(layer, FusedLayer) for layer in model.modules())
+
+
+PARTS = [
+    "",
+    "self_attn",
+    "self_attn.q_proj",
+    "self_attn.o_proj",
+    "self_attn.q_norm",
+    "mlp",
+    "mlp.down_proj",
+    "mlp.act_fn",
+    "input_layernorm",
+    "post_attention_layernorm",
+]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("way", ["hook", "before", "forward"])
+def test_whoever_listens_to_a_part_hears_it(part, way):
+    _, model = both("qwen3")
+    expected, heard = steps(model), []
+    module = model.model.layers[1].get_submodule(part)
+    if way == "hook":
+        handle = module.register_forward_hook(lambda *_: heard.append(1))
+    elif way == "before":
+        handle = module.register_forward_pre_hook(lambda *_: heard.append(1))
+    else:
+        honest = module.forward
+        module.forward = lambda *args, **kwargs: (heard.append(1), honest(*args, **kwargs))[1]
+    torch.testing.assert_close(steps(model), expected, rtol=0, atol=2e-5)
+    assert len(heard) == 5
+    if way != "forward":
+        handle.remove()
+        assert torch.equal(steps(model), expected)
+        assert len(heard) == 5
+
+
+@pytest.mark.parametrize(
+    "part", ["self_attn.k_proj", "mlp.up_proj", "mlp", "input_layernorm", "post_attention_layernorm", "self_attn"]
+)
+def test_a_part_that_is_replaced_is_called(part):
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args, **kwargs):
+            found = self.inner(*args, **kwargs)
+            return (2 * found[0], *found[1:]) if isinstance(found, tuple) else 2 * found
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(self.inner, name)
+
+    plain, model = both("qwen3")
+    for one in (plain, model):
+        layer = one.model.layers[0]
+        layer.set_submodule(part, Around(layer.get_submodule(part)))
+    torch.testing.assert_close(steps(model), steps(plain), rtol=0, atol=2e-5)
+
+
+def test_weights_that_change_are_read_again(counted):
+    plain, model = both()
+    for one in (plain, model):
+        with torch.no_grad():
+            one.model.layers[0].self_attn.k_proj.weight.mul_(2)
+            one.model.layers[1].mlp.up_proj.weight = nn.Parameter(one.model.layers[1].mlp.up_proj.weight * 3)
+            one.model.layers[1].input_layernorm.weight.data = torch.ones(64)
+    torch.testing.assert_close(steps(model), steps(plain), rtol=0, atol=5e-5)
+    assert counted["before"] == 8
+
+
+def test_hidden_states_are_those_of_the_layers():
+    plain, model = both()
+    for one in (plain, model):
+        one.prefix = kvkeep.BoundedCache(one.config, "h2o", 8)
+        with torch.inference_mode():
+            one(torch.arange(3, 15)[None], **handed(one, one.prefix), use_cache=True)
+            asked = {**handed(one, one.prefix), "use_cache": True, "output_hidden_states": True}
+            one.states = one(torch.tensor([[5]]), **asked).hidden_states
+    assert len(model.states) == 3
+    for found, expected in zip(model.states, plain.states, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+
+
+def test_other_caches_and_other_attention_run_as_before(counted):
+    _, model = both()
+    plain = made()
+
+    @torch.inference_mode()
+    def logits(one):
+        cache = DynamicCache(config=one.config)
+        one(torch.arange(3, 15)[None], **handed(one, cache), use_cache=True)
+        return one(torch.tensor([[5]]), **handed(one, cache), use_cache=True).logits
+
+    torch.testing.assert_close(logits(model), logits(plain), rtol=0, atol=2e-5)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            model(torch.tensor([[5]])).logits, plain(torch.tensor([[5]])).logits, rtol=0, atol=2e-5
+        )
+    model.set_attn_implementation("sdpa")
+    cache = kvkeep.BoundedCache(model.config, "h2o", 8)
+    with torch.inference_mode(), pytest.raises(kvkeep.UnsupportedModelError):
+        model(torch.tensor([[5]]), **handed(model, cache), use_cache=True)
+    assert not counted["before"]
+
+
+def test_a_model_in_training_mode_is_refused_as_before():
+    _, model = both(attention_dropout=0.5)
+    model.train()
+    with pytest.raises(kvkeep.UnsupportedModelError, match="dropout"):
+        steps(model)
+
+
+@pytest.mark.parametrize("half", ["before", "behind"])
+def test_without_memory_torch_does_the_work(half, monkeypatch):
+    _, model = both()
+    expected = steps(model)
+    monkeypatch.setattr(layers, half, lambda *_: None)
+    torch.testing.assert_close(steps(model), expected, rtol=0, atol=2e-5)
+
+
+def test_more_rows_than_the_kernel_takes(counted):
+    plain, model = both()
+    torch.testing.assert_close(steps(model, rows=17), steps(plain, rows=17), rtol=0, atol=2e-5)
+    assert not counted["before"]
+
+
+def test_a_fused_layer_can_be_copied_and_used_by_several_threads():
+    _, model = both()
+    twin, expected = copy.deepcopy(model), steps(model)
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(steps, [model, twin] * 4):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("way", ["plain", "fused", "packed"])
+def test_a_model_is_prepared_in_the_fastest_way(way, monkeypatch):
+    if way == "packed" and not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+
+    def took(sample, rows):
+        assert rows == 4
+        kinds = {type(layer.mlp.up_proj) for layer in sample}
+        assert len(kinds) == 1
+        return 1.0 if kinds == {{"plain": nn.Linear, "fused": FusedLinear, "packed": PackedLinear}[way]} else 2.0
+
+    monkeypatch.setattr(fused, "seconds", took)
+    model, plain = made(), made()
+    prepare(model, 4)
+    assert chosen(model) == (way == "fused", way == "packed")
+    assert all(isinstance(layer, FusedLayer) == (way == "fused") for layer in model.model.layers)
+    assert generated(model, rows=4) == generated(plain, rows=4)
+    other = made()
+    fuse_modules(other, 4, if_faster=True)
+    assert chosen(other) == (way == "fused", False)
+
+
+def test_measurements_leave_the_model_alone():
+    model = made("qwen3")
+    before = [(name, type(module), dict(vars(module))) for name, module in model.named_modules()]
+    assert fused._fastest(model, 2, ("plain", "fused", "packed")) in {"plain", "fused", "packed"}
+    assert [(name, type(module), dict(vars(module))) for name, module in model.named_modules()] == before
+    assert model.config._attn_implementation == made("qwen3").config._attn_implementation
+
+
+def test_what_is_no_decoder_layer_is_not_timed():
+    assert seconds([nn.Linear(3, 3)], 2) is None
+    assert fused._fastest(made("phi3"), 2, ("plain", "fused")) is None
