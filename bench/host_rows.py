@@ -6,6 +6,7 @@ Two ways to use main memory for more sequences than rows fit beside the model, a
 
 - `Engine(host_rows=N)`: sequences take turns in the rows. A turn copies two rows, one out and one in. The first table
   shows times to the first token and throughput, without and with turns, and the share of the time that copies took.
+  On a CUDA device most copies take place beside the steps; there the table has a line without that and one with it.
 - H2O's setting (arXiv:2306.14048): the slots of all rows stay in main memory, and every step copies what
   it reads. The second table has the bytes of both ways, and the shortest turn whose copies take 5 % of the time.
 """
@@ -30,15 +31,17 @@ class Run:
 
     Attributes:
         host_rows: sequences that could wait in main memory.
+        staged: whether copies took place beside the steps.
         first_s: seconds to the first token of each request, sorted.
         tokens_per_s: new tokens of all requests per second.
         swaps: how often a row changed hands.
         share: of the time of all steps, taken by copies.
-        copy_s: seconds of a swap.
+        copy_s: seconds that steps waited for a swap.
         step_s: seconds of a step.
     """
 
     host_rows: int
+    staged: bool
     first_s: list[float]
     tokens_per_s: float
     swaps: int
@@ -47,11 +50,13 @@ class Run:
     step_s: float
 
 
-def run(model: kvkeep.models.load.Model, options: argparse.Namespace, host_rows: int) -> Run:
-    """Answer all requests once."""
+def run(model: kvkeep.models.load.Model, options: argparse.Namespace, host_rows: int, staged: bool) -> Run:
+    """Answer all requests once; ``staged``: copies take place beside the steps, if the device can do that."""
     engine = kvkeep.Engine(
         model, policy=options.policy, budget=options.budget, rows=options.rows, host_rows=host_rows, graphs=False
     )
+    if (staging := engine._rotation.staging) is not None and not staged:
+        staging.most_bytes = 0
     ids = torch.randint(0, model.config.vocab_size, (options.requests, options.prompt), generator=seeded())
     sampling = kvkeep.Sampling(max_new_tokens=options.new)
     asked = [kvkeep.Request(prompt=one.tolist(), sampling=sampling, ignore_end=True) for one in ids]
@@ -67,7 +72,16 @@ def run(model: kvkeep.models.load.Model, options: argparse.Namespace, host_rows:
     first = sorted(one.ttft_s or 0.0 for one in found)
     copy_s = turns.copied_s / turns.swaps if turns.swaps else 0.0
     share = turns.copied_s / (turns.copied_s + turns.worked_s)
-    return Run(host_rows, first, options.requests * options.new / took, turns.swaps, share, copy_s, took / steps)
+    return Run(
+        host_rows,
+        staged and staging is not None,
+        first,
+        options.requests * options.new / took,
+        turns.swaps,
+        share,
+        copy_s,
+        took / steps,
+    )
 
 
 def seeded() -> torch.Generator:
@@ -79,6 +93,7 @@ def line(one: Run) -> list[str]:
     first = [statistics.median(one.first_s), one.first_s[-1]]
     return [
         str(one.host_rows),
+        "beside steps" if one.staged else "between steps" if one.swaps else "–",
         *(f"{seconds:.2f}" for seconds in first),
         f"{one.tokens_per_s:.1f}",
         str(one.swaps),
@@ -118,10 +133,12 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model = speed_model(getattr(torch, options.dtype), options.layers).to(options.device)
     beyond = max(1, options.requests - options.rows)
-    found = [run(model, options, host_rows) for host_rows in (0, beyond)]
+    cuda = torch.device(options.device).type == "cuda"
+    kinds = [(0, False), (beyond, False), *([(beyond, True)] if cuda else [])]
+    found = [run(model, options, *kind) for kind in kinds]
     title = f"{options.requests} requests in {options.rows} rows, {options.policy}, {options.budget} slots"
-    columns = ["host_rows", "first token, median s", "latest", "tokens/s", "swaps", "copies, %", "swap, ms", "step, ms"]
-    show(title, columns, [line(one) for one in found])
+    columns = ["host_rows", "copies", "first token, median s", "latest", "tokens/s", "swaps", "copies, %"]
+    show(title, [*columns, "swap, ms", "step, ms"], [line(one) for one in found])
     row = kvkeep.Engine(model, policy=options.policy, budget=options.budget, rows=1, graphs=False).row_bytes
     bus = 2 * row / found[1].copy_s if found[1].copy_s else float("inf")
     cells = bytes_of(row, bus, found[0].step_s, options.rows)

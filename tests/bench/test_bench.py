@@ -299,6 +299,7 @@ def test_host_rows(monkeypatch, capsys):
     plain, turns = data["runs"]
     assert (plain["host_rows"], plain["swaps"], turns["host_rows"]) == (0, 0, 2)
     assert turns["swaps"] >= 1
+    assert [one["staged"] for one in data["runs"]] == [False, False]  # on a CPU steps wait for all copies
     assert turns["copy_s"] > 0 == plain["copy_s"]
     assert all(len(one["first_s"]) == 3 and one["tokens_per_s"] > 0 for one in data["runs"])
     assert "slots in main memory" in text

@@ -9,17 +9,19 @@ import logging
 import random
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
+from kvkeep.engine.staging import Staging
 from kvkeep.errors import BudgetError, CapacityError
 from kvkeep.policies._heads import refusal
 from kvkeep.registry import parse
 
+from .late import LateQueue
 from .models import VOCABULARY, model
 from .test_equal import POLICIES
 
@@ -136,6 +138,21 @@ def named(seed, head_budget):
     return "gemma2" if head_budget and random.Random(seed + 0.75).random() < 0.5 else "llama"
 
 
+def staged(engine, seed):
+    """Lets half of the engines whose rows change hands copy beside their steps, often without success."""
+    rng = random.Random(seed + 0.6)
+    if not engine._rotation.host_rows or rng.random() < 0.5:
+        return None
+
+    def fails(name):
+        if name in ("empty", "pinned", "copy", "half a copy", "hold", "query") and rng.random() < 0.05:
+            raise torch.OutOfMemoryError("no room on the device")
+
+    queue = LateQueue(rng, fails)
+    engine._rotation.staging = Staging(queue)
+    return queue
+
+
 def schedule(seed, monkeypatch):
     """Run one schedule; returns how many requests ended how, and how many faults there were."""
     rng = random.Random(seed)
@@ -162,9 +179,10 @@ def schedule(seed, monkeypatch):
         )
     except BudgetError:
         return {}, 0  # the layers of a pyramid are too small for what the policy protects
+    queue = staged(engine, seed)
     faults = Faults(rng, rate=rng.choice((0.0, 0.1, 0.3)))
     asked, found, cancelled, bound = {}, {}, set(), 20
-    with faults.injected(model(name), monkeypatch):
+    with faults.injected(model(name), monkeypatch), queue.watched() if queue else nullcontext():
         left = rng.randrange(1, 8)
         while left or engine.busy:
             while left and rng.random() < 0.5:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 import kvkeep
 from kvkeep.budget import per_layer
 from kvkeep.engine import Engine
+from kvkeep.engine.staging import COPIES
 from kvkeep.errors import BudgetError, InputError, KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models import load as loading
 from kvkeep.models.load import find, quiet, read_weights
@@ -404,6 +405,7 @@ def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]):
 def test_sequences_in_main_memory_take_the_bytes_of_rows():
     found = plan(policy="h2o", budget=64, host_rows=3)
     assert found.host_bytes == 3 * found.bounded.row_bytes > 0
-    assert plan(policy="h2o", budget=64).host_bytes == 0
+    assert found.staged_bytes == COPIES * found.bounded.row_bytes
+    assert plan(policy="h2o", budget=64).host_bytes == plan(policy="h2o", budget=64).staged_bytes == 0
     with pytest.raises(InputError, match="host_rows=-1 is below 0"):
         plan(host_rows=-1)

@@ -16,9 +16,10 @@ from kvkeep.engine.identity import Identity
 from kvkeep.engine.past import Past
 from kvkeep.engine.prompts import checked_guard
 from kvkeep.engine.request import Request
-from kvkeep.engine.room import check_host_rows, check_room, free_bytes, largest_budget
+from kvkeep.engine.room import check_host_rows, check_room, free_bytes, largest_budget, share_room
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Biases, Sampling
+from kvkeep.engine.staging import Staging
 from kvkeep.engine.stops import StopText
 from kvkeep.engine.words import Words
 from kvkeep.errors import BudgetError, InputError, show_bytes
@@ -49,6 +50,7 @@ class Admission:
         rows: number of rows that the user wants.
         kv_memory: bytes that all rows may take together.
         host_rows: sequences that may wait in main memory after they have begun.
+        staging: their copies on the device, which get bytes of ``kv_memory`` that the rows leave.
         chunk: prompt tokens per step; ``None``: a whole prompt.
         options: of the cache: ``layer_budget``, ``positions`` and ``prefill_chunk``, see `Rows`.
         guard: of requests that have none.
@@ -71,6 +73,7 @@ class Admission:
         rows: int | None,
         kv_memory: int | None,
         host_rows: int = 0,
+        staging: Staging | None = None,
         chunk: int | None,
         options: dict[str, Any],
         guard: float | None = None,
@@ -79,6 +82,7 @@ class Admission:
             raise InputError(f"A {type(tokenizer).__name__} is no tokenizer; give the object that AutoTokenizer loads.")
         self._model, self._tokenizer, self._policy, self._budget = model, tokenizer, policy, budget
         self._wanted, self._kv_memory, self._host_rows, self._options = rows, kv_memory, host_rows, options
+        self._staging = staging
         self._chunk, self._guard = options.get("prefill_chunk", chunk), checked_guard(guard)
         self._limit = position_limit(model)
         self._end_ids = frozenset(ends_of(model))
@@ -234,8 +238,9 @@ class Admission:
                 f"and {count} of them do not fit into the {show_bytes(free)} that are free. Use fewer rows or a "
                 "smaller `budget`."
             )
-        check_host_rows(self._host_rows, rows.row_bytes, beside=0 if free is None else count)
-        rows.allocate(count, most_bytes=self._kv_memory)
+        beside, pinned = 0 if free is None else count, self._staging is not None
+        check_host_rows(self._host_rows, rows.row_bytes, beside=beside, pinned=pinned)
+        rows.allocate(count, most_bytes=self._bytes_of_rows(rows, count))
         self.identity.dtype = rows.dtype
         return rows
 
@@ -250,8 +255,11 @@ class Admission:
         try:
             return self.make_rows(policy)
         except BaseException:
-            rows.allocate(count, most_bytes=self._kv_memory)
+            rows.allocate(count, most_bytes=self._bytes_of_rows(rows, count))
             raise
+
+    def _bytes_of_rows(self, rows: Rows, count: int) -> int | None:
+        return share_room(self._staging, self._kv_memory, rows.row_bytes, count)
 
     def _rows_that_fit(self, rows: Rows) -> int:
         """Return how many rows of this kind the engine has.

@@ -12,7 +12,7 @@ def begin(one: Generation, row: int, rows: Rows, prefixes: Prefixes) -> None:
     if not one.token_ids:
         one.mark("started")
     held, one.resumed = one.hosted, len(one.token_ids)
-    contents = held.contents if held else one.load() if one.load else None if one.scored else prefixes.find(one)
+    contents = held.load() if held else one.load() if one.load else None if one.scored else prefixes.find(one)
     sequence, pins = one.request.sequence, one.pins
     rows.begin(row, policy=one.policy, budget=one.budget, sequence=sequence, pins=pins, contents=contents)
     one.hosted = None

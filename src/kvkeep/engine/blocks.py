@@ -209,8 +209,8 @@ class Blocks:
                 if isinstance(block.store, PooledStore):
                     block.store.divide(block.budget[rows] + 1, rows)
 
-    def take(self, row: int, policy: Policy, device: torch.device) -> tuple[RowCopy, ...]:
-        """Copy a row of a policy's sequence to a device."""
+    def take(self, row: int, policy: Policy, device: torch.device | None) -> tuple[RowCopy, ...]:
+        """Copy a row of a policy's sequence to a device. ``None``: where it is."""
         found: dict[int, RowCopy] = {}
         for stack in self._stacks:
             mine = stack.under(policy)

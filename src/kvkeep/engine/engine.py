@@ -20,13 +20,14 @@ from kvkeep.engine.keeping import Keeping
 from kvkeep.engine.own import keeps_states
 from kvkeep.engine.prefixes import Prefixes, check_prefix_memory
 from kvkeep.engine.request import Event, Result
-from kvkeep.engine.rotation import Rotation, hosted_memory
+from kvkeep.engine.rotation import Rotation
 from kvkeep.engine.runner import Runner
 from kvkeep.engine.sampling import Sampling
 from kvkeep.engine.service import Box
 from kvkeep.engine.sessions import Sessions
 from kvkeep.engine.shelf import Shelf
 from kvkeep.engine.split import Agreement, check_split
+from kvkeep.engine.staging import staging_for
 from kvkeep.memory import Memory
 from kvkeep.models.hf import attach
 from kvkeep.models.load import Tokenizer
@@ -49,7 +50,7 @@ class Engine(Keeping):
         policy: the eviction policy of requests that do not name one.
         budget: tokens kept per layer and head; the most that a request may ask for.
         rows: number of sequences that run at once; by default 16, or as many as fit into ``kv_memory``.
-        kv_memory: bytes that all rows together may take.
+        kv_memory: bytes that all rows together may take, with copies of rows that ``host_rows`` needs on CUDA.
         prefill_chunk: prompt tokens per step; ``None``: all, so that the policy reads a prompt to its end, then evicts.
             A model with layers that keep a state reads prompts whole; its layers with slots take these chunks.
         layer_budget: how budgets are spread over layers, see `BoundedCache`.
@@ -104,7 +105,8 @@ class Engine(Keeping):
         if has_states := keeps_states(self.model):
             options["prefill_chunk"], prefill_chunk = prefill_chunk, None
         asked: dict[str, Any] = {"policy": self.policy, "budget": budget, "rows": rows, "kv_memory": kv_memory}
-        asked["host_rows"] = (rotation := Rotation(host_rows)).host_rows
+        staging = staging_for(device_of(self.model)) if host_rows else None
+        asked["host_rows"], asked["staging"] = (rotation := Rotation(host_rows, staging)).host_rows, staging
         admission = Admission(self.model, tokenizer, **asked, chunk=prefill_chunk, guard=guard, options=options)
         settings = {**spread, **numbers, "policy": self.policy, "budget": budget, "prefix_memory": prefix_memory}
         agreement = Agreement(self.model.config, device_of(self.model), {**settings, "positions": positions})
@@ -149,8 +151,8 @@ class Engine(Keeping):
         return one is not None and "started" not in one.times
 
     def memory(self) -> Memory:
-        """Return the bytes of all rows and of sequences in main memory, summed over real tensors."""
-        return self._rows.memory() + hosted_memory(self._scheduler.waiting)
+        """Return the bytes of all rows, of sequences in main memory and of copies on their way, all of real tensors."""
+        return self._rows.memory() + self._rotation.memory(self._scheduler.waiting)
 
     def generate(self, requests: Asked | Iterable[Asked], sampling: Sampling | None = None) -> list[Result]:
         """Run requests or texts to their ends and return their results in order; a single one gives a list of one.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvkeep.engine.constraint import Constraint
 from kvkeep.engine.request import Event, FinishReason, Logprob, Request, Result
+from kvkeep.engine.staging import Pinned
 from kvkeep.engine.stops import StopText
 from kvkeep.engine.writing import Pending
 from kvkeep.loss import LostMass
@@ -32,12 +33,16 @@ class Hosted:
     """A sequence that has begun and waits in main memory for a row.
 
     Attributes:
-        contents: its memory.
+        contents: its memory, in ordinary main memory or pinned.
         memory: bytes of the row that it had.
     """
 
-    contents: Contents
+    contents: Contents | Pinned
     memory: Memory
+
+    def load(self) -> Contents:
+        """Return its memory, from where it can be put into a row."""
+        return self.contents.load() if isinstance(self.contents, Pinned) else self.contents
 
 
 @dataclass(eq=False)

@@ -33,7 +33,7 @@ class Own:
     cascade: Cascade | None
     states: Mapping[int, Any]
 
-    def take(self, device: torch.device) -> tuple[dict[str, Tensor], dict[int, StateCopy]]:
+    def take(self, device: torch.device | None) -> tuple[dict[str, Tensor], dict[int, StateCopy]]:
         """Copy the memory: `Contents.shared` and `Contents.states`."""
         return take_beside(0, cascade=self.cascade, states=self.states, device=device)
 

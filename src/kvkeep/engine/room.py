@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvkeep.engine.rows import Rows
+from kvkeep.engine.staging import COPIES, Staging, block_bytes, bound
 from kvkeep.errors import BudgetError, CapacityError, show_bytes
 from kvkeep.layout import Layout
 from kvkeep.models.load import Model
@@ -58,26 +59,46 @@ def free_bytes(device: torch.device) -> int | None:
     return 1024 * sum(map(int, re.findall(r"^(?:MemAvailable|SwapFree): *(\d+) kB$", source.read_text(), re.MULTILINE)))
 
 
-def check_host_rows(host_rows: int, row_bytes: int, *, beside: int) -> None:
+def check_host_rows(host_rows: int, row_bytes: int, *, beside: int, pinned: bool = False) -> None:
     """Refuse sequences that wait in main memory if there is no room for them.
 
     Args:
         host_rows: the most that wait.
         row_bytes: bytes of a row.
         beside: rows that are about to be allocated in main memory as well.
+        pinned: whether they wait in blocks of pinned memory.
 
     Raises:
         BudgetError: there is no room.
     """
     free = free_bytes(torch.device("cpu")) if host_rows else None
-    if free is None or (host_rows + beside) * row_bytes <= free:
+    each = -(-row_bytes // block_bytes(row_bytes)) * block_bytes(row_bytes) if pinned else row_bytes
+    if free is None or host_rows * each + beside * row_bytes <= free:
         return
-    fits = max(0, free // row_bytes - beside)
+    fits = max(0, (free - beside * row_bytes) // each)
     rows = f" beside {beside} rows" if beside else ""
     raise BudgetError(
-        f"host_rows={host_rows} takes up to {show_bytes(host_rows * row_bytes)} of main memory{rows}, and "
+        f"host_rows={host_rows} takes up to {show_bytes(host_rows * each)} of main memory{rows}, and "
         f"{show_bytes(free)} are free. Give `host_rows={fits}` or less, or a smaller `budget`."
     )
+
+
+def share_room(staging: Staging | None, kv_memory: int | None, row_bytes: int, count: int) -> int | None:
+    """Let copies of rows on the device have what the rows leave of a limit, as far as they can use it.
+
+    Args:
+        staging: the copies; ``None``: there are none.
+        kv_memory: the limit in bytes; ``None``: there is none.
+        row_bytes: bytes of a row.
+        count: rows.
+
+    Returns:
+        The most bytes that the rows may take; ``None``: no limit.
+    """
+    if staging is None or kv_memory is None:
+        return kv_memory
+    staging.most_bytes = min(max(0, kv_memory - count * row_bytes), COPIES * bound(row_bytes))
+    return kv_memory - staging.most_bytes
 
 
 def largest_budget(model: Model, policy: Policy, below: int, memory: int, **options: Any) -> int | None:

@@ -31,6 +31,8 @@ from kvkeep.types import Phase
 Watch: TypeAlias = Callable[[int, Segment, Policy], Policy]
 """Is given some rows in a layer and their policy. Returns this policy, or one around it that watches."""
 
+_MAIN = torch.device("cpu")
+
 _MOST = 64
 """Number of row ranges, and of policies, whose layers are remembered. Others are made again when they are needed."""
 
@@ -156,10 +158,10 @@ class Rows:
         self._blocks.limit(row, self.numbers(policy, budget))
 
     @inference
-    def take(self, row: int) -> Contents:
-        """Copy the memory of a row, with all heads, into main memory."""
-        owner, own, main = self._owners[row] or Owner(self.policy), self._own[row] or Own(None, {}), torch.device("cpu")
-        return whole(Contents(self._blocks.take(row, owner.policy, main), *own.take(main)), self.heads)
+    def take(self, row: int, device: torch.device | None = _MAIN) -> Contents:
+        """Copy the memory of a row, with all heads, to a device; by default into main memory. ``None``: where it is."""
+        owner, own = self._owners[row] or Owner(self.policy), self._own[row] or Own(None, {})
+        return whole(Contents(self._blocks.take(row, owner.policy, device), *own.take(device)), self.heads)
 
     @inference
     def end(self, row: int) -> None:

@@ -157,6 +157,10 @@ class Scheduler:
         leaving = max(ripe, key=lambda one: (len(one.token_ids) - one.resumed, -one.id))
         return Swap(cast(int, leaving.row), leaving, coming)
 
+    def next_hosted(self, takes: Callable[[Policy], bool]) -> Generation | None:
+        """Return the first of the sequences in main memory that can have a row; ``takes``: as for `admit`."""
+        return next((one for one in self.waiting if one.hosted and takes(one.policy)), None)
+
     def exchange(self, swap: Swap) -> None:
         """Give the row of one sequence to another one. The first waits behind all others."""
         row, leaving, coming = swap

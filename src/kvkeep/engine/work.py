@@ -154,7 +154,8 @@ class Work:
         """Fill free rows. Replace them first if all are free and the next policy needs others; then close gaps."""
         while (turn := self._scheduler.next_policy()) is not None and not (self.rows and turn == self._rows.policy):
             with Guard(self._recover, partial(self._scheduler.waiting_for, turn)):
-                self._runner.forget()  # recorded steps hold the memory that the new rows need
+                self._runner.forget()  # recorded steps and staged copies hold the memory that the new rows need
+                self._rotation.clear()
                 self._use(self._admission.replace(self._rows, turn), self._scheduler.waiting)
         for one in self._scheduler.admit(self._rows.takes):
             with self._guarded(one):
@@ -267,6 +268,7 @@ class Work:
         """Give up all memory."""
         self._runner.forget()
         self._prefixes.clear()
+        self._rotation.clear()
         self._rows.allocate(0)
         self._admission.grammars.close()
 

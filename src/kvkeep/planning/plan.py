@@ -30,6 +30,9 @@ from kvkeep.registry import parse, spec
 
 DEFAULT_BUDGET = 1024
 
+STAGED_ROWS = 2
+"""Rows that are on their way, see `kvkeep.engine.staging.COPIES`."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -63,6 +66,11 @@ class Plan:
     def host_bytes(self) -> int:
         """Bytes of main memory for the sequences that wait there."""
         return self.host_rows * self.bounded.row_bytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of a CUDA device for rows that are on their way to and from main memory."""
+        return STAGED_ROWS * self.bounded.row_bytes if self.host_rows else 0
 
 
 def plan(  # noqa: PLR0913  each decides about bytes

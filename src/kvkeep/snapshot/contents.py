@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +18,7 @@ from kvkeep.snapshot.states import StateCopy, check_state, put_state, take_state
 from kvkeep.store import (
     Block,
     Cascade,
+    Pack,
     RowCopy,
     check_row,
     check_together,
@@ -59,9 +60,35 @@ class Contents:
         states = {number: state.to(device) for number, state in self.states.items()}
         return Contents(tuple(layer.to(device) for layer in self.layers), shared, states)
 
+    def each(self, tensor: Callable[[Tensor], Tensor]) -> Contents:
+        """The same memory with other tensors. Copies that share tensors still do, see `Pack`.
+
+        Args:
+            tensor: returns what stands for a tensor. It is called in the same order for all contents of a structure.
+        """
+        packs: dict[int, Pack] = {}
+        layers = tuple(_each(layer, tensor, packs) for layer in self.layers)
+        shared = {name: tensor(table) for name, table in self.shared.items()}
+        return Contents(layers, shared, {number: state.each(tensor) for number, state in self.states.items()})
+
     def pinned(self, pins: Spans) -> Contents:
         """The same memory with other pins."""
         return replace(self, layers=tuple(replace(layer, pins=pins) for layer in self.layers))
+
+
+def _each(copy: RowCopy, tensor: Callable[[Tensor], Tensor], packs: dict[int, Pack]) -> RowCopy:
+    """A copy of a row with other tensors, and its pack, which is made anew when its first copy comes."""
+    pack, tensors = copy.pack, None
+    if pack is not None:
+        if id(pack) not in packs:
+            parts = tuple({name: tensor(x) for name, x in part.items()} for part in pack.parts)
+            packs[id(pack)] = Pack({name: tensor(x) for name, x in pack.tensors.items()}, parts)
+        found = packs[id(pack)]
+        tensors = next((new for old, new in zip(pack.parts, found.parts, strict=True) if old is copy.tensors), None)
+        pack = None if tensors is None else found
+    if tensors is None:
+        tensors = {name: tensor(x) for name, x in copy.tensors.items()}
+    return replace(copy, tensors=tensors, positions=tensor(copy.positions), pack=pack)
 
 
 @inference

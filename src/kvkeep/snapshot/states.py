@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -43,7 +43,11 @@ class StateCopy:
 
     def to(self, device: torch.device | str) -> StateCopy:
         """The same state on a device."""
-        return StateCopy({place: tensor.to(device) for place, tensor in self.tensors.items()}, self.flags)
+        return self.each(lambda tensor: tensor.to(device))
+
+    def each(self, tensor: Callable[[Tensor], Tensor]) -> StateCopy:
+        """The same state with other tensors."""
+        return StateCopy({place: tensor(x) for place, x in self.tensors.items()}, self.flags)
 
 
 def take_state(layer: object, row: int, device: torch.device | None = None) -> StateCopy:

@@ -9,7 +9,7 @@ from kvkeep.store.kinds import POOLED, kind_of
 from kvkeep.store.pooled import PooledStore
 from kvkeep.store.protocol import Store, inference
 from kvkeep.store.quantised import QUANTISED, QuantisedStore
-from kvkeep.store.row import RowCopy, check_row, has_room, pin_row, put_row, take_row
+from kvkeep.store.row import Pack, RowCopy, check_row, has_room, pin_row, put_row, take_row
 from kvkeep.store.several import check_rows, put_rows, take_rows
 from kvkeep.store.sharing import add_state, lacks
 from kvkeep.store.view import view_of
@@ -22,6 +22,7 @@ __all__ = [
     "Cascade",
     "DenseStore",
     "JointBlock",
+    "Pack",
     "PartBlock",
     "PooledStore",
     "QuantisedStore",

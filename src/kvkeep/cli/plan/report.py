@@ -100,6 +100,7 @@ def describe(made: Plan, found: Measured | None) -> dict[str, object]:
         "memory_bytes": made.memory,
         "host_rows": made.host_rows,
         "host_bytes": made.host_bytes,
+        "staged_bytes": made.staged_bytes,
         "bandwidth": speeds(made, found),
         "full": _describe_cost(made, made.full),
         "bounded": {
@@ -163,7 +164,10 @@ def _head(made: Plan, found: Measured | None) -> dict[str, str]:
     if made.memory is not None:
         cells["memory"] = f"{show_bytes(made.memory)} ({made.memory / 2**30:.4g} GiB)"
     if made.host_rows:
-        cells["host rows"] = f"{made.host_rows}, {show_bytes(made.host_bytes)} of main memory while they wait"
+        cells["host rows"] = (
+            f"{made.host_rows}, {show_bytes(made.host_bytes)} of main memory while they wait; on CUDA "
+            f"{show_bytes(made.staged_bytes)} beside the rows while they are copied"
+        )
     if made.bandwidth is not None:
         how = "given" if found is None else f"measured on {found.device}"
         cells["bandwidth"] = f"{show_bytes(round(made.bandwidth))}/s, {how}"
