@@ -48,7 +48,20 @@ QWEN3 = Qwen3Config(
 )
 """Qwen3-0.6B's shape: about 0.6 G weights, drawn at random."""
 
-SHAPES = {"speed": "float32", "qwen3-0.6b": "bfloat16"}
+LLAMA = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    rope_theta=500_000.0,
+    eos_token_id=None,
+)
+"""Llama-3.1-8B's shape. On a small machine one or two of its layers show the cost of each: `--layers 1`."""
+
+SHAPES = {"speed": "float32", "qwen3-0.6b": "bfloat16", "llama-8b": "bfloat16"}
 """Shapes of models, and the dtype of each unless the command line says otherwise."""
 
 WIDTH = 100
@@ -89,7 +102,7 @@ def settle_shape(options: argparse.Namespace) -> None:
 
 def config_of(shape: str) -> PreTrainedConfig:
     """The configuration of a shape."""
-    return QWEN3 if shape == "qwen3-0.6b" else SPEED_MODEL
+    return {"qwen3-0.6b": QWEN3, "llama-8b": LLAMA}.get(shape, SPEED_MODEL)
 
 
 def policy(text: str) -> str:
