@@ -139,6 +139,7 @@ def test_what_the_kernel_cannot_read_is_left_to_torch():
         "a norm of another width": replaced(given, 1, norm(47, dtype)),
         "a norm of heads of another width": replaced(given, 3, [norm(15, dtype), None]),
         "weights in another dtype": replaced(given, 2, [query, key.float(), value]),
+        "values of another width": replaced(given, 2, [query, key, linear(48, 64, dtype)]),
         "weights of another width": replaced(given, 2, [query, key, linear(47, 32, dtype)]),
     }
     for what, arguments in wrong.items():

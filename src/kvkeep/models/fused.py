@@ -96,13 +96,14 @@ def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
     """
     sample: list[nn.Module] = []
     size = 0
-    for layer in (module for module in _open(model) if is_decoder(module) and _is_still(module)):
+    decoders = (module for module in _open(model) if is_decoder(module)) if rows <= small.MOST_ROWS else ()
+    for layer in (module for module in decoders if all(map(_is_still, module.modules()))):
         size += sum(weight.nbytes for weight in layer.parameters())
         if sample and size > _TIMED_BYTES:
             break
         sample.append(layer)
     kinds = {way: [_set_up(copied(layer), rows, way) for layer in sample] for way in ways}
-    if rows > small.MOST_ROWS or not sample or not all(isinstance(layer, FusedLayer) for layer in kinds[_FUSED]):
+    if not sample or not all(isinstance(layer, FusedLayer) for layer in kinds[_FUSED]):
         return None
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(_REPEATS):
@@ -139,6 +140,8 @@ def prepare(model: nn.Module, rows: int, like: tuple[bool, bool] | None = None) 
     Returns:
         The number of modules that were fused, and of layers that were packed.
     """
+    if like is None and chosen(model)[0]:
+        like = True, False  # they are fused since the model was loaded; `chosen` could not tell whether the rest is
     if like is not None:
         if not like[0]:
             _restore(model)
@@ -197,8 +200,8 @@ def _fuse_norm(module: nn.Module) -> bool:
     for plus in (0.0, 1.0):
         kernel = functools.partial(small.norm, weight=weight, epsilon=epsilon, plus=plus)
         if agrees(module, weight, len(weight), kernel):
+            vars(module).update(_epsilon=epsilon, _plus=plus)  # first, since another thread may be in the module
             module.__class__ = mixed(FusedNorm, type(module))
-            vars(module).update(_epsilon=epsilon, _plus=plus)
             return True
     return False
 
@@ -208,7 +211,7 @@ def _fuse_gate(module: nn.Module) -> bool:
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, FusedLinear) and isinstance(up, FusedLinear) and isinstance(down, FusedLinear)):
         return False
-    if not agrees(module, gate.weight, gate.in_features, lambda x: small.gated(x, gate, up, down)):
+    if not agrees(module, gate.weight, gate.in_features, lambda x: small.gated(x, gate, up, down), (gate, up)):
         return False
     module.__class__ = mixed(FusedGate, type(module))
     return True

@@ -27,6 +27,7 @@ Attend: TypeAlias = Callable[
 
 _RECORDER = "kvkeep_recorder"
 _OWN = {*CACHE_ARGUMENTS, "attention_mask", "position_embeddings"}
+_KNOWN = {*_OWN, "position_ids", "cache_position", "use_cache"}
 _ORDER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 _NAMES = set(_ORDER)
 _LINEAR, _GATED = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -117,6 +118,9 @@ class FusedLayer(nn.Module):
         if parts is None or parts.attention.training or parts.attention.config._attn_implementation != ATTENTION:
             return None
         attention, call = parts.attention, ALL_ATTENTION_FUNCTIONS[ATTENTION]
+        more = (kwargs[name] for name in kwargs.keys() - _KNOWN)
+        if angles[0].shape[-1] != attention.head_dim or not all(one is None or one is False for one in more):
+            return None  # only part of each head is rotated, or the layer is told what it was not in its trial
         given = {**self._told, **{name: kwargs[name] for name in kwargs.keys() - _OWN}}
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -140,13 +144,28 @@ def copied(layer: nn.Module) -> nn.Module:
 
 def fuse_layer(layer: nn.Module) -> bool:
     """Fuse a decoder layer whose parts are fused, if that is what it computes."""
-    if isinstance(layer, FusedLayer) or (parts := _parts(layer)) is None:
+    if isinstance(layer, FusedLayer) or (parts := _parts(layer)) is None or not _is_all(layer, parts):
         return False
     if (constants := _constants(layer, parts)) is None:
         return False
+    vars(layer)["_told"] = constants  # first, since another thread may be in the layer
     layer.__class__ = mixed(FusedLayer, type(layer))
-    vars(layer)["_told"] = constants
     return True
+
+
+def _is_all(layer: nn.Module, parts: _Parts) -> bool:
+    """Whether a layer has no weights but those of its parts: others may be changed after the trial."""
+    norms = [norm for norm in (parts.first, parts.second, *parts.heads) if norm is not None]
+    known = {id(weight) for one in (*norms, *parts.qkv, parts.output, *parts.gated) for weight in one.parameters()}
+    return known == {id(weight) for weight in (*layer.parameters(), *layer.buffers())}
+
+
+def _twin(layer: nn.Module) -> Any:
+    """The same layer, whose attention has a configuration of its own, as other threads may be in the layer."""
+    twin, attention = copy.copy(layer), copy.copy(_any(layer).self_attn)
+    vars(attention)["config"] = copy.deepcopy(attention.config)
+    vars(twin)["_modules"] = {**layer._modules, "self_attn": attention}
+    return twin
 
 
 def _any(layer: nn.Module) -> Any:
@@ -172,7 +191,8 @@ class _Trial:
     out: object = None
 
     def __init__(self, layer: nn.Module, scales: Sequence[float]) -> None:
-        attention, weight = _any(layer).self_attn, _any(layer).input_layernorm.weight
+        self._layer = _twin(layer)
+        attention, weight = self._layer.self_attn, self._layer.input_layernorm.weight
         draw, rows, dim = torch.Generator().manual_seed(0), len(scales), attention.head_dim
 
         def numbers(*shape: int) -> Tensor:
@@ -183,10 +203,10 @@ class _Trial:
         self.angles = turns.cos().to(weight.dtype), turns.sin().to(weight.dtype)
         self.answer = numbers(rows, 1, attention.o_proj.in_features // dim, dim).to(weight.dtype)
         self._cache = taken_as(type(layer)) or CACHE_ARGUMENTS[0]
-        self._given = {"position_ids": torch.arange(1000, 1000 + rows)[:, None], "use_cache": True}
+        self._given = {"position_ids": 10**6 * torch.arange(rows)[:, None], "use_cache": True}
 
-    def ask(self, layer: nn.Module) -> bool:
-        """Run a layer; whether it has handed its keys to the cache, and called attention, once."""
+    def ask(self) -> bool:
+        """Run the layer; whether it has handed its keys to the cache, and called attention, once."""
         cache = _Handed()
         calls: list[tuple[Any, ...]] = []
 
@@ -196,7 +216,7 @@ class _Trial:
 
         asked = {self._cache: cache, "attention_mask": None, "position_embeddings": self.angles}
         with _recording(self._attention.config, attention):
-            self.out = layer(self.x, **asked, **self._given)
+            self.out = self._layer(self.x, **asked, **self._given)
         if len(calls) != 1 or cache.indices != [self._attention.layer_idx]:
             return False
         module, *self.heads, mask, self.constants = calls[0]
@@ -212,7 +232,7 @@ def _constants(layer: nn.Module, parts: _Parts) -> dict[str, Any] | None:
     """What a layer tells attention in every call, if the kernel computes the same up to rounding; else ``None``."""
     try:
         trial = _Trial(layer, SCALES)
-        if not trial.ask(layer) or not _is_constant(trial.constants):
+        if not trial.ask() or not _is_constant(trial.constants):
             return None
     except Exception:  # it takes something else
         return None
@@ -234,7 +254,7 @@ def seconds(layers: Sequence[nn.Module], rows: int) -> float | None:
         try:
             trial, parts = _Trial(layer, (1.0,) * rows), _parts(layer) if isinstance(layer, FusedLayer) else None
             start = time.perf_counter()
-            if (trial.ask(layer) if parts is None else trial.run(parts)) is None:
+            if (trial.ask() if parts is None else trial.run(parts)) is None:
                 return None
             took += time.perf_counter() - start
         except Exception:

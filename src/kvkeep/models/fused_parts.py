@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from kvkeep.backends import small
 
 SCALES = (0.001, 1.0, 3.0, 10.0, 30.0)
 """Sizes of the random numbers of a trial."""
+
+LARGE = 100.0
+"""The largest output of a linear layer in a trial: models that limit theirs do so at 7 to 20."""
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Of the largest number of a row, by dtype."""
@@ -72,7 +76,8 @@ class FusedGate(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output."""
         out, parts = None, (self.gate_proj, self.up_proj, self.down_proj)
-        if len(args) == 1 and not kwargs and all(map(is_bare, parts)) and not any(map(is_heard, self.children())):
+        whole = all(map(is_bare, parts)) and not any(map(is_heard, self.children()))
+        if len(args) == 1 and not (kwargs or self.training) and whole:  # in training it may drop some of its output
             out = small.gated(args[0], *parts)
         return super().forward(*args, **kwargs) if out is None else out
 
@@ -99,14 +104,28 @@ def is_bare(layer: nn.Module) -> bool:
 
 def is_heard(module: nn.Module) -> bool:
     """Whether a module's calls have a hook, or another ``forward``."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+    own = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    return bool(own or _global_forward_hooks or _global_forward_pre_hooks)
 
 
 @torch.inference_mode()
-def agrees(module: nn.Module, weight: Tensor, width: int, kernel: Callable[[Tensor], Tensor | None]) -> bool:
-    """Whether the kernel gives a module's outputs up to rounding, on random numbers of several sizes."""
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(len(SCALES), 1, width, generator=draw) * torch.tensor(SCALES)[:, None, None]
+def agrees(
+    module: nn.Module,
+    weight: Tensor,
+    width: int,
+    kernel: Callable[[Tensor], Tensor | None],
+    reach: Sequence[nn.Linear] = (),
+) -> bool:
+    """Whether the kernel gives a module's outputs up to rounding, on random numbers of several sizes.
+
+    One of the sizes makes the outputs of the layers in ``reach`` so large that limits on them would show.
+    """
+    draw, scales = torch.Generator().manual_seed(0), torch.tensor(SCALES)
+    x = torch.randn(len(SCALES) + len(reach), 1, width, generator=draw)
+    for layer, row in zip(reach, x[len(SCALES) :], strict=True):
+        most = layer(row.to(weight.dtype)).abs().max().float()
+        scales = torch.cat((scales, (LARGE / most)[None]))
+    x = x * scales[:, None, None]
     try:
         expected = module(x.to(weight.dtype))
     except Exception:  # it takes something else

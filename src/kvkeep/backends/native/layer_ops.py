@@ -58,6 +58,8 @@ def before(
         return None
     if not all(fits(layer, x, width) and layer.out_features % D == 0 for layer in layers):
         return None
+    if layers[1].out_features != layers[2].out_features:  # heads of values have another number of dims
+        return None
     outs = [x.new_empty((B, layer.out_features // D, 1, D)) for layer in layers]
     scratch = torch.empty_like(x)
     packed = _BEFORE.pack(
