@@ -68,3 +68,9 @@ def no_checked_annotations():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def share(request):
+    """Of a long test one in so many of its cases is to run."""
+    return max(1, request.config.getoption("--share"))

@@ -25,8 +25,8 @@ def test_random_schedules_with_faults():
 
 
 @pytest.mark.slow
-def test_a_thousand_schedules(capsys):
-    found = run(FEW, FEW + 1000)
+def test_a_thousand_schedules(capsys, share):
+    found = run(FEW, FEW + 1000 // share)
     with capsys.disabled():
         print(f"\n{found}")
-    assert min(found["length"], found["error"], found["cancelled"], found["faults"]) > 100
+    assert min(found["length"], found["error"], found["cancelled"], found["faults"]) > 100 // share

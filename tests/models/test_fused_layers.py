@@ -93,6 +93,17 @@ def test_layers_say_what_the_modules_say(name, counted):
     assert generated(model) == generated(plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_same_digits_as_in_its_fused_modules(name, dtype, monkeypatch, counted):
+    """A run of many tokens goes through the modules, and a text must not depend on what runs beside it."""
+    _, model = both(name, dtype)
+    found = steps(model, tokens=8)
+    assert counted["before"] == 16
+    monkeypatch.setattr(layers, "before", lambda *_: None)
+    assert torch.equal(steps(model, tokens=8), found)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision(dtype, counted):
     plain, model = both("qwen3", dtype)

@@ -307,7 +307,7 @@ def every():
 
 
 @pytest.mark.slow
-def test_every_decoder_of_transformers_says_the_same():
+def test_every_decoder_of_transformers_says_the_same(share):
     known = set()
     for name, made_one in every():
         if not any(isinstance(layer, FusedLayer) for layer in fused_copy(made_one)[0].modules()):
@@ -323,7 +323,7 @@ def test_every_decoder_of_transformers_says_the_same():
         given += [{"first": 20_000}, {"first": 10**6}, {"mask": mask}, {"kv_bits": 8}]
         if name in WHOLE:
             given.append({"positions": "slot"})
-        for options in given:
+        for options in given[::share]:
             found, expected = (logits_of(one, tokens=40, **options) for one in (model, plain))
             limit = 3e-3 if "kv_bits" in options else 1e-4
             torch.testing.assert_close(found, expected, rtol=0, atol=limit * expected.abs().max().item(), msg=name)

@@ -89,7 +89,9 @@ def test_a_batch_job_goes_on_where_it_was_killed(jsonl, tmp_path):
     assert not _children(job.pid)
     done = run(*words, "-o", together, ranks=2)
     assert done.returncode == 0, done.stderr
-    assert answers(together) == answers(alone)
+    for line in (*(there := answers(together)), *(expected := answers(alone))):
+        line["made_by"].pop("weight_layout")  # only a model that is not split is fused
+    assert there == expected
 
 
 def test_refusals_are_said_once(tmp_path):

@@ -37,20 +37,34 @@ extern "C" struct Behind {
 
 namespace {
 
-// Rotate a head in place, half of whose dims are paired with the other half. `room`: see `head_floats`.
+// Products, rounded to the element type as torch's are. `room`: for as many elements.
+inline void multiply(int64_t type, const float *a, const float *b, int64_t n, float *to, char *room) {
+    for (int64_t i = 0; i < n; i += W) store(to + i, in_register(load<Floats>(a + i) * load<Floats>(b + i)));
+    if (type == 0) return;
+    narrow_all(type, to, n, room);
+    widen_all(type, room, n, to);
+}
+
+// Rotate a head in place, half of whose dims are paired with the other half. Each step is rounded as torch's operators
+// do, so that a token gets the same numbers as in a run of many. `room`: see `head_floats`.
 template <class X>
 void turn_head(const Before &b, int64_t row, typename X::T *head, float *room) {
     const int64_t width = up(b.dim, 2 * W), half = b.dim / 2, bytes = bytes_of(b.type);
-    float *x = room, *cosines = x + width, *sines = cosines + width, *turned = sines + width;
+    float *x = room, *angles = x + width, *straight = angles + width, *across = straight + width;
+    char *narrow = (char *)(across + width);
     widen_all(b.type, (const char *)head, b.dim, x);
-    widen_all(b.type, b.cosines + row * b.cosine_row * bytes, b.dim, cosines);
-    widen_all(b.type, b.sines + row * b.sine_row * bytes, b.dim, sines);
-    for (int64_t i = 0; i < half; i++) turned[i] = x[i] * cosines[i] - x[i + half] * sines[i];
-    for (int64_t i = half; i < b.dim; i++) turned[i] = x[i] * cosines[i] + x[i - half] * sines[i];
-    narrow_all(b.type, turned, b.dim, (char *)head);
+    widen_all(b.type, b.cosines + row * b.cosine_row * bytes, b.dim, angles);
+    multiply(b.type, x, angles, b.dim, straight, narrow);
+    widen_all(b.type, b.sines + row * b.sine_row * bytes, b.dim, angles);
+    std::memcpy(across, x, b.dim * sizeof *x);
+    for (int64_t i = 0; i < half; i++) x[i] = -across[i + half];
+    std::memcpy(x + half, across, half * sizeof *x);
+    multiply(b.type, x, angles, b.dim, across, narrow);
+    for (int64_t i = 0; i < b.dim; i += W) store(x + i, load<Floats>(straight + i) + load<Floats>(across + i));
+    narrow_all(b.type, x, b.dim, (char *)head);
 }
 
-inline int64_t head_floats(int64_t dim) { return 4 * up(dim, 2 * W); }
+inline int64_t head_floats(int64_t dim) { return 5 * up(dim, 2 * W); }
 
 template <class X>
 int64_t before_as(const Before &b) {
