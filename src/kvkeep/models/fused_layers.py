@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvkeep.argument import CACHE_ARGUMENTS, handed_over, taken_as
+from kvkeep.argument import CACHE_ARGUMENTS, handed_over, taken_as, usual
 from kvkeep.backends import layers
 from kvkeep.handing import PhasedCache
 from kvkeep.models.fused_parts import SCALES, FusedGate, FusedLinear, FusedNorm, is_close, is_heard, mixed
@@ -202,7 +202,7 @@ class _Trial:
         self.x = (numbers(rows, 1, len(weight)) * torch.tensor(scales)[:, None, None]).to(weight.dtype)
         self.angles = turns.cos().to(weight.dtype), turns.sin().to(weight.dtype)
         self.answer = numbers(rows, 1, attention.o_proj.in_features // dim, dim).to(weight.dtype)
-        self._cache = taken_as(type(layer)) or CACHE_ARGUMENTS[0]
+        self._cache = taken_as(type(layer)) or usual()
         self._given = {"position_ids": 10**6 * torch.arange(rows)[:, None], "use_cache": True}
 
     def ask(self) -> bool:
