@@ -103,7 +103,7 @@ class Models:
             if options.compile:  # fused layers are not compiled
                 fused, packed = 0, kvkeep.pack_weights(second, rows, if_faster=True)
             else:
-                fused, packed = prepare(second, rows)
+                fused, packed = prepare(second, rows, whole=True)
             print(f"Modules with {counted(rows)}: {fused} fused, {packed} packed")
         third = kvkeep.attach(twin(second)) if options.compile else None
         if third is not None:

@@ -23,7 +23,7 @@ from peers import Outcome, Prompt, Run, Unavailable, Work
 def load(work: Work) -> Run:
     torch.set_num_threads(work.threads)
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=getattr(torch, work.dtype)).eval()
-    prepare(model, work.requests)
+    prepare(model, work.requests, whole=True)
     options = work.options
 
     def run(prompts: list[Prompt], new_tokens: int) -> Outcome:

@@ -333,7 +333,7 @@ def test_a_model_is_prepared_in_the_fastest_way(way, monkeypatch):
 
     monkeypatch.setattr(fused, "seconds", took)
     model, plain = made(), made()
-    prepare(model, 4)
+    prepare(model, 4, whole=True)
     assert chosen(model) == (way == "fused", way == "packed")
     assert all(isinstance(layer, FusedLayer) == (way == "fused") for layer in model.model.layers)
     assert generated(model, rows=4) == generated(plain, rows=4)

@@ -128,7 +128,9 @@ def chosen(model: nn.Module) -> tuple[bool, bool]:
     return FusedLinear in kinds, PackedLinear in kinds
 
 
-def prepare(model: nn.Module, rows: int, like: tuple[bool, bool] | None = None) -> tuple[int, int]:
+def prepare(
+    model: nn.Module, rows: int, like: tuple[bool, bool] | None = None, *, whole: bool = False
+) -> tuple[int, int]:
     """Fuse and pack the modules of a model for steps of so many rows, where that is faster.
 
     Args:
@@ -136,6 +138,8 @@ def prepare(model: nn.Module, rows: int, like: tuple[bool, bool] | None = None) 
         rows: number of rows of most steps.
         like: what was `chosen` for the same model in another process. Nothing is timed then, and both compute the same
             numbers to the last digit.
+        whole: measure whole decoder layers, and not their products alone. Jobs do not: with fused layers the last digits
+            of a text depend on whether a prompt of more than 16 tokens is read beside it.
 
     Returns:
         The number of modules that were fused, and of layers that were packed.
@@ -147,12 +151,18 @@ def prepare(model: nn.Module, rows: int, like: tuple[bool, bool] | None = None) 
             _restore(model)
         packed = pack_weights(model, rows) if like[1] else 0
         return fuse_modules(model, rows, products=like[0]), packed
-    if (way := _fastest(model, rows, (_PLAIN, _FUSED, _PACKED))) is not None:
+    if whole and (way := _fastest(model, rows, (_PLAIN, _FUSED, _PACKED))) is not None:
         packed = pack_weights(model, rows) if way == _PACKED else 0
         return fuse_modules(model, rows, products=way == _FUSED), packed
-    first = fuse_modules(model, rows, if_faster=True) if rows <= FEW_ROWS else 0
+    first = _fuse_by_products(model, rows) if rows <= FEW_ROWS else 0
     packed = pack_weights(model, rows, if_faster=True)
-    return first or fuse_modules(model, rows, if_faster=True), packed
+    return first or _fuse_by_products(model, rows), packed
+
+
+def _fuse_by_products(model: nn.Module, rows: int) -> int:
+    """Fuse a model, and its products if they alone are faster."""
+    linear = _fusable(module for module in _open(model) if _is_still(module))
+    return fuse_modules(model, rows, products=bool(linear) and faster(linear, rows, _twin))
 
 
 def _restore(model: nn.Module) -> None:
