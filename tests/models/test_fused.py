@@ -136,6 +136,9 @@ def test_a_model_is_fused_for_its_prompts_where_its_dtype_is_slow(monkeypatch):
     monkeypatch.setattr(fused, "faster", lambda *args: pytest.fail("nothing has to be measured"))
     model = made().bfloat16()
     assert fuse_modules(model, 1, if_faster=True) == MODELS["llama"][-1]
+    other = made().bfloat16()
+    monkeypatch.setattr("kvkeep.models.packed.faster", lambda *args: False)
+    assert prepare(other, 1) == (MODELS["llama"][-1], 0)
 
 
 def test_hooks_on_an_activation_are_called():

@@ -82,11 +82,18 @@ def _fuse_linear(layers: list[nn.Linear]) -> None:
 
 
 def _pays(model: nn.Module, layers: list[nn.Linear], rows: int) -> bool:
-    """Whether steps with some rows are faster when a model is fused; in a slow dtype its prompts always are."""
-    if all(small.slow(layer.weight.dtype) for layer in layers):
-        return True
-    way = _fastest(model, rows, (_PLAIN, _FUSED))
-    return faster(layers, rows, _twin) if way is None else way == _FUSED
+    """Whether steps with some rows are faster when a model is fused."""
+    way = None if _is_slow(layers) else _fastest(model, rows, (_PLAIN, _FUSED))
+    return _products_pay(layers, rows) if way is None else way == _FUSED
+
+
+def _products_pay(layers: list[nn.Linear], rows: int) -> bool:
+    """Whether products with some rows are faster when they are fused; in a slow dtype those of prompts always are."""
+    return _is_slow(layers) or faster(layers, rows, _twin)
+
+
+def _is_slow(layers: list[nn.Linear]) -> bool:
+    return all(small.slow(layer.weight.dtype) for layer in layers)
 
 
 def _fastest(model: nn.Module, rows: int, ways: tuple[str, ...]) -> str | None:
@@ -162,7 +169,7 @@ def prepare(
 def _fuse_by_products(model: nn.Module, rows: int) -> int:
     """Fuse a model, and its products if they alone are faster."""
     linear = _fusable(module for module in _open(model) if _is_still(module))
-    return fuse_modules(model, rows, products=bool(linear) and faster(linear, rows, _twin))
+    return fuse_modules(model, rows, products=bool(linear) and _products_pay(linear, rows))
 
 
 def _restore(model: nn.Module) -> None:
