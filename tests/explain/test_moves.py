@@ -225,18 +225,47 @@ def test_the_active_token_is_seen_and_described_at_the_present_moment(opened):
     page = opened(fragment="#m=0", viewport={"width": 390, "height": 600})
     page.locator(".tokens").first.focus()
     page.keyboard.press("End")
-    inside = """() => {
+    inside = """(() => {
         const text = document.querySelector(".tokens").getBoundingClientRect();
         const token = document.querySelector(".tokens .is-active").getBoundingClientRect();
         return token.top >= text.top - 1 && token.bottom <= text.bottom + 1;
-    }"""
-    assert page.evaluate(inside)
+    })()"""
+    until(page, inside)
     active = "document.querySelector('.tokens .is-active').getAttribute('aria-description')"
     assert page.evaluate(active) == "not read yet"
     page.evaluate("kvkeep.page.setMoment(kvkeep.page.data.moments - 1)")
     settled(page)
     assert page.evaluate(active) != "not read yet"
     page.keyboard.press("Home")
-    assert page.evaluate(inside)
+    until(page, inside)
     page.keyboard.press("PageDown")
-    assert page.evaluate(inside)
+    until(page, inside)
+
+
+def test_texts_scroll_together_and_none_pulls_another_back(opened):
+    page = opened(viewport={"width": 1280, "height": 400})
+    moved = """async () => {
+        const [first, second] = document.querySelectorAll(".tokens");
+        const report = (text) => text.dispatchEvent(new Event("scroll"));
+        first.scrollTop = 120;
+        report(first);
+        first.scrollTop = 40;
+        report(second);  // of the place that the first text has left meanwhile
+        for (let i = 0; i < 4; i++) await new Promise(requestAnimationFrame);
+        return [first.scrollTop, second.scrollTop];
+    }"""
+    assert page.evaluate(moved) == [40, 40]
+
+
+def test_a_longer_text_scrolls_to_its_end(opened):
+    page = opened(viewport={"width": 1280, "height": 400})
+    places = """async () => {
+        const [first, second] = document.querySelectorAll(".tokens");
+        first.append(document.createElement("p"));
+        first.lastChild.style.height = "500px";
+        first.scrollTop = 1e6;
+        const wanted = first.scrollTop;
+        for (let i = 0; i < 4; i++) await new Promise(requestAnimationFrame);
+        return [first.scrollTop - wanted, second.scrollHeight - second.clientHeight - second.scrollTop];
+    }"""
+    assert page.evaluate(places) == [0, 0]

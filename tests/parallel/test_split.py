@@ -198,7 +198,10 @@ def test_a_world_without_torchrun_is_one_process(monkeypatch):
 
 
 def test_other_commands_are_refused_once(started, monkeypatch, capfd):
-    for rank, said in (("0", "kvkeep serve runs in one"), ("1", "")):
+    """The first process says it; another one leaves it the time for that, since torchrun ends all when one fails."""
+    waits = []
+    monkeypatch.setattr(torchrun.time, "sleep", waits.append)
+    for rank, said, waited in (("0", "kvkeep serve runs in one", []), ("1", "", [torchrun.WAIT_S])):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as end, torchrun.quiet_followers(["serve", "--port", "1"]):
             pass
@@ -206,6 +209,7 @@ def test_other_commands_are_refused_once(started, monkeypatch, capfd):
         shown = capfd.readouterr()
         assert said in shown.err
         assert bool(shown.err) == bool(said)
+        assert waits == waited
 
 
 @pytest.mark.parametrize("arguments", [["-"], ["-p", "-"], ["--prompt-file", "-"], ["-i", "-", "-o", "out.jsonl"]])

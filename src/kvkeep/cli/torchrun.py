@@ -22,7 +22,7 @@ SPLIT = ("generate",)
 """Commands that split a model over processes."""
 
 WAIT_S = 5.0
-"""Seconds that a process other than the first one waits before it says why it fails."""
+"""Seconds that a process other than the first one waits before it fails: torchrun ends all as soon as one has failed."""
 
 
 def processes() -> int:
@@ -59,6 +59,8 @@ def quiet_followers(words: Sequence[str]) -> Iterator[None]:
     if name is not None and name not in SPLIT:
         if leads():
             console.error(f"torchrun has started {processes()} processes, and kvkeep {name} runs in one: leave it out.")
+        else:
+            time.sleep(WAIT_S)
         sys.exit(console.BAD_INPUT)
     if leads():
         yield
@@ -74,7 +76,7 @@ def quiet_followers(words: Sequence[str]) -> Iterator[None]:
                 traceback.print_exc()
             if not isinstance(error, SystemExit) or error.code:
                 sys.stderr.flush()
-                time.sleep(WAIT_S)  # torchrun ends this process as soon as the first one fails, too
+                time.sleep(WAIT_S)
                 said.seek(0)
                 os.write(spoken, said.read())
             raise

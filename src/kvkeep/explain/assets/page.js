@@ -46,12 +46,25 @@
   const first = () => state.from * PAGE_TOKENS;
   const last = (run) => (state.from === parts - 1 ? run.tokens.length : first() + PAGE_TOKENS);
 
+  /* Texts scroll together. A text that was led reports its scroll one frame later. By then the leading text may be
+     elsewhere, or it is longer and went further: nobody follows a text that was led. */
+  const led = new Map(); // a text's box, and the place that it was led to
+  function lead(leading) {
+    for (const { box } of texts) {
+      const before = box.scrollTop;
+      if (box === leading || Math.abs(before - leading.scrollTop) <= 1) continue;
+      box.scrollTop = leading.scrollTop;
+      if (box.scrollTop !== before) led.set(box, box.scrollTop);
+    }
+  }
+
   const texts = data.runs.map((run, number) => {
     const found = new kvkeep.Column(run, { onPick: (token) => pickToken(token, number), onAnswer: (i) => pickAnswer(number, i) });
     find("columns").append(found.element);
     found.box.addEventListener("scroll", () => {
-      const { scrollTop } = found.box;
-      for (const { box } of texts) if (box !== found.box && Math.abs(box.scrollTop - scrollTop) > 1) box.scrollTop = scrollTop;
+      const place = led.get(found.box);
+      led.delete(found.box);
+      if (place !== found.box.scrollTop) lead(found.box);
     });
     return found;
   });
