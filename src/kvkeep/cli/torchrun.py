@@ -22,7 +22,7 @@ SPLIT = ("generate",)
 """Commands that split a model over processes."""
 
 WAIT_S = 5.0
-"""Seconds that a process other than the first one waits before it fails: torchrun ends all as soon as one has failed."""
+"""Seconds that a process other than the first one waits before it fails: torchrun ends all when one has failed."""
 
 
 def processes() -> int:
