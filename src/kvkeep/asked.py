@@ -24,7 +24,7 @@ class Asked:
 
     def __init__(self, policy: Policy):
         self._policy = policy
-        self._steady = policy.sums is not None and policy.sums.steady
+        self._steady = _is_steady(policy)
         self._last: tuple[Tensor, Budget, list[int], Statistic] | None = None
 
     def by(self, view: View) -> Statistic:
@@ -41,9 +41,22 @@ class Asked:
         self._last = view.prompt, view.budget, versions, statistic
         return statistic
 
+    def remembers(self, prompt: Tensor, budget: Budget) -> bool:
+        """Whether the statistic of a step with such a view is the last one."""
+        last = self._last
+        if last is None or last[0] is not prompt or last[1] is not budget:
+            return False
+        return last[2] == [one._version for one in (prompt, budget) if isinstance(one, Tensor)]
+
     def __reduce__(self) -> tuple[type[Asked], tuple[Policy]]:
         """A copy remembers nothing: versions count the writes into a tensor, and those of its copy begin at 0."""
         return Asked, (self._policy,)
+
+
+def _is_steady(policy: Policy) -> bool:
+    """Whether all tokens that are generated after a prompt ask for the same statistic."""
+    options = None if policy.sums is None else policy.sums.steady
+    return options is not None and all(getattr(policy, name) == value for name, value in options.items())
 
 
 def one_each(rows: int, device: torch.device) -> Int[Tensor, " B"]:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import loss, scores
-from kvkeep.backends import Added, Backend, Limits, Ring
+from kvkeep.backends import Added, Backend, Limits, Repeat, Ring
 from kvkeep.division import divided, protected_slots
 from kvkeep.errors import PolicyError
 from kvkeep.policies._heads import average
@@ -88,19 +88,42 @@ def fused(
     """
     added = _added(policy, block, view)
     ring = added.ring
-    out = backend.step(
-        new[0],
-        block.store.slots(),
-        new[1:3],
-        new[3],
-        statistic=statistic,
-        options=options,
-        added=added,
-        limits=_limits(policy, view, block.state, window=window) if ring is None else Limits(view.seen, window=window),
-    )
+    limits = _limits(policy, view, block.state, window=window) if ring is None else Limits(view.seen, window=window)
+    out = backend.step(*_token(block, new), statistic=statistic, options=options, added=added, limits=limits)
     if ring is not None and out is not None and evict(policy, block, view, window=window, backend=backend):
         block.lost[..., 2] += loss.of_evicted(ring.mass, block.store.positions >= 0)  # the rest has been counted
     return out
+
+
+def repeated(
+    policy: Policy,
+    block: Block,
+    view: View,
+    new: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"], Int[Tensor, "B 1"]],
+    *,
+    statistic: Statistic,
+    options: AttentionOptions,
+    window: int | None,
+    backend: Backend,
+) -> Repeat | None:
+    """The same step as `fused` for other tokens, see `Backend.repeat`; ``None``: something may differ next time."""
+    if policy.grows is not None or policy.bursts is not None or view.pins is not None:
+        return None
+    limits, added = _limits(policy, view, block.state, window=window), _added(policy, block, view)
+    return backend.repeat(*_token(block, new), statistic=statistic, options=options, added=added, limits=limits)
+
+
+def _token(
+    block: Block,
+    new: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"], Int[Tensor, "B 1"]],
+) -> tuple[
+    Float[Tensor, "B Hq 1 D"],
+    Slots,
+    tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+    Int[Tensor, "B 1"],
+]:
+    """The query, the slots, the key and value, and the position, as a backend takes them."""
+    return new[0], block.store.slots(), new[1:3], new[3]
 
 
 def _added(policy: Policy, block: Block, view: View) -> Added:

@@ -19,6 +19,7 @@ from kvkeep.memory import Memory
 from kvkeep.parallel import ALONE, Heads
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
+from kvkeep.repeating import Repeating
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import (
     Alone,
@@ -58,6 +59,7 @@ class Held:
     rotary: Rotation | None = None
     heads: Heads = ALONE
     _together: Together | None = None
+    _repeating: Repeating | None = None
     _backend: Backend
     _kind: type[Store]
 
@@ -168,7 +170,7 @@ class Held:
     def hold(self, block: Block, *, columns: int, own: bool = False) -> None:
         """Use a block that has seen ``columns`` columns; ``own``: with the layer's budgets and pins."""
         self.block, self.columns, self._kind = block, columns, type(block.store)
-        self.allocated, self._made = True, own
+        self.allocated, self._made, self._repeating = True, own, None
         pooled, turned = isinstance(block.store, PooledStore), self._rotation is not None
         backend = choose(block.seen.device, block.store.dtype)
         backend = backend if self._rotation is None else backend.at_ranks(self._rotation)

@@ -21,11 +21,12 @@ from kvkeep.budget import Number
 from kvkeep.capacity import check_pins, check_room
 from kvkeep.copies import at
 from kvkeep.errors import BrokenCacheError, ShapeError, UnsupportedOperationError
-from kvkeep.eviction import append, cut, evict, fused
+from kvkeep.eviction import append, cut, evict, fused, repeated
 from kvkeep.held import Held
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.prefill import chunk_size, for_prompt, in_chunks, read
+from kvkeep.repeating import Repeating
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import Cascade, beside, inference, view_of
 from kvkeep.together import Together
@@ -128,6 +129,10 @@ class Layer(Held):
         """
         if self.broken:
             raise BrokenCacheError("a step failed between its beginning and its end")
+        if self._repeating is not None and phase is Phase.DECODE and real is None:
+            again = self._again(self._repeating, query, keys, values, options)
+            if again is not None:
+                return again
         T = query.shape[2]
         self._open(keys, values)
         if phase is Phase.DECODE and T > 1:
@@ -144,6 +149,8 @@ class Layer(Held):
             self.block = held
         if self._together is not None:
             self._together.end(self.policy, held)
+        if self._repeating is not None:
+            self._repeating.hold(held)
         self.broken = False
         return out
 
@@ -163,6 +170,37 @@ class Layer(Held):
             return self._probe(query, keys, values, options, real)
         feed, size = partial(self._prefill, options), self._prefill_chunk or query.shape[2]
         return in_chunks(feed, query, keys, values, real=real, size=size)
+
+    def _again(
+        self,
+        repeating: Repeating,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hq 1 E"] | None:
+        """A decode step like the last one; ``None`` if it is another one, and then nothing has changed."""
+        block, self._repeating = self.block, None
+        if not self._asked.remembers(block.prompt, block.budget):
+            return None
+        if not repeating.is_same(block, options, query, keys, values):
+            return None
+        check_room(self.policy, block, 1, None, phase=Phase.DECODE, window=self.window)
+        self.broken = True  # until the step has ended
+        out = repeating(query, keys, values, block.advance(1, None, Phase.DECODE))
+        if out is None:
+            block.seen.sub_(1)
+        else:
+            self.columns, self._repeating = self.columns + 1, repeating
+        self.broken = False
+        return out
+
+    def _may_repeat(self) -> bool:
+        """Whether the next step may be like this one but for its tokens."""
+        block = self.block
+        if self._together is not None or not block.store.in_place or isinstance(block.budget, Tensor):
+            return False
+        return not torch.compiler.is_compiling() and self._asked.remembers(block.prompt, block.budget)
 
     def _decode(
         self,
@@ -184,6 +222,10 @@ class Layer(Held):
                 self.policy, self.block, view, new, statistic=asked, options=options, window=window, backend=backend
             )
             if done is not None:
+                if real is None and self._may_repeat():
+                    given = (self.policy, self.block, view, new)
+                    call = repeated(*given, statistic=asked, options=options, window=window, backend=backend)
+                    self._repeating = None if call is None else Repeating(call, options)
                 return done
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, positions)

@@ -177,6 +177,7 @@ def test_steps_are_fused_until_a_row_has_pins(policy, monkeypatch):
 
     monkeypatch.setenv(SWITCH, "native")
     monkeypatch.setattr(NativeBackend, "step", counted)
+    monkeypatch.setattr(NativeBackend, "repeat", lambda *_, **__: None)
     for pins, wanted in (((), [True] * 30), ([((2, 5),), ()], [])):
         taken.clear()
         layer = kvkeep.Layer(kvkeep.parse(policy), 21, pins=pins)

@@ -44,8 +44,18 @@ def assert_near(found, expected):
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=limit)
 
 
+def before(x, first, linears, each, angles):
+    """What a layer computes before attention, with weights that are packed for this call."""
+    return layers.Before(first, linears, each, angles[0].shape[-1])(x, angles)
+
+
+def behind_it(x, attention, *weights):
+    """What it computes behind it."""
+    return layers.Behind(*weights)(x, attention)
+
+
 def heads_of(dim, dtype, *, kind="plain", width=48, rows=3):
-    """Arguments of `layers.before` with 4 query heads and 2 KV heads."""
+    """Arguments of `before` with 4 query heads and 2 KV heads."""
     x = torch.randn(rows, 1, width, dtype=torch.float64).to(dtype)
     qkv = [linear(width, heads * dim, dtype, bias=kind == "bias") for heads in (4, 2, 2)]
     each = [norm(dim, dtype, plus) if kind == "norms" else None for plus in (0.0, 1.0)]
@@ -59,7 +69,7 @@ def heads_of(dim, dtype, *, kind="plain", width=48, rows=3):
 def test_before_attention(dtype, dim, kind):
     given = heads_of(dim, dtype, kind=kind)
     x, first, qkv, each, (cosines, sines) = given
-    found = layers.before(*given)
+    found = before(*given)
     rows = normed(x.double(), first)
     for part, layer, by in zip(found, qkv, (*each, None), strict=True):
         expected = product(rows, layer).view(3, 1, -1, dim).transpose(1, 2)
@@ -73,7 +83,7 @@ def test_before_attention(dtype, dim, kind):
 
 
 def behind_of(dtype, rows=3, *, width=48, inner=100, attended=64, bias=False):
-    """Arguments of `layers.behind`."""
+    """Arguments of `behind_it`."""
     x, attention = torch.randn(rows, 1, width).to(dtype), torch.randn(rows, 1, attended).to(dtype)
     shapes = [(attended, width), (width, inner), (width, inner), (inner, width)]
     output, *gated = (linear(*shape, dtype, bias=bias) for shape in shapes)
@@ -89,31 +99,31 @@ def test_behind_attention(dtype, rows, width, inner, bias):
     y = x.double() + product(attention.double(), output)
     n = normed(y, second)
     expected = y + product(nn.functional.silu(product(n, gate)) * product(n, up), down)
-    assert_near(layers.behind(*given), expected)
+    assert_near(behind_it(*given), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_gets_what_it_gets_alone(dtype):
     x, first, qkv, each, angles = heads_of(64, dtype, kind="norms", rows=16)
     behind = behind_of(dtype, 16)
-    together, after = layers.before(x, first, qkv, each, angles), layers.behind(*behind)
+    together, after = before(x, first, qkv, each, angles), behind_it(*behind)
     for rows in ([0], [3, 4], list(range(5, 12)), list(range(1, 16))):
-        alone = layers.before(x[rows], first, qkv, each, tuple(part[rows].contiguous() for part in angles))
+        alone = before(x[rows], first, qkv, each, tuple(part[rows].contiguous() for part in angles))
         for one, all_rows in zip(alone, together, strict=True):
             assert torch.equal(one, all_rows[rows])
-        assert torch.equal(layers.behind(behind[0][rows], behind[1][rows], *behind[2:]), after[rows])
+        assert torch.equal(behind_it(behind[0][rows], behind[1][rows], *behind[2:]), after[rows])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_do_not_matter(threads):
     given, behind = heads_of(64, torch.float32, width=768), behind_of(torch.float32, width=768, inner=2048)
-    expected = [*layers.before(*given), layers.behind(*behind)]
-    before = torch.get_num_threads()
+    expected = [*before(*given), behind_it(*behind)]
+    usual = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        found = [*layers.before(*given), layers.behind(*behind)]
+        found = [*before(*given), behind_it(*behind)]
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(usual)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
@@ -126,7 +136,7 @@ def test_what_the_kernel_cannot_read_is_left_to_torch():
     dtype = torch.bfloat16
     given = heads_of(16, dtype)
     x, _, (query, key, value), _, (cosines, sines) = given
-    assert layers.before(*given) is not None
+    assert before(*given) is not None
     many = heads_of(16, dtype, rows=small.most_rows(dtype) + 1)
     wrong = {
         "too many rows": many,
@@ -143,10 +153,10 @@ def test_what_the_kernel_cannot_read_is_left_to_torch():
         "weights of another width": replaced(given, 2, [query, key, linear(47, 32, dtype)]),
     }
     for what, arguments in wrong.items():
-        assert layers.before(*arguments) is None, what
+        assert before(*arguments) is None, what
     given = behind_of(dtype)
     x, attention, output, _, _, _, down = given
-    assert layers.behind(*given) is not None
+    assert behind_it(*given) is not None
     wrong = {
         "too many rows": behind_of(dtype, small.most_rows(dtype) + 1),
         "attention in another dtype": replaced(given, 1, attention.float()),
@@ -160,25 +170,25 @@ def test_what_the_kernel_cannot_read_is_left_to_torch():
     }
     del x, output
     for what, arguments in wrong.items():
-        assert layers.behind(*arguments) is None, what
+        assert behind_it(*arguments) is None, what
 
 
 def test_autograd_and_autocast_are_left_to_torch():
     given, behind = heads_of(16, torch.float32), behind_of(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert layers.before(*given) is None
-        assert layers.behind(*behind) is None
+        assert before(*given) is None
+        assert behind_it(*behind) is None
     with torch.inference_mode(False), torch.enable_grad():
         given, behind = heads_of(16, torch.float32), behind_of(torch.float32)
-        assert layers.before(*given) is None
-        assert layers.behind(*behind) is None
+        assert before(*given) is None
+        assert behind_it(*behind) is None
 
 
 def test_numbers_that_are_none_stay_in_their_row():
     given, behind = heads_of(16, torch.float32), behind_of(torch.float32)
-    before, after = layers.before(*given), layers.behind(*behind)
-    for x, result, again in ((given[0], before[0], lambda: layers.before(*given)[0]), (behind[0], after, None)):
+    found = before(*given)[0], behind_it(*behind)
+    for x, result, again in ((given[0], found[0], lambda: before(*given)[0]), (behind[0], found[1], None)):
         x[1, 0, 5] = torch.nan
-        found = again() if again else layers.behind(*behind)
+        found = again() if again else behind_it(*behind)
         assert found[1].isnan().any()
         assert torch.equal(found[[0, 2]], result[[0, 2]])

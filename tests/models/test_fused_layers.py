@@ -50,15 +50,15 @@ def counted(monkeypatch):
     """How often either half of a layer was computed by the kernel since `both` was called."""
 
     def counting(name, honest):
-        def call(*args):
-            found = honest(*args)
+        def call(self, *args):
+            found = honest(self, *args)
             COUNTS[name] += found is not None
             return found
 
         return call
 
-    for name in COUNTS:
-        monkeypatch.setattr(layers, name, counting(name, getattr(layers, name)))
+    for name, kind in {"before": layers.Before, "behind": layers.Behind}.items():
+        monkeypatch.setattr(kind, "__call__", counting(name, kind.__call__))
     return COUNTS
 
 
@@ -100,7 +100,7 @@ def test_the_same_digits_as_in_its_fused_modules(name, dtype, monkeypatch, count
     _, model = both(name, dtype)
     found = steps(model, tokens=8)
     assert counted["before"] == 16
-    monkeypatch.setattr(layers, "before", lambda *_: None)
+    monkeypatch.setattr(layers.Before, "__call__", lambda *_: None)
     assert torch.equal(steps(model, tokens=8), found)
 
 
@@ -245,15 +245,69 @@ def test_a_part_that_is_replaced_is_called(part):
     torch.testing.assert_close(steps(model), steps(plain), rtol=0, atol=2e-5)
 
 
-def test_weights_that_change_are_read_again(counted):
+def _scaled_in_place(layer):
+    layer.self_attn.k_proj.weight.mul_(2)
+
+
+def _another_parameter(layer):
+    layer.mlp.up_proj.weight = nn.Parameter(layer.mlp.up_proj.weight * 3)
+
+
+def _other_data(layer):
+    layer.input_layernorm.weight.data = torch.ones(64)
+
+
+def _other_strides(layer):
+    """The same address and shape."""
+    layer.self_attn.q_proj.weight.data = layer.self_attn.q_proj.weight.data.t()
+
+
+def _another_dtype_and_back(layer):
+    layer.double().float()
+
+
+def _a_bias(layer):
+    layer.mlp.down_proj.bias = nn.Parameter(torch.ones(64))
+
+
+def _no_weights_of_its_own(layer):
+    layer.self_attn.v_proj.weight = layer.self_attn.k_proj.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "calls"),
+    [
+        (_scaled_in_place, 8),
+        (_another_parameter, 8),
+        (_other_data, 8),
+        (_other_strides, 4),
+        (_another_dtype_and_back, 8),
+        (_a_bias, 8),
+        (_no_weights_of_its_own, 8),
+    ],
+)
+def test_weights_that_change_are_read_again(change, calls, counted):
+    """In a model that has run; ``calls``: of two layers for four tokens, one of which the kernel may not take."""
     plain, model = both()
+    steps(model)
+    assert counted["before"] == 8
     for one in (plain, model):
         with torch.no_grad():
-            one.model.layers[0].self_attn.k_proj.weight.mul_(2)
-            one.model.layers[1].mlp.up_proj.weight = nn.Parameter(one.model.layers[1].mlp.up_proj.weight * 3)
-            one.model.layers[1].input_layernorm.weight.data = torch.ones(64)
+            change(one.model.layers[0])
+    counted["before"] = 0
     torch.testing.assert_close(steps(model), steps(plain), rtol=0, atol=5e-5)
-    assert counted["before"] == 8
+    assert counted["before"] == calls
+
+
+def test_a_copy_reads_its_own_weights():
+    _, model = both()
+    steps(model)
+    other = copy.deepcopy(model)
+    before = steps(other)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.zero_()
+    assert torch.equal(steps(other), before)
+    assert not torch.equal(steps(model), before)
 
 
 def test_hidden_states_are_those_of_the_layers():
@@ -298,11 +352,11 @@ def test_a_model_in_training_mode_is_refused_as_before():
         steps(model)
 
 
-@pytest.mark.parametrize("half", ["before", "behind"])
+@pytest.mark.parametrize("half", [layers.Before, layers.Behind])
 def test_without_memory_torch_does_the_work(half, monkeypatch):
     _, model = both()
     expected = steps(model)
-    monkeypatch.setattr(layers, half, lambda *_: None)
+    monkeypatch.setattr(half, "__call__", lambda *_: None)
     torch.testing.assert_close(steps(model), expected, rtol=0, atol=2e-5)
 
 

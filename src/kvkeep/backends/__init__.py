@@ -17,7 +17,7 @@ from kvkeep.backends.native import layer_ops as layers
 from kvkeep.backends.native import small_ops as small
 from kvkeep.backends.native.checks import TYPES
 from kvkeep.backends.pool import in_codes, in_pool
-from kvkeep.backends.protocol import Backend
+from kvkeep.backends.protocol import Backend, Repeat
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, gpu
@@ -29,6 +29,7 @@ __all__ = [
     "Added",
     "Backend",
     "Limits",
+    "Repeat",
     "Ring",
     "choose",
     "in_codes",

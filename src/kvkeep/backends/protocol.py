@@ -7,7 +7,7 @@ The rules that every backend follows are defined in one place each: empty slots 
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,6 +17,25 @@ from kvkeep.backends.added import Added, Limits
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
+
+
+@runtime_checkable
+class Repeat(Protocol):
+    """A decode step whose slots, state and limits are known: it is told the tokens."""
+
+    def takes(
+        self, query: Float[Tensor, "B Hq 1 D"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
+    ) -> bool:
+        """Whether these have the shapes, dtypes and device of the tokens before."""
+
+    def __call__(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        keys: Float[Tensor, "B Hk 1 D"],
+        values: Float[Tensor, "B Hk 1 E"],
+        now: Int[Tensor, "B 1"],
+    ) -> Float[Tensor, "B Hq 1 E"] | None:
+        """`Backend.step` with tokens that it `takes`."""
 
 
 class Backend(abc.ABC):
@@ -147,6 +166,21 @@ class Backend(abc.ABC):
 
         With `Added.ring` no slot is emptied. Returns ``None``, and does nothing, if the backend cannot do it.
         """
+        return None
+
+    def repeat(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        slots: Slots,
+        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+        now: Int[Tensor, "B 1"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        added: Added,
+        limits: Limits,
+    ) -> Repeat | None:
+        """The same `step` for other tokens, as long as all else stays where and what it is; ``None``: there is none."""
         return None
 
     def at_ranks(self, rotation: Rotation) -> Backend:

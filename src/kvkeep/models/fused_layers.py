@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import is_
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -81,14 +82,40 @@ def _parts(layer: nn.Module) -> _Parts | None:
     )
 
 
-def _run(parts: _Parts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor | None:
+class _Calls:
+    """The two calls of a layer, as long as its parts and their weights stay where they are."""
+
+    def __init__(self, parts: _Parts) -> None:
+        self._weights = _weights(parts)
+        self._places = layers.places(self._weights)
+        heads, dim = [None if norm is None else _norm(norm) for norm in parts.heads], parts.attention.head_dim
+        self.before = layers.Before(_norm(parts.first), parts.qkv, heads, dim)
+        self.behind = layers.Behind(parts.output, _norm(parts.second), *parts.gated)
+
+    def stand(self, parts: _Parts) -> bool:
+        """Whether these are the calls of a layer's present parts."""
+        weights = _weights(parts)
+        return all(map(is_, weights, self._weights)) and layers.places(weights) == self._places
+
+
+def _weights(parts: _Parts) -> list[Tensor | None]:
+    """All weights of a layer, in one order."""
+    norms: list[dict[str, Any]] = [
+        one._parameters for one in (parts.first, parts.second, *parts.heads) if one is not None
+    ]
+    linear: list[dict[str, Any]] = [one._parameters for one in (*parts.qkv, parts.output, *parts.gated)]
+    return [own["weight"] for own in norms + linear] + [own["bias"] for own in linear]
+
+
+def _run(
+    parts: _Parts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend, calls: _Calls
+) -> Tensor | None:
     """The output of a layer for a token per row; ``None`` if the kernel cannot compute it."""
-    norms = [None if norm is None else _norm(norm) for norm in parts.heads]
-    found = layers.before(x, _norm(parts.first), parts.qkv, norms, angles)
+    found = calls.before(x, angles)
     if found is None:
         return None
     attended = attend(*found).reshape(len(x), 1, -1)
-    out = layers.behind(x, attended, parts.output, _norm(parts.second), *parts.gated)
+    out = calls.behind(x, attended)
     if out is None:
         y = x + parts.output(attended)
         out = y + parts.feed(parts.second(y))
@@ -128,7 +155,10 @@ class FusedLayer(nn.Module):
             attended: Tensor = call(attention, query, *handed, kwargs.get("attention_mask"), **given)[0]
             return attended
 
-        return _run(parts, x, angles, attend)
+        calls: _Calls | None = vars(self).get("_calls")
+        if calls is None or not calls.stand(parts):
+            calls = vars(self)["_calls"] = _Calls(parts)
+        return _run(parts, x, angles, attend, calls)
 
 
 def is_decoder(module: nn.Module) -> bool:
@@ -224,7 +254,7 @@ class _Trial:
 
     def run(self, parts: _Parts, attend: Attend | None = None) -> Tensor | None:
         """The output of the kernel."""
-        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer))
+        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), _Calls(parts))
 
 
 @torch.inference_mode()

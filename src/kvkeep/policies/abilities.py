@@ -122,13 +122,13 @@ class Sums:
     Attributes:
         score: name of the state that is the score; ``None`` if the position is.
         only: values of options under which this holds.
-        steady: whether `wants` looks at the view's prompt, budget and number of rows alone, so that all tokens that are
-            generated after a prompt ask for the same.
+        steady: values of options under which `wants` looks at the view's prompt, budget and number of rows alone, so
+            that all tokens that are generated after a prompt ask for the same; ``None``: it may look at more.
     """
 
     score: str | None = None
     only: Mapping[str, object] = field(default_factory=dict)
-    steady: bool = False
+    steady: Mapping[str, object] | None = None
 
 
 @dataclass(frozen=True)

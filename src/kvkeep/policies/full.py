@@ -22,7 +22,7 @@ class Full(Policy):
     """No statistic, no eviction."""
 
     evicts: ClassVar[bool] = False
-    sums: ClassVar[Sums | None] = Sums()
+    sums: ClassVar[Sums | None] = Sums(steady={})
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The position. It decides nothing, because nothing is evicted."""

@@ -21,7 +21,7 @@ from kvkeep.types import State, View
 class Local(Policy):
     """The position is the score."""
 
-    sums: ClassVar[Sums | None] = Sums()
+    sums: ClassVar[Sums | None] = Sums(steady={})
 
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The position: newer tokens are worth more."""

@@ -24,7 +24,7 @@ class StreamingLLM(Policy):
     sinks: int = option(4, "first tokens that are never evicted")
 
     defaults: ClassVar[Defaults] = Defaults(positions="slot")
-    sums: ClassVar[Sums | None] = Sums()
+    sums: ClassVar[Sums | None] = Sums(steady={})
     bibtex: ClassVar[str] = """@inproceedings{xiao2024streamingllm,
   title     = {Efficient Streaming Language Models with Attention Sinks},
   author    = {Guangxuan Xiao and Yuandong Tian and Beidi Chen and Song Han and Mike Lewis},

@@ -71,6 +71,8 @@ class PooledStore(Store):
         made.widest = max(map(max, budgets)) + 1
         return made
 
+    in_place = False
+
     @property
     def positions(self) -> Int[Tensor, "B Hk capacity"]:  # type: ignore[override]
         """A copy of the true positions, side by side, ``-1`` = empty."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import ParamSpec, TypeVar, cast
+from typing import ClassVar, ParamSpec, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -30,9 +30,11 @@ class Store(abc.ABC):
     Attributes:
         bits: bits of a key's numbers and of a value's in the slots; ``None``: those of the model's dtype.
         positions: true positions, ``-1`` = empty.
+        in_place: whether a step works on the tensors of the store itself, see `opened`.
     """
 
     bits: Bits = None
+    in_place: ClassVar[bool] = True
     positions: Int[Tensor, "B Hk capacity"]
 
     @abc.abstractmethod

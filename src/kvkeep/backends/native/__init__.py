@@ -20,7 +20,7 @@ from kvkeep.backends.native.build import Native, native
 from kvkeep.backends.native.coding import coding_of
 from kvkeep.backends.native.turn import Turn, turn_of
 from kvkeep.backends.pool import Copying
-from kvkeep.backends.protocol import AtRanks, Backend
+from kvkeep.backends.protocol import AtRanks, Backend, Repeat
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.wanted import is_known, wanted
 from kvkeep.lazy import LazySlots
@@ -157,25 +157,61 @@ class NativeBackend(Backend):
         limits: Limits,
     ) -> Float[Tensor, "B Hq 1 E"] | None:
         """See `Backend.step`."""
+        call = self._step(query, slots, new, now, statistic=statistic, options=options, added=added, limits=limits)
+        out = None if call is None else call.run()
+        if isinstance(slots, LazySlots):
+            slots.forget()
+        return out
+
+    def repeat(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        slots: Slots,
+        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+        now: Int[Tensor, "B 1"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        added: Added,
+        limits: Limits,
+    ) -> Repeat | None:
+        """See `Backend.repeat`. Angles of slot positions, bits in rings, and numbers of single rows are packed anew."""
+        report = wanted(statistic)
+        numbers = (limits.recent, limits.stay, *((report.counts, report.gain, report.last) if report else ()))
+        if self._rotation is not None or added.ring is not None or options.sinks is not None:
+            return None
+        if limits.seen.dtype != torch.int64 or any(isinstance(number, Tensor) for number in numbers):
+            return None
+        call = self._step(query, slots, new, now, statistic=statistic, options=options, added=added, limits=limits)
+        return None if call is None else ops.Repeat(call)
+
+    def _step(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        slots: Slots,
+        new: tuple[Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]],
+        now: Int[Tensor, "B 1"],
+        *,
+        statistic: Statistic,
+        options: AttentionOptions,
+        added: Added,
+        limits: Limits,
+    ) -> ops.Step | None:
+        """The packed arguments of a step; ``None`` if the kernel cannot do it."""
         if options.top is not None or options.window != limits.window or not is_known(statistic):
             return None
         there, ranges = lying(slots)
         there, codes = coding_of(there)
-        turn = self._turn(there.positions, query.dtype, rotated_at=now)
-        report, token = wanted(statistic) if added.states else None, (query, *new)
-        out = ops.step(
-            *(token, there, now),
+        return ops.step(
+            *((query, *new), there, now),
             options=options,
-            wanted=report,
+            wanted=wanted(statistic) if added.states else None,
             added=added,
             limits=limits,
-            turn=turn,
+            turn=self._turn(there.positions, query.dtype, rotated_at=now),
             ranges=ranges,
             codes=codes,
         )
-        if isinstance(slots, LazySlots):
-            slots.forget()
-        return out
 
     def at_ranks(self, rotation: Rotation) -> Backend:
         """See `Backend.at_ranks`."""

@@ -6,6 +6,7 @@ relies on: devices, dtypes, shapes and strides.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ _NOTHING = Wanted()
 _ATTEND = struct.Struct("8q 3q 4q 4q 3q 2q 2q q 3q 3q q q 2q 5d 3q 2q")
 _STEP = struct.Struct("3q 3q 2q 3q 3q 4q 4q d 3q")
 _RING = struct.Struct("6q 2q")
+_TOKEN_HEAD, _OUT, _NEW = struct.Struct("8q 3q"), struct.Struct("2q q"), struct.Struct("3q 3q")
+_QUERY_END, _NOW = _TOKEN_HEAD.size, _TOKEN_HEAD.size + struct.calcsize("4q 4q 3q")
 
 
 def attend(  # noqa: PLR0913  all that the kernel is told
@@ -75,7 +78,7 @@ def step(  # noqa: PLR0913  all that the kernel is told
     turn: Turn | None = None,
     ranges: Ranges | None = None,
     codes: coding.Coding | None = None,
-) -> Float[Tensor, "B Hq 1 E"] | None:
+) -> Step | None:
     """`Backend.step` in one pass, where both windows are the same; ``ranges`` and ``codes`` as in `attend`.
 
     ``wanted`` asks for the mass alone, with a ring for low as well; it is ``None`` if the policy has no sums. With a
@@ -98,7 +101,7 @@ def step(  # noqa: PLR0913  all that the kernel is told
     lost = None if wanted is None else added.lost
     call = _attention(query, slots, now, **asked, reports=False, ranges=ranges, codes=codes)
     marks, sizes = _marks(added.ring, len(query))
-    packed = call.packed + _STEP.pack(
+    rest = _STEP.pack(
         *(new[0].data_ptr(), *new[0].stride()[:2]),
         *(new[1].data_ptr(), *new[1].stride()[:2]),
         *(pointer(total), pointer(other)),
@@ -109,9 +112,79 @@ def step(  # noqa: PLR0913  all that the kernel is told
         1.0 if wanted is None else wanted.decay,
         *((0, 0, 0) if lost is None else (lost.data_ptr(), *lost.stride()[:2])),
     )
-    done = library.kvkeep_step(packed + marks)
-    del sizes  # it had to live as long as the call
-    return None if done else call.results[0]
+    return Step(
+        library, call.packed, rest + marks, token, call.results[0], (*call.tensors, now, seen, recents, most, sizes)
+    )
+
+
+class Step(NamedTuple):
+    """Arguments of a step.
+
+    Attributes:
+        library: the kernel.
+        attention: packed arguments of attention.
+        rest: packed arguments of all else, which begin with the new token.
+        token: the query, the key and the value.
+        out: the output.
+        tensors: what lies at the addresses, converted where needed; it must live as long as the call.
+    """
+
+    library: ctypes.CDLL
+    attention: bytes
+    rest: bytes
+    token: tuple[Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]]
+    out: Float[Tensor, "B Hq 1 E"]
+    tensors: tuple[Tensor | None, ...]
+
+    def run(self) -> Float[Tensor, "B Hq 1 E"] | None:
+        """The output; ``None`` if the kernel cannot do it, and then nothing has changed."""
+        return None if self.library.kvkeep_step(self.attention + self.rest) else self.out
+
+
+class Repeat:
+    """A step for other tokens. Of its tensors, this holds addresses alone: see `Backend.repeat`.
+
+    Args:
+        step: a step of a token.
+    """
+
+    def __init__(self, step: Step) -> None:
+        packed, (query, keys, values) = step.attention + step.rest, step.token
+        new = len(step.attention)
+        self._library = step.library
+        self._numbers = _TOKEN_HEAD.unpack_from(packed)[:6]
+        self._slots = packed[_QUERY_END:_NOW]
+        self._asked, self._limits = packed[_NOW + _OUT.size : new], packed[new + _NEW.size :]
+        self._query, self._keys, self._values = (_kind(one) for one in (query, keys, values))
+        self._out = step.out.shape
+
+    def takes(
+        self, query: Float[Tensor, "B Hq 1 D"], keys: Float[Tensor, "B Hk 1 D"], values: Float[Tensor, "B Hk 1 E"]
+    ) -> bool:
+        """See `kvkeep.backends.protocol.Repeat`."""
+        return _kind(query) == self._query and _kind(keys) == self._keys and _kind(values) == self._values
+
+    def __call__(
+        self,
+        query: Float[Tensor, "B Hq 1 D"],
+        keys: Float[Tensor, "B Hk 1 D"],
+        values: Float[Tensor, "B Hk 1 E"],
+        now: Int[Tensor, "B 1"],
+    ) -> Float[Tensor, "B Hq 1 E"] | None:
+        """See `Backend.step`."""
+        out = query.new_empty(self._out)
+        head = _TOKEN_HEAD.pack(
+            *(*self._numbers, torch.get_num_threads(), checks.TYPES[query.dtype]),
+            *(query.data_ptr(), *query.stride()[:2]),
+        )
+        packed = head + self._slots + _OUT.pack(now.data_ptr(), now.stride(0), out.data_ptr()) + self._asked
+        packed += _NEW.pack(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2])
+        return None if self._library.kvkeep_step(packed + self._limits) else out
+
+
+def _kind(tensor: Tensor) -> tuple[type, torch.device, torch.dtype, torch.Size, int]:
+    """What `takes` compares."""
+    return type(tensor), tensor.device, tensor.dtype, tensor.shape, tensor.stride(-1)
 
 
 def _marks(ring: Ring | None, rows: int) -> tuple[bytes, Tensor | None]:

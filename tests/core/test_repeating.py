@@ -1,0 +1,249 @@
+"""Decode steps that are told their tokens alone give the numbers of steps that are told everything."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+
+import kvkeep
+from kvkeep.backends.native import native
+from kvkeep.backends.native.ops import Repeat
+from kvkeep.layer import Layer
+from kvkeep.types import AttentionOptions, Phase
+
+pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
+
+POLICIES = ("h2o", "local", "streaming_llm", "full", "h2o:graduate=compete")
+B, HQ, HK, D = 3, 6, 2, 16
+
+
+def layer_of(policy="h2o", budget=12, **options):
+    return Layer(kvkeep.parse(policy), 200 if policy == "full" else budget, **options)
+
+
+def tokens(T=1, seed=0, *, rows=B, dtype=torch.float32, heads=HK):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, n, T, D, generator=g).to(dtype) for n in (HQ, heads, heads)]
+
+
+def step(layer, T=1, seed=0, *, real=None, window=None, scaling=0.25, softcap=None, **shape):
+    options = AttentionOptions(scaling, window, softcap)
+    phase = Phase.DECODE if T == 1 else Phase.PREFILL
+    return layer.step(*tokens(T, seed, **shape), options=options, phase=phase, real=real)
+
+
+def content(layer):
+    """All that a layer holds."""
+    return [*layer.block.per_row().values(), torch.tensor(layer.columns)]
+
+
+def assert_equal(one, other):
+    for found, expected in zip(one, other, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.fixture
+def repeats(monkeypatch):
+    """The number of steps that were told their tokens alone."""
+    calls, honest = [], Repeat.__call__
+
+    def call(self, *args):
+        calls.append(1)
+        return honest(self, *args)
+
+    monkeypatch.setattr(Repeat, "__call__", call)
+    return calls
+
+
+class Pair:
+    """A layer, and one that is told everything in each step; both get the same steps."""
+
+    def __init__(self, *args, **options):
+        self.layer, self.other = layer_of(*args, **options), layer_of(*args, **options)
+        self.other._may_repeat = lambda: False
+        self.seed = 0
+
+    def step(self, T=1, **given):
+        self.seed += 1
+        assert torch.equal(step(self.layer, T, self.seed, **given), step(self.other, T, self.seed, **given))
+        assert_equal(content(self.layer), content(self.other))
+
+    def both(self, change):
+        change(self.layer)
+        change(self.other)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kv_bits", [None, "8", "4", "k8v4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_same_numbers(policy, kv_bits, dtype, repeats):
+    pair = Pair(policy, kv_bits=kv_bits)
+    pair.step(9, dtype=dtype)
+    for _ in range(12):
+        pair.step(dtype=dtype)
+    assert len(repeats) == 11
+
+
+def test_in_a_sliding_window_with_a_soft_cap(repeats):
+    pair = Pair(window=8)
+    pair.step(20, window=8, softcap=3.0)
+    for _ in range(20):
+        pair.step(window=8, softcap=3.0)
+    assert len(repeats) == 19
+
+
+def test_a_conversation(repeats):
+    pair = Pair()
+    for turn in range(4):
+        pair.step(5 + turn)
+        for _ in range(5):
+            pair.step()
+    assert len(repeats) == 4 * 4
+
+
+CHANGES = {
+    "rows": (lambda layer: layer.select_rows(torch.tensor([2, 0, 1])), 1),
+    "a cleared row": (lambda layer: layer.block.clear_row(1), 1),
+    "a row over another": (lambda layer: layer.block.move_row(0, 2), 1),
+    "state": (lambda layer: layer.block.state["mass"].mul_(2), 0),
+    "keys": (lambda layer: layer.store.keys.mul_(2), 0),
+    "width": (lambda layer: layer.block.widen(20), 1),
+    "a budget": (lambda layer: setattr(layer.block, "budget", 9), 1),
+    "budgets": (lambda layer: setattr(layer.block, "budget", torch.tensor([[9], [10], [12]])), 3),
+    "a part": (lambda layer: layer.hold(layer.block.part(0, B), columns=layer.columns), 1),
+    "a copy": (lambda layer: layer.hold(copy.deepcopy(layer.block), columns=layer.columns), 1),
+    "pins": (lambda layer: setattr(layer.block, "pins", torch.tensor([[0, 3]] * B)), 3),
+}
+
+
+@pytest.mark.parametrize(("change", "missed"), CHANGES.values(), ids=CHANGES)
+def test_changes_between_steps(change, missed, repeats):
+    pair = Pair()
+    pair.step(9)
+    for _ in range(5):
+        pair.step()
+    repeats.clear()
+    pair.both(change)
+    for _ in range(3):
+        pair.step()
+    assert len(repeats) == 3 - missed
+
+
+def test_other_arguments(repeats):
+    pair = Pair()
+    pair.step(9)
+    real = torch.tensor([[True], [False], [True]])
+    given = [{}, {}, {"scaling": 0.5}, {"softcap": 2.0}, {}, {"real": real}, {"real": real}, {}, {}]
+    for one in given:
+        pair.step(**one)
+    assert len(repeats) == 3  # the second step, and those after rows with padding
+
+
+def test_other_threads(repeats):
+    pair = Pair()
+    pair.step(9)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 1, 3):
+            torch.set_num_threads(threads)
+            pair.step()
+    finally:
+        torch.set_num_threads(before)
+    assert len(repeats) == 3
+
+
+def test_strides_of_tokens_do_not_matter(repeats):
+    """Keys that come as parts of a larger tensor."""
+    pair = Pair()
+    pair.step(9)
+    pair.step()
+    for seed in (5, 6):
+        query, keys, values = tokens(1, seed)
+        joined = torch.cat([query, keys, values], dim=1)
+        parts = joined[:, :HQ], joined[:, HQ : HQ + HK], joined[:, HQ + HK :]
+        options = AttentionOptions(0.25)
+        found = pair.layer.step(*parts, options=options, phase=Phase.DECODE)
+        assert torch.equal(found, pair.other.step(query, keys, values, options=options, phase=Phase.DECODE))
+        assert_equal(content(pair.layer), content(pair.other))
+    assert len(repeats) == 2
+
+
+def test_wrong_tokens_are_refused_as_before():
+    layer = layer_of()
+    step(layer, 9)
+    step(layer)
+    step(layer)
+    before = [one.clone() for one in content(layer)]
+    for wrong in ({"rows": 2}, {"dtype": torch.float64}, {"heads": 3}):
+        with pytest.raises(kvkeep.ShapeError):
+            step(layer, **wrong)
+        assert_equal(content(layer), before)
+    with pytest.raises(kvkeep.ShapeError):
+        layer.step(*tokens(2), options=AttentionOptions(0.25), phase=Phase.DECODE)
+    step(layer)
+
+
+def test_a_policy_that_never_evicts_still_says_when_it_is_full(repeats):
+    layer = Layer(kvkeep.parse("full"), 12)
+    step(layer, 9)
+    for _ in range(3):
+        step(layer)
+    before = [one.clone() for one in content(layer)]
+    with pytest.raises(kvkeep.CapacityError):
+        step(layer)
+    assert_equal(content(layer), before)
+    assert len(repeats) == 2
+
+
+def test_a_kernel_that_fails_leaves_the_step_to_torch(monkeypatch):
+    pair = Pair()
+    pair.step(9)
+    pair.step()
+    pair.step()
+    monkeypatch.setattr(Repeat, "__call__", lambda *_: None)
+    pair.step()
+    pair.step()
+
+
+def test_copies_go_on_alone(repeats):
+    layer = layer_of()
+    step(layer, 9)
+    step(layer)
+    step(layer)
+    for copied in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+        other = copied(layer)
+        before = [one.clone() for one in content(layer)]
+        outs = [step(other, seed=seed) for seed in range(4)]
+        assert_equal(content(layer), before)
+        again = copied(layer)
+        again._may_repeat = lambda: False
+        assert_equal([step(again, seed=seed) for seed in range(4)], outs)
+    assert len(repeats) == 1 + 2 * 3
+
+
+def test_no_memory_is_kept(repeats):
+    layer = layer_of()
+    step(layer, 9)
+    step(layer)
+    step(layer)
+    store = weakref.ref(layer.store)
+    layer.select_rows(torch.tensor([0]))
+    gc.collect()
+    assert store() is None
+    block = weakref.ref(layer.block)
+    layer.hold(layer.new_block(*tokens()[1:]), columns=0)
+    gc.collect()
+    assert block() is None
+    assert len(repeats) == 1
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "tova", "ahakv", "h2o:decay=0.9", "scissorhands", "adakv", "spatten"])
+def test_policies_that_ask_anew_are_told_everything(policy, repeats):
+    pair = Pair(policy, 40)
+    pair.step(50)
+    for _ in range(4):
+        pair.step()
+    assert not repeats
