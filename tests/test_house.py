@@ -34,7 +34,7 @@ FLOORS = [
     {"results", "profile", "backends", "store"},
     {"policies"},
     {"division"},
-    {"registry", "capacity", "eviction", "prefill", "asked"},
+    {"registry", "capacity", "eviction", "prefill", "asked", "repeating"},
     {"together"},
     {"held"},
     {"layer", "layout", "config", "argument"},

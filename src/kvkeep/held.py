@@ -188,6 +188,13 @@ class Held:
             self.hold(self.new_block(keys, values), columns=self.columns, own=True)
         self.store.check_fit(keys, values)
 
+    def _may_repeat(self) -> bool:
+        """Whether the next step may be like this one but for its tokens."""
+        block = self.block
+        if self._together is not None or not block.store.in_place or isinstance(block.budget, Tensor):
+            return False
+        return not torch.compiler.is_compiling() and self._asked.remembers(block.prompt, block.budget)
+
 
 def store_for(policy: Policy, numbers: Sequence[Number], kv_bits: str | None = None) -> type[Store]:
     """The kind of store for a policy under these budgets of rows: a pool where heads have budgets of their own.

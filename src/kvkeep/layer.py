@@ -129,10 +129,9 @@ class Layer(Held):
         """
         if self.broken:
             raise BrokenCacheError("a step failed between its beginning and its end")
-        if self._repeating is not None and phase is Phase.DECODE and real is None:
-            again = self._again(self._repeating, query, keys, values, options)
-            if again is not None:
-                return again
+        is_plain = phase is Phase.DECODE and real is None
+        if is_plain and (again := self._again(query, keys, values, options)) is not None:
+            return again
         T = query.shape[2]
         self._open(keys, values)
         if phase is Phase.DECODE and T > 1:
@@ -173,17 +172,16 @@ class Layer(Held):
 
     def _again(
         self,
-        repeating: Repeating,
         query: Float[Tensor, "B Hq T D"],
         keys: Float[Tensor, "B Hk T D"],
         values: Float[Tensor, "B Hk T E"],
         options: AttentionOptions,
     ) -> Float[Tensor, "B Hq 1 E"] | None:
         """A decode step like the last one; ``None`` if it is another one, and then nothing has changed."""
-        block, self._repeating = self.block, None
-        if not self._asked.remembers(block.prompt, block.budget):
+        repeating, self._repeating = self._repeating, None
+        if repeating is None or not self._asked.remembers(self.block.prompt, self.block.budget):
             return None
-        if not repeating.is_same(block, options, query, keys, values):
+        if not repeating.is_same(block := self.block, options, query, keys, values):
             return None
         check_room(self.policy, block, 1, None, phase=Phase.DECODE, window=self.window)
         self.broken = True  # until the step has ended
@@ -194,13 +192,6 @@ class Layer(Held):
             self.columns, self._repeating = self.columns + 1, repeating
         self.broken = False
         return out
-
-    def _may_repeat(self) -> bool:
-        """Whether the next step may be like this one but for its tokens."""
-        block = self.block
-        if self._together is not None or not block.store.in_place or isinstance(block.budget, Tensor):
-            return False
-        return not torch.compiler.is_compiling() and self._asked.remembers(block.prompt, block.budget)
 
     def _decode(
         self,

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from kvkeep.backends import choose, small
-from kvkeep.models.fused_layers import FusedLayer, copied, fuse_layer, is_decoder, seconds
+from kvkeep.models.fused_calls import is_decoder
+from kvkeep.models.fused_layers import FusedLayer, copied, fuse_layer, seconds
 from kvkeep.models.fused_parts import TOLERANCE, FusedGate, FusedLinear, FusedNorm, Together, agrees, mixed
 from kvkeep.models.packed import PackedLinear, faster, pack_weights
 

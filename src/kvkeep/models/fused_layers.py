@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from operator import is_
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -17,9 +16,9 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.argument import CACHE_ARGUMENTS, handed_over, taken_as, usual
-from kvkeep.backends import layers
 from kvkeep.handing import PhasedCache
-from kvkeep.models.fused_parts import SCALES, FusedGate, FusedLinear, FusedNorm, is_close, is_heard, mixed
+from kvkeep.models.fused_calls import Calls, Parts, parts_of
+from kvkeep.models.fused_parts import SCALES, is_close, mixed
 from kvkeep.models.hf import ATTENTION
 
 Attend: TypeAlias = Callable[
@@ -29,86 +28,11 @@ Attend: TypeAlias = Callable[
 _RECORDER = "kvkeep_recorder"
 _OWN = {*CACHE_ARGUMENTS, "attention_mask", "position_embeddings"}
 _KNOWN = {*_OWN, "position_ids", "cache_position", "use_cache"}
-_ORDER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-_NAMES = set(_ORDER)
-_LINEAR, _GATED = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 _recorded: ContextVar[Callable[..., Tensor]] = ContextVar("_recorded")
 
 
-class _Parts(NamedTuple):
-    """The fused modules of a decoder layer; norms of single heads are ``None`` where there are none."""
-
-    attention: Any
-    first: FusedNorm
-    qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
-    heads: tuple[FusedNorm | None, FusedNorm | None]
-    output: nn.Linear
-    second: FusedNorm
-    gated: tuple[nn.Linear, nn.Linear, nn.Linear]
-    feed: nn.Module
-
-
-def _parts(layer: nn.Module) -> _Parts | None:
-    """The parts of a layer; ``None`` if one is missing, has been replaced, or somebody wants to see its calls."""
-    own: dict[str, Any] = layer._modules
-    if own.keys() != _NAMES:
-        return None
-    attention, feed, first, second = (own[name] for name in _ORDER)
-    of_attention: dict[str, Any] = attention._modules
-    of_feed: dict[str, Any] = feed._modules
-    heads = of_attention.get("q_norm"), of_attention.get("k_norm")
-    linear: list[Any] = [of_attention.get(name) for name in _LINEAR]
-    gated: list[Any] = [of_feed.get(name) for name in _GATED]
-    if not (isinstance(first, FusedNorm) and isinstance(second, FusedNorm) and isinstance(feed, FusedGate)):
-        return None
-    for norm in heads:
-        if norm is not None and not isinstance(norm, FusedNorm):
-            return None
-    for one in (*linear, *gated):
-        if type(one) is not FusedLinear:
-            return None
-    for one in (*own.values(), *of_attention.values(), *of_feed.values()):
-        if one is not None and is_heard(one):
-            return None
-    return _Parts(
-        attention,
-        first,
-        (linear[0], linear[1], linear[2]),
-        heads,
-        linear[3],
-        second,
-        (gated[0], gated[1], gated[2]),
-        feed,
-    )
-
-
-class _Calls:
-    """The two calls of a layer, as long as its parts and their weights stay where they are."""
-
-    def __init__(self, parts: _Parts) -> None:
-        self._weights = _weights(parts)
-        self._places = layers.places(self._weights)
-        heads, dim = [None if norm is None else _norm(norm) for norm in parts.heads], parts.attention.head_dim
-        self.before = layers.Before(_norm(parts.first), parts.qkv, heads, dim)
-        self.behind = layers.Behind(parts.output, _norm(parts.second), *parts.gated)
-
-    def stand(self, parts: _Parts) -> bool:
-        """Whether these are the calls of a layer's present parts."""
-        weights = _weights(parts)
-        return all(map(is_, weights, self._weights)) and layers.places(weights) == self._places
-
-
-def _weights(parts: _Parts) -> list[Tensor | None]:
-    """All weights of a layer, in one order."""
-    norms: list[dict[str, Any]] = [
-        one._parameters for one in (parts.first, parts.second, *parts.heads) if one is not None
-    ]
-    linear: list[dict[str, Any]] = [one._parameters for one in (*parts.qkv, parts.output, *parts.gated)]
-    return [own["weight"] for own in norms + linear] + [own["bias"] for own in linear]
-
-
 def _run(
-    parts: _Parts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend, calls: _Calls
+    parts: Parts, x: Float[Tensor, "B 1 width"], angles: tuple[Tensor, Tensor], attend: Attend, calls: Calls
 ) -> Tensor | None:
     """The output of a layer for a token per row; ``None`` if the kernel cannot compute it."""
     found = calls.before(x, angles)
@@ -120,10 +44,6 @@ def _run(
         y = x + parts.output(attended)
         out = y + parts.feed(parts.second(y))
     return out
-
-
-def _norm(norm: FusedNorm) -> layers.Norm:
-    return layers.Norm(norm.weight, norm._epsilon, norm._plus)
 
 
 class FusedLayer(nn.Module):
@@ -141,7 +61,7 @@ class FusedLayer(nn.Module):
         cache, angles = handed_over(kwargs), kwargs.get("position_embeddings")
         if x.ndim != 3 or x.shape[1] != 1 or not isinstance(cache, PhasedCache) or not isinstance(angles, tuple):
             return None
-        parts = _parts(self)
+        parts = parts_of(self)
         if parts is None or parts.attention.training or parts.attention.config._attn_implementation != ATTENTION:
             return None
         attention, call = parts.attention, ALL_ATTENTION_FUNCTIONS[ATTENTION]
@@ -155,15 +75,10 @@ class FusedLayer(nn.Module):
             attended: Tensor = call(attention, query, *handed, kwargs.get("attention_mask"), **given)[0]
             return attended
 
-        calls: _Calls | None = vars(self).get("_calls")
+        calls: Calls | None = vars(self).get("_calls")
         if calls is None or not calls.stand(parts):
-            calls = vars(self)["_calls"] = _Calls(parts)
+            calls = vars(self)["_calls"] = Calls(parts)
         return _run(parts, x, angles, attend, calls)
-
-
-def is_decoder(module: nn.Module) -> bool:
-    """Whether a module has the parts of a decoder layer that may be fused."""
-    return module._modules.keys() == _NAMES and all(part is not None for part in module._modules.values())
 
 
 def copied(layer: nn.Module) -> nn.Module:
@@ -174,7 +89,7 @@ def copied(layer: nn.Module) -> nn.Module:
 
 def fuse_layer(layer: nn.Module) -> bool:
     """Fuse a decoder layer whose parts are fused, if that is what it computes."""
-    if isinstance(layer, FusedLayer) or (parts := _parts(layer)) is None or not _is_all(layer, parts):
+    if isinstance(layer, FusedLayer) or (parts := parts_of(layer)) is None or not _is_all(layer, parts):
         return False
     if (constants := _constants(layer, parts)) is None:
         return False
@@ -183,7 +98,7 @@ def fuse_layer(layer: nn.Module) -> bool:
     return True
 
 
-def _is_all(layer: nn.Module, parts: _Parts) -> bool:
+def _is_all(layer: nn.Module, parts: Parts) -> bool:
     """Whether a layer has no weights but those of its parts: others may be changed after the trial."""
     norms = [norm for norm in (parts.first, parts.second, *parts.heads) if norm is not None]
     known = {id(weight) for one in (*norms, *parts.qkv, parts.output, *parts.gated) for weight in one.parameters()}
@@ -252,13 +167,13 @@ class _Trial:
         module, *self.heads, mask, self.constants = calls[0]
         return module is self._attention and mask is None
 
-    def run(self, parts: _Parts, attend: Attend | None = None) -> Tensor | None:
+    def run(self, parts: Parts, attend: Attend | None = None) -> Tensor | None:
         """The output of the kernel."""
-        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), _Calls(parts))
+        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), Calls(parts))
 
 
 @torch.inference_mode()
-def _constants(layer: nn.Module, parts: _Parts) -> dict[str, Any] | None:
+def _constants(layer: nn.Module, parts: Parts) -> dict[str, Any] | None:
     """What a layer tells attention in every call, if the kernel computes the same up to rounding; else ``None``."""
     try:
         trial = _Trial(layer, SCALES)
@@ -282,7 +197,7 @@ def seconds(layers: Sequence[nn.Module], rows: int) -> float | None:
     took = 0.0
     for layer in layers:
         try:
-            trial, parts = _Trial(layer, (1.0,) * rows), _parts(layer) if isinstance(layer, FusedLayer) else None
+            trial, parts = _Trial(layer, (1.0,) * rows), parts_of(layer) if isinstance(layer, FusedLayer) else None
             start = time.perf_counter()
             if (trial.ask() if parts is None else trial.run(parts)) is None:
                 return None

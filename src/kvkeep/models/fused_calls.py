@@ -1,0 +1,96 @@
+"""The parts of a decoder layer, and their two calls of the native kernel, with weights that are packed once."""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from kvkeep.backends import layers
+from kvkeep.models.fused_parts import FusedGate, FusedLinear, FusedNorm, is_heard
+
+_ORDER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+_NAMES = set(_ORDER)
+_LINEAR, _GATED = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
+
+def is_decoder(module: nn.Module) -> bool:
+    """Whether a module has the parts of a decoder layer that may be fused."""
+    return module._modules.keys() == _NAMES and all(part is not None for part in module._modules.values())
+
+
+class Parts(NamedTuple):
+    """The fused modules of a decoder layer; norms of single heads are ``None`` where there are none."""
+
+    attention: Any
+    first: FusedNorm
+    qkv: tuple[nn.Linear, nn.Linear, nn.Linear]
+    heads: tuple[FusedNorm | None, FusedNorm | None]
+    output: nn.Linear
+    second: FusedNorm
+    gated: tuple[nn.Linear, nn.Linear, nn.Linear]
+    feed: nn.Module
+
+
+def parts_of(layer: nn.Module) -> Parts | None:
+    """The parts of a layer; ``None`` if one is missing, has been replaced, or somebody wants to see its calls."""
+    own: dict[str, Any] = layer._modules
+    if own.keys() != _NAMES:
+        return None
+    attention, feed, first, second = (own[name] for name in _ORDER)
+    of_attention: dict[str, Any] = attention._modules
+    of_feed: dict[str, Any] = feed._modules
+    heads = of_attention.get("q_norm"), of_attention.get("k_norm")
+    linear: list[Any] = [of_attention.get(name) for name in _LINEAR]
+    gated: list[Any] = [of_feed.get(name) for name in _GATED]
+    if not (isinstance(first, FusedNorm) and isinstance(second, FusedNorm) and isinstance(feed, FusedGate)):
+        return None
+    for norm in heads:
+        if norm is not None and not isinstance(norm, FusedNorm):
+            return None
+    for one in (*linear, *gated):
+        if type(one) is not FusedLinear:
+            return None
+    for one in (*own.values(), *of_attention.values(), *of_feed.values()):
+        if one is not None and is_heard(one):
+            return None
+    return Parts(
+        attention,
+        first,
+        (linear[0], linear[1], linear[2]),
+        heads,
+        linear[3],
+        second,
+        (gated[0], gated[1], gated[2]),
+        feed,
+    )
+
+
+class Calls:
+    """The two calls of a layer, as long as its parts and their weights stay where they are."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._weights = _weights(parts)
+        self._places = layers.places(self._weights)
+        heads, dim = [None if norm is None else _norm(norm) for norm in parts.heads], parts.attention.head_dim
+        self.before = layers.Before(_norm(parts.first), parts.qkv, heads, dim)
+        self.behind = layers.Behind(parts.output, _norm(parts.second), *parts.gated)
+
+    def stand(self, parts: Parts) -> bool:
+        """Whether these are the calls of a layer's present parts."""
+        weights = _weights(parts)
+        return all(map(is_, weights, self._weights)) and layers.places(weights) == self._places
+
+
+def _weights(parts: Parts) -> list[Tensor | None]:
+    """All weights of a layer, in one order."""
+    norms: list[dict[str, Any]] = [
+        one._parameters for one in (parts.first, parts.second, *parts.heads) if one is not None
+    ]
+    linear: list[dict[str, Any]] = [one._parameters for one in (*parts.qkv, parts.output, *parts.gated)]
+    return [own["weight"] for own in norms + linear] + [own["bias"] for own in linear]
+
+
+def _norm(norm: FusedNorm) -> layers.Norm:
+    return layers.Norm(norm.weight, norm._epsilon, norm._plus)
