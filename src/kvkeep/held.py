@@ -1,4 +1,7 @@
-"""The block that a layer holds between its steps: allocated, handed over, selected from, forgotten and counted."""
+"""The block that a layer holds between its steps: allocated, handed over, selected from, forgotten and counted.
+
+A step that is like the last one but for its tokens is made here, too.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch import Tensor
 from kvkeep.asked import Asked
 from kvkeep.backends import Backend, choose, in_codes, in_pool
 from kvkeep.budget import Number, by_head
+from kvkeep.capacity import check_room
 from kvkeep.errors import ShapeError
 from kvkeep.eviction import fuses
 from kvkeep.memory import Memory
@@ -32,7 +36,7 @@ from kvkeep.store import (
     kind_of,
 )
 from kvkeep.together import Together
-from kvkeep.types import State
+from kvkeep.types import AttentionOptions, Phase, State
 
 _Layer = TypeVar("_Layer", bound="Held")
 
@@ -187,6 +191,31 @@ class Held:
             self.heads.check(keys.shape[1])
             self.hold(self.new_block(keys, values), columns=self.columns, own=True)
         self.store.check_fit(keys, values)
+
+    def _again(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        options: AttentionOptions,
+    ) -> Float[Tensor, "B Hq 1 E"] | None:
+        """A decode step like the last one; ``None`` if it is another one, and then nothing has changed."""
+        repeating, block, self._repeating = self._repeating, self.block, None
+        if self.broken or repeating is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        if not self._asked.remembers(block.prompt, block.budget):
+            return None
+        if not repeating.is_same(block, options, query, keys, values):
+            return None
+        check_room(self.policy, block, 1, None, phase=Phase.DECODE, window=self.window)
+        self.broken = True  # until the step has ended
+        out = repeating(query, keys, values, block.advance(1, None, Phase.DECODE))
+        if out is None:
+            block.seen.sub_(1)
+        else:
+            self.columns, self._repeating = self.columns + 1, repeating
+        self.broken = False
+        return out
 
     def _may_repeat(self) -> bool:
         """Whether the next step may be like this one but for its tokens."""

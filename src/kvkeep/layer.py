@@ -97,7 +97,6 @@ class Layer(Held):
             kv_bits=kv_bits,
         )
 
-    @inference
     def step(
         self,
         query: Float[Tensor, "B Hq T D"],
@@ -127,11 +126,26 @@ class Layer(Held):
             BrokenCacheError: an earlier step failed before its end.
             UnsupportedOperationError: under `Phase.PROBE`, the policy prunes through the layers.
         """
+        if self._repeating is not None and phase is Phase.DECODE and real is None:
+            again = self._again(query, keys, values, options)
+            if again is not None:
+                return again
+        return self._step(query, keys, values, options=options, phase=phase, real=real)
+
+    @inference
+    def _step(
+        self,
+        query: Float[Tensor, "B Hq T D"],
+        keys: Float[Tensor, "B Hk T D"],
+        values: Float[Tensor, "B Hk T E"],
+        *,
+        options: AttentionOptions,
+        phase: Phase,
+        real: Bool[Tensor, "B T"] | None,
+    ) -> Float[Tensor, "B Hq T E"]:
+        """See `step`."""
         if self.broken:
             raise BrokenCacheError("a step failed between its beginning and its end")
-        is_plain = phase is Phase.DECODE and real is None
-        if is_plain and (again := self._again(query, keys, values, options)) is not None:
-            return again
         T = query.shape[2]
         self._open(keys, values)
         if phase is Phase.DECODE and T > 1:
@@ -169,29 +183,6 @@ class Layer(Held):
             return self._probe(query, keys, values, options, real)
         feed, size = partial(self._prefill, options), self._prefill_chunk or query.shape[2]
         return in_chunks(feed, query, keys, values, real=real, size=size)
-
-    def _again(
-        self,
-        query: Float[Tensor, "B Hq T D"],
-        keys: Float[Tensor, "B Hk T D"],
-        values: Float[Tensor, "B Hk T E"],
-        options: AttentionOptions,
-    ) -> Float[Tensor, "B Hq 1 E"] | None:
-        """A decode step like the last one; ``None`` if it is another one, and then nothing has changed."""
-        repeating, self._repeating = self._repeating, None
-        if repeating is None or not self._asked.remembers(self.block.prompt, self.block.budget):
-            return None
-        if not repeating.is_same(block := self.block, options, query, keys, values):
-            return None
-        check_room(self.policy, block, 1, None, phase=Phase.DECODE, window=self.window)
-        self.broken = True  # until the step has ended
-        out = repeating(query, keys, values, block.advance(1, None, Phase.DECODE))
-        if out is None:
-            block.seen.sub_(1)
-        else:
-            self.columns, self._repeating = self.columns + 1, repeating
-        self.broken = False
-        return out
 
     def _decode(
         self,

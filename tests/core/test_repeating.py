@@ -45,6 +45,12 @@ def assert_equal(one, other):
         assert torch.equal(found, expected)
 
 
+@pytest.fixture(autouse=True)
+def _without_autograd():
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture
 def repeats(monkeypatch):
     """The number of steps that were told their tokens alone."""
@@ -140,6 +146,16 @@ def test_other_arguments(repeats):
     for one in given:
         pair.step(**one)
     assert len(repeats) == 3  # the second step, and those after rows with padding
+
+
+def test_inside_and_outside_of_autograd_and_inference_mode(repeats):
+    pair = Pair()
+    pair.step(9)
+    for _ in range(3):
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                pair.step()
+    assert len(repeats) == 5  # with autograd a step is told everything, and so is the first one
 
 
 def test_other_threads(repeats):
