@@ -142,6 +142,25 @@ def test_other_arguments(repeats):
     assert len(repeats) == 3  # the second step, and those after rows with padding
 
 
+def other_tensors(layer):
+    """As many rows as before, in tensors of their own."""
+    layer.select_rows(torch.tensor([0, 0, 1, 1, 2, 2]))
+    layer.select_rows(torch.tensor([0, 2, 4]))
+
+
+@pytest.mark.parametrize("change", [other_tensors, *(CHANGES[name][0] for name in ("width", "a budget", "rows"))])
+def test_changes_before_a_step_with_padding(change):
+    """The step after is told everything, as the one with padding did not pack what has changed."""
+    pair = Pair()
+    pair.step(9)
+    for _ in range(3):
+        pair.step()
+    pair.both(change)
+    pair.step(real=torch.tensor([[True], [False], [True]]))
+    for _ in range(3):
+        pair.step()
+
+
 def test_other_threads(repeats):
     pair = Pair()
     pair.step(9)
