@@ -84,7 +84,7 @@ class Held:
 
     def reset(self) -> None:
         """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
-        self.columns, self.moves, self.broken, moves = 0, 0, False, self.moves
+        self.columns, self.moves, self.broken, moves, self._repeating = 0, 0, False, self.moves, None
         self._shared.clear()
         if self._together is not None:
             self._together.clear()

@@ -161,6 +161,20 @@ def test_changes_before_a_step_with_padding(change):
         pair.step()
 
 
+def test_a_layer_that_was_reset_begins_anew(repeats):
+    """Its block is another one if rows have moved, and its first token may come without a prompt."""
+    pair = Pair()
+    pair.step(9)
+    pair.both(lambda layer: layer.select_rows(torch.tensor([1, 0, 2])))
+    for _ in range(3):
+        pair.step()
+    pair.both(Layer.reset)
+    repeats.clear()
+    pair.step()
+    assert not repeats
+    assert pair.layer.seen.tolist() == [1] * B
+
+
 def test_other_threads(repeats):
     pair = Pair()
     pair.step(9)
