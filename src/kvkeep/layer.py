@@ -179,11 +179,7 @@ class Layer(Held):
     ) -> Float[Tensor, "B Hq 1 E"] | None:
         """A decode step like the last one; ``None`` if it is another one, and then nothing has changed."""
         repeating, self._repeating = self._repeating, None
-        if (
-            repeating is None
-            or torch.compiler.is_compiling()
-            or not self._asked.remembers(self.block.prompt, self.block.budget)
-        ):
+        if repeating is None or not self._asked.remembers(self.block.prompt, self.block.budget):
             return None
         if not repeating.is_same(block := self.block, options, query, keys, values):
             return None

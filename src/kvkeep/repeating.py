@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -42,6 +43,8 @@ class Repeating:
         values: Float[Tensor, "B Hk T E"],
     ) -> bool:
         """Whether a step differs from the last one in its tokens alone."""
+        if torch.compiler.is_compiling():  # a trace has no addresses
+            return False
         if self._block() is not block or self._store() is not block.store or block.budget != self._budget:
             return False
         return block.pins is None and _asked(options) == self._asked and self._call.takes(query, keys, values)

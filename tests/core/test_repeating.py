@@ -280,3 +280,12 @@ def test_policies_that_ask_anew_are_told_everything(policy, repeats):
     for _ in range(4):
         pair.step()
     assert not repeats
+
+
+def test_a_step_that_is_compiled_is_told_everything(monkeypatch, repeats):
+    layer = layer_of()
+    step(layer, 9)
+    step(layer)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    step(layer)
+    assert not repeats
