@@ -88,7 +88,7 @@ class Held:
 
     def reset(self) -> None:
         """Forget everything. The memory stays allocated, unless rows were selected or restored, or heads differ."""
-        self.columns, self.moves, self.broken, moves = 0, 0, False, self.moves
+        self.columns, self.moves, self.broken, moves, self._repeating = 0, 0, False, self.moves, None
         self._shared.clear()
         if self._together is not None:
             self._together.clear()
@@ -201,7 +201,9 @@ class Held:
     ) -> Float[Tensor, "B Hq 1 E"] | None:
         """A decode step like the last one; ``None`` if it is another one, and then nothing has changed."""
         repeating, block, self._repeating = self._repeating, self.block, None
-        if self.broken or repeating is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.broken or repeating is None or torch.is_grad_enabled():
+            return None
+        if torch.compiler.is_compiling():  # a trace has no addresses
             return None
         if not self._asked.remembers(block.prompt, block.budget):
             return None

@@ -21,11 +21,17 @@ class Repeating:
     """
 
     def __init__(self, call: Repeat, options: AttentionOptions) -> None:
-        self._call, self._asked = call, _asked(options)
+        self._call, self._asked, self._held = call, _asked(options), False
 
     def hold(self, block: Block) -> None:
-        """Note on which block, with one budget for all rows, the step has worked."""
+        """Note on which block, with one budget for all rows, the step has worked.
+
+        Later calls change nothing: steps of another kind may follow on a block whose tensors have been replaced.
+        """
+        if self._held:
+            return
         self._block, self._store, self._budget = weakref.ref(block), weakref.ref(block.store), block.budget
+        self._held = True
 
     def is_same(
         self,

@@ -158,6 +158,39 @@ def test_inside_and_outside_of_autograd_and_inference_mode(repeats):
     assert len(repeats) == 5  # with autograd a step is told everything, and so is the first one
 
 
+def other_tensors(layer):
+    """As many rows as before, in tensors of their own."""
+    layer.select_rows(torch.tensor([0, 0, 1, 1, 2, 2]))
+    layer.select_rows(torch.tensor([0, 2, 4]))
+
+
+@pytest.mark.parametrize("change", [other_tensors, *(CHANGES[name][0] for name in ("width", "a budget", "rows"))])
+def test_changes_before_a_step_with_padding(change):
+    """The step after is told everything, as the one with padding did not pack what has changed."""
+    pair = Pair()
+    pair.step(9)
+    for _ in range(3):
+        pair.step()
+    pair.both(change)
+    pair.step(real=torch.tensor([[True], [False], [True]]))
+    for _ in range(3):
+        pair.step()
+
+
+def test_a_layer_that_was_reset_begins_anew(repeats):
+    """Its block is another one if rows have moved, and its first token may come without a prompt."""
+    pair = Pair()
+    pair.step(9)
+    pair.both(lambda layer: layer.select_rows(torch.tensor([1, 0, 2])))
+    for _ in range(3):
+        pair.step()
+    pair.both(Layer.reset)
+    repeats.clear()
+    pair.step()
+    assert not repeats
+    assert pair.layer.seen.tolist() == [1] * B
+
+
 def test_other_threads(repeats):
     pair = Pair()
     pair.step(9)
@@ -262,4 +295,13 @@ def test_policies_that_ask_anew_are_told_everything(policy, repeats):
     pair.step(50)
     for _ in range(4):
         pair.step()
+    assert not repeats
+
+
+def test_a_step_that_is_compiled_is_told_everything(monkeypatch, repeats):
+    layer = layer_of()
+    step(layer, 9)
+    step(layer)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    step(layer)
     assert not repeats

@@ -1,12 +1,15 @@
 """Whole decoder layers in the native kernel: the same text, every hook called, and only what the kernel computes."""
 
 import copy
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from test_fused import SIZES, fused_copy, generated, made
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
@@ -297,6 +300,50 @@ def test_weights_that_change_are_read_again(change, calls, counted):
     counted["before"] = 0
     torch.testing.assert_close(steps(model), steps(plain), rtol=0, atol=5e-5)
     assert counted["before"] == calls
+
+
+def _without_memory(model):
+    model.to("meta")
+
+
+def _assigned(model):
+    model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [_without_memory, _assigned])
+def test_weights_that_are_replaced_are_freed(change):
+    """The packed addresses keep nothing alive, not even until the next step."""
+    _, model = both()
+    steps(model)
+    held = [weakref.ref(weight) for weight in model.model.layers.parameters()]
+    change(model)
+    gc.collect()
+    assert not any(one() is not None for one in held)
+
+
+class _Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def _parametrised(module):
+    parametrize.register_parametrization(module, "weight", _Doubled())
+
+
+def _in_a_buffer(module):
+    weight = module.weight.detach() * 2
+    del module.weight
+    module.register_buffer("weight", weight)
+
+
+@pytest.mark.parametrize("change", [_parametrised, _in_a_buffer])
+@pytest.mark.parametrize("part", ["input_layernorm", "self_attn.q_proj", "self_attn.k_norm"])
+def test_weights_that_are_no_parameters_any_more(part, change):
+    plain, model = both("qwen3")
+    steps(model)
+    for one in (plain, model):
+        change(one.model.layers[0].get_submodule(part))
+    torch.testing.assert_close(steps(model), steps(plain), rtol=0, atol=2e-5)
 
 
 def test_a_copy_reads_its_own_weights():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import is_
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from kvkeep.models.fused_parts import FusedGate, FusedLinear, FusedNorm, is_hear
 
 _ORDER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 _NAMES = set(_ORDER)
+_NONE: dict[str, Any] = {"weight": None}
 _LINEAR, _GATED = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
@@ -68,28 +69,33 @@ def parts_of(layer: nn.Module) -> Parts | None:
 
 
 class Calls:
-    """The two calls of a layer, as long as its parts and their weights stay where they are."""
+    """The two calls of a layer, as long as its weights lie where they are. Addresses alone keep no weight alive.
 
-    def __init__(self, parts: Parts) -> None:
-        self._weights = _weights(parts)
-        self._places = layers.places(self._weights)
+    Args:
+        parts: the layer's parts.
+        weights: their weights, see `weights_of`.
+    """
+
+    def __init__(self, parts: Parts, weights: Sequence[object]) -> None:
+        self._places = layers.places(weights)
         heads, dim = [None if norm is None else _norm(norm) for norm in parts.heads], parts.attention.head_dim
         self.before = layers.Before(_norm(parts.first), parts.qkv, heads, dim)
         self.behind = layers.Behind(parts.output, _norm(parts.second), *parts.gated)
 
-    def stand(self, parts: Parts) -> bool:
-        """Whether these are the calls of a layer's present parts."""
-        weights = _weights(parts)
-        return all(map(is_, weights, self._weights)) and layers.places(weights) == self._places
+    def stand(self, weights: Sequence[object]) -> bool:
+        """Whether these are the calls of a layer with such weights."""
+        return layers.places(weights) == self._places
 
 
-def _weights(parts: Parts) -> list[Tensor | None]:
-    """All weights of a layer, in one order."""
-    norms: list[dict[str, Any]] = [
-        one._parameters for one in (parts.first, parts.second, *parts.heads) if one is not None
-    ]
+def weights_of(parts: Parts) -> list[object]:
+    """All weights of a layer, in one order; the type `Tensor` for what is not, or no longer, a parameter."""
+    norms: list[dict[str, Any]] = [_NONE if one is None else one._parameters for one in _norms(parts)]
     linear: list[dict[str, Any]] = [one._parameters for one in (*parts.qkv, parts.output, *parts.gated)]
-    return [own["weight"] for own in norms + linear] + [own["bias"] for own in linear]
+    return [own.get("weight", Tensor) for own in norms + linear] + [own.get("bias", Tensor) for own in linear]
+
+
+def _norms(parts: Parts) -> tuple[FusedNorm | None, ...]:
+    return parts.first, parts.second, *parts.heads
 
 
 def _norm(norm: FusedNorm) -> layers.Norm:

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.argument import CACHE_ARGUMENTS, handed_over, taken_as, usual
 from kvkeep.handing import PhasedCache
-from kvkeep.models.fused_calls import Calls, Parts, parts_of
+from kvkeep.models.fused_calls import Calls, Parts, parts_of, weights_of
 from kvkeep.models.fused_parts import SCALES, is_close, mixed
 from kvkeep.models.hf import ATTENTION
 
@@ -76,8 +76,9 @@ class FusedLayer(nn.Module):
             return attended
 
         calls: Calls | None = vars(self).get("_calls")
-        if calls is None or not calls.stand(parts):
-            calls = vars(self)["_calls"] = Calls(parts)
+        weights = weights_of(parts)  # they live as long as the calls run, whatever another thread replaces
+        if calls is None or not calls.stand(weights):
+            calls = vars(self)["_calls"] = Calls(parts, weights)
         return _run(parts, x, angles, attend, calls)
 
 
@@ -169,7 +170,7 @@ class _Trial:
 
     def run(self, parts: Parts, attend: Attend | None = None) -> Tensor | None:
         """The output of the kernel."""
-        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), Calls(parts))
+        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), Calls(parts, weights_of(parts)))
 
 
 @torch.inference_mode()

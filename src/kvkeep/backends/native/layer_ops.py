@@ -20,8 +20,8 @@ from kvkeep.backends.native.small_ops import fits, library_for, matches, most_ro
 _BEFORE = struct.Struct("6q q2d 12q q q2d q2d 4q")
 _BEHIND = struct.Struct("8q 16q q2d")
 
-Place: TypeAlias = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
-"""An address, and what lies there: dtype, shape and strides."""
+Place: TypeAlias = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...]] | type
+"""An address, and what lies there: device, dtype, shape and strides. Of what is no plain parameter, its type."""
 
 
 class Norm(NamedTuple):
@@ -38,9 +38,12 @@ class Norm(NamedTuple):
     plus: float
 
 
-def places(weights: Iterable[Tensor | None]) -> list[Place | None]:
-    """Where weights lie; ``None`` where there are none."""
-    return [None if one is None else (one.data_ptr(), one.dtype, one.shape, one.stride()) for one in weights]
+def places(weights: Iterable[object]) -> list[Place]:
+    """Where weights lie."""
+    return [
+        (one.data_ptr(), one.device, one.dtype, one.shape, one.stride()) if type(one) is nn.Parameter else type(one)
+        for one in weights
+    ]
 
 
 class Before:
@@ -147,12 +150,16 @@ class Behind:
 
 def _weights(layer: nn.Linear) -> tuple[int, int, int]:
     """Addresses of the weights and of the bias, and the number of outputs."""
-    weight, bias = layer.weight, layer.bias
-    return weight.data_ptr(), 0 if bias is None else bias.data_ptr(), layer.out_features
+    return _address(layer.weight), _address(layer.bias), layer.out_features
 
 
 def _scaled(norm: Norm | None) -> tuple[int, float, float]:
-    return (0, 0.0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.epsilon, norm.plus)
+    return (0, 0.0, 0.0) if norm is None else (_address(norm.weight), norm.epsilon, norm.plus)
+
+
+def _address(weight: Tensor | None) -> int:
+    """Where a weight lies; 0 if there is none, or none that the kernel can read."""
+    return weight.data_ptr() if type(weight) is nn.Parameter else 0
 
 
 def _is_norm(norm: Norm, like: Tensor, width: int) -> bool:
