@@ -2,10 +2,11 @@
 
     python bench/throughput.py                       # a short look: 32 MiB, short texts
     python bench/throughput.py --full [--scale 0.5]  # 1 GiB, 512+32, 512+512, 512+1024, 2048+256 (prompt + new tokens)
+    python bench/throughput.py --workloads 512+1024 --kv-mib 128 --bits 16 8 4    # slots that hold codes, too
 
 Every system gets the same prompts and works on as many at once as its keys and values fit into the memory. Counted: new
 tokens, over the time for prompts and new tokens together. Greedy, to the full length. Systems run in turn, each in a
-process of its own. The number of requests is --scale times what kvkeep's policy has rows for.
+process of its own. The number of requests is --scale times what kvkeep's policy has rows for, with the fewest bits.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from lib import arguments, finish, kernel, positive, show, speed_config
 from lib.cells import System, alternating, asked, leaving_out, middle, ran, saved_model, skipped
 from lib.sizes import MIB, bounded_row_bytes, token_bytes
+
+from kvkeep.codes import KV_BITS
 
 SHORT, LONG = ["512+32"], ["512+32", "512+512", "512+1024", "2048+256"]
 BASE = "transformers"
@@ -33,6 +36,11 @@ def lengths(text: str) -> tuple[int, int]:
     return int(prompt), int(new)
 
 
+def kv_bits(options: argparse.Namespace) -> list[str | None]:
+    """Bits of the slots; ``None``: the model's dtype."""
+    return [None if bits == "16" else bits for bits in options.bits]
+
+
 def systems(prompt: int, new: int, options: argparse.Namespace) -> list[System]:
     """Each at the largest batch that fits; the last new token is never fed."""
     cap, total = options.kv_mib * MIB, prompt + new
@@ -40,12 +48,17 @@ def systems(prompt: int, new: int, options: argparse.Namespace) -> list[System]:
     budget = math.ceil(options.ratio * total)
     ours = {"kv_bytes": cap, "chunk": options.chunk, "decode_every": ONCE}
     press = {"press": "SnapKVPress", "budget": budget, "attention": "sdpa"}
-    return [
+    name = f"kvkeep {options.policy} {options.ratio:.0%}"
+    bounded = [
         System(
-            f"kvkeep {options.policy} {options.ratio:.0%}",
+            name if bits is None else f"{name}, {bits}",
             "kvkeep",
-            {**ours, "policy": options.policy, "budget": budget},
-        ),
+            {**ours, "policy": options.policy, "budget": budget, "kv_bits": bits},
+        )
+        for bits in kv_bits(options)
+    ]
+    return [
+        *bounded,
         System("kvkeep full", "kvkeep", {**ours, "policy": "full", "budget": total - 1}),
         System(BASE, "transformers", {"rows": cap // (per_token * (total - 1))}),
         System("generate_batch", "transformers_batch", {"kv_bytes": cap, "token_bytes": per_token}),
@@ -57,13 +70,14 @@ def cell(model: str, prompt: int, new: int, options: argparse.Namespace) -> dict
     """One table, and its numbers."""
     config = speed_config(options.layers)
     budget = math.ceil(options.ratio * (prompt + new))
-    fits = options.kv_mib * MIB // bounded_row_bytes(config, getattr(torch, options.dtype), options.policy, budget)
+    given = config, getattr(torch, options.dtype), options.policy, budget
+    row_bytes = min(bounded_row_bytes(*given, bits) for bits in kv_bits(options))
     work = {
         "model": model,
         "dtype": options.dtype,
         "threads": options.threads,
         "vocabulary": config.vocab_size,
-        "requests": max(1, round(options.scale * fits)),
+        "requests": max(1, round(options.scale * (options.kv_mib * MIB // row_bytes))),
         "prompt_tokens": prompt,
         "new_tokens": new,
         "limit_s": options.limit_s,
@@ -105,6 +119,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
     parser.add_argument("--policy", default="h2o")
     parser.add_argument("--ratio", type=float, default=0.2, help="budget as a share of prompt and new tokens")
+    parser.add_argument("--bits", nargs="+", default=["16"], choices=["16", *KV_BITS], help="16: the model's dtype")
     parser.add_argument("--chunk", type=positive, default=512, help="kvkeep's prompt tokens per step")
     parser.add_argument("--repeats", type=positive, default=1)
     parser.add_argument(

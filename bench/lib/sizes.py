@@ -28,11 +28,14 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype, kv_bits: str | Non
     return heads * sum(dim * bits // 8 + 2 * groups(dim) for bits in KV_BITS[kv_bits])
 
 
-def bounded_row_bytes(config: PreTrainedConfig, dtype: torch.dtype, policy: str, budget: int) -> int:
+def bounded_row_bytes(
+    config: PreTrainedConfig, dtype: torch.dtype, policy: str, budget: int, kv_bits: str | None = None
+) -> int:
     """What kvkeep holds for a row: the formula of ``docs/layouts.md``, summed over layers."""
     dim = head_dim(config)
     shape = LayerShape(config.num_key_value_heads, dim, dim)
-    return config.num_hidden_layers * block_bytes(shape, budget, dtype.itemsize, states=len(parse(policy).slots))
+    states = len(parse(policy).slots)
+    return config.num_hidden_layers * block_bytes(shape, budget, dtype.itemsize, states=states, kv_bits=kv_bits)
 
 
 def weight_bytes(model: LlamaForCausalLM) -> int:

@@ -322,12 +322,23 @@ def test_throughput(monkeypatch, capsys, here):
 def test_batches_are_as_large_as_fits():
     throughput = import_module("throughput")
     options = throughput.argparse.Namespace(
-        kv_mib=1, layers=1, dtype="float32", ratio=0.2, policy="h2o", chunk=512, limit_s=None
+        kv_mib=1, layers=1, dtype="float32", ratio=0.2, policy="h2o", chunk=512, limit_s=None, bits=["16", "4"]
     )
     systems = {system.name: system.options for system in throughput.systems(24, 6, options)}
     assert systems["transformers"]["rows"] == 2**20 // (29 * 128)
     assert systems["kvkeep full"]["budget"] == 29
-    assert systems["kvkeep h2o 20%"]["budget"] == 6
+    assert systems["kvkeep h2o 20%"]["budget"] == systems["kvkeep h2o 20%, 4"]["budget"] == 6
+    assert [systems[f"kvkeep h2o 20%{bits}"]["kv_bits"] for bits in ("", ", 4")] == [None, "4"]
+
+
+def test_throughput_with_fewer_bits(monkeypatch, capsys, here):
+    words = ["--kv-mib", "1", "--workloads", "24+6", "--scale", "0.001", "--policy", "local", "--bits", "16", "4"]
+    _, data = run("throughput", monkeypatch, capsys, *words)
+    (cell,) = data["cells"]
+    codes = 8 // 2 + 2  # half a byte for each channel, and a scale of two bytes
+    assert cell["requests"] == round(0.001 * (2**20 // (7 * 2 * (2 * codes + 4) + 24 + 16 * 2)))
+    plain, coded = (cell["runs"][f"kvkeep local 20%{bits}"][0] for bits in ("", ", 4"))
+    assert (plain["requests"], plain["new_tokens"]) == (coded["requests"], coded["new_tokens"])
 
 
 def test_systems_can_be_left_out():
