@@ -33,7 +33,7 @@ def _codes(bench: Bench, rows: int, slots: int, bits: str) -> dict:
     size = 2 * rows * kv_heads * slots * dim * bench.sizes.dtype.itemsize
     copies = max(1, min(16, bench.sizes.buffer_bytes // (4 * size)))
     positions = torch.arange(slots, dtype=torch.int32, device=bench.device).repeat(rows, kv_heads, 1)
-    blocks = [_block(bench, (rows, kv_heads, slots, dim), positions, bits) for _ in range(copies)]
+    blocks = [filled(bench, (rows, kv_heads, slots, dim), positions, bits) for _ in range(copies)]
     query, new = bench.random(rows, heads, 1, dim), bench.random(2, rows, kv_heads, 1, dim)
     now, padding = (torch.full((rows, 1), at, device=bench.device) for at in (slots - 1, -1))
     options, backend = AttentionOptions(scaling=dim**-0.5), choose(query.device, query.dtype)
@@ -55,7 +55,7 @@ def _codes(bench: Bench, rows: int, slots: int, bits: str) -> dict:
     return {"rows": rows, "slots": slots, "bits": bits, "bytes": must, "seconds": seconds, "write_s": writing}
 
 
-def _block(bench: Bench, shape: tuple[int, ...], positions: torch.Tensor, bits: str) -> Slots:
+def filled(bench: Bench, shape: tuple[int, ...], positions: torch.Tensor, bits: str) -> Slots:
     keys, values = bench.random(2, *shape)
     kinds = KINDS[bits]
     if kinds is None:

@@ -11,6 +11,8 @@ from kvkeep.types import Phase
 
 VOCABULARY = 61
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 CONFIGS = {
     "llama": LlamaConfig(
         vocab_size=VOCABULARY,
@@ -69,7 +71,7 @@ def model(name):
         if parameter.ndim > 1:
             parameter.data.mul_(8)
     made.generation_config.eos_token_id = None
-    return kvkeep.attach(made)
+    return kvkeep.attach(made.to(DEVICE))
 
 
 @functools.cache
@@ -80,11 +82,11 @@ def alone(name: str, prompt: tuple[int, ...], new: int, policy: str | Policy, bu
     out: list[int] = []
     with torch.inference_mode():
         cache.phase = Phase.PREFILL
-        for piece in torch.tensor([prompt]).split(chunk or len(prompt), dim=1):
+        for piece in torch.tensor([prompt], device=DEVICE).split(chunk or len(prompt), dim=1):
             logits = model(name)(input_ids=piece, past_key_values=cache).logits
         cache.phase = Phase.DECODE
         while True:
             out.append(int(logits[0, -1].argmax()))
             if len(out) == new:
                 return tuple(out)
-            logits = model(name)(input_ids=torch.tensor([out[-1:]]), past_key_values=cache).logits
+            logits = model(name)(input_ids=torch.tensor([out[-1:]], device=DEVICE), past_key_values=cache).logits

@@ -7,7 +7,7 @@ from kvkeep.engine import Engine
 from kvkeep.engine.sampling import Sampling
 from kvkeep.types import Phase
 
-from .models import model
+from .models import DEVICE, model
 
 BUDGET = 10
 
@@ -35,7 +35,7 @@ class Alone:
     def ask(self, tokens, new=4):
         ids, out = [*self._pending, *tokens], []
         self._cache.phase = Phase.PREFILL
-        for piece in torch.tensor([ids]).split(self._chunk or len(ids), dim=1):
+        for piece in torch.tensor([ids], device=DEVICE).split(self._chunk or len(ids), dim=1):
             logits = self._model(input_ids=piece, past_key_values=self._cache).logits
         self._cache.phase = Phase.DECODE
         while True:
@@ -43,7 +43,7 @@ class Alone:
             if len(out) == new:
                 self._pending = out[-1:]
                 return tuple(out)
-            logits = self._model(input_ids=torch.tensor([out[-1:]]), past_key_values=self._cache).logits
+            logits = self._model(input_ids=torch.tensor([out[-1:]], device=DEVICE), past_key_values=self._cache).logits
 
 
 def answers(turns, new=4, **options):

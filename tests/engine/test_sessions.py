@@ -15,7 +15,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.service import Box
 from kvkeep.errors import BudgetError, CapacityError, InputError, KVKeepError, PolicyError, SnapshotError
 
-from .models import model
+from .models import DEVICE, model
 from .session_models import BUDGET, Alone, answers, engine_of, short
 from .test_equal import POLICIES, prompt_of
 
@@ -148,7 +148,7 @@ def test_memory_of_a_model_with_states_names_the_chunk_of_its_layers_with_slots(
     engine = Engine(network, policy="h2o:recent=2", budget=8, rows=1, prefill_chunk=chunk)
     report, cache = engine.prefix(TURNS[2]), kvkeep.BoundedCache(network.config, "h2o:recent=2", 8, prefill_chunk=chunk)
     with torch.inference_mode():
-        kvkeep.attach(network)(**cache.continue_with(torch.tensor([TURNS[2]])))
+        kvkeep.attach(network)(**cache.continue_with(torch.tensor([TURNS[2]], device=DEVICE)))
     question = Request(prompt=TURNS[1], sampling=short(), memory=report)
     assert cache.snapshot().fingerprint.differences(report.fingerprint) == {}
     answers = [engine.generate(replace(question, memory=one))[0].token_ids for one in (report, cache.snapshot())]
@@ -313,7 +313,7 @@ def test_a_snapshot_starts_sessions_and_requests():
 def test_a_snapshot_of_a_cache_goes_on_in_an_engine():
     cache = kvkeep.BoundedCache(model("llama").config, "h2o", BUDGET)
     with torch.inference_mode():
-        model("llama")(input_ids=torch.tensor([TURNS[2]]), past_key_values=cache)
+        model("llama")(input_ids=torch.tensor([TURNS[2]], device=DEVICE), past_key_values=cache)
     alone = Alone()
     alone._cache = cache
     engine = engine_of()
