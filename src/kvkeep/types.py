@@ -125,7 +125,10 @@ class Turning(Protocol):
 
     @property
     def frequencies(self) -> Float[Tensor, " F"]:
-        """Radians per position."""
+        """Radians per position, on the CPU."""
+
+    def on(self, device: torch.device) -> Float[Tensor, " F"]:
+        """The frequencies on a device, copied there once."""
 
     @property
     def scaling(self) -> float:

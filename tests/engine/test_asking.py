@@ -10,7 +10,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import BudgetError, InputError
 from kvkeep.models.load import embedded, load
 
-from .models import model
+from .models import DEVICE, model
 
 SHORT = Sampling(max_new_tokens=4)
 CHAT = [{"role": "user", "content": "What does Anna have?"}]
@@ -185,5 +185,5 @@ def test_numbers_of_numpy_and_torch_are_numbers(no_checked_annotations):
     assert len({one.token_ids for one in found}) == 1
     cache = kvkeep.BoundedCache(model("llama").config, "local", eight, prefill_chunk=np.int64(4))
     with torch.inference_mode():
-        model("llama")(input_ids=torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]), past_key_values=cache)
+        model("llama")(input_ids=torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]], device=DEVICE), past_key_values=cache)
     assert int((cache.positions(0) >= 0).sum(-1).max()) == 8

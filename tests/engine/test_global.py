@@ -19,7 +19,7 @@ from kvkeep.store import PartBlock, divide
 from kvkeep.together import Together
 from kvkeep.types import Phase
 
-from .models import model
+from .models import DEVICE, model
 from .test_equal import prompt_of
 from .test_head_budgets import alone
 
@@ -38,7 +38,7 @@ def engine_of(policy=POLICY, **options):
 def feed(cache, *pieces):
     for number, piece in enumerate(pieces):
         cache.phase = Phase.PREFILL if number == 0 or len(piece[0]) > 1 else Phase.DECODE
-        logits = model("llama")(input_ids=torch.as_tensor(piece), past_key_values=cache).logits
+        logits = model("llama")(input_ids=torch.as_tensor(piece, device=DEVICE), past_key_values=cache).logits
     return logits[:, -1]
 
 
@@ -53,7 +53,7 @@ def held(cache):
 
 
 def batch(rows=2, length=40):
-    return torch.tensor([prompt_of(i, length) for i in range(rows)])
+    return torch.tensor([prompt_of(i, length) for i in range(rows)], device=DEVICE)
 
 
 def asked(**options):
@@ -112,7 +112,7 @@ def test_tokens_that_go_early_change_nothing(policy, chunk, pins, kv_bits, monke
 def test_a_row_that_reads_nothing_keeps_its_tokens_when_others_go_early(monkeypatch):
     monkeypatch.setattr("kvkeep.together.AT_ONCE", 0)
     monkeypatch.setattr("kvkeep.together.WORTH", 1.0)
-    cache, mask = cache_of(), torch.ones(2, 60, dtype=torch.long)
+    cache, mask = cache_of(), torch.ones(2, 60, dtype=torch.long, device=DEVICE)
     feed(cache, batch(2, 30))
     before, splits, mask[1, 30:] = [layer[1] for layer in held(cache)], budgets_of(cache)[1].clone(), 0
     with torch.inference_mode():
@@ -126,7 +126,7 @@ def test_layers_that_wait_do_not_hold_the_whole_prompt(monkeypatch):
         vocab_size=61, hidden_size=64, intermediate_size=48, num_hidden_layers=16, num_attention_heads=4
     )
     net = kvkeep.attach(AutoModelForCausalLM.from_config(config).eval())
-    ids, peaks = torch.tensor([prompt_of(0, 400)]), []
+    ids, peaks = torch.tensor([prompt_of(0, 400)], device=DEVICE), []
     for at_once in (None, 1e9):
         if at_once is not None:
             monkeypatch.setattr("kvkeep.together.AT_ONCE", at_once)
@@ -148,7 +148,7 @@ def test_a_chunk_divides_the_budget_anew_among_what_is_left():
     before = budgets_of(cache).clone()
     cache.phase = Phase.DECODE
     with torch.inference_mode():
-        model("llama")(input_ids=torch.tensor([[3]]), past_key_values=cache)
+        model("llama")(input_ids=torch.tensor([[3]], device=DEVICE), past_key_values=cache)
     assert torch.equal(budgets_of(cache), before)
 
 
@@ -203,7 +203,7 @@ def test_a_memory_goes_into_a_row_beside_others_bit_for_bit(policy):
         there = one.positions >= 0  # empty slots hold anything
         for name, x in two.tensors.items():
             assert torch.equal(*((y[there] if name in one.cut else y) for y in (one.tensors[name], x))), name
-    other.reorder_cache(torch.tensor([1, 1, 0]))  # pins move with the rows of all layers
+    other.reorder_cache(torch.tensor([1, 1, 0], device=DEVICE))  # pins move with the rows of all layers
     assert other.snapshot(0).contents.layers[2].pins == ((1, 2), (9, 11))
     assert budgets_of(other)[0].tolist() == budgets_of(cache)[2].tolist()
 
@@ -212,9 +212,9 @@ def test_rows_are_selected_once_for_all_layers():
     cache, ids = cache_of(budget=[10, 8, 9]), batch(3)
     feed(cache, ids)
     want = [[layer[row] for layer in held(cache)] for row in range(3)]
-    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    cache.reorder_cache(torch.tensor([2, 0, 1], device=DEVICE))
     assert [[layer[row] for layer in held(cache)] for row in range(3)] == [want[2], want[0], want[1]]
-    cache.batch_select_indices(torch.tensor([0, 2]))
+    cache.batch_select_indices(torch.tensor([0, 2], device=DEVICE))
     assert [[layer[row] for layer in held(cache)] for row in range(2)] == [want[2], want[1]]
     assert all(isinstance(layer.block, PartBlock) for layer in cache.bounded_layers().values())
     assert [cache.snapshot(row).fingerprint.budget for row in range(2)] == [9, 8]
@@ -230,7 +230,7 @@ def test_a_copy_of_a_cache_has_one_pool_of_its_own(copied):
     feed(cache, batch(2), [[1], [2]])
     other, before = copied(cache), held(cache)
     assert len({layer.block.whole.store.entries.data_ptr() for layer in other.bounded_layers().values()}) == 1
-    other.reorder_cache(torch.tensor([1, 0]))
+    other.reorder_cache(torch.tensor([1, 0], device=DEVICE))
     logits = feed(other, batch(2).flip(0))
     assert held(cache) == before
     assert torch.equal(logits.flip(0), feed(cache, batch(2)))
@@ -284,7 +284,7 @@ def test_a_memory_mends_what_a_failed_run_has_left(method, layer, monkeypatch):
         other.restore(0, snapshot)
         other.phase = Phase.DECODE
         with torch.inference_mode():
-            model("llama")(input_ids=torch.tensor([[3]]), past_key_values=other)
+            model("llama")(input_ids=torch.tensor([[3]], device=DEVICE), past_key_values=other)
     assert held(cache) == held(fresh)
     assert torch.equal(feed(cache, batch(1)), feed(fresh, batch(1)))
     assert held(cache) == held(fresh)
@@ -312,13 +312,13 @@ def test_pins_are_held_in_every_head(chunk, pins):
     requests = asked(pins=pins)
     for request, result in zip(requests, engine_of(prefill_chunk=chunk, rows=3).generate(requests), strict=True):
         cache = cache_of(pins=[pins])
-        ids = torch.tensor([request.prompt])
+        ids = torch.tensor([request.prompt], device=DEVICE)
         logits = [feed(cache, piece) for piece in ids.split(chunk or 99, dim=1)][-1]
         found = [int(logits.argmax())]
         while len(found) < 6:
             cache.phase = Phase.DECODE
             with torch.inference_mode():
-                logits = model("llama")(input_ids=torch.tensor([found[-1:]]), past_key_values=cache).logits[:, -1]
+                logits = model("llama")(input_ids=torch.tensor([found[-1:]], device=DEVICE), past_key_values=cache).logits[:, -1]
             found.append(int(logits.argmax()))
         assert result.token_ids == tuple(found)
         for layer in held(cache):

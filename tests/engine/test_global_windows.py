@@ -19,7 +19,7 @@ from kvkeep.memory import Memory
 from kvkeep.store import DenseStore, PartBlock
 from kvkeep.types import Phase
 
-from .models import CONFIGS, model
+from .models import CONFIGS, DEVICE, model
 from .test_equal import prompt_of
 
 RULE, POLICY, BUDGET, NEW = "global:0.1", "snapkv:window=3", 10, 6
@@ -39,14 +39,14 @@ def engine_of(name="gemma3", policy=POLICY, **options):
 
 
 def batch(rows=2, length=40):
-    return torch.tensor([prompt_of(i, length) for i in range(rows)])
+    return torch.tensor([prompt_of(i, length) for i in range(rows)], device=DEVICE)
 
 
 @torch.inference_mode()
 def feed(cache, *pieces, name="gemma3"):
     for number, piece in enumerate(pieces):
         cache.phase = Phase.PREFILL if number == 0 or len(piece[0]) > 1 else Phase.DECODE
-        logits = model(name)(input_ids=torch.as_tensor(piece), past_key_values=cache).logits
+        logits = model(name)(input_ids=torch.as_tensor(piece, device=DEVICE), past_key_values=cache).logits
     return logits[:, -1]
 
 
@@ -59,7 +59,7 @@ def alone(one, *, name="gemma3", policy=POLICY, chunk=None, **options):
         found.append(int(logits.argmax()))
         cache.phase = Phase.DECODE
         with torch.inference_mode():
-            logits = model(name)(input_ids=torch.tensor([found[-1:]]), past_key_values=cache).logits[:, -1]
+            logits = model(name)(input_ids=torch.tensor([found[-1:]], device=DEVICE), past_key_values=cache).logits[:, -1]
     return tuple(found)
 
 

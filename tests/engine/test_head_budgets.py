@@ -16,7 +16,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.store import PooledStore
 from kvkeep.types import Phase
 
-from .models import model
+from .models import DEVICE, model
 from .test_equal import prompt_of
 
 KINDS = ["h2o:recent=2", "snapkv:window=4", "leverage:sinks=1,recent=2", "adakv:window=4", "streaming_llm:sinks=2"]
@@ -38,7 +38,7 @@ def profile(tmp_path):
 
 def alone(prompt, policy, rule, *, budget=BUDGET, chunk=None, new=NEW, kv_bits=None):
     """What `model.generate` writes for one prompt."""
-    net, ids, slots = model("llama"), torch.tensor([prompt]), {"head_budget": rule, "kv_bits": kv_bits}
+    net, ids, slots = model("llama"), torch.tensor([prompt], device=DEVICE), {"head_budget": rule, "kv_bits": kv_bits}
     if chunk and rule and rule.startswith("global"):
         return by_hand(ids, BoundedCache(net.config, policy, budget, **slots), chunk=chunk, new=new)
     cache = BoundedCache(net.config, policy, budget, prefill_chunk=chunk, **slots)
@@ -55,7 +55,7 @@ def by_hand(ids, cache, *, chunk, new):
     cache.phase = Phase.DECODE
     while len(found) < new:
         found.append(int(logits[0, -1].argmax()))
-        logits = model("llama")(input_ids=torch.tensor([found[-1:]]), past_key_values=cache, use_cache=True).logits
+        logits = model("llama")(input_ids=torch.tensor([found[-1:]], device=DEVICE), past_key_values=cache, use_cache=True).logits
     return tuple(found), cache
 
 
@@ -189,7 +189,7 @@ def test_a_policy_with_scores_in_half_precision_changes_nothing_for_a_head_witho
 
 @pytest.mark.parametrize("policy", ["snapkv:window=3", "leverage:sinks=1,recent=2"])
 def test_pins_stay_in_a_head_without_need(policy, limits):
-    net, prompt, pins = model("llama"), torch.tensor([prompt_of(3, 50)]), [(10, 13)]
+    net, prompt, pins = model("llama"), torch.tensor([prompt_of(3, 50)], device=DEVICE), [(10, 13)]
     cache = BoundedCache(net.config, policy, 12, head_budget=limits, pins=pins)
     net.generate(prompt, past_key_values=cache, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     assert held_by_head(cache)[0, 0] == near(50 + NEW - 1, pins)
@@ -325,7 +325,7 @@ def test_rows_that_are_not_made_for_head_budgets_take_none():
 
 
 def test_beams_and_reset_move_ranges_with_their_rows():
-    net, ids = model("llama"), torch.tensor([prompt_of(7, 30), prompt_of(8, 30)])
+    net, ids = model("llama"), torch.tensor([prompt_of(7, 30), prompt_of(8, 30)], device=DEVICE)
     cache = BoundedCache(net.config, "h2o:recent=2", BUDGET, head_budget="ada:0.1")
     first = net.generate(ids, past_key_values=cache, max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None)
     cache.reset()

@@ -9,7 +9,7 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.layer import Layer
 from kvkeep.types import AttentionOptions, Phase
 
-from .models import alone, model
+from .models import DEVICE, alone, model
 from .test_equal import POLICIES, prompt_of
 
 OPTIONS = AttentionOptions(scaling=0.3)
@@ -28,7 +28,7 @@ def test_a_prompt_of_seventeen_tokens_in_pieces_of_eight(policy):
         return
     cache = kvkeep.BoundedCache(model("llama").config, policy, budget, prefill_chunk=8)  # cut by the layers themselves
     with torch.inference_mode():
-        logits = model("llama")(input_ids=torch.tensor([prompt]), past_key_values=cache).logits
+        logits = model("llama")(input_ids=torch.tensor([prompt], device=DEVICE), past_key_values=cache).logits
     assert int(logits[0, -1].argmax()) == found.token_ids[0]
     blocks = [layer.block for layer in cache.bounded_layers().values()]
     assert [block.prompt.tolist() for block in blocks] == [[17]] * len(blocks)
@@ -50,7 +50,7 @@ def test_generate_takes_its_first_call_for_a_prompt():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Layer, "step", spy)
-        ids = torch.tensor([[5]])
+        ids = torch.tensor([[5]], device=DEVICE)
         model("llama").generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=3, pad_token_id=0
         )

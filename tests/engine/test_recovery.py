@@ -27,7 +27,7 @@ from kvkeep.errors import (
 )
 from kvkeep.policies.base import Policy
 
-from .models import CONFIGS, alone, model
+from .models import CONFIGS, DEVICE, alone, model
 from .test_equal import prompt_of
 
 
@@ -175,7 +175,7 @@ def test_checking_a_request_makes_no_cache(monkeypatch):
 def test_a_cache_in_which_a_step_failed_refuses_to_go_on(layer):
     network = kvkeep.attach(AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval())
     cache = kvkeep.BoundedCache(network.config, "h2o", 8)
-    ids = torch.tensor([prompt_of(1, 12)])
+    ids = torch.tensor([prompt_of(1, 12)], device=DEVICE)
 
     def fail(*args):
         raise MemoryError
@@ -204,9 +204,9 @@ def test_a_layer_in_which_a_step_failed_refuses_to_go_on(monkeypatch):
     with torch.inference_mode(), monkeypatch.context() as patched:
         patched.setattr(last, "_view", fail)
         with pytest.raises(MemoryError):
-            network(input_ids=torch.tensor([[1, 2, 3]]), past_key_values=cache)
+            network(input_ids=torch.tensor([[1, 2, 3]], device=DEVICE), past_key_values=cache)
     with torch.inference_mode(), pytest.raises(BrokenCacheError):
-        network(input_ids=torch.tensor([[4]]), past_key_values=cache)
+        network(input_ids=torch.tensor([[4]], device=DEVICE), past_key_values=cache)
 
 
 def test_a_neighbour_with_another_budget_does_not_disturb_a_cascade():
@@ -562,10 +562,10 @@ def test_policies_that_cannot_be_told_apart(no_checked_annotations):
 def test_a_selection_of_rows_that_is_cut_between_layers_is_noticed():
     network = model("llama")
     cache = kvkeep.BoundedCache(network.config, "h2o", 8)
-    ids = torch.tensor([prompt_of(1, 9), prompt_of(2, 9)])
+    ids = torch.tensor([prompt_of(1, 9), prompt_of(2, 9)], device=DEVICE)
     with torch.inference_mode():
         network(input_ids=ids, past_key_values=cache)
-        cache.layers[0].reorder_cache(torch.tensor([1, 0]))
+        cache.layers[0].reorder_cache(torch.tensor([1, 0], device=DEVICE))
         with pytest.raises(BrokenCacheError, match="selection of rows"):
             network(input_ids=ids[:, :1], past_key_values=cache)
 

@@ -19,7 +19,7 @@ from kvkeep.engine.sampler import choose, draw
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 
-from .models import VOCABULARY, model
+from .models import DEVICE, VOCABULARY, model
 
 LOGITS = torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 2
 
@@ -83,7 +83,7 @@ def test_repetition_penalty_is_that_of_transformers():
     request = Request(prompt=prompt, sampling=Sampling(repetition_penalty=1.7))
     one = Generation(0, request, kvkeep.parse("full"), 8, frozenset(), token_ids=[9])
     for token in ((3, 17, 9), (3, 17, 9, 22)):
-        ids = torch.tensor([[*prompt, *one.token_ids]])
+        ids = torch.tensor([[*prompt, *one.token_ids]], device=DEVICE)
         wanted = RepetitionPenaltyLogitsProcessor(1.7)(ids, LOGITS.clone()).argmax()
         assert draw(LOGITS, [one]) == [int(wanted)]
         one.token_ids.append(token[-1])
@@ -142,7 +142,7 @@ def test_logprobs_are_those_of_the_model():
     )[0]
     with torch.no_grad():
         logits = (
-            model("llama")(input_ids=torch.tensor([[*prompt, *result.token_ids]]), use_cache=False).logits[0].double()
+            model("llama")(input_ids=torch.tensor([[*prompt, *result.token_ids]], device=DEVICE), use_cache=False).logits[0].double()
         )
     logp = logits.log_softmax(dim=-1)[len(prompt) - 1 : -1]
     for row, token, entry in zip(logp, result.token_ids, result.logprobs, strict=True):

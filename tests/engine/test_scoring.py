@@ -7,7 +7,7 @@ from kvkeep.engine import Engine, Request
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import InputError
 
-from .models import VOCABULARY, model
+from .models import DEVICE, VOCABULARY, model
 
 ONE = Sampling(max_new_tokens=1)
 
@@ -18,7 +18,7 @@ def prompt(n, seed):
 
 def check(found, ids, top, kind="llama"):
     with torch.no_grad():
-        logits = model(kind)(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        logits = model(kind)(input_ids=torch.tensor([ids], device=DEVICE), use_cache=False).logits[0]
     logp = logits.double().log_softmax(dim=-1)
     assert [entry.token_id for entry in found] == list(ids[1:])
     for row, entry in zip(logp, found, strict=False):

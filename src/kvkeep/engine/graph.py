@@ -117,6 +117,7 @@ class Graphs:
         if reason := refusal(rows.ruled(policy)):
             raise WaitError(reason)
         step = _Step(self._model, self._options, size, rows.part(0, size, Phase.DECODE))
+        step.forward()  # what is copied to the device once, for good, is there afterwards
         with NoWaiting():
             step.forward()
         if self._model.device.type == "cuda":

@@ -35,8 +35,8 @@ def _average(
     rotation: Turning, far: Int[Tensor, "B #Hk #S"], ahead: Int[Tensor, " n"]
 ) -> tuple[Float[Tensor, "B #Hk #S F"], Float[Tensor, "B #Hk #S F"]]:
     """Cosines and sines of the angles at these distances, averaged over those that are so much larger."""
-    frequencies = rotation.frequencies.to(far.device)
+    frequencies = rotation.on(far.device)
     start = torch.polar(torch.ones_like(frequencies), far[..., None].float() * frequencies)
-    steps = ahead.to(far.device)[:, None] * frequencies
+    steps = ahead[:, None] * frequencies
     turn = start * torch.polar(torch.ones_like(steps), steps).mean(dim=0)
     return turn.real, turn.imag

@@ -45,7 +45,7 @@ class TriAttention(MeanQueries):
     def score(self, view: View, state: State) -> Float[Tensor, "B Hk S"]:
         """The expected logit of each key."""
         means, half = self.means(view, state), half_of(view)
-        ahead = 2 ** torch.arange(self.octaves + 1)
+        ahead = 2 ** torch.arange(self.octaves + 1, device=view.keys.device)
         scaling = 1.0 if view.rotation is None else view.rotation.scaling ** (1 if view.turned else 2)
         logits = (met(view, ahead) * means.query[:, :, None]).sum(dim=-1)
         return logits + scaling * (pairs(view.keys.float(), half) * means.excess[:, :, None]).sum(dim=-1)

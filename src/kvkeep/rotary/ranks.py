@@ -39,7 +39,7 @@ class Rotation:
     def ahead(self, x: Float[Tensor, "B H T D"], by: Int[Tensor, "B H"]) -> Float[Tensor, "B H T D"]:
         """Rotated vectors as they would be ``by`` positions later; their lengths stay the same."""
         first, second, rest = self._split(x)
-        angles = by[:, :, None, None].float() * self._on(x.device)
+        angles = by[:, :, None, None].float() * self.on(x.device)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin, *rest], dim=-1).to(x.dtype)
 
@@ -98,10 +98,10 @@ class Rotation:
 
     def angles(self, positions: Int[Tensor, "*A"], dtype: torch.dtype) -> Float[Tensor, "*A F2"]:
         """Cosines, then sines, rounded to a dtype. Padding (position -1) counts as position 0."""
-        angles = positions.clamp(min=0)[..., None].float() * self._on(positions.device)
+        angles = positions.clamp(min=0)[..., None].float() * self.on(positions.device)
         return (torch.cat([angles.cos(), angles.sin()], dim=-1) * self.scaling).to(dtype)
 
-    def _on(self, device: torch.device) -> Float[Tensor, " F"]:
+    def on(self, device: torch.device) -> Float[Tensor, " F"]:
         """The frequencies on a device, copied there once."""
         if device not in self._there:
             self._there[device] = self.frequencies.to(device)

@@ -25,7 +25,7 @@ from kvkeep.backends.triton.slots import free_slot
 
 @triton.jit
 @no_type_check
-def product(a, b, WIDE: tl.constexpr, PRECISION: tl.constexpr = "ieee"):
+def product(a, b, WIDE: tl.constexpr, PRECISION: tl.constexpr):
     """``a @ b``, added up in float32; `PRECISION` is that of float32 factors.
 
     `WIDE`: multiply in float32, for the interpreter, which would multiply the bits of bfloat16 as integers. Products
@@ -44,10 +44,10 @@ def weighed(p, values, WIDE: tl.constexpr):
     The two parts together miss at most 2^-18 of ``p`` in bfloat16; in float16, 2^-22 of ``p`` or 2^-25.
     """
     if values.dtype == tl.float32:
-        return product(p, values, WIDE)
+        return product(p, values, WIDE, "ieee")
     upper = p.to(values.dtype)
     lower = (p - upper.to(tl.float32)).to(values.dtype)
-    return product(upper, values, WIDE) + product(lower, values, WIDE)
+    return product(upper, values, WIDE, "ieee") + product(lower, values, WIDE, "ieee")
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def attend_split(
         position = tl.load(positions + slot, mask=slot < S, other=-1).to(tl.int32)
         shown = (position >= 0) & (position <= at) & (position > at - window) & (slot != own)
         k = vectors(keys, key_scales, slot, key_slot, key_scale_slot, d, shown, q, D, KEY_BITS, KEY_GROUP)
-        x = binary_logits(product(q, k.trans(), WIDE), scaling, softcap, CAPPED)
+        x = binary_logits(product(q, k.trans(), WIDE, "ieee"), scaling, softcap, CAPPED)
         x = tl.where(shown[None, :], x, float("-inf"))
         if KEEPS:
             tl.store(logits + g[:, None] * S + slot[None, :], x, mask=shown[None, :] & (g[:, None] < G))
