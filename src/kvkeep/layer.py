@@ -30,7 +30,7 @@ from kvkeep.repeating import Repeating
 from kvkeep.rotary.ranks import Rotation
 from kvkeep.store import Cascade, beside, inference, view_of
 from kvkeep.together import Together
-from kvkeep.types import AttentionOptions, Phase, Report, Slots, View
+from kvkeep.types import AttentionOptions, Fresh, Phase, Report, Slots, View
 
 
 class Layer(Held):
@@ -238,7 +238,7 @@ class Layer(Held):
         self.columns += query.shape[2]
         if self._rotation is not None:
             query, keys = self._rotation.unrotated(query, keys, new)
-        chunk = Slots(keys, values, new.to(torch.int32)[:, None])
+        chunk = (Fresh if real is None else Slots)(keys, values, new.to(torch.int32)[:, None])
         slots, state = beside(self.block, chunk, starts=self.policy.slots, used=used)
         left = slots.positions if self.window is None else scores.expire(slots.positions, self.seen, self.window)
         view = self._view(at(slots, left), new=(new >= 0).sum(dim=1), phase=Phase.PREFILL)

@@ -66,6 +66,10 @@ class Slots(NamedTuple):
     positions: Int[Tensor, "B #Hk S"]
 
 
+class Fresh(Slots):
+    """The queries' own keys and values alone, none of them padding: query ``t`` sees the first ``t + 1``."""
+
+
 class Queries(NamedTuple):
     """New queries before their rotation, and their true positions, `EMPTY` for padding."""
 

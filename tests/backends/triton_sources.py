@@ -27,7 +27,11 @@ TYPES = {
     "*i64": "now counted newest ages recents limits",
     "fp32": "scaling softcap gain log_decay theta keep",
 }
-PREFILL = {"lse gain weights shares sums": "*fp32", "bounds starts ends k_positions": "*i32", "q_positions": "*i64"}
+PREFILL = {
+    "lse gain weights shares sums": "*fp32",
+    "bounds starts ends k_positions": "*i32",
+    "oldest q_positions": "*i64",
+}
 PREFILL |= {"inner outer": "fp32"}
 
 

@@ -318,7 +318,9 @@ def test_pins_are_held_in_every_head(chunk, pins):
         while len(found) < 6:
             cache.phase = Phase.DECODE
             with torch.inference_mode():
-                logits = model("llama")(input_ids=torch.tensor([found[-1:]], device=DEVICE), past_key_values=cache).logits[:, -1]
+                logits = model("llama")(
+                    input_ids=torch.tensor([found[-1:]], device=DEVICE), past_key_values=cache
+                ).logits[:, -1]
             found.append(int(logits.argmax()))
         assert result.token_ids == tuple(found)
         for layer in held(cache):

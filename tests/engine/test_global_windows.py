@@ -59,7 +59,9 @@ def alone(one, *, name="gemma3", policy=POLICY, chunk=None, **options):
         found.append(int(logits.argmax()))
         cache.phase = Phase.DECODE
         with torch.inference_mode():
-            logits = model(name)(input_ids=torch.tensor([found[-1:]], device=DEVICE), past_key_values=cache).logits[:, -1]
+            logits = model(name)(input_ids=torch.tensor([found[-1:]], device=DEVICE), past_key_values=cache).logits[
+                :, -1
+            ]
     return tuple(found)
 
 

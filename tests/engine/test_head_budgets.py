@@ -55,7 +55,9 @@ def by_hand(ids, cache, *, chunk, new):
     cache.phase = Phase.DECODE
     while len(found) < new:
         found.append(int(logits[0, -1].argmax()))
-        logits = model("llama")(input_ids=torch.tensor([found[-1:]], device=DEVICE), past_key_values=cache, use_cache=True).logits
+        logits = model("llama")(
+            input_ids=torch.tensor([found[-1:]], device=DEVICE), past_key_values=cache, use_cache=True
+        ).logits
     return tuple(found), cache
 
 

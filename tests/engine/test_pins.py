@@ -193,7 +193,9 @@ def test_a_cache_tells_what_was_lost_by_layer_row_and_head():
     cache = kvkeep.BoundedCache(model("llama").config, "h2o:recent=2", 8)
     assert cache.lost_mass() == {}
     with torch.inference_mode():
-        model("llama")(input_ids=torch.tensor([prompt_of(1, 20), prompt_of(2, 20)], device=DEVICE), past_key_values=cache)
+        model("llama")(
+            input_ids=torch.tensor([prompt_of(1, 20), prompt_of(2, 20)], device=DEVICE), past_key_values=cache
+        )
     found = cache.lost_mass()
     assert list(found) == [0, 1, 2]
     assert found[1].prompt.shape == (2, 2)

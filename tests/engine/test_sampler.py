@@ -142,7 +142,9 @@ def test_logprobs_are_those_of_the_model():
     )[0]
     with torch.no_grad():
         logits = (
-            model("llama")(input_ids=torch.tensor([[*prompt, *result.token_ids]], device=DEVICE), use_cache=False).logits[0].double()
+            model("llama")(input_ids=torch.tensor([[*prompt, *result.token_ids]], device=DEVICE), use_cache=False)
+            .logits[0]
+            .double()
         )
     logp = logits.log_softmax(dim=-1)[len(prompt) - 1 : -1]
     for row, token, entry in zip(logp, result.token_ids, result.logprobs, strict=True):

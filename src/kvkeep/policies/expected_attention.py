@@ -45,7 +45,8 @@ class ExpectedAttention(Policy):
         """``(p + epsilon) · ‖v‖`` in a prompt; afterwards an order that keeps the chosen tokens."""
         if view.queries is None:
             return slide(view, self.protected(view.budget)[1])
-        keys, scale = met(view, torch.arange(self.future, device=view.keys.device)), 1.0 / math.sqrt(view.keys.shape[-1])
+        keys = met(view, torch.arange(self.future, device=view.keys.device))
+        scale = 1.0 / math.sqrt(keys.shape[-1])
         mean, spread = moments(view.queries, keys.shape[1], self.sinks)
         logits = scale * mean @ keys.mT + 0.5 * scale**2 * ((keys[:, :, None] @ spread) * keys[:, :, None]).sum(dim=-1)
         shown = (view.positions >= self.sinks)[:, :, None]

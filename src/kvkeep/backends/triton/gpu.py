@@ -207,7 +207,7 @@ FORWARD: Table = {
 
 COLUMNS: Table = {
     (True, 2, 64): Tile(64, 128, 8, 3),
-    (True, 2, 128): Tile(64, 128, 8, 3),
+    (True, 2, 128): Tile(64, 64, 4, 3),
     (True, 2, 256): Tile(32, 64, 4, 3),
     (True, 4, 64): Tile(32, 64, 4, 2),
     (True, 4, 128): Tile(32, 64, 4, 2),

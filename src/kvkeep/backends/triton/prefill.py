@@ -50,10 +50,24 @@ def visible_logits(
     q, k, queries, keys, inner, outer, window, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """Logits of a tile in base 2; minus infinity where the key is hidden from the row."""
+    return shown(logits(q, k, inner, outer, CAPPED, WIDE), queries, keys, window, WINDOWED)
+
+
+@triton.jit
+@no_type_check
+def logits(q, k, inner, outer, CAPPED: tl.constexpr, WIDE: tl.constexpr):
+    """Logits of a tile in base 2, hidden or not."""
     x = product(q, tl.trans(k), WIDE, PRECISION) * inner
     if CAPPED:  # tanh by exp2; beyond 15 it is 1 in float32
         twice = tl.minimum(tl.maximum(x, -15.0), 15.0) * (2.0 * LOG2E)
         x = outer - 2.0 * outer / (tl.exp2(twice) + 1.0)
+    return x
+
+
+@triton.jit
+@no_type_check
+def shown(x, queries, keys, window, WINDOWED: tl.constexpr):
+    """``x`` where the row sees the key, minus infinity elsewhere."""
     seen = keys[None, :] <= queries[:, None]
     if WINDOWED:
         seen = seen & (keys[None, :] > queries[:, None] - window)
@@ -162,9 +176,9 @@ def probabilities(
 @triton.jit
 @no_type_check
 def columns(
-    query, keys, lse, weights, shares, gain, bounds, ends, q_positions, k_positions, sums,
+    query, keys, lse, weights, shares, gain, bounds, ends, oldest, q_positions, k_positions, sums,
     q_b, q_h, q_t, k_b, k_h, k_s, qp_b, kp_b, kp_h, s_b, s_h,
-    tiles, Hk, T, S, window, inner, outer,
+    tiles, row_tiles, Hk, T, S, window, inner, outer,
     G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, GAINED: tl.constexpr, LOW: tl.constexpr,
     WIDE: tl.constexpr,
@@ -174,7 +188,8 @@ def columns(
     One program reads ``BLOCK_S`` keys of a KV head once and recomputes their probabilities for every ``splits``-th
     piece of the work. A piece is a tile of the rows ``bounds[b]``, of one query head or, with ``LOW``, of the group.
     The sums are ``(splits, 1 or 2, B, Hk, S)``; the caller adds up the splits in their order. With ``LOW`` the second
-    field counts the rows that see a key, windows aside, and give it ``p · shares < 1``.
+    field counts the rows that see a key, windows aside, and give it ``p · shares < 1``. ``oldest`` has the first
+    position of each tile of rows: where no key is later, nothing is hidden. A weight is part of the exponent.
 
     Bytes: keys once, queries of the counted rows once per ``BLOCK_S`` keys, sums once. FLOPs: ``2·B·Hq·rows·S·D``, half
     for all rows of a causal chunk.
@@ -187,6 +202,7 @@ def columns(
     slots = tile * BLOCK_S + tl.arange(0, BLOCK_S)
     k = load_rows(keys + wide_b * k_b + wide_h * k_h, slots, k_s, S, BLOCK_S, D, BLOCK_D)
     at = load_positions(k_positions + wide_b * kp_b + wide_h * kp_h, slots, S)
+    newest = tl.max(at, 0)
     first = tl.maximum(tl.load(bounds + 2 * b), tile * BLOCK_S - (S - T)) // BLOCK_T
     end = tl.load(bounds + 2 * b + 1)
     if WINDOWED and not LOW:  # a key outside of the window may count as low
@@ -217,12 +233,16 @@ def columns(
             rows = (first + i // G) * BLOCK_T + tl.arange(0, BLOCK_T)
             queries = tl.load(q_positions + b * qp_b + rows, mask=rows < T, other=-1).to(tl.int32)
             weight = tl.load(weights + wide_b * T + rows, mask=rows < T, other=0.0)
-            g = i % G
-            p = probabilities(
-                q_at + g * wide_q, lse_at + g * T, rows, q_t, T, k, queries, at, inner, outer, window,
-                D, BLOCK_D, BLOCK_T, CAPPED, WINDOWED, WIDE,
-            )  # fmt: skip
-            mass += p * weight[:, None]
+            q = load_rows(q_at + (i % G) * wide_q, rows, q_t, T, BLOCK_T, D, BLOCK_D)
+            shift = tl.load(lse_at + (i % G) * T + rows, mask=rows < T, other=0.0)
+            counts = (weight > 0.0) & (queries >= 0)
+            shift = tl.where(counts, finite(shift) - tl.log2(tl.where(counts, weight, 1.0)), float("inf"))
+            x = logits(q, k, inner, outer, CAPPED, WIDE)
+            if WINDOWED:
+                x = shown(x, queries, at, window, WINDOWED)
+            elif tl.load(oldest + b * row_tiles + first + i // G).to(tl.int32) < newest:
+                x = shown(x, queries, at, window, WINDOWED)
+            mass += tl.exp2(x - shift[:, None])
     fields: tl.constexpr = 2 if LOW else 1
     size = (tl.num_programs(0) // tiles).to(tl.int64) * S  # of one field
     target = sums + split * fields * size + head.to(tl.int64) * S + slots

@@ -2,23 +2,22 @@
 
 The output is one pass of `prefill.forward`, or torch's own attention where it can compute it and is preferred. The
 report is `prefill.columns` over the rows that count. Nothing here waits for the device, except one check for padding
-before torch's attention is used.
+before torch's attention is used, where the caller has not said that there is none (`kvkeep.types.Fresh`).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
-from kvkeep.backends.triton import gpu
+from kvkeep.backends.triton import flash, gpu
 from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
-from kvkeep.types import AttentionOptions, Report, Slots
+from kvkeep.types import AttentionOptions, Fresh, Report, Slots
 
 Output = Literal["auto", "torch", "triton"]
 
@@ -26,7 +25,7 @@ TORCH_ROWS = 1024
 """The fewest rows for which torch's attention may compute the output; fewer are not worth the check for padding."""
 
 TORCH_SHARE = 4
-"""Torch's attention may compute the output if at most a 4th of the rows count; ours gives the log-sum-exp, too."""
+"""Where torch does not give the log-sum-exp, it computes the output only if at most a 4th of the rows count."""
 
 
 def attend(
@@ -52,10 +51,10 @@ def attend(
         gpu.notice(reason)
         return None
     query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, slots.keys, slots.values))
-    work = Prefill(query, keys, values, now.contiguous(), slots.positions.contiguous(), options)
-    lse = None
+    positions, fresh = slots.positions.contiguous(), isinstance(slots, Fresh)
+    work = Prefill(query, keys, values, now.contiguous(), positions, options, fresh)
     if work.fits_torch() if output == "torch" else output == "auto" and work.prefers_torch(statistic):
-        out = work.by_torch()
+        out, lse = flash.causal(query, keys, values, options.scaling)
     else:
         out, lse = work.forward()
     return out, Report(_sums(work, statistic, lse))
@@ -133,6 +132,7 @@ class Prefill:
         query_positions: -1 for padding.
         key_positions: -1 for empty slots; per head, or one for all heads.
         options: of the model's attention.
+        fresh: whether the keys are known to be the queries' own, without padding.
     """
 
     query: Float[Tensor, "B Hq T D"]
@@ -141,12 +141,16 @@ class Prefill:
     query_positions: Int[Tensor, "B T"]
     key_positions: Int[Tensor, "B #Hk S"]
     options: AttentionOptions
+    fresh: bool = False
 
     def prefers_torch(self, statistic: Statistic) -> bool:
-        """Whether torch's attention is likely to be faster, with the log-sum-exp of the counted rows on top."""
+        """Whether torch's attention is likely to be faster, with what the report needs on top."""
         T, rows = self.query.shape[2], 0 if isinstance(statistic, Nothing) else statistic.rows
         few = isinstance(rows, int) and 0 <= rows * TORCH_SHARE <= T
-        return few and T >= TORCH_ROWS and self.query.is_cuda and self._flashes() and self.fits_torch()
+        if T < TORCH_ROWS or not self.query.is_cuda or not self._flashes():
+            return False
+        sums = flash.gives_sums(self.query, self.keys, self.values, self.options.scaling)
+        return (few or sums) and self.fits_torch()
 
     def _flashes(self) -> bool:
         """Whether torch has flash attention for it; otherwise torch would make the whole matrix of probabilities."""
@@ -157,16 +161,10 @@ class Prefill:
         plain = self.options.window is None and self.options.softcap is None and self.options.sinks is None
         if not plain or self.query.shape[2] != self.keys.shape[2]:
             return False
-        if self.query.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
+        if self.fresh or (self.query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return self.fresh
         columns = torch.arange(self.query.shape[2], device=self.query.device)
         return bool((self.query_positions == columns).all() & (self.key_positions == columns).all())
-
-    def by_torch(self) -> Float[Tensor, "B Hq T E"]:
-        """The output of torch's attention, which chooses among its own kernels."""
-        return scaled_dot_product_attention(
-            self.query, self.keys, self.values, is_causal=True, scale=self.options.scaling, enable_gqa=True
-        )
 
     def forward(self) -> tuple[Float[Tensor, "B Hq T E"], Float[Tensor, "B Hq T"]]:
         """Output and log-sum-exp, in base 2, of all rows, sinks included."""
@@ -199,15 +197,16 @@ class Prefill:
         count, pieces = -(-S // tile.slots), -(-T // tile.rows) * (Hq // Hk if shares is None else 1)
         splits = min(pieces, gpu.splits(count * Hk, self.query))
         sums = torch.empty((splits, 1 if shares is None else 2, B, Hk, S), dtype=torch.float32, device=lse.device)
+        oldest = self._oldest(tile.rows)
         share = weights if shares is None else shares.float().contiguous()
         share_strides = (0, 0) if shares is None else (share.stride(0), share.stride(1) if share.shape[1] > 1 else 0)
         with torch.cuda.device_of(self.query):
             prefill.columns[(count * B * Hk, splits)](
                 *(self.query, self.keys, lse, weights.contiguous(), share, _or(gain, lse), bounds),
                 bounds if window is None else self._last_rows(tile.slots, window),
-                *(self.query_positions, self.key_positions, sums),
+                *(oldest, self.query_positions, self.key_positions, sums),
                 *(*self.query.stride()[:3], *self.keys.stride()[:3], *self._position_strides(), *share_strides),
-                *(count, Hk, T, S, window or 0, *self._factors()),
+                *(count, oldest.shape[1], Hk, T, S, window or 0, *self._factors()),
                 **self._shapes(tile, GAINED=gain is not None, LOW=shares is not None),
             )
         return sums[0] if splits == 1 else sums.sum(dim=0)
@@ -229,8 +228,7 @@ class Prefill:
     ) -> None:
         from kvkeep.backends.triton import prefill  # imports Triton
 
-        B, Hq, T, D = self.query.shape
-        E, S, window = self.values.shape[-1], self.keys.shape[2], self.options.window
+        (B, Hq, T, D), S, E, window = self.query.shape, *self.values.shape[2:], self.options.window
         tile = gpu.forward_tile(max(D, E), self.query)
         count = -(-T // tile.rows)
         strides = (one.stride()[:3] for one in (self.query, self.keys, self.values, _or(out, lse)))
@@ -264,10 +262,9 @@ class Prefill:
         }
 
     def _factors(self) -> tuple[float, float]:
-        """``inner`` and ``outer`` of `prefill.visible_logits`."""
-        if self.options.softcap is None:
-            return self.options.scaling * math.log2(math.e), 1.0
-        return self.options.scaling / self.options.softcap, self.options.softcap * math.log2(math.e)
+        """``inner`` and ``outer`` of `prefill.logits`."""
+        scaling, cap = self.options.scaling, self.options.softcap
+        return (scaling * flash.LOG2E, 1.0) if cap is None else (scaling / cap, cap * flash.LOG2E)
 
     def _position_strides(self) -> tuple[int, int, int]:
         k = self.key_positions
@@ -275,11 +272,14 @@ class Prefill:
 
     def _first_slots(self, rows: int, window: int) -> Int[Tensor, "B tiles"]:
         """For each tile of rows, the column of the first key of the chunk inside the window of any of its rows."""
+        found = torch.searchsorted(_rising(self.query_positions), self._oldest(rows) - window, right=True)
+        return (found + self.keys.shape[2] - self.query.shape[2]).to(torch.int32)
+
+    def _oldest(self, rows: int) -> Int[Tensor, "B tiles"]:
+        """The first position in each tile of rows; beyond all positions if it has none."""
         q, T = self.query_positions, self.query_positions.shape[1]
         padded = pad(q.masked_fill(q < 0, 2**31 - 1), (0, -T % rows), value=2**31 - 1)
-        oldest = padded.view(len(q), -1, rows).amin(dim=-1)
-        found = torch.searchsorted(_rising(q), oldest - window, right=True)
-        return (found + self.keys.shape[2] - T).to(torch.int32)
+        return padded.view(len(q), -1, rows).amin(dim=-1)
 
     def _last_rows(self, slots: int, window: int) -> Int[Tensor, "B Hk tiles"]:
         """For each tile of keys, the row after the last that sees any of its keys through the window."""
