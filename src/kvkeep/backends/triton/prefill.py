@@ -238,7 +238,7 @@ def columns(
             counts = (weight > 0.0) & (queries >= 0)
             shift = tl.where(counts, finite(shift) - tl.log2(tl.where(counts, weight, 1.0)), float("inf"))
             x = logits(q, k, inner, outer, CAPPED, WIDE)
-            if WINDOWED:
+            if WINDOWED:  # noqa: SIM114  the compiler decides it
                 x = shown(x, queries, at, window, WINDOWED)
             elif tl.load(oldest + b * row_tiles + first + i // G).to(tl.int32) < newest:
                 x = shown(x, queries, at, window, WINDOWED)
