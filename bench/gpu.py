@@ -95,6 +95,11 @@ def targets(parts: dict) -> dict[str, dict]:
     say("budget 1024 over the best dense at 32k, times", ours[0] / max(theirs) if ours and theirs else None, least=20)
     reports = [one["vs SDPA"]["SDPA + window"] for one in parts.get("d", [])]
     say("report of a window over SDPA alone", max(reports, default=None), most=1.25)
+    reports = [one["vs SDPA"]["SDPA + all rows"] for one in parts.get("d", []) if "SDPA + all rows" in one["vs SDPA"]]
+    say("report of all rows over SDPA alone", max(reports, default=None), most=1.6)
+    for bits, least in (("8", 1.6), ("4", 2.2)):
+        faster = [one["faster"] for one in parts.get("h", []) if one["bits"] == bits and one["rows"] >= 64]
+        say(f"slots of {bits} bits over 16 at 64 rows and more", min(faster, default=None), least=least)
     return found
 
 

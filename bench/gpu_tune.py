@@ -34,7 +34,7 @@ from kvkeep.types import AttentionOptions, Slots
 DIM = 128
 SIZES: dict[str, list[tuple[int, ...]]] = {
     "decode": [*itertools.product((32, 64, 128), (256, 512), (2, 4, 8), (2, 3, 4, 5))],
-    "codes": [*itertools.product((32, 64, 128), (256,), (4, 8), (2, 3, 4))],
+    "codes": [*itertools.product((64, 128, 256), (256, 512), (4, 8), (2, 3))],
     "forward": [*itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3))],
     "columns": [*itertools.product((32, 64, 128), (64, 128), (4, 8), (2, 3))],
 }

@@ -46,7 +46,7 @@ def vectors(
 @triton.jit
 @no_type_check
 def spread(scales, d, shown, D: tl.constexpr, GROUP: tl.constexpr):
-    """The scale of every channel in float32: ``(TILE, BLOCK_D)``. A group's is read once where groups fill the block."""
+    """The scale of every channel, ``(TILE, BLOCK_D)``, in float32. Where groups fill the block, each is read once."""
     BLOCK: tl.constexpr = d.shape[0]
     GROUPS: tl.constexpr = BLOCK // GROUP
     TILE: tl.constexpr = shown.shape[0]
