@@ -20,27 +20,39 @@ def vectors(
 
     With 16 `BITS` the numbers are the vectors. Codes are multiplied with their scales in float32, and rounded.
     """
-    mask = shown[:, None] & (d[None, :] < D)
     each = slot.to(tl.int64)[:, None]
     if BITS == 16:
-        return tl.load(numbers + each * slot_stride + d[None, :], mask=mask, other=0.0)
-    scale = spread(scales + each * scale_stride, d, shown, D, GROUP)
+        inside = shown[:, None] & (d[None, :] < D)
+        found = tl.load(numbers + each * slot_stride + d[None, :], mask=inside, other=0.0)
+    else:
+        code = numbers_of(numbers + each * slot_stride, d, shown, D, BITS, GROUP)
+        scale = spread(scales + each * scale_stride, d, shown, D, GROUP)
+        # the bits of 1.5 * 2^23 + code; conversion of integers is slow
+        number = (code + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+        found = (number * scale).to(like.dtype)  # a slot that is not shown has a scale of 0
+    return found
+
+
+@triton.jit
+@no_type_check
+def numbers_of(numbers, d, shown, D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """The codes of all channels, ``(TILE, BLOCK_D)``. Each byte is read once where groups fill the block."""
+    BLOCK: tl.constexpr = d.shape[0]
+    TILE: tl.constexpr = shown.shape[0]
+    GROUPS: tl.constexpr = BLOCK // GROUP
     if BITS == 8:
-        code = tl.load(numbers + each * slot_stride + d[None, :], mask=mask, other=0).to(tl.int32)
-    elif (d.shape[0] // GROUP) * GROUP == d.shape[0] and (GROUP & (GROUP - 1)) == 0:
-        GROUPS: tl.constexpr = d.shape[0] // GROUP
-        i = tl.arange(0, d.shape[0] // 2)
-        pairs = tl.load(numbers + each * slot_stride + i[None, :], mask=shown[:, None] & (i[None, :] < D // 2), other=0)
-        pairs = tl.reshape(pairs.to(tl.int32), (shown.shape[0], GROUPS, GROUP // 2))
-        code = tl.reshape(tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 1, 3, 2)), (shown.shape[0], d.shape[0])) - 8
+        code = tl.load(numbers + d[None, :], mask=shown[:, None] & (d[None, :] < D), other=0).to(tl.int32)
+    elif GROUPS * GROUP == BLOCK:
+        i = tl.arange(0, BLOCK // 2)
+        pairs = tl.load(numbers + i[None, :], mask=shown[:, None] & (i[None, :] < D // 2), other=0).to(tl.int32)
+        pairs = tl.reshape(pairs, (TILE, GROUPS, GROUP // 2))
+        code = tl.reshape(tl.permute(tl.join(pairs & 15, pairs >> 4), (0, 1, 3, 2)), (TILE, BLOCK)) - 8
     else:
         half: tl.constexpr = GROUP // 2
         byte, upper = d // GROUP * half + d % half, d % GROUP // half
-        both = tl.load(numbers + each * slot_stride + byte[None, :], mask=mask, other=0).to(tl.int32)
+        both = tl.load(numbers + byte[None, :], mask=shown[:, None] & (d[None, :] < D), other=0).to(tl.int32)
         code = ((both >> (upper * 4)[None, :]) & 15) - 8
-    # the bits of 1.5 * 2^23 + code; conversion of integers is slow
-    number = (code + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
-    return (number * scale).to(like.dtype)  # a slot that is not shown has a scale of 0
+    return code
 
 
 @triton.jit
@@ -50,13 +62,14 @@ def spread(scales, d, shown, D: tl.constexpr, GROUP: tl.constexpr):
     BLOCK: tl.constexpr = d.shape[0]
     GROUPS: tl.constexpr = BLOCK // GROUP
     TILE: tl.constexpr = shown.shape[0]
-    if GROUPS * GROUP == BLOCK and (GROUP & (GROUP - 1)) == 0:
+    if GROUPS * GROUP == BLOCK:
         j = tl.arange(0, GROUPS)
         few = tl.load(scales + j[None, :], mask=shown[:, None] & (j[None, :] < D // GROUP), other=0.0)
-        wide = tl.broadcast_to(few.to(tl.float32)[:, :, None], (TILE, GROUPS, GROUP))
-        return tl.reshape(wide, (TILE, BLOCK))
-    each = tl.load(scales + (d // GROUP)[None, :], mask=shown[:, None] & (d[None, :] < D), other=0.0)
-    return each.to(tl.float32)
+        each = tl.reshape(tl.broadcast_to(few.to(tl.float32)[:, :, None], (TILE, GROUPS, GROUP)), (TILE, BLOCK))
+    else:
+        wide = tl.load(scales + (d // GROUP)[None, :], mask=shown[:, None] & (d[None, :] < D), other=0.0)
+        each = wide.to(tl.float32)
+    return each
 
 
 @triton.jit

@@ -31,6 +31,9 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_DIM = 256
 """Largest head dim of keys and of values."""
 
+MIN_DIM = 16
+"""Smallest head dim of values in a prompt. With 8, and keys of 24, Triton 3.6 compiles addresses out of range."""
+
 MAX_GROUP = 64
 """Most query heads that may share a KV head in decode."""
 

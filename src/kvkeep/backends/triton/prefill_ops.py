@@ -20,10 +20,8 @@ from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
 from kvkeep.types import AttentionOptions, Fresh, Report, Slots
 
 Output = Literal["auto", "torch", "triton"]
-
 TORCH_ROWS = 1024
 """The fewest rows for which torch's attention may compute the output; fewer are not worth the check for padding."""
-
 TORCH_SHARE = 4
 """Where torch does not give the log-sum-exp, it computes the output only if at most a 4th of the rows count."""
 
@@ -51,8 +49,8 @@ def attend(
         gpu.notice(reason)
         return None
     query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, slots.keys, slots.values))
-    positions, fresh = slots.positions.contiguous(), isinstance(slots, Fresh)
-    work = Prefill(query, keys, values, now.contiguous(), positions, options, fresh)
+    found = (query, keys, values, now.contiguous(), slots.positions.contiguous())
+    work = Prefill(*found, options, fresh=isinstance(slots, Fresh))
     if work.fits_torch() if output == "torch" else output == "auto" and work.prefers_torch(statistic):
         out, lse = flash.causal(query, keys, values, options.scaling)
     else:
@@ -68,6 +66,8 @@ def unknown(query: Tensor, slots: Slots, statistic: Statistic, options: Attentio
         return f"the statistic {type(statistic).__name__}"
     if isinstance(statistic, Mass) and statistic.noise is not None:
         return "noise on the logits"
+    if slots.values.shape[-1] < gpu.MIN_DIM:
+        return f"values of fewer than {gpu.MIN_DIM} channels"
     return gpu.misfit(query, slots.keys, slots.values)
 
 
