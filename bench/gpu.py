@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--limit-s", type=float, default=400.0, help="no cell begins later; the last takes up to two minutes"
     )
+    parser.add_argument("--slice-s", type=float, help="in part e: no step begins later; 45 seconds if not given")
     parser.add_argument("--compile", action="store_true", help="in part b: compiled layers beside plain ones")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU")
     return parser.parse_args()
@@ -130,6 +132,8 @@ def main() -> int:
     device = torch.device("cpu" if options.dry_run else "cuda")
     name = "dry run" if options.dry_run else torch.cuda.get_device_name(device)
     sizes = shared.DRY if options.dry_run else shared.FULL
+    if options.slice_s is not None:
+        sizes = replace(sizes, slice_s=options.slice_s)
     bench = shared.Bench(device, sizes, end=time.monotonic() + options.limit_s, compile=options.compile)
     parts = earlier(options.out, name)
     wanted = [one for one in PARTS if one in options.only] if options.only else [p for p in PARTS if p not in parts]
