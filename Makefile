@@ -3,6 +3,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # what torch's build with CUDA brings along; elsewhere its interpreter tests the kernels
 TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton==3.7.1)
+# its interpreter reads arrays of one element as scalars, as numpy allowed until 2.3
+OLDEST_TRITON ?= $(if $(filter Linux,$(shell uname -s)),triton==3.6.0 "numpy<2.4")
 OLDEST_TRANSFORMERS ?= transformers==5.5.0
 # only beside the oldest transformers: so that quantised weights are tested, and their absence as well
 TORCHAO ?= torchao==0.18.0
@@ -42,7 +44,7 @@ help:  ## list the commands
 .venv-oldest/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-oldest
 	$(OLD)/pip install --quiet "$(TORCH)"
-	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" $(TRITON) "$(TORCHAO)" --editable ".[dev]"
+	$(OLD)/pip install --quiet "$(OLDEST_TRANSFORMERS)" $(OLDEST_TRITON) "$(TORCHAO)" --editable ".[dev]"
 	@touch $@
 
 .venv-clients/.installed: pyproject.toml
@@ -113,9 +115,10 @@ test: .venv/.installed  ## the tests, with the newest transformers (under 5 minu
 test-all: .venv/.installed  ## what `make test` leaves out: most cases of long lists, 1 000 schedules of faults, peak memory
 	$(BIN)/python -m pytest $(SPREAD) -m slow --share $(SHARE)
 
-test-oldest: .venv-oldest/.installed  ## what touches transformers, with the oldest version that is supported
+test-oldest: .venv-oldest/.installed  ## what touches transformers and Triton, with the oldest versions that are supported
 	$(OLD)/python -m pytest $(SPREAD) tests/docs/test_models_page.py \
 		$(addprefix tests/,parity models rotary planning engine evals cli research/analysis)
+	$(OLD)/python -m pytest -m "" $(addprefix tests/backends/test_triton_,compiles.py decode.py)
 
 test-clients: .venv-clients/.installed  ## the server with langchain-openai, llm, lm-eval and schemathesis, which need packages of their own
 	KVKEEP_CLIENTS=1 KVKEEP_REQUESTS=$(REQUESTS) $(CLIENTS)/python -m pytest -W default tests/clients

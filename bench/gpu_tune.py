@@ -63,6 +63,7 @@ def set_sizes(kind: str, sizes: tuple[int, ...]) -> None:
         gpu.COLUMNS.update(dict.fromkeys(gpu.COLUMNS, gpu.Tile(*sizes)))
     else:
         gpu.DECODE.update({key: {1024: gpu.Decode(*sizes)} for key in gpu.DECODE})
+        gpu.CODED.update(dict.fromkeys(gpu.CODED, gpu.Decode(*sizes)))
 
 
 def one_row_calls(bench: shared.Bench, kind: str, rows: int, slots: int) -> list[Callable[[], object]]:

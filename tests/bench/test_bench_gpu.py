@@ -210,10 +210,21 @@ def test_targets():
             {"name": "StaticCache", "attended": 32769, "mbu": 0.7, "tokens_per_s": 20.0},
         ],
         "c": [{"name": "h2o", "vs local": 1.04}],
-        "d": [{"vs SDPA": {"SDPA + window": 1.1}}, {"vs SDPA": {"SDPA + window": 1.3}}],
+        "d": [
+            {"vs SDPA": {"SDPA + window": 1.1, "SDPA + all rows": 1.5}},
+            {"vs SDPA": {"SDPA + window": 1.3, "SDPA + all rows": 1.4}},
+        ],
+        "h": [
+            {"rows": 1, "bits": "8", "faster": 0.5},
+            {"rows": 64, "bits": "8", "faster": 1.7},
+            {"rows": 64, "bits": "4", "faster": 2.1},
+        ],
     }
     found = [(one["measured"], one["met"]) for one in gpu.targets(parts).values()]
-    assert found == [(0.7, False), (1.04, True), (0.7, True), (25.0, True), (1.3, False)]
+    assert found == [
+        *((0.7, False), (1.04, True), (0.7, True), (25.0, True), (1.3, False)),
+        *((1.5, True), (1.7, True), (2.1, False)),
+    ]
     assert gpu.targets({}) == {}
 
 

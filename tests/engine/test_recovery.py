@@ -173,7 +173,7 @@ def test_checking_a_request_makes_no_cache(monkeypatch):
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_cache_in_which_a_step_failed_refuses_to_go_on(layer):
-    network = kvkeep.attach(AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval())
+    network = kvkeep.attach(AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval().to(DEVICE))
     cache = kvkeep.BoundedCache(network.config, "h2o", 8)
     ids = torch.tensor([prompt_of(1, 12)], device=DEVICE)
 

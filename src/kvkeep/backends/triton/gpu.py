@@ -1,8 +1,8 @@
 """Where Triton's kernels run, which tensors they take, and how large their tiles are on a device.
 
-None of the sizes is measured yet. They affect speed and the order in which sums are added up, nothing else. How many
-slots one decode program reads depends on the shapes alone, never on the batch: a row gets the same bits alone and
-among others.
+Sizes of compute capability 9 for half precision and head dim 128 are measured (docs/gpu.md), the others follow from
+reasoning. They affect speed and the order in which sums are added up, nothing else. How many slots one decode program
+reads depends on the shapes alone, never on the batch: a row gets the same bits alone and among others.
 """
 
 from __future__ import annotations
@@ -131,12 +131,16 @@ class Decode(NamedTuple):
 
 DECODE: dict[str, dict[int, Decode]] = {
     # by major compute capability, then by the most bytes that a key may have
-    "9": {256: Decode(64, 256, 4, 5), 1024: Decode(16, 256, 4, 5)},
+    "9": {256: Decode(64, 256, 2, 2), 1024: Decode(16, 256, 4, 5)},
     "8": {128: Decode(64, 256, 4, 5), 256: Decode(32, 256, 4, 5), 1024: Decode(16, 256, 4, 5)},
     "": {1024: Decode(32, 256, 4, 2)},
 }
-"""Keys and values wait for positions, which takes stages of its own: 5 keep two tiles of each on their way. More slots
-in a tile of long keys would not fit into the registers."""
+"""Keys and values wait for positions, which takes stages of its own: 5 keep two tiles of each on their way. With few
+warps and stages, more programs run side by side instead. More slots in a tile of long keys would not fit into the
+registers."""
+
+CODED = {8: Decode(128, 256, 4, 2), 4: Decode(64, 256, 4, 2)}
+"""By the bits of keys, for those of at most 256 bytes when they are widened: codes are in registers while they are."""
 
 SCAN = 1024
 """Slots that a kernel looks at together when it picks one."""
@@ -144,10 +148,12 @@ SCAN = 1024
 SCAN_WARPS = 4
 
 
-def decode_sizes(device: torch.device, key_bytes: int, S: int) -> Decode:
-    """Sizes on a device, for keys of so many bytes and ``S`` slots."""
+def decode_sizes(device: torch.device, key_bytes: int, S: int, bits: int = 16) -> Decode:
+    """Sizes on a device, for keys of so many bytes, in codes of ``bits`` if fewer than 16, and ``S`` slots."""
     rows = DECODE.get(_capability(device), DECODE[""])
     sizes = next((sizes for limit, sizes in rows.items() if key_bytes <= limit), rows[max(rows)])
+    if _capability(device) == "9" and key_bytes <= 256:
+        sizes = CODED.get(bits, sizes)
     tile = min(sizes.slots, power(S))
     return sizes._replace(slots=tile, split=max(tile, min(sizes.split, power(S))))
 
@@ -210,7 +216,7 @@ FORWARD: Table = {
 
 COLUMNS: Table = {
     (True, 2, 64): Tile(64, 128, 8, 3),
-    (True, 2, 128): Tile(64, 64, 4, 3),
+    (True, 2, 128): Tile(64, 128, 4, 3),
     (True, 2, 256): Tile(32, 64, 4, 3),
     (True, 4, 64): Tile(32, 64, 4, 2),
     (True, 4, 128): Tile(32, 64, 4, 2),

@@ -199,7 +199,8 @@ class Scratch:
         (B, Hk, S), (D, E) = arguments.lying(slots)[0].numbers.shape[:3], arguments.dims(slots)
         self.shape = B, Hk, S
         self.G, self.S = query.shape[1] // Hk, S
-        self.sizes = gpu.decode_sizes(query.device, D * query.element_size(), S)
+        bits = arguments.lying(slots)[0].bits
+        self.sizes = gpu.decode_sizes(query.device, D * query.element_size(), S, bits)
         self.splits = max(1, -(-(S - self.sizes.slots) // self.sizes.split))  # a rest of a tile is no split
         self.heads, parts = B * Hk, B * Hk * self.splits * self.G
         self.slots = query.new_empty(self.heads, dtype=torch.int32)
