@@ -4,15 +4,18 @@
     python bench/fleet.py --embedded              # the embedded model, whose steps are short
     python bench/fleet.py --steps-only > steps.txt    # measured steps alone, for kvkeep plan --fleet --steps
 
-First the engine's steps are timed: decode steps by rows, prompts by tokens, and runs of both. Then requests arrive at
-random times, in an open loop in this process, at shares of the rate that the rows could just bear; the simulator gets
-the same arrivals and lengths, and the lines through the steps. Each repeat times the steps anew and draws other
-arrivals. Shown are the medians over repeats of both, and of their relative difference.
+Requests arrive at random times, in an open loop in this process, at shares of the rate that the rows could just bear;
+the simulator gets the same arrivals and lengths, and lines through measured steps. These are of
+other arrivals at the same load, just before and just after: the speed of a machine drifts, steps of a fixed number of
+rows are shorter than steps after rows have come or gone, and what adds up is their mean. Single steps scatter around
+the lines; the simulator takes their ratios to the lines one after the other. Shown are the medians over repeats of
+both, and of their relative difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
@@ -23,6 +26,7 @@ import torch
 from lib import arguments, finish, kernel, positive, show, speed_model
 
 import kvkeep
+from kvkeep.engine.batch import Run
 from kvkeep.engine.scheduler import MIXED_TOKENS, pace_of
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.planning.fleet.bounded import Bounded, Rows
@@ -30,9 +34,13 @@ from kvkeep.planning.fleet.load import Arrivals, FleetLoad, Turn
 from kvkeep.planning.fleet.steps import Fitted, fit
 from kvkeep.traffic.lengths import Lengths
 from kvkeep.traffic.percentiles import percentile
+from kvkeep.types import Phase
 
 AIM = 0.15
 """Relative difference that is aimed at."""
+
+FEWEST = 5
+"""Steps of a kind in a mean."""
 
 FIGURES = {"first_p50": "first token, p50", "first_p99": "p99", "token_p50": "per token, p50", "token_p99": "p99"}
 
@@ -43,10 +51,16 @@ class Real:
     Args:
         engine: the engine.
         seed: of the prompts.
+
+    Attributes:
+        noted: of steps with one run: rows that got a token, prompt tokens that were read, seconds.
     """
 
     def __init__(self, engine: kvkeep.Engine, seed: int) -> None:
         self._engine, self._draw = engine, random.Random(seed)
+        self.noted: list[tuple[int, int, float]] = []
+        self._plan, self._runs = engine._scheduler.plan, list[Run]()
+        engine._scheduler.plan = self._noted  # type: ignore[method-assign]
         self._known = range(3, engine.model.config.get_text_config().vocab_size)
 
     def add(self, prompt: int, new: int) -> int:
@@ -55,11 +69,27 @@ class Real:
         tokens = self._draw.choices(self._known, k=prompt)
         return self._engine.add(kvkeep.Request(prompt=tokens, sampling=wish, ignore_end=True))
 
-    def step(self) -> float:
-        """Seconds of a step."""
+    def _noted(self) -> list[Run]:
+        self._runs = self._plan()
+        return self._runs
+
+    def step(self) -> list[kvkeep.Event]:
+        """A step, which is noted if it was one run."""
         start = time.perf_counter()
-        self._engine.step()
-        return time.perf_counter() - start
+        events = self._engine.step()
+        seconds = time.perf_counter() - start
+        if len(self._runs) == 1:
+            fed = [(batch.phase, len(tokens)) for batch in self._runs[0].batches for tokens in batch.tokens]
+            rows, read = (sum(n for phase, n in fed if phase is kind) for kind in (Phase.DECODE, Phase.PREFILL))
+            self.noted.append((rows, read, seconds))
+        return events
+
+    def timed(self, prompt: int = 0) -> float:
+        """Seconds of a step, which may read a prompt."""
+        if prompt:
+            self.add(prompt, 1)
+        self.step()
+        return self.noted[-1][2]
 
     def decoding(self, rows: int, prompt: int, new: int) -> list[int]:
         """Rows that decode."""
@@ -88,7 +118,7 @@ class Real:
             if not engine.busy:
                 time.sleep(max(0.0, (left[0][1].due or 0.0) - (time.perf_counter() - start)))
                 continue
-            events = engine.step()
+            events = self.step()
             now = time.perf_counter() - start
             for event in events:
                 place = places[event.id]
@@ -98,42 +128,50 @@ class Real:
         return seconds, tokens, sum(turn.new for turn in turns) / max(last)
 
 
-def measured_steps(real: Real, options: argparse.Namespace) -> dict[str, Any]:
-    """Medians of the engine's steps, in the form that `kvkeep.planning.fleet.steps.read_steps` reads."""
-    prompt, sizes = round(options.prompt.average), sorted({options.chunk // 8, options.chunk // 2, options.chunk})
-    steps: dict[str, Any] = {"device": "cpu", "decode": [], "prompt": [], "mixed": []}
+def steps_alone(real: Real, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians of steps of fixed rows and prompts, in the form that `kvkeep.planning.fleet.steps.read_steps` reads."""
+    prompt, steps = round(options.prompt.average), {"decode": [], "prompt": []}
     for rows in sorted({1, 2, max(2, options.rows // 2), options.rows}):
         some = real.decoding(rows, prompt, 10**4)
-        seconds = statistics.median(real.step() for _ in range(options.steps))
+        seconds = statistics.median(real.timed() for _ in range(options.steps))
         steps["decode"].append({"rows": rows, "seconds": seconds})
-        if rows < options.rows:
-            steps["mixed"] += [
-                {"rows": rows, "tokens": size, "seconds": beside(real, size, options)}
-                for size in sizes
-                if size <= MIXED_TOKENS["cpu"]
-            ]
         real.drop(some)
-    for size in sizes:
-        steps["prompt"].append({"tokens": size, "seconds": statistics.median(alone(real, size, options))})
-    return steps if len(steps["mixed"]) > 1 else {**steps, "mixed": None}
+    for size in sorted({options.chunk // 8, options.chunk // 2, options.chunk}):
+        seconds = statistics.median(real.timed(size) for _ in range(options.steps))
+        steps["prompt"].append({"tokens": size, "seconds": seconds})
+    return steps
 
 
-def alone(real: Real, size: int, options: argparse.Namespace) -> Iterator[float]:
-    """Seconds of a prompt's run."""
-    for _ in range(options.steps):
-        real.add(size, 1)
-        yield real.step()
+def points(noted: list[tuple[int, int, float]]) -> dict[str, Any]:
+    """Noted steps in the form of `steps_alone`: means over steps of nearly one size."""
+    kinds: dict[str, list[tuple[int, int, float]]] = {"decode": [], "prompt": [], "mixed": []}
+    for one in noted:
+        kinds["prompt" if not one[0] else "mixed" if one[1] else "decode"].append(one)
+    steps = {kind: [point(some) for some in groups(of_kind, kind)] for kind, of_kind in kinds.items()}
+    return {"device": "cpu", **steps}
 
 
-def beside(real: Real, size: int, options: argparse.Namespace) -> float:
-    """The median seconds of a prompt's run together with the rows, which then catch up."""
-    seconds = []
-    for _ in range(options.steps):
-        real.add(size, 1)
-        seconds.append(real.step())
-        for _ in range(2 + size // pace_of("cpu")):
-            real.step()
-    return statistics.median(seconds)
+def groups(noted: list[tuple[int, int, float]], kind: str) -> Iterator[list[tuple[int, int, float]]]:
+    """Steps of the same number of rows, in parts of similar numbers of prompt tokens; no part is small."""
+    noted.sort()
+    for _, same in itertools.groupby(noted, key=lambda one: one[0]):
+        some = [*same]
+        count = min(4 if kind != "decode" else 1, len(some) // FEWEST)
+        yield from (some[len(some) * n // count : len(some) * (n + 1) // count] for n in range(count))
+
+
+def point(some: list[tuple[int, int, float]]) -> dict[str, float]:
+    """The mean of steps."""
+    rows, tokens, seconds = (statistics.fmean(column) for column in zip(*some, strict=True))
+    return {"rows": rows, "tokens": tokens, "seconds": seconds}
+
+
+def fitted(alone: dict[str, Any], noted: list[tuple[int, int, float]]) -> tuple[dict[str, Any], Fitted]:
+    """Noted steps and lines through them; of kinds that are too few, those that were timed alone."""
+    steps = {**alone, **{kind: found for kind, found in points(noted).items() if kind == "device" or len(found) > 1}}
+    lines = fit(steps, "steps")
+    steps["ratios"] = [seconds / lines.seconds(rows, 0.0, tokens) for rows, tokens, seconds in noted]
+    return steps, fit(steps, "steps")
 
 
 def drawn(rate: float, options: argparse.Namespace, seed: int) -> list[Turn]:
@@ -230,19 +268,29 @@ def main() -> None:
     with engine(options) as made:
         real = Real(made, 0)
         real.drop(real.decoding(options.rows, options.chunk, 20))
-        for repeat in range(options.repeats):
-            steps = measured_steps(real, options)
-            lines = fit(steps, "steps")
-            for load in () if options.steps_only else options.loads:
-                turns = drawn(load * capacity(lines, options), options, repeat)
-                both = {"measured": figures(real.answer(turns)), "simulated": figures(simulated(turns, lines, options))}
-                runs.append({"load": load, "rate": load * capacity(lines, options), **both})
+        alone = steps_alone(real, options)
+        lines = fit(alone, "steps")
+        del real.noted[:]
+        for load in options.loads:
+            real.answer(drawn(load * capacity(lines, options), options, -1))
+        steps, lines = fitted(alone, real.noted)
+        rate = capacity(lines, options)
+        for repeat, load in () if options.steps_only else itertools.product(range(options.repeats), options.loads):
+            real.noted = around = []
+            real.answer(drawn(load * rate, options, -2 - 2 * repeat))
+            real.noted, turns = [], drawn(load * rate, options, repeat)
+            measured = figures(real.answer(turns))
+            real.noted = around
+            real.answer(drawn(load * rate, options, -3 - 2 * repeat))
+            _, lines = fitted(alone, around)
+            both = {"measured": measured, "simulated": figures(simulated(turns, lines, options))}
+            runs.append({"load": load, "rate": load * rate, "error": lines.error, **both})
     title = f"{options.policy} {options.budget}, {options.rows} rows, {options.dtype}, kernel: {kernel()}"
     if runs:
         columns = ["", "", "measured", "simulated", "difference", f"within {AIM:.0%}"]
         rows = [line for load in options.loads for line in compared(runs, load)]
         show(title, columns, rows, [f"{options.requests} requests at each load, {options.repeats} repeats"])
-    print(f"lines through the steps are off by up to {lines.error:.0%}")
+    print(f"lines through the steps are off by up to {max((run['error'] for run in runs), default=lines.error):.0%}")
     settings = {**vars(options), "prompt": str(options.prompt), "new": str(options.new)}
     finish({"bench": "fleet", **settings, "timed_steps": options.steps, "steps": steps, "runs": runs})
 

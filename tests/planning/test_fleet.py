@@ -357,6 +357,19 @@ def test_no_line_falls_below_zero():
     assert found.error > 0.01
 
 
+def test_steps_take_the_measured_ratios_in_turn():
+    found = fit({**GOOD, "ratios": [2, 0.5, 1.0]}, "x")
+    assert found.ratios == (2.0, 0.5, 1.0)
+    assert fit(GOOD, "x").ratios == ()
+    line = (found.seconds(0, 0.0, 8), *[found.seconds(1, 9.0)] * 4)
+    log = Bounded(found, Arrivals(given([(0, 8, 5)])), rows(slots=9)).run()
+    taken = [line[0] * 2, line[1] * 0.5, line[2], line[3] * 2, line[4] * 0.5]
+    assert log.first_s == pytest.approx([taken[0]])
+    assert log.seconds == pytest.approx(sum(taken))
+    again = Bounded(found, Arrivals(given([(0, 8, 1)])), rows(slots=9)).run()
+    assert again.seconds == pytest.approx(taken[0])  # each device begins anew
+
+
 GOOD = {
     "decode": [{"rows": 1, "seconds": 0.01}, {"rows": 8, "seconds": 0.02}],
     "prompt": [{"tokens": 8, "seconds": 0.01}, {"tokens": 64, "seconds": 0.05}],
@@ -376,6 +389,9 @@ GOOD = {
             {"mixed": [{"rows": 1, "seconds": 1}, {"rows": 2, "seconds": 1}]},
             "point 1 of mixed has no rows or no tokens",
         ),
+        ({"decode": [{"rows": 1, "seconds": 5e-324}, {"rows": 2, "seconds": 1}]}, "seconds of point 1"),
+        *(({"ratios": bad}, "ratios is no list") for bad in ([], 1.0, "12", [1.0] * 10_001)),
+        *(({"ratios": [1.0, bad]}, "number 2 of ratios") for bad in (0, -1.0, True, "1", None, float("nan"), 1e300)),
         *(({"device": 3}, "device is no text"), ({"prompt": [7, 8]}, "point 1 of prompt")),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvkeep.planning.fleet.load import Arrivals, Talk
-from kvkeep.planning.fleet.steps import Steps
+from kvkeep.planning.fleet.steps import Fitted, Steps
 
 _OFTEN = 512
 """Steps between two looks at the clock."""
@@ -116,6 +117,7 @@ class Device(ABC):
         self.reading: list[Job] = []
         self.log = Log()
         self._steps, self._arrivals, self._counted_from = steps, arrivals, counted_from
+        self._ratios = itertools.cycle(steps.ratios if isinstance(steps, Fitted) and steps.ratios else (1.0,))
         self._ends: list[tuple[int, int, Job]] = []
         self._coming: list[tuple[float, int, Job]] = []
         self._looked = self._late_ones = 0
@@ -187,7 +189,7 @@ class Device(ABC):
         tokens = sum(count for _, count in pieces)
         pairs = math.fsum(count * (self.seen(job) + count / 2) for job, count in pieces)
         rows = self.decoding if decode else 0
-        self.spend(self._steps.seconds(rows, self.slots() if decode else 0.0, tokens, pairs))
+        self.spend(next(self._ratios) * self._steps.seconds(rows, self.slots() if decode else 0.0, tokens, pairs))
         if decode:
             self.tick += 1
             self.log.new_tokens += rows

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -19,7 +19,7 @@ from kvkeep.planning.cost import Cost, ModelShape
 from kvkeep.runs import in_full
 
 _MOST_POINTS = 10_000
-_LARGEST = 10**12
+_SMALLEST, _LARGEST = 1e-9, 10**12
 _FIELDS = {
     "decode": (("rows",), "slots"),
     "prompt": (("tokens",), "past"),
@@ -112,6 +112,8 @@ class Fitted:
         prompt: seconds of a run of prompts: fixed, of a token, of a pair of tokens.
         mixed: seconds that prompts add to a decode step in one run: fixed, of a token.
         error: the largest relative error of a point.
+        ratios: seconds of single steps over those of the lines, in the order of time. A device's steps take them one
+            after the other, again and again; empty: each step takes the time of its line.
         device: type of device on which they were measured, if the file says so.
     """
 
@@ -120,6 +122,7 @@ class Fitted:
     mixed: tuple[float, float]
     error: float
     device: str | None = None
+    ratios: tuple[float, ...] = ()
 
     def seconds(self, rows: int, slots: float, tokens: int = 0, pairs: float = 0.0) -> float:
         """See `Steps.seconds`."""
@@ -136,7 +139,8 @@ def read_steps(path: str | Path) -> Fitted:
     It has ``decode``, a list of ``{"rows": 8, "seconds": 0.02}`` with ``slots`` (of all rows) if they differ, and
     ``prompt``, a list of ``{"tokens": 512, "seconds": 0.3}`` with ``past`` (tokens before them) if there are any. It
     may have ``mixed``, runs of both, ``{"rows": 8, "tokens": 64, "seconds": 0.05}``; without it prompt tokens take the
-    time that they take alone, less the fixed one. It may have ``device``, its type.
+    time that they take alone, less the fixed one. It may have ``device``, its type, and ``ratios``, a list of the times
+    of single steps over those of the lines: how a machine's speed moves.
 
     Raises:
         InputError: the file cannot be read, or has no such object.
@@ -174,7 +178,7 @@ def fit(steps: dict[str, Any], name: str) -> Fitted:
         raise InputError(f"{name}: device is no text.")
     first, off = _line(columns, [one["seconds"] for one in decode])
     second, also = _line(reading, [one["seconds"] for one in prompt])
-    whole = Fitted(first, second, (0.0, second[1]), max(off, also), device)
+    whole = Fitted(first, second, (0.0, second[1]), max(off, also), device, _ratios(name, steps.get("ratios")))
     return whole if steps.get("mixed") is None else _with_mixed(whole, _points(name, steps, "mixed"))
 
 
@@ -209,14 +213,29 @@ def _points(name: str, steps: dict[str, Any], kind: str) -> list[dict[str, float
             raise InputError(f"{name}: point {number} of {kind} has no {' or no '.join((*keys, 'seconds'))}.")
         for field in (*keys, "seconds", other):
             value = point.get(field, 1)
-            least = 0 if field == other else math.ulp(0.0)
-            number_like = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number_like or not least <= value < _LARGEST:
+            least = 0 if field == other else _SMALLEST
+            if not _is_number(value) or not least <= value < _LARGEST:
                 raise InputError(f"{name}: {field} of point {number} of {kind} is no number above 0.")
         found.append({field: float(point[field]) for field in (*keys, "seconds", other) if field in point})
     if len({point[keys[-1]] for point in found}) == 1:
         raise InputError(f"{name}: all points of {kind} have the same {keys[-1]}; a line needs two.")
     return found
+
+
+def _ratios(name: str, ratios: object) -> tuple[float, ...]:
+    """The ratios of single steps, checked."""
+    if ratios is None:
+        return ()
+    if not isinstance(ratios, list) or not 1 <= len(ratios) <= _MOST_POINTS:
+        raise InputError(f"{name}: ratios is no list of 1 to {_MOST_POINTS} numbers.")
+    for number, ratio in enumerate(ratios, 1):
+        if not _is_number(ratio) or not _SMALLEST <= ratio < _LARGEST:
+            raise InputError(f"{name}: number {number} of ratios is no number above 0.")
+    return tuple(map(float, ratios))
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _line(
