@@ -83,7 +83,7 @@ def compared(runs: list[dict[str, Any]], load: float) -> list[list[str]]:
     mine = [run for run in runs if run["load"] == load]
     for name, words in {**FIGURES, "tokens_per_s": "tokens/s"}.items():
         unit, scale = ("", 1) if name == "tokens_per_s" else (" ms", 1000)
-        line = [f"{load:.0%} load" if name == "first_p50" else "", words]
+        line = [f"{load:.0%}" if name == "first_p50" else "", words]
         for kind in ("measured", *SIMULATED):
             line.append(f"{scale * statistics.median(run[kind][name] for run in mine):.1f}{unit}")
             line += [] if kind == "measured" else [f"{off(mine, kind, name):+.0%}"]
@@ -171,7 +171,7 @@ def main() -> None:
             runs.append({**run, "error": lines.error})
     title = f"{options.policy} {options.budget}, {options.rows} rows, {options.dtype}, kernel: {kernel()}"
     if runs:
-        columns = ["", "", "measured", *itertools.chain.from_iterable((words, "") for words in SIMULATED.values())]
+        columns = ["load", "", "measured", *itertools.chain.from_iterable((words, "") for words in SIMULATED.values())]
         rows = [line for load in options.loads for line in compared(runs, load)]
         show(title, columns, rows, [f"{options.requests} requests at each load, {options.repeats} repeats"])
         print(within(runs, options.loads))

@@ -596,9 +596,10 @@ def test_http_beside_the_engine(monkeypatch, capsys):
 def test_the_simulator_beside_an_engine(monkeypatch, capsys):
     small = ("--rows", "2", "--prompt", "4-9", "--new", "2-4", "--chunk", "8", "--budget", "8")
     shown, data = run("fleet", monkeypatch, capsys, *small, "--requests", "4", "--steps", "2", "--loads", "0.5")
-    assert all(words in shown for words in ("50% load", "first token, p50", "tokens/s"))
+    assert all(words in shown for words in ("50%", "first token, p50", "tokens/s", "own steps", "within 15% of 5"))
     (one,) = data["runs"]
-    assert min(*one["measured"].values(), *one["simulated"].values()) > 0
+    assert min(*one["measured"].values(), *one["simulated"].values(), *one["foretold"].values()) > 0
     _, alone = run("fleet", monkeypatch, capsys, *small, "--steps", "2", "--steps-only")
     assert alone["runs"] == []
-    assert {"decode", "prompt", "mixed"} <= set(alone["steps"])
+    assert {"decode", "prompt", "ratios"} <= set(alone["steps"])
+    assert min(alone["steps"]["ratios"]) > 0
