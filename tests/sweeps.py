@@ -1,6 +1,6 @@
 """Long lists of cases: `make test` runs some of each, `make test-all` the rest; ``pytest FILE -m ""`` runs all.
 
-``make test-all SHARE=8`` runs an eighth of the rest, for machines that have not the time; always the same eighth.
+``make test-all SHARE=6`` runs a sixth of the rest, for machines that have not the time; always the same sixth.
 """
 
 from collections import defaultdict
@@ -20,18 +20,19 @@ ONE_IN = 10
 def thin(items: Iterable[pytest.Item], share: int = 1) -> list[pytest.Item]:
     """Marks most cases of long lists as slow. The first case and those that a hash of their names chooses stay.
 
-    Of those that it marks, one in ``share`` is to run; the others are returned.
+    Of those that are slow then, and of long lists that were slow before, one in ``share`` is to run; the others are
+    returned.
     """
     lists, spare = defaultdict(list), []
     for item in items:
-        if item.get_closest_marker("slow") is None:
-            lists[item.nodeid.partition("[")[0]].append(item)
-    for cases in lists.values():
+        lists[item.nodeid.partition("[")[0], item.get_closest_marker("slow") is None].append(item)
+    for (_, fast), cases in lists.items():
         for case in cases[1:] if len(cases) >= MANY else ():
             number, chosen = divmod(crc32(case.nodeid.encode()), ONE_IN)
-            if chosen:
+            if chosen and fast:
                 case.add_marker(pytest.mark.slow)
-                spare += [case] if number % share else []
+            if number % share and (chosen or not fast):
+                spare.append(case)
     return spare
 
 
