@@ -6,14 +6,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from kvkeep.argument import usual
 from kvkeep.errors import BrokenCacheError, InputError, PolicyError, UnsupportedOperationError
-from kvkeep.handing import BoundedLayer, CountingLayer, CountingStepper, PhasedCache, handing_part, refuse_rollback
+from kvkeep.handing import (
+    BoundedLayer,
+    CountingLayer,
+    CountingStepper,
+    HandingLayer,
+    PhasedCache,
+    handing_part,
+    refuse_rollback,
+)
 from kvkeep.history import Decodes, History, Ids, device_of, padded, rows_of
 from kvkeep.hybrid import beside_state
 from kvkeep.layer import Layer
@@ -254,22 +262,15 @@ class BoundedCache(SnapshotCache):
         """Bytes over all layers with slots, summed over real tensors."""
         return sum((layer.memory() for layer in self.bounded_layers().values()), Memory())
 
-    def update(
-        self,
-        key_states: Float[Tensor, "B Hk T D"],
-        value_states: Float[Tensor, "B Hk T E"],
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Float[Tensor, "B Hk T D"], Float[Tensor, "B Hk T E"]]:
-        """Hand new keys and values to a layer. A step begins with the first layer's.
+    def begin(self, layer_idx: int) -> HandingLayer | None:
+        """See `PhasedCache.begin`. A step begins with the first layer's tokens.
 
         Raises:
             BrokenCacheError: the previous step failed in some layer, so the layers have seen different tokens.
         """
         if layer_idx == self._first:
             self._check_whole()
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return super().begin(layer_idx)
 
     def activate_past_recording(self) -> None:
         """Refuse what assisted decoding needs.

@@ -245,11 +245,20 @@ class PhasedCache(Cache):
         Raises:
             UnsupportedModelError: the model attended to latents by itself.
         """
+        self.begin(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def begin(self, layer_idx: int) -> HandingLayer | None:
+        """Set the phase of a layer that is about to get new tokens; ``None`` if it hands nothing on.
+
+        Raises:
+            UnsupportedModelError: the model attended to latents by itself.
+        """
         if (layer := handing_part(self.layers[layer_idx])) is not None:
             layer.phase, layer.latent = self.phase or self.phase_at(layer.columns), self.latent
             if self.latent and any(part.handed for part in map(handing_part, self.layers) if part is not None):
                 raise UnsupportedModelError(_BYPASSED)  # a layer before this one, or the last one of the last step
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return layer
 
 
 def refuse_rollback() -> NoReturn:

@@ -6,7 +6,7 @@ A step that is like the last one but for its tokens is made here, too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.asked import Asked
-from kvkeep.backends import Backend, choose, in_codes, in_pool
+from kvkeep.backends import Backend, Repeat, choose, in_codes, in_pool
 from kvkeep.budget import Number, by_head
 from kvkeep.capacity import check_room
 from kvkeep.errors import ShapeError
@@ -192,6 +192,26 @@ class Held:
             self.hold(self.new_block(keys, values), columns=self.columns, own=True)
         self.store.check_fit(keys, values)
 
+    def repeat(
+        self, options: AttentionOptions, run: Callable[[Repeat], Float[Tensor, "*n"] | None]
+    ) -> Float[Tensor, "*n"] | None:
+        """Let somebody else make a decode step that differs from the last one in its tokens alone.
+
+        Args:
+            options: what the model's attention asks for.
+            run: makes the step and adds each row's token to `Block.seen`; if it returns ``None``, nothing has changed.
+
+        Returns:
+            What ``run`` returned; ``None`` if there is no such step, or if it could not be made.
+
+        Raises:
+            CapacityError: the policy does not evict and the budget is exhausted.
+        """
+        repeating = self._repeating
+        if repeating is None or not self._may_go_on(repeating, options):
+            return None
+        return self._made_again(repeating, lambda: run(repeating.call))
+
     def _again(
         self,
         query: Float[Tensor, "B Hq T D"],
@@ -201,20 +221,32 @@ class Held:
     ) -> Float[Tensor, "B Hq 1 E"] | None:
         """A decode step like the last one; ``None`` if it is another one, and then nothing has changed."""
         repeating, block, self._repeating = self._repeating, self.block, None
-        if self.broken or repeating is None or torch.is_grad_enabled():
+        if repeating is None or not self._may_go_on(repeating, options):
             return None
-        if torch.compiler.is_compiling():  # a trace has no addresses
+        if not repeating.call.takes(query, keys, values):
             return None
-        if not self._asked.remembers(block.prompt, block.budget):
-            return None
-        if not repeating.is_same(block, options, query, keys, values):
-            return None
-        check_room(self.policy, block, 1, None, phase=Phase.DECODE, window=self.window)
+
+        def run() -> Tensor | None:
+            out = repeating.call(query, keys, values, block.advance(1, None, Phase.DECODE))
+            if out is None:
+                block.seen.sub_(1)
+            return out
+
+        return self._made_again(repeating, run)
+
+    def _may_go_on(self, repeating: Repeating, options: AttentionOptions) -> bool:
+        """Whether a step that has these options may be the last one for other tokens."""
+        if self.broken or torch.is_grad_enabled() or torch.compiler.is_compiling():  # a trace has no addresses
+            return False
+        return self._asked.remembers(self.block.prompt, self.block.budget) and repeating.is_same(self.block, options)
+
+    def _made_again(self, repeating: Repeating, run: Callable[[], Tensor | None]) -> Tensor | None:
+        """What ``run`` returns, which makes the step; ``None`` if it could not, and then nothing has changed."""
+        self._repeating = None
+        check_room(self.policy, self.block, 1, None, phase=Phase.DECODE, window=self.window)
         self.broken = True  # until the step has ended
-        out = repeating(query, keys, values, block.advance(1, None, Phase.DECODE))
-        if out is None:
-            block.seen.sub_(1)
-        else:
+        out = run()
+        if out is not None:
             self.columns, self._repeating = self.columns + 1, repeating
         self.broken = False
         return out

@@ -45,23 +45,25 @@ OTHERS = {
 }
 
 
-COUNTS = {"before": 0, "behind": 0}
+COUNTS = {"before": 0, "behind": 0, "whole": 0}
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often either half of a layer was computed by the kernel since `both` was called."""
+    """How often either half of a layer was computed by the kernel since `both` was called, and both in one call."""
 
-    def counting(name, honest):
+    def counting(names, honest):
         def call(self, *args):
             found = honest(self, *args)
-            COUNTS[name] += found is not None
+            for name in names:
+                COUNTS[name] += found is not None
             return found
 
         return call
 
-    for name, kind in {"before": layers.Before, "behind": layers.Behind}.items():
-        monkeypatch.setattr(kind, "__call__", counting(name, kind.__call__))
+    kinds = {layers.Before: ["before"], layers.Behind: ["behind"], layers.Whole: ["before", "behind", "whole"]}
+    for kind, names in kinds.items():
+        monkeypatch.setattr(kind, "__call__", counting(names, kind.__call__))
     return COUNTS
 
 
@@ -92,7 +94,7 @@ def both(name="llama", dtype=torch.float32, **options):
 def test_layers_say_what_the_modules_say(name, counted):
     plain, model = both(name)
     torch.testing.assert_close(steps(model), steps(plain), rtol=0, atol=2e-5)
-    assert counted == {"before": 8, "behind": 8}
+    assert counted == {"before": 8, "behind": 8, "whole": 6}
     assert generated(model) == generated(plain)
 
 
@@ -103,7 +105,8 @@ def test_the_same_digits_as_in_its_fused_modules(name, dtype, monkeypatch, count
     _, model = both(name, dtype)
     found = steps(model, tokens=8)
     assert counted["before"] == 16
-    monkeypatch.setattr(layers.Before, "__call__", lambda *_: None)
+    for kind in (layers.Before, layers.Whole):
+        monkeypatch.setattr(kind, "__call__", lambda *_: None)
     assert torch.equal(steps(model, tokens=8), found)
 
 
@@ -403,7 +406,8 @@ def test_a_model_in_training_mode_is_refused_as_before():
 def test_without_memory_torch_does_the_work(half, monkeypatch):
     _, model = both()
     expected = steps(model)
-    monkeypatch.setattr(half, "__call__", lambda *_: None)
+    for kind in (half, layers.Whole):
+        monkeypatch.setattr(kind, "__call__", lambda *_: None)
     torch.testing.assert_close(steps(model), expected, rtol=0, atol=2e-5)
 
 

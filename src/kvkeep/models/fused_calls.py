@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from kvkeep.backends import layers
 from kvkeep.models.fused_parts import FusedGate, FusedLinear, FusedNorm, is_heard
@@ -72,30 +72,44 @@ class Calls:
     """The two calls of a layer, as long as its weights lie where they are. Addresses alone keep no weight alive.
 
     Args:
-        parts: the layer's parts.
-        weights: their weights, see `weights_of`.
+        layer: a decoder layer.
+        parts: its parts.
     """
 
-    def __init__(self, parts: Parts, weights: Sequence[object]) -> None:
-        self._places = layers.places(weights)
+    def __init__(self, layer: nn.Module, parts: Parts) -> None:
         heads, dim = [None if norm is None else _norm(norm) for norm in parts.heads], parts.attention.head_dim
         self.before = layers.Before(_norm(parts.first), parts.qkv, heads, dim)
         self.behind = layers.Behind(parts.output, _norm(parts.second), *parts.gated)
+        modules = _modules_of(layer)
+        self._modules, self._kinds = [*map(id, modules)], [*map(type, modules)]
+        self._places = layers.places(_weights_of(modules))
 
-    def stand(self, weights: Sequence[object]) -> bool:
-        """Whether these are the calls of a layer with such weights."""
-        return layers.places(weights) == self._places
+    def weights(self, layer: nn.Module) -> list[object] | None:
+        """The weights of a layer, if these are still its calls: nobody has replaced a part or listens to one."""
+        modules = _modules_of(layer)
+        if [*map(id, modules)] != self._modules or [*map(type, modules)] != self._kinds:
+            return None
+        if any(map(is_heard, modules)):
+            return None
+        found = _weights_of(modules)
+        return found if layers.places(found) == self._places else None
 
 
-def weights_of(parts: Parts) -> list[object]:
-    """All weights of a layer, in one order; the type `Tensor` for what is not, or no longer, a parameter."""
-    norms: list[dict[str, Any]] = [_NONE if one is None else one._parameters for one in _norms(parts)]
-    linear: list[dict[str, Any]] = [one._parameters for one in (*parts.qkv, parts.output, *parts.gated)]
-    return [own.get("weight", Tensor) for own in norms + linear] + [own.get("bias", Tensor) for own in linear]
+def _modules_of(layer: nn.Module) -> list[nn.Module]:
+    """All modules of a layer, in one order."""
+    own = layer._modules
+    attention, feed = own.get("self_attn"), own.get("mlp")
+    found = [*own.values()]
+    for one in (attention, feed):
+        found += () if one is None else one._modules.values()
+    return [one for one in found if one is not None]
 
 
-def _norms(parts: Parts) -> tuple[FusedNorm | None, ...]:
-    return parts.first, parts.second, *parts.heads
+def _weights_of(modules: Sequence[nn.Module]) -> list[object]:
+    found: list[object] = []
+    for one in modules:
+        found += one._parameters.values()
+    return found
 
 
 def _norm(norm: FusedNorm) -> layers.Norm:

@@ -1,4 +1,4 @@
-"""Decoder layers as two calls of the native kernel, one before their attention and one behind it, for a few rows."""
+"""Decoder layers as calls of the native kernel for a few rows: before their attention and behind it, or all in one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -16,10 +17,13 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvkeep.argument import CACHE_ARGUMENTS, handed_over, taken_as, usual
+from kvkeep.backends import layers
 from kvkeep.handing import PhasedCache
-from kvkeep.models.fused_calls import Calls, Parts, parts_of, weights_of
+from kvkeep.models.fused_calls import Calls, Parts, parts_of
 from kvkeep.models.fused_parts import SCALES, is_close, mixed
 from kvkeep.models.hf import ATTENTION
+from kvkeep.models.repeated import is_ours, repeat, repeatable
+from kvkeep.types import AttentionOptions
 
 Attend: TypeAlias = Callable[
     [Float[Tensor, "B Hq 1 D"], Float[Tensor, "B Hk 1 D"], Float[Tensor, "B Hk 1 E"]], Float[Tensor, "B 1 Hq E"]
@@ -47,9 +51,13 @@ def _run(
 
 
 class FusedLayer(nn.Module):
-    """Mixed into a decoder layer: in a step of a few rows with kvkeep's cache, two calls beside its attention."""
+    """Mixed into a decoder layer: in a step of a few rows with kvkeep's cache, two calls beside its attention.
+
+    Where attention differs from the last step's in its tokens alone, one call does it all.
+    """
 
     _told: dict[str, Any]
+    _repeated: AttentionOptions | None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's output."""
@@ -61,25 +69,34 @@ class FusedLayer(nn.Module):
         cache, angles = handed_over(kwargs), kwargs.get("position_embeddings")
         if x.ndim != 3 or x.shape[1] != 1 or not isinstance(cache, PhasedCache) or not isinstance(angles, tuple):
             return None
-        parts = parts_of(self)
-        if parts is None or parts.attention.training or parts.attention.config._attn_implementation != ATTENTION:
+        attention: Any = self._modules.get("self_attn")
+        if attention is None or attention.training or not is_ours(attention.config):
             return None
-        attention, call = parts.attention, ALL_ATTENTION_FUNCTIONS[ATTENTION]
+        calls: Calls | None = vars(self).get("_calls")
+        weights = None if calls is None else calls.weights(self)
+        if calls is None or weights is None:
+            if (parts := parts_of(self)) is None:
+                return None
+            calls = vars(self)["_calls"] = Calls(self, parts)
+            weights = calls.weights(self)
         more = (kwargs[name] for name in kwargs.keys() - _KNOWN)
         if angles[0].shape[-1] != attention.head_dim or not all(one is None or one is False for one in more):
             return None  # only part of each head is rotated, or the layer is told what it was not in its trial
+        mask, out, known = kwargs.get("attention_mask"), None, calls
+        if self._repeated is not None:
+            whole = partial(layers.whole, known.before, known.behind, x, angles)
+            out = repeat(cache, attention.layer_idx, mask, self._repeated, whole)
+        if out is not None or (parts := parts_of(self)) is None:
+            return out
+        call = ALL_ATTENTION_FUNCTIONS[ATTENTION]
         given = {**self._told, **{name: kwargs[name] for name in kwargs.keys() - _OWN}}
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             handed = cache.update(key, value, attention.layer_idx)
-            attended: Tensor = call(attention, query, *handed, kwargs.get("attention_mask"), **given)[0]
+            attended: Tensor = call(attention, query, *handed, mask, **given)[0]
             return attended
 
-        calls: Calls | None = vars(self).get("_calls")
-        weights = weights_of(parts)  # they live as long as the calls run, whatever another thread replaces
-        if calls is None or not calls.stand(weights):
-            calls = vars(self)["_calls"] = Calls(parts, weights)
-        return _run(parts, x, angles, attend, calls)
+        return _run(parts, x, angles, attend, known)
 
 
 def copied(layer: nn.Module) -> nn.Module:
@@ -94,7 +111,10 @@ def fuse_layer(layer: nn.Module) -> bool:
         return False
     if (constants := _constants(layer, parts)) is None:
         return False
-    vars(layer)["_told"] = constants  # first, since another thread may be in the layer
+    attention = parts.attention
+    vars(layer).update(
+        _told=constants, _repeated=repeatable(attention, **constants)
+    )  # first, since another thread may be in the layer
     layer.__class__ = mixed(FusedLayer, type(layer))
     return True
 
@@ -170,7 +190,7 @@ class _Trial:
 
     def run(self, parts: Parts, attend: Attend | None = None) -> Tensor | None:
         """The output of the kernel."""
-        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), Calls(parts, weights_of(parts)))
+        return _run(parts, self.x, self.angles, attend or (lambda *_: self.answer), Calls(self._layer, parts))
 
 
 @torch.inference_mode()

@@ -164,7 +164,7 @@ def attention_forward(
         ShapeError: keys or mask do not fit the tokens in the cache.
         CapacityError: the policy does not evict and its budget is exhausted.
     """
-    if dropout or kwargs.get("position_bias") is not None or not _is_causal(module, kwargs):
+    if not is_known(module, dropout=dropout, **kwargs):
         raise UnsupportedModelError(
             f"{type(module).__name__} asks for dropout, a position bias or attention that is not causal, which "
             "kvkeep's attention does not compute. Call model.eval() if the model is in training mode."
@@ -223,9 +223,13 @@ def _bounded(
     return stepper.step(query, key, value, options=options, phase=phase, real=real)
 
 
-def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+def is_known(
+    module: torch.nn.Module, *, dropout: float = 0.0, position_bias: Tensor | None = None, **kwargs: Any
+) -> bool:
+    """Whether a module asks `attention_forward` for what it computes: causal attention without dropout or biases."""
     asked = kwargs.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if asked is None else asked)
+    causal = getattr(module, "is_causal", True) if asked is None else asked
+    return not dropout and position_bias is None and bool(causal)
 
 
 def _dense(

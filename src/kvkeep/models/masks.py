@@ -67,6 +67,11 @@ class PaddingMask:
             )
         return self.real[:, self.q_offset :]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all tokens are real, and positions say all the rest."""
+        return self.real is None and self.honoured
+
     def padding(self, T: int) -> Bool[Tensor, "B T"] | None:
         """Which of the ``T`` new tokens of a prompt are padding; ``None``: none that the mask tells.
 

@@ -1,6 +1,8 @@
 // The functions that Python calls. Each takes one struct of 8-byte fields, which ops.py or one of its neighbours packs
 // in the same order, and returns -1 if there was no memory; then nothing has been done.
 
+#include <numeric>
+
 #include "attend.h"
 #include "coded.h"
 #include "layer.h"
@@ -29,6 +31,20 @@ extern "C" struct Step {
     float *lost;  // mass of the victim, and of all slots: both are added to; null: not wanted
     int64_t lost_row, lost_head;
     Ring ring;  // without words: none
+};
+
+// A decode step of a whole layer: what is before its attention, the step, and what is behind it.
+extern "C" struct Kept {  // all that stays from step to step; the rest is filled in
+    Before before;
+    Step step;
+    Behind behind;
+};
+
+extern "C" struct LayerStep {
+    const char *x, *cosines, *sines;
+    int64_t cosine_row, sine_row, threads;
+    char *out;
+    const Kept *kept;
 };
 
 namespace {
@@ -186,6 +202,44 @@ extern "C" int64_t kvkeep_before(const Before *b) {
 
 extern "C" int64_t kvkeep_behind(const Behind *b) {
     return by_type(b->type, [=](auto x) { return behind_as<decltype(x)>(*b); });
+}
+
+// The tokens' positions are the numbers of tokens that the rows have seen, which are counted here. Returns 1 if the slots
+// hold the tokens and there was no memory for what is behind attention.
+extern "C" int64_t kvkeep_layer_step(const LayerStep *now) {
+    Before before = now->kept->before;
+    Step step = now->kept->step;
+    Behind behind = now->kept->behind;
+    const Weights *all = before.all;
+    const int64_t rows = before.rows, inner = behind.gate.outputs;
+    const auto floats = [=](int64_t numbers) { return up(rows * numbers * bytes_of(before.type), 64) / 4; };
+    const int64_t sizes[] = {floats(all[0].outputs), floats(all[1].outputs), floats(all[2].outputs),
+                             floats(behind.attention_width), floats(before.width),
+                             floats(2 * before.width + inner), up(2 * rows, W)};
+    const Scratch memory(std::accumulate(sizes, sizes + 7, (int64_t)0));
+    if (!memory.get()) return -1;
+    float *parts[7] = {memory.get()};
+    for (int i = 1; i < 7; i++) parts[i] = parts[i - 1] + sizes[i - 1];
+    before.x = behind.x = now->x;
+    before.cosines = now->cosines, before.cosine_row = now->cosine_row;
+    before.sines = now->sines, before.sine_row = now->sine_row;
+    before.threads = behind.threads = step.attend.threads = now->threads;
+    for (int i = 0; i < 3; i++) before.all[i].out = (char *)parts[i];
+    before.scratch = (char *)parts[4];
+    if (kvkeep_before(&before)) return -1;
+    int64_t *const seen = (int64_t *)step.seen, *const positions = (int64_t *)parts[6];
+    for (int64_t row = 0; row < rows; row++) positions[row] = seen[row * step.seen_row]++;
+    Attend &a = step.attend;
+    a.query = (char *)parts[0], a.query_row = all[0].outputs, a.query_head = before.dim;
+    step.new_keys = (char *)parts[1], step.new_key_row = all[1].outputs, step.new_key_head = before.dim;
+    step.new_values = (char *)parts[2], step.new_value_row = all[2].outputs, step.new_value_head = before.dim;
+    a.now = positions, a.now_row = 1, a.out = (char *)parts[3];
+    if (kvkeep_step(&step)) {
+        for (int64_t row = 0; row < rows; row++) seen[row * step.seen_row]--;
+        return -1;
+    }
+    behind.attention = (char *)parts[3], behind.scratch = (char *)parts[5], behind.down.out = now->out;
+    return kvkeep_behind(&behind) ? 1 : 0;
 }
 
 extern "C" int64_t kvkeep_write(const Write *w) {

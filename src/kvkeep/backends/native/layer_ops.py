@@ -6,6 +6,7 @@ compares `places`: the kernel reads the weights where they lay.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -15,10 +16,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvkeep.backends.native.checks import TYPES
+from kvkeep.backends.native.ops import Repeat
 from kvkeep.backends.native.small_ops import fits, library_for, matches, most_rows
 
 _BEFORE = struct.Struct("6q q2d 12q q q2d q2d 4q")
 _BEHIND = struct.Struct("8q 16q q2d")
+_LAYER_STEP = struct.Struct("8q")
+_STEP_HEAD = struct.Struct("8q")  # of Attend
 
 Place: TypeAlias = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...]] | type
 """An address, and what lies there: device, dtype, shape and strides. Of what is no plain parameter, its type."""
@@ -86,16 +90,46 @@ class Before:
             return None
         query, key, value = (x.new_empty((B, heads, 1, D)) for heads in self._heads)
         scratch = torch.empty_like(x)
-        packed = _BEFORE.pack(
-            *(B, width, torch.get_num_threads(), TYPES[x.dtype], x.data_ptr(), scratch.data_ptr()),
-            *self._norm,
-            *(*self._query[:2], query.data_ptr(), self._query[2]),
-            *(*self._key[:2], key.data_ptr(), self._key[2]),
-            *(*self._value[:2], value.data_ptr(), self._value[2]),
-            *self._rest,
-            *(cosines.data_ptr(), sines.data_ptr(), _row(cosines), _row(sines)),
+        packed = self.pack(
+            *(B, x.data_ptr(), scratch.data_ptr()),
+            (query.data_ptr(), key.data_ptr(), value.data_ptr()),
+            (cosines.data_ptr(), sines.data_ptr(), _row(cosines), _row(sines)),
         )
         return None if library.kvkeep_before(packed) else (query, key, value)
+
+    def pack(
+        self,
+        rows: int,
+        x: int = 0,
+        scratch: int = 0,
+        outs: tuple[int, int, int] = (0, 0, 0),
+        angles: tuple[int, int, int, int] = (0, 0, 0, 0),
+    ) -> bytes:
+        """The arguments of the kernel; all but the number of rows are addresses, and the angles' strides."""
+        linear = zip((self._query, self._key, self._value), outs, strict=True)
+        return _BEFORE.pack(
+            *(rows, self._width, torch.get_num_threads(), TYPES[self._dtype], x, scratch),
+            *self._norm,
+            *(number for one, out in linear for number in (*one[:2], out, one[2])),
+            *self._rest,
+            *angles,
+        )
+
+    def leads_to(self, behind: Behind, step: Repeat) -> bool:
+        """Whether this, a step of attention and ``behind`` are those of one layer."""
+        rows, kv_heads, group, _, dim, value_dim, _, kind = _STEP_HEAD.unpack_from(step.packed)
+        if not (self._is_known and behind.is_known) or self._dtype != behind.dtype or self._width != behind.width:
+            return False
+        if rows > most_rows(self._dtype) or kind != TYPES[self._dtype] or not dim == value_dim == self._dim:
+            return False
+        heads = [kv_heads * group, kv_heads, kv_heads]
+        return self._heads == heads and behind.attended == heads[0] * dim
+
+    def reads(self, x: Tensor, angles: tuple[Tensor, Tensor], rows: int) -> bool:
+        """Whether the kernel can read a token for so many rows, and its angles."""
+        if x.dtype != self._dtype or x.shape != (rows, 1, self._width):
+            return False
+        return _turns(angles[0], x, self._dim) and _turns(angles[1], x, self._dim)
 
 
 class Behind:
@@ -111,11 +145,11 @@ class Behind:
 
     def __init__(self, output: nn.Linear, norm: Norm, gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> None:
         like, width, inner = norm.weight, len(norm.weight), gate.out_features
-        self._dtype, self._width, self._inner, self._attended = like.dtype, width, inner, output.in_features
-        self._is_known = (
+        self.dtype, self.width, self._inner, self.attended = like.dtype, width, inner, output.in_features
+        self.is_known = (
             (output.out_features == width and up.out_features == inner and down.out_features == width)
             and _is_norm(norm, like, width)
-            and fits(output, like, self._attended)
+            and fits(output, like, self.attended)
             and (fits(gate, like, width) and fits(up, like, width) and fits(down, like, inner))
         )
         within = [number for layer in (output, gate, up) for number in (*_weights(layer)[:2], 0, _weights(layer)[2])]
@@ -131,21 +165,88 @@ class Behind:
             attention: what the heads of each row put out.
         """
         library, (B, T, width) = library_for(x), x.shape
-        if library is None or not self._is_known or x.dtype != self._dtype or width != self._width or T != 1:
+        if library is None or not self.is_known or x.dtype != self.dtype or width != self.width or T != 1:
             return None
         if most_rows(x.dtype) < B or library_for(attention) is None or attention.dtype != x.dtype:
             return None
-        if attention.shape != (B, 1, self._attended):
+        if attention.shape != (B, 1, self.attended):
             return None
         scratch, out = x.new_empty(B * (2 * width + self._inner)), torch.empty_like(x)
-        packed = _BEHIND.pack(
-            *(B, width, torch.get_num_threads(), TYPES[x.dtype]),
-            *(x.data_ptr(), attention.data_ptr(), self._attended, scratch.data_ptr()),
+        packed = self.pack(B, x.data_ptr(), attention.data_ptr(), scratch.data_ptr(), out.data_ptr())
+        return None if library.kvkeep_behind(packed) else out
+
+    def pack(self, rows: int, x: int = 0, attention: int = 0, scratch: int = 0, out: int = 0) -> bytes:
+        """The arguments of the kernel; all but the number of rows are addresses."""
+        return _BEHIND.pack(
+            *(rows, self.width, torch.get_num_threads(), TYPES[self.dtype]),
+            *(x, attention, self.attended, scratch),
             *self._within,
-            *(*self._down[:2], out.data_ptr(), self._down[2]),
+            *(*self._down[:2], out, self._down[2]),
             *self._norm,
         )
-        return None if library.kvkeep_behind(packed) else out
+
+
+class Whole:
+    """A layer's decode step in one call: `Before`, a step of attention that is told its tokens alone, and `Behind`.
+
+    Args:
+        before: of the layer.
+        step: the step of attention.
+        behind: of the layer.
+
+    Attributes:
+        parts: these three.
+    """
+
+    def __init__(self, before: Before, step: Repeat, behind: Behind) -> None:
+        self.parts = before, step, behind
+        self._rows: int = _STEP_HEAD.unpack_from(step.packed)[0]
+        self._fit = before.leads_to(behind, step)
+        packed = before.pack(self._rows) + step.packed + behind.pack(self._rows) if self._fit else b""
+        self._kept = ctypes.create_string_buffer(packed, len(packed))
+        self._address = ctypes.addressof(self._kept)
+
+    def __call__(
+        self, x: Float[Tensor, "B 1 width"], angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]]
+    ) -> Float[Tensor, "B 1 width"] | None:
+        """The layer's output. Each row's token has been counted in ``seen``.
+
+        Args:
+            x: a token per row.
+            angles: as in `Before`.
+
+        Raises:
+            MemoryError: the slots hold the tokens, and there was no memory for the rest.
+        """
+        library = library_for(x)
+        if library is None or not self._fit or not self.parts[0].reads(x, angles, self._rows):
+            return None
+        out, (cosines, sines) = torch.empty_like(x), angles
+        packed = _LAYER_STEP.pack(
+            *(x.data_ptr(), cosines.data_ptr(), sines.data_ptr(), _row(cosines), _row(sines)),
+            *(torch.get_num_threads(), out.data_ptr(), self._address),
+        )
+        failed = library.kvkeep_layer_step(packed)
+        if failed > 0:
+            raise MemoryError("There was no memory for what a layer computes behind its attention.")
+        return None if failed else out
+
+
+def whole(
+    before: Before,
+    behind: Behind,
+    x: Float[Tensor, "B 1 width"],
+    angles: tuple[Float[Tensor, "_B _T _D"], Float[Tensor, "_B _T _D"]],
+    step: object,
+) -> Float[Tensor, "B 1 width"] | None:
+    """The output of a layer whose step of attention is a repeated one, see `Whole`; ``None`` if it is another one's."""
+    if not isinstance(step, Repeat):
+        return None
+    within = step.within
+    if within is None or within.parts[0] is not before or within.parts[2] is not behind:
+        within = step.within = Whole(before, step, behind)
+    out: Tensor | None = within(x, angles)
+    return out
 
 
 def _weights(layer: nn.Linear) -> tuple[int, int, int]:

@@ -146,12 +146,20 @@ class Repeat:
 
     Args:
         step: a step of a token.
+
+    Attributes:
+        packed: the arguments of the kernel with the addresses of that token.
+        within: a larger call that this step has become a part of.
     """
+
+    packed: bytes
+    within: Any
 
     def __init__(self, step: Step) -> None:
         packed, (query, keys, values) = step.attention + step.rest, step.token
         new = len(step.attention)
-        self._library = step.library
+        self.packed, self.within = packed, None
+        self.library = step.library
         self._numbers = _TOKEN_HEAD.unpack_from(packed)[:6]
         self._slots = packed[_QUERY_END:_NOW]
         self._asked, self._limits = packed[_NOW + _OUT.size : new], packed[new + _NEW.size :]
@@ -179,7 +187,7 @@ class Repeat:
         )
         packed = head + self._slots + _OUT.pack(now.data_ptr(), now.stride(0), out.data_ptr()) + self._asked
         packed += _NEW.pack(keys.data_ptr(), *keys.stride()[:2], values.data_ptr(), *values.stride()[:2])
-        return None if self._library.kvkeep_step(packed + self._limits) else out
+        return None if self.library.kvkeep_step(packed + self._limits) else out
 
 
 def _kind(tensor: Tensor) -> tuple[type, torch.device, torch.dtype, torch.Size, int]:

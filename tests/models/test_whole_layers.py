@@ -1,0 +1,391 @@
+"""Decoder layers in one call of the native kernel: the same bits and the same slots as in two calls and attention."""
+
+import copy
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from test_fused import fused_copy, made
+from transformers import DynamicCache
+
+import kvkeep
+from kvkeep.argument import handed
+from kvkeep.backends import layers
+from kvkeep.backends.native import native, small_ops
+from kvkeep.backends.native.layer_ops import Whole
+from kvkeep.policies import DEFAULT
+
+pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
+
+POLICIES = ("h2o", "local", "streaming_llm", "full", "h2o:decay=0.9", DEFAULT, "scissorhands")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The number of layers that were computed in one call."""
+    found, honest = [], Whole.__call__
+
+    def call(self, *args):
+        out = honest(self, *args)
+        found.extend([1] * (out is not None))
+        return out
+
+    monkeypatch.setattr(Whole, "__call__", call)
+    return found
+
+
+def attached(name="llama", dtype=torch.float32, **options):
+    return kvkeep.attach(fused_copy(made(name, **options).to(dtype))[0])
+
+
+def cache_of(model, policy="h2o", *, repeats=True, **options):
+    cache = kvkeep.BoundedCache(model.config, policy, **{"budget": 70 if policy == "full" else 20, **options})
+    for layer in cache.bounded_layers().values() if not repeats else ():
+        layer._may_repeat = lambda: False
+    return cache
+
+
+def content(cache):
+    """All that the layers of a cache hold."""
+    return [
+        {**layer.block.per_row(), "columns": torch.tensor(layer.columns), "broken": torch.tensor(layer.broken)}
+        for layer in cache.bounded_layers().values()
+        if layer.allocated
+    ]
+
+
+def assert_equal(one, other):
+    for mine, its in zip(content(one), content(other), strict=True):
+        for name, tensor in mine.items():
+            assert torch.equal(tensor.nan_to_num(), its[name].nan_to_num()), name
+
+
+class Pair:
+    """Two caches of one model, which get the same tokens; one of them is told everything in each step."""
+
+    def __init__(self, model, *args, rows=3, **options):
+        self.model, self.rows, self.seed = model, rows, 0
+        self.caches = [cache_of(model, *args, repeats=repeats, **options) for repeats in (True, False)]
+
+    def feed(self, T=1, **more):
+        draw = torch.Generator().manual_seed(self.seed)
+        self.seed += 1
+        ids = torch.randint(3, 90, (self.rows, T), generator=draw)
+        outs = [self.outcome(cache, ids, more) for cache in self.caches]
+        if isinstance(outs[0], torch.Tensor):
+            assert torch.equal(*outs)
+        else:
+            assert outs[0] == outs[1]
+        assert_equal(*self.caches)
+        return outs[0]
+
+    def outcome(self, cache, ids, more):
+        try:
+            with torch.no_grad():
+                return self.model(ids, **handed(self.model, cache), use_cache=True, **more).logits
+        except kvkeep.KVKeepError as error:
+            return f"{type(error)} {error}"
+
+    def both(self, change):
+        for cache in self.caches:
+            change(cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_the_same_bits(name, dtype, rows, calls):
+    pair = Pair(attached(name, dtype), rows=rows)
+    pair.feed(12)
+    for _ in range(12):
+        pair.feed()
+    assert len(calls) == 2 * 11
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8}, {"kv_bits": "k8v4"}, {"positions": "slot"}])
+def test_under_every_kind_of_policy(policy, options, calls):
+    pair = Pair(attached(), policy, **{"budget": 70, **options})
+    pair.feed(75 if policy not in {"full"} else 30)
+    for _ in range(20):
+        pair.feed()
+    told = policy in {"h2o:decay=0.9", "scissorhands"} or pair.caches[0].position_mode == "slot"
+    assert len(calls) == (0 if told else 2 * 19)
+
+
+def test_sliding_windows(calls):
+    pair = Pair(attached("mistral", sliding_window=6))
+    pair.feed(12)
+    for _ in range(12):
+        pair.feed()
+    assert len(calls) == 2 * 11
+
+
+def test_a_conversation_and_other_rows(calls):
+    pair = Pair(attached("qwen3"))
+    for turn in range(3):
+        pair.feed(5 + turn)
+        for _ in range(4):
+            pair.feed()
+        pair.both(lambda cache: cache.batch_select_indices(torch.tensor([2, 0, 0])))
+        for _ in range(3):
+            pair.feed()
+    assert len(calls) == 3 * 2 * (3 + 2)
+
+
+def test_padded_rows_are_told_everything(calls):
+    pair, mask = Pair(attached()), torch.ones(3, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    pair.feed(12, attention_mask=mask)
+    for n in range(1, 4):
+        pair.feed(attention_mask=torch.nn.functional.pad(mask, (0, n), value=1))
+    assert not calls
+    pair.feed()
+    pair.feed()
+    assert len(calls) == 2
+
+
+def test_a_full_cache_says_so_and_holds_what_it_held():
+    pair = Pair(attached(), "full", budget=14)
+    pair.feed(12)
+    for _ in range(2):
+        pair.feed()
+    before = copy.deepcopy(content(pair.caches[0]))
+    assert "CapacityError" in pair.feed()
+    for mine, its in zip(content(pair.caches[0]), before, strict=True):
+        assert all(torch.equal(tensor, its[name]) for name, tensor in mine.items())
+
+
+def test_without_memory_the_step_is_made_in_parts(monkeypatch):
+    pair = Pair(attached())
+    pair.feed(12)
+    pair.feed()
+    pair.feed()
+    monkeypatch.setattr(Whole, "__call__", lambda *_: None)
+    pair.feed()
+    pair.feed()
+
+
+class Failing:
+    """A kernel whose call for a whole layer has no memory, at the first or at the last of its parts."""
+
+    def __init__(self, code):
+        self.code = code
+
+    def __getattr__(self, name):
+        return getattr(native().library, name)
+
+    def kvkeep_layer_step(self, packed):
+        if self.code > 0:
+            assert native().library.kvkeep_layer_step(packed) == 0
+        return self.code
+
+
+def test_a_failure_before_the_slots_changes_nothing(monkeypatch):
+    pair = Pair(attached())
+    pair.feed(12)
+    pair.feed()
+    monkeypatch.setattr(layers, "library_for", library_that(Failing(-1)))
+    pair.feed()
+    pair.feed()
+
+
+def test_a_failure_behind_them_breaks_the_cache(monkeypatch):
+    model = attached()
+    cache = cache_of(model)
+    with torch.no_grad():
+        model(torch.arange(3, 15)[None], **handed(model, cache), use_cache=True)
+        model(torch.tensor([[5]]), **handed(model, cache), use_cache=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(layers, "library_for", library_that(Failing(1)))
+            with pytest.raises(MemoryError):
+                model(torch.tensor([[6]]), **handed(model, cache), use_cache=True)
+        with pytest.raises(kvkeep.BrokenCacheError):
+            model(torch.tensor([[6]]), **handed(model, cache), use_cache=True)
+        cache.reset()
+        model(torch.arange(3, 15)[None], **handed(model, cache), use_cache=True)
+
+
+def library_that(failing):
+    return lambda x: failing if small_ops.library_for(x) is not None else None
+
+
+def test_caches_in_turn(calls):
+    """Each of them goes on with its own step."""
+    model = attached()
+    pairs = [Pair(model, policy, rows=rows) for policy, rows in (("h2o", 2), ("local", 2), ("h2o", 5))]
+    for pair in pairs:
+        pair.feed(12)
+    for _ in range(6):
+        for pair in pairs:
+            pair.feed()
+    assert len(calls) == 3 * 2 * 5
+
+
+def test_models_in_turn_on_one_cache():
+    """Two models of one shape: weights are those of the model that runs."""
+    first = attached()
+    second = copy.deepcopy(first)
+    with torch.no_grad():
+        for weight in second.parameters():
+            weight.mul_(1.1)
+    pair = Pair(first)
+    pair.feed(12)
+    for model in (first, first, second, second, first, second):
+        pair.model = model
+        pair.feed()
+
+
+@pytest.mark.parametrize("change", ["hook", "attention", "implementation", "training"])
+def test_a_model_that_changes_between_steps(change, calls):
+    pair = Pair(attached())
+    pair.feed(12)
+    pair.feed()
+    pair.feed()
+    n, heard = len(calls), []
+    assert n == 2
+    if change == "hook":
+        pair.model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: heard.append(1))
+        pair.feed()
+        assert len(heard) == 2
+        assert len(calls) == n + 1
+    elif change == "attention":
+        pair.model.config.__dict__["_output_attentions"] = True
+        assert "output_attentions" in pair.feed()
+    elif change == "implementation":
+        pair.model.set_attn_implementation("sdpa")
+        assert "UnsupportedModelError" in pair.feed()
+    else:
+        pair.model.train()
+        pair.feed()
+        assert len(calls) == n
+
+
+def test_with_autograd_and_autocast_steps_are_told_everything(calls):
+    pair = Pair(attached())
+    pair.feed(12)
+    pair.feed()
+    with torch.autocast("cpu", torch.bfloat16):
+        pair.feed()
+    assert not calls
+    cache = pair.caches[0]
+    with torch.enable_grad():
+        pair.model(torch.ones(3, 1, dtype=torch.long), **handed(pair.model, cache), use_cache=True)
+    assert not calls
+
+
+def test_whoever_takes_the_steps_of_a_layer_gets_them(calls):
+    """As tools do that record what a layer is told."""
+
+    class Around:
+        def __init__(self, layer):
+            self.layer, self.taken = layer, 0
+
+        def step(self, *args, **options):
+            self.taken += 1
+            return self.layer.step(*args, **options)
+
+    model = attached()
+    cache = cache_of(model)
+    with torch.no_grad():
+        model(torch.arange(3, 15)[None], **handed(model, cache), use_cache=True)
+        for _ in range(2):
+            model(torch.tensor([[5]]), **handed(model, cache), use_cache=True)
+        around = cache.layers[1].stepper = Around(cache.layers[1].stepper)
+        model(torch.tensor([[5]]), **handed(model, cache), use_cache=True)
+    assert around.taken == 1
+    assert len(calls) == 3
+
+
+def test_other_caches_beside(calls):
+    """A dense cache of transformers, and none."""
+    pair = Pair(attached())
+    pair.feed(12)
+    pair.feed()
+    model, dense = pair.model, DynamicCache(config=pair.model.config)
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        model(ids, **handed(model, dense), use_cache=True)
+        found = model(torch.tensor([[5]]), **handed(model, dense), use_cache=True).logits
+        expected = model(torch.cat([ids, torch.tensor([[5]])], dim=1), use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    pair.feed()
+    assert len(calls) == 2
+
+
+def test_copies_go_on_alone(calls):
+    pair = Pair(attached())
+    pair.feed(12)
+    pair.feed()
+    pair.feed()
+    other = copy.deepcopy(pair.caches[0])
+    with torch.no_grad():
+        for token in (5, 6, 7):
+            pair.model(torch.full((3, 1), token), **handed(pair.model, other), use_cache=True)
+    pair.feed()
+    twin = copy.deepcopy(pair.model)
+    pair.model = twin
+    pair.feed()
+    pair.feed()
+    assert len(calls) == 2 + 2 * 2 + 2 + 2 * 2
+
+
+def test_threads_with_caches_of_their_own():
+    model = attached("qwen3")
+
+    def text(seed):
+        cache, found = cache_of(model), []
+        ids = torch.arange(seed, seed + 12)[None]
+        with torch.inference_mode():
+            for _ in range(12):
+                logits = model(ids, **handed(model, cache), use_cache=True).logits[:, -1:]
+                found.append(logits)
+                ids = logits.argmax(-1)
+        return torch.cat(found, dim=1)
+
+    expected = [text(seed) for seed in range(3, 7)]
+    with ThreadPoolExecutor(4) as pool:
+        for one, other in zip(pool.map(text, [3, 4, 5, 6] * 3), expected * 3, strict=True):
+            assert torch.equal(one, other)
+
+
+CHANGES = ("prompt", "rows", "reset", "weights", "threads", "mode", "padded")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_orders(seed):
+    draw = random.Random(seed)
+    model = attached(draw.choice(["llama", "qwen2", "qwen3"]), draw.choice([torch.float32, torch.bfloat16]))
+    pair = Pair(model, draw.choice(POLICIES), rows=draw.randint(1, 5), budget=100, kv_bits=draw.choice([None, "8"]))
+    pair.feed(12)
+    usual = torch.get_num_threads()
+    try:
+        for _ in range(40):
+            change = draw.choice(CHANGES) if draw.random() < 0.3 else "step"
+            if change == "prompt":
+                pair.feed(draw.randint(2, 6))
+            elif change == "rows":
+                index = torch.tensor([draw.randrange(pair.rows) for _ in range(pair.rows)])
+                pair.both(lambda cache, index=index: cache.batch_select_indices(index))
+            elif change == "reset":
+                pair.both(lambda cache: cache.reset())
+                pair.feed(draw.randint(2, 20))
+            elif change == "weights":
+                layer = draw.choice([*model.model.layers])
+                with torch.no_grad():
+                    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight * 1.1)
+            elif change == "threads":
+                torch.set_num_threads(draw.randint(1, 3))
+            elif change == "mode":
+                with torch.inference_mode():
+                    pair.feed()
+            elif change == "padded":
+                columns = pair.caches[0].get_seq_length() + 1
+                mask = torch.ones(pair.rows, columns, dtype=torch.long)
+                mask[0, -1] = 0
+                pair.feed(attention_mask=mask)
+            else:
+                pair.feed()
+    finally:
+        torch.set_num_threads(usual)
