@@ -16,7 +16,7 @@ from kvkeep.types import AttentionOptions, Phase
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
-POLICIES = ("h2o", "local", "streaming_llm", "full", "h2o:graduate=compete")
+POLICIES = ("h2o", "local", "streaming_llm", "full", "h2o:graduate=compete", "snapkv:decode=score,window=4")
 B, HQ, HK, D = 3, 6, 2, 16
 
 

@@ -14,7 +14,15 @@ from kvkeep.types import AttentionOptions, Phase
 
 pytestmark = pytest.mark.skipif(native().library is None, reason="no native kernel")
 
-POLICIES = ("h2o", "local", "streaming_llm", "full", "h2o:graduate=compete", "h2o:decay=0.9")
+POLICIES = (
+    "h2o",
+    "local",
+    "streaming_llm",
+    "full",
+    "h2o:graduate=compete",
+    "h2o:decay=0.9",
+    "snapkv:decode=score,window=2",
+)
 CHANGES = ("padded", "prompt", "probe", "rows", "other rows", "soft cap", "wrong rows", "wrong dtype", "clear")
 OTHERS = ("move", "widen", "budget", "reset", "hold", "inference", "grad")
 MODES = {"inference": torch.inference_mode, "grad": torch.enable_grad}

@@ -31,7 +31,7 @@ class PrefillOnly(Policy):
     room: int = option(0, "slots that a prompt leaves free for generated tokens under decode=grow")
 
     slots: ClassVar[Mapping[str, float]] = {"score": 0.0}
-    sums: ClassVar[Sums | None] = Sums("score", only={"decode": "score"})
+    sums: ClassVar[Sums | None] = Sums("score", only={"decode": "score"}, steady={"decode": "score"})
 
     @abc.abstractmethod
     def rows(self, view: View) -> Tensor | int:
@@ -62,10 +62,13 @@ class PrefillOnly(Policy):
 
     def wants(self, view: View) -> Statistic:
         """The mass of a prompt's last rows; that of a generated token's row only under ``decode=score``."""
+        later = int(self.decode == "score")
+        if view.is_decode:
+            return Mass(rows=later)
         rows = self.rows(view)
         prompt = rows if isinstance(rows, Tensor) else view.new.new_full((), rows)
-        counted = torch.where(view.reads, prompt, int(self.decode == "score"))
-        if view.is_decode or self.fading == 1.0:
+        counted = torch.where(view.reads, prompt, later)
+        if self.fading == 1.0:
             return Mass(rows=counted)
         return Mass(rows=counted, decay=self.fading, last=view.seen - 1)
 
