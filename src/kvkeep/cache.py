@@ -122,6 +122,7 @@ class BoundedCache(SnapshotCache):
             layers[number] = beside_state(BoundedLayer(bounded), layers[number])
         super().__init__(layers=layers)
         self.latent = caches_latents(config)
+        self._profile = layout.profile
         self._settings = Settings.of(config, budget, layout, prefill_chunk, cascade)
         self._history: History | None = None
 

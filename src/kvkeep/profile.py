@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ class Profile:
         """
         text = json.dumps(finite(self.as_dict()), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
         try:
-            write_whole(in_full(path), text.encode())
+            write_whole(in_full(path), text.encode("utf-8", "replace"))  # a name may hold half a character
         except OSError as error:
             raise InputError(f"The profile cannot be written to {path}: {error.strerror}.") from error
 
@@ -115,16 +115,15 @@ class Profile:
             "measured": dict(self.measured),
         }
 
-    def check(self, config: Any, *, layers: int | None = None, weights: str | None = None) -> None:
-        """Refuse a model that the profile was not made for.
+    def check(self, config: Any, *, layers: int | None = None) -> None:
+        """Refuse a model of another kind than the one that the profile was made for.
 
         Args:
             config: the model's configuration.
             layers: number of its layers with keys; by default not compared.
-            weights: hash of its weights; by default not compared.
 
         Raises:
-            InputError: the configuration, the number of layers or the weights differ.
+            InputError: the configuration or the number of layers differs.
         """
         here = {**describe(config), "layers": layers}
         for key, name in _SAME.items():
@@ -135,10 +134,21 @@ class Profile:
                     f"{name} is {mine!s:.80}, here it is {theirs}. The needs of one model's heads say nothing about "
                     "another's: calibrate this model."
                 )
-        if None not in (self.weights, weights) and self.weights != weights:
+
+    def check_weights(self, weights: Callable[[], str | None]) -> None:
+        """Refuse a model with other weights, such as the same one after fine-tuning.
+
+        Args:
+            weights: returns the hash of the model's weights, or ``None``. It is called if the profile names weights.
+
+        Raises:
+            InputError: the weights differ.
+        """
+        if self.weights is not None and (here := weights()) is not None and here != self.weights:
             raise InputError(
-                f"The profile belongs to other weights ({self.weights!s:.80}, here {weights}). Calibrate this model, "
-                'or write "weights": null into the profile to use it all the same.'
+                f"The profile belongs to other weights ({self.weights!s:.80}, here {here}); a copy that was quantised "
+                "or rounded to another dtype has others, too. Calibrate this model, or write "
+                '"weights": null into the profile to use it all the same.'
             )
 
     def budgets(self, budget: int, least: int = 1, *, most: int | None = None) -> list[list[int]]:

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from kvkeep.cli.main import app
 from kvkeep.profile import Profile
+from kvkeep.research.calibration import losses
 from kvkeep.research.calibration.losses import Bench
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
@@ -104,6 +105,19 @@ def test_a_run_that_was_stopped_goes_on(place, monkeypatch):
     assert "another calibration: recent was 6 and is 7 now" in refused(*command[:-1], 7)
     assert invoke(*command).exit_code == 0
     assert names(place) == ["heads.json", "novel.txt"]
+
+
+def test_probabilities_that_are_no_numbers_are_refused(place, monkeypatch):
+    """As in float16, where a model may overflow."""
+    honest = losses.read
+
+    def read(*given):
+        logits, heads = honest(*given)
+        return [rows * float("nan") for rows in logits], heads
+
+    monkeypatch.setattr(losses, "read", read)
+    assert "next-token probabilities are no numbers" in refused("--text", "novel.txt", "-o", "heads.json", *QUICK)
+    assert "heads.json" not in names(place)
 
 
 @pytest.mark.parametrize(

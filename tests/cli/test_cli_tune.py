@@ -161,6 +161,48 @@ def test_a_target_that_nothing_reaches_names_the_best(mine, tmp_path, answers):
     assert not (tmp_path / "out" / "kvkeep.toml").exists()
 
 
+def test_too_few_questions_are_refused_before_they_are_asked(mine, tmp_path, answers):
+    """Their number is known, and so is what it can show, since documents are what is drawn."""
+    few = ("--questions", mine, "--target", "0.98", "--no-plots")
+    said = refused(*few, "-o", tmp_path / "own")
+    assert "There are 40 questions, and even if all answers stay" in said
+    assert "It takes 191; give more" in said
+    said = refused(*few[2:], "--context", 400, "--facts", 4, "--limit", 32, "-o", tmp_path / "planted")
+    assert "There are 32 questions" in said
+    assert "It takes 200 about 50 texts" in said
+    assert not answers
+
+
+def test_what_takes_more_memory_than_the_full_cache_is_no_answer(tmp_path, answers):
+    """State for each head may be larger than the slots of a short text."""
+    file = tmp_path / "short.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{n}.", **one}) + "\n" for n, one in enumerate(QUESTIONS)))
+    own = ("--questions", file, "--target", "0.8", "--no-plots", "--policies", "leverage", "-o", tmp_path / "out")
+    said = refused(*own, "--budgets", "46,48")
+    assert "a row takes no less memory than in a full cache of all" in said
+    assert not answers
+    found = json.loads(tune(*own, "--budgets", "30,46", "--json").stdout)
+    assert {one["budget"] for one in found["searched"]} == {30}
+
+
+def test_results_that_do_not_fit_the_questions_are_refused(mine, tmp_path, answers):
+    command = ("--questions", mine, *SEARCH, "-o", tmp_path / "out")
+    tune(*command)
+    file = tmp_path / "out" / "results.jsonl"
+    file.write_text(file.read_text().replace('["1", ', '["111", ', 1))
+    assert "results do not fit together" in refused(*command)
+    file.write_text(file.read_text().replace('["111", ', "[[1.5], ", 1))
+    assert "results do not fit together" in refused(*command)
+
+
+def test_losses_that_are_no_numbers_are_refused(text, tmp_path, monkeypatch):
+    """As in float16, where a model may overflow."""
+    honest = measure.feed_in_pieces
+    monkeypatch.setattr(measure, "feed_in_pieces", lambda *given: honest(*given) * float("nan"))
+    said = refused(*STREAM, "--text", text, "--no-plots", "-o", tmp_path / "out")
+    assert "Under full the model's losses on this text are infinite or no numbers" in said
+
+
 def test_a_full_cache_that_answers_too_little(mine, tmp_path, monkeypatch):
     monkeypatch.setattr(measure.Answers, "run", lambda self, writer, arm, budget, units: ["0"] * len(units))
     said = refused("--questions", mine, *SEARCH, "-o", tmp_path / "out")
@@ -203,7 +245,7 @@ def test_bad_input_is_one_line(words, said, tmp_path):
 
 def test_too_few_questions_say_how_many_it_takes(mine, tmp_path):
     assert "There are 40 questions" in (said := refused("--questions", mine, "-o", tmp_path / "out"))
-    assert "It takes 189" in said
+    assert "It takes 191" in said
 
 
 def test_questions_and_a_stream_do_not_go_together(mine, tmp_path):

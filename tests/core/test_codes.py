@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvkeep.codes import CodedSlots, decode, encode, finite, group_size, hadamard
+from kvkeep.codes import CodedSlots, decode, encode, encode_keys, finite, group_size, hadamard
 from kvkeep.types import Slots
 
 DIMS = [64, 128, 80, 96, 48, 16, 576]
@@ -120,6 +120,28 @@ def test_outlier_channels_ruin_codes_of_4_bits_unless_keys_are_turned():
     plain, turned = (logits_error(keys, query, 4, turn=turn) for turn in (False, True))
     assert plain > 0.95  # nothing is left but the outliers: all other channels have code 0
     assert turned < 0.5
+
+
+@pytest.mark.parametrize(
+    ("dim", "most"),
+    [(128, 0.08), (96, 0.08), (160, 0.08), (64, 0.12), (80, 0.21), (112, 0.22), (40, 0.3), (24, 0.3), (100, 0.5)],
+)
+def test_a_large_channel_anywhere(dim, most):
+    """At 4 bits, one channel 30 times as large; where it is in a small block of the matrix, it costs most."""
+    generator = torch.Generator().manual_seed(0)
+    turned = unturned = 0.0
+    for channel in range(dim):
+        keys, query = (torch.randn(256, dim, generator=generator) for _ in range(2))
+        others = keys.clone()
+        keys[:, channel], others[:, channel] = 30 * keys[:, channel], 0.0
+        exact, spread = (query * keys).sum(dim=-1), (query * others).sum(dim=-1).var()
+        for turns in (True, False):
+            codes = encode_keys(keys, 4) if turns else encode(keys, 4)
+            found = ((hadamard(query) if turns else query) * decode(codes, torch.float32)).sum(dim=-1)
+            error = float((found - exact).var() / spread)
+            turned, unturned = (max(turned, error), unturned) if turns else (turned, max(unturned, error))
+    assert turned < most
+    assert turned < unturned
 
 
 def test_writing_a_token_changes_its_slot_only_and_is_what_coding_gives():

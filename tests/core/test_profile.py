@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -221,8 +222,10 @@ def test_numbers_are_checked_in_python_too():
 
 def test_a_profile_fits_its_own_model():
     made().check(config())
-    made(weights="abc").check(config(), layers=3, weights="abc")
-    made(weights=None).check(config(), weights="abc")
+    made(weights="abc").check(config(), layers=3)
+    made(weights=None).check_weights(lambda: "abc")
+    made(weights="abc").check_weights(lambda: "abc")
+    made(weights="abc").check_weights(lambda: None)
     made().check(config(num_key_value_heads=None, num_attention_heads=2))  # every head has keys of its own
     made().check(config(head_dim=None))
 
@@ -246,7 +249,13 @@ def test_layers_and_weights_are_compared_where_they_are_known():
     with pytest.raises(kvkeep.InputError, match="its number of layers with keys is 3, here it is 4"):
         made().check(config(), layers=4)
     with pytest.raises(kvkeep.InputError, match="other weights"):
-        made(weights="abc").check(config(), weights="def")
+        made(weights="abc").check_weights(lambda: "def")
+
+
+def test_a_name_with_half_a_character_can_be_saved(tmp_path):
+    one = replace(made(), model={**made().model, "name": "a\ud800b"})
+    one.save(tmp_path / "heads.json")
+    assert Profile.load(tmp_path / "heads.json").heads == one.heads
 
 
 FIELDS = {

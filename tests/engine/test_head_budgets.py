@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kvkeep.budget import by_head
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.rows import Rows
 from kvkeep.engine.sampling import Sampling
+from kvkeep.models.weights import fingerprint
 from kvkeep.store import PooledStore
 from kvkeep.types import Phase
 
@@ -34,6 +36,23 @@ def profile(tmp_path):
     content = {"format": "kvkeep-profile", "version": 1, "model": facts, "weights": None, "heads": needs, "least": 4}
     file.write_text(json.dumps({**content, "measured": {}}))
     return f"profile:{file}"
+
+
+def test_a_profile_of_other_weights_is_refused(profile):
+    """Those of a model of the same shape, such as the same one after fine-tuning."""
+    file, own = Path(profile.partition(":")[2]), fingerprint(model("llama"))
+    known = json.loads(file.read_text())
+    for weights in (own, None, "abc"):
+        file.write_text(json.dumps({**known, "weights": weights}))
+        for use in (
+            lambda: alone(prompt_of(0, 12), "leverage", profile),
+            lambda: Engine(model("llama"), policy="leverage", budget=BUDGET, rows=1, head_budget=profile),
+        ):
+            if weights == "abc":
+                with pytest.raises(InputError, match=f"belongs to other weights .abc, here {own}"):
+                    use()
+            else:
+                use()
 
 
 def alone(prompt, policy, rule, *, budget=BUDGET, chunk=None, new=NEW, kv_bits=None):

@@ -12,7 +12,7 @@ from sweeps import sweep
 from kvkeep import BudgetError, CapacityError, InputError, PolicyError
 from kvkeep.engine import Engine, Request
 from kvkeep.engine.blocks import Blocks
-from kvkeep.engine.room import free_bytes
+from kvkeep.engine.room import _limits, free_bytes
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import show_bytes
 from kvkeep.policies.base import Policy
@@ -117,6 +117,40 @@ def test_no_budget_is_advised_where_the_policy_refuses_small_ones():
 
 def test_a_device_that_reports_exhaustion_itself_is_not_asked():
     assert free_bytes(torch.device("meta")) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, []),
+        ({"a/b": "max"}, []),
+        ({"a/b": "1000"}, [1000 - 300 + 120]),
+        ({"a/b": "1000", "a": "800", "": "max"}, [820, 620]),
+        ({"a/b": "200"}, [20]),
+        ({"": "5000"}, [4820]),
+        ({"a/b": "many"}, []),
+    ],
+)
+def test_a_limit_on_the_process_counts(tmp_path, limits, expected):
+    """As containers have one; also one on a group around it."""
+    root = tmp_path / "cgroup"
+    for name in ("", "a", "a/b"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name / "memory.current").write_text("300\n")
+        (root / name / "memory.stat").write_text("anon 100\ninactive_file 120\nactive_file 80\n")
+    for name, limit in limits.items():
+        (root / name / "memory.max").write_text(f"{limit}\n")
+    groups = tmp_path / "groups"
+    groups.write_text("1:name=systemd:/x\n0::/a/b\n")
+    assert list(_limits(root, groups)) == expected
+
+
+@pytest.mark.parametrize("content", [None, "", "1:memory:/docker\n", "0::/gone\n", "0::/../..\n"])
+def test_without_such_a_limit_the_memory_of_the_machine_counts(tmp_path, content):
+    groups = tmp_path / "groups"
+    if content is not None:
+        groups.write_text(content)
+    assert list(_limits(tmp_path / "cgroup", groups)) == []
 
 
 def test_rows_that_could_not_be_allocated_are_none(monkeypatch):

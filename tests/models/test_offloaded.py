@@ -103,6 +103,17 @@ def test_layers_whose_weights_are_elsewhere_are_neither_packed_nor_fused(folder:
     assert told(model) == told(loaded(folder, "memory", tmp_path))
 
 
+@pytest.mark.parametrize("place", ["disk", "cpu"])
+def test_quantised_weights_on_the_disk_are_refused_by_name(place):
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    model.hf_device_map, model.config.quantization_config = {"": place}, {"quant_method": "torchao"}
+    if place == "cpu":
+        kvkeep.attach(model)
+        return
+    with pytest.raises(kvkeep.UnsupportedModelError, match="torchao has quantised and that are offloaded to the disk"):
+        kvkeep.attach(model)
+
+
 def test_a_model_on_the_meta_device_has_nothing_to_run_with(folder: Path):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG)
@@ -110,6 +121,8 @@ def test_a_model_on_the_meta_device_has_nothing_to_run_with(folder: Path):
     cache = kvkeep.BoundedCache(model.config, **OPTIONS)
     with pytest.raises(InputError, match="is on the meta device"):
         model(input_ids=torch.tensor([PROMPT]), past_key_values=cache)
+    with pytest.raises(InputError, match="is on the meta device"):
+        model(input_ids=torch.tensor([PROMPT], device=model.device), past_key_values=cache)
     with pytest.raises(InputError, match="is on the meta device"):
         model.generate(torch.tensor([PROMPT]), past_key_values=cache, max_new_tokens=2)
     with pytest.raises(InputError, match="is on the meta device"):

@@ -407,5 +407,5 @@ def test_sequences_in_main_memory_take_the_bytes_of_rows():
     assert found.host_bytes == 3 * found.bounded.row_bytes > 0
     assert found.staged_bytes == COPIES * found.bounded.row_bytes
     assert plan(policy="h2o", budget=64).host_bytes == plan(policy="h2o", budget=64).staged_bytes == 0
-    with pytest.raises(InputError, match="host_rows=-1 is below 0"):
+    with pytest.raises(InputError, match="host_rows=-1 is no number of sequences"):
         plan(host_rows=-1)

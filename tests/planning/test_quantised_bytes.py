@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.models.load import load, quiet
 from kvkeep.models.quantised import weight_bytes
 from kvkeep.planning.plan import Plan, plan
@@ -23,6 +23,24 @@ SMALL = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_h
 def _fast():
     with quiet(), model_folders.one_thread():
         yield
+
+
+@pytest.mark.parametrize("kv_bits", ["4", "k8v4", "8"])
+def test_a_head_dim_that_cannot_be_packed(kv_bits: str, tmp_path: Path) -> None:
+    """Nor can the cache be made."""
+    config = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 20, "n_head": 4, "n_layer": 2, "n_positions": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    if kv_bits == "8":
+        assert plan(tmp_path, budget=16, context=64, kv_bits=kv_bits).bounded.row_bytes
+        return
+    with pytest.raises(UnsupportedModelError, match="head dim is 5, and at 4 bits two channels share a byte"):
+        plan(tmp_path, budget=16, context=64, kv_bits=kv_bits)
+
+
+@pytest.mark.parametrize("host_rows", [-1, 1.5, None, True, "3"])
+def test_sequences_that_wait_are_a_number(host_rows: object) -> None:
+    with pytest.raises(InputError, match="is no number of sequences that wait"):
+        plan(model_folders.folder(), budget=8, host_rows=host_rows)
 
 
 def planned(folder: Path, config: dict[str, object], **options: object) -> Plan:

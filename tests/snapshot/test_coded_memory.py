@@ -1,7 +1,11 @@
 """Memory of 8 and 4 bits as an object: saved and restored bit for bit, and refused where other bits are."""
 
+import math
+
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from snapshot_models import bounded, feed, ids, model
 
 from kvkeep import BoundedCache, Snapshot
@@ -97,6 +101,22 @@ def test_a_changed_file_is_refused(case, tmp_path):
     assert old in content
     file.write_bytes(content.replace(old, new))
     with pytest.raises(SnapshotError, match=said):
+        reading.load(file)
+
+
+@pytest.mark.parametrize("name", ["key_scales", "value_scales"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -1.0])
+def test_scales_that_no_code_has_are_refused(name, number, tmp_path):
+    """They would make the logits of the next step NaN."""
+    file = tmp_path / "memory"
+    fed(model("llama"), "4").snapshot().save(file)
+    with safe_open(file, "pt") as opened:
+        about = opened.metadata()
+    found = load_file(file)
+    scales = next(key for key in found if key.endswith(name))
+    found[scales].view(-1)[-1] = number
+    save_file(found, file, about)
+    with pytest.raises(SnapshotError, match="scales that are negative or no numbers"):
         reading.load(file)
 
 

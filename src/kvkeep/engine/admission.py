@@ -91,7 +91,7 @@ class Admission:
         self.identity = Identity(model, tokenizer, self._chunk)
         self.grammars = Grammars(tokenizer, self._vocabulary, self._end_ids)
         self.words = Words(model, tokenizer, self._limit, self._end_ids)
-        self._layouts = {policy: Layout.of(model.config, policy, **options)}
+        self._layouts = {policy: self.identity.checked(Layout.of(model.config, policy, **options))}
 
     def check(self, request: Request, number: int, past: Past | None = None) -> Generation:
         """Return the beginning of a request's generation.

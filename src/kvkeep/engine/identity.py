@@ -48,6 +48,16 @@ class Identity:
     def _config(self) -> str:
         return hash_of_config(self.model.config)
 
+    def checked(self, layout: Layout) -> Layout:
+        """The layout, if its profile of heads is one of these weights, or if it has none.
+
+        Raises:
+            InputError: the profile belongs to other weights.
+        """
+        if layout.profile is not None:
+            layout.profile.check_weights(lambda: self.weights)
+        return layout
+
     def fingerprint(self, layout: Layout, budget: int) -> Fingerprint:
         """Return what a memory belongs to.
 

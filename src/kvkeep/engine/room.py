@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,35 @@ def check_room(layout: Layout, budget: int, prompt_tokens: int, new_tokens: int)
 def free_bytes(device: torch.device) -> int | None:
     """Return the free main memory, swap included; ``None`` if a device reports exhaustion itself or nothing is known.
 
-    Without this number a process that allocates too much main memory is killed instead of being told.
+    Without this number a process that allocates too much main memory is killed instead of being told. A limit on the
+    process and others together, as containers have, counts as well.
     """
     source = Path("/proc/meminfo")
     if device.type != "cpu" or not source.exists():
         return None
-    return 1024 * sum(map(int, re.findall(r"^(?:MemAvailable|SwapFree): *(\d+) kB$", source.read_text(), re.MULTILINE)))
+    free = 1024 * sum(map(int, re.findall(r"^(?:MemAvailable|SwapFree): *(\d+) kB$", source.read_text(), re.MULTILINE)))
+    return min([free, *_limits(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))])
+
+
+def _limits(root: Path, groups: Path) -> Iterator[int]:
+    """What each control group (version 2) of this process still allows, swap aside; nothing where there are none."""
+    try:
+        own = next((line[3:] for line in groups.read_text().splitlines() if line.startswith("0::/")), None)
+        folder = None if own is None else root / own.strip("/")
+        for one in [] if folder is None else (folder, *folder.parents):
+            if not one.is_relative_to(root):
+                return
+            limit = _read(one / "memory.max")
+            if limit.isdecimal():
+                cached = re.search(r"^inactive_file (\d+)$", _read(one / "memory.stat"), re.MULTILINE)
+                yield max(0, int(limit) - int(_read(one / "memory.current") or 0) + int(cached[1] if cached else 0))
+    except (OSError, ValueError):
+        return
+
+
+def _read(file: Path) -> str:
+    """The content of a file without the white space at its end; nothing if there is none."""
+    return file.read_text().strip() if file.is_file() else ""
 
 
 def check_host_rows(host_rows: int, row_bytes: int, *, beside: int, pinned: bool = False) -> None:

@@ -44,6 +44,11 @@ def of_clustered_share(clusters: Sequence[tuple[int, int]]) -> Interval:
     return _wilson(share, n * (min(1.0, alone / variance) if variance else 1.0), _quantile(len(clusters) - 1))
 
 
+def of_clusters(right: int, n: int, clusters: int) -> Interval:
+    """The narrowest interval that `of_clustered_share` gives to ``n`` questions in so many clusters."""
+    return _wilson(right / n, float(n), _quantile(clusters - 1)) if n and clusters > 1 else _NONE
+
+
 def of_clustered_difference(clusters: Sequence[tuple[int, int]]) -> Interval:
     """The interval of a mean difference between paired answers, in percentage points.
 

@@ -22,6 +22,7 @@ from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.handing import HandingLayer, unwrap
 from kvkeep.models.device import without_autocast
 from kvkeep.models.masks import PaddingMask, padding_mask
+from kvkeep.models.offloaded import check_offloaded
 from kvkeep.models.output import OutputOf
 from kvkeep.models.suitable import (
     check_attention,
@@ -62,11 +63,12 @@ def attach(model: _Model) -> _Model:
 
     Raises:
         InputError: ``model`` is no model of transformers.
-        UnsupportedModelError: the interface does not reach this model's attention, its cache is no KV cache, or it is
-            split over processes in a way in which kvkeep cannot follow.
+        UnsupportedModelError: the interface does not reach this model's attention, its cache is no KV cache, its
+            weights cannot be brought back from the disk, or kvkeep cannot follow how it is split over processes.
     """
     inner = unwrapped(model)
     check_cache(inner)
+    check_offloaded(inner)
     check_split(inner)
     text = text_config(inner)
     decoders = [part for part in inner.modules() if isinstance(part, PreTrainedModel) and part.config is text]
@@ -122,7 +124,7 @@ def _tell_ids(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     cache = handed_over(kwargs)
     ids = kwargs.get("input_ids", args[0] if args else None)
     if isinstance(cache, BoundedCache) and isinstance(ids, Tensor) and not torch.compiler.is_compiling():
-        if not ids.is_meta:
+        if not cache.shapes_alone:
             check_has_weights(cast(PreTrainedModel, model))
         if kwargs.get("use_cache") is False:
             raise InputError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, UnsupportedModelError
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -50,3 +50,19 @@ def _hooks(module: nn.Module) -> list[Any]:
     """Return accelerate's hooks on a module."""
     hook = getattr(module, "_hf_hook", None)
     return list(getattr(hook, "hooks", [] if hook is None else [hook]))
+
+
+def check_offloaded(model: PreTrainedModel) -> None:
+    """Refuse weights that torchao has quantised and that lie on the disk: accelerate cannot bring them back.
+
+    Raises:
+        UnsupportedModelError: they are such weights.
+    """
+    found: object = getattr(model.config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    places = getattr(model, "hf_device_map", None) or {}
+    if getattr(method, "value", method) == "torchao" and "disk" in places.values():
+        raise UnsupportedModelError(
+            f"This {type(model).__name__} has weights that torchao has quantised and that are offloaded to the disk. "
+            "accelerate cannot bring them back from there: leave out one of the two."
+        )

@@ -91,7 +91,7 @@ def check_has_weights(model: PreTrainedModel) -> None:
     if model.device.type == "meta" and device_of(model).type == "meta":
         raise InputError(
             f"This {type(model).__name__} is on the meta device: its weights have shapes, but no numbers. Load it with "
-            "kvkeep.load or from_pretrained. kvkeep.plan needs no weights."
+            "kvkeep.load or from_pretrained. The command kvkeep plan needs no weights."
         )
 
 

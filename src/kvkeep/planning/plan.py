@@ -126,8 +126,8 @@ def plan(  # noqa: PLR0913  each decides about bytes
     for name, tokens in {"context": context, "prefill_chunk": prefill_chunk}.items():
         if tokens is not None and tokens < 1:
             raise InputError(f"{name}={tokens} is not above 0; give 1 token or more.")
-    if host_rows < 0:
-        raise InputError(f"host_rows={host_rows} is below 0; give the number of sequences that wait in main memory.")
+    if type(host_rows) is not int or host_rows < 0:
+        raise InputError(f"host_rows={host_rows!r:.40} is no number of sequences that wait in main memory: 0 or more.")
     if weights_memory is not None and weights_memory < 1:
         raise InputError(f"weights_memory={weights_memory} is not above 0; give the bytes of all weights.")
     found = model if isinstance(model, Outline) else outline(embedded() if model is None else model)

@@ -92,6 +92,7 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
 def _run(name: str, config: PreTrainedConfig, model: PreTrainedModel) -> BoundedCache:
     """A cache after one token, made of tensors with shapes but no memory."""
     cache = BoundedCache(config, "local", budget=1)
+    cache.shapes_alone = True
     nn.Module.to(model, torch.bfloat16).eval()  # some kernels for experts take no other dtype
     try:
         with torch.inference_mode():

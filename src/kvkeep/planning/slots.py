@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvkeep.budget import Number
-from kvkeep.codes import KV_BITS, groups
+from kvkeep.codes import KV_BITS, check_dim, groups
 from kvkeep.errors import UnsupportedOperationError
 
 _FLOAT32 = 4
@@ -59,7 +59,9 @@ class LayerShape:
         """
         if kv_bits is None:
             return self.token_bytes(itemsize)
-        pairs = zip((self.key_dim, self.value_dim), KV_BITS[kv_bits], strict=True)
+        pairs = list(zip((self.key_dim, self.value_dim), KV_BITS[kv_bits], strict=True))
+        for dim, bits in pairs:
+            check_dim(dim, bits)
         return self.kv_heads * sum(dim * bits // 8 + _SCALE * groups(dim) for dim, bits in pairs)
 
     def widened_bytes(self, itemsize: int) -> int:

@@ -73,10 +73,10 @@ def parsed(rule: str) -> tuple[str, float]:
     Raises:
         BudgetError: there is no such rule, or its number is out of range.
     """
-    name, _, text = str(rule).partition(":")
+    name, colon, text = str(rule).partition(":")
     if name == PROFILE and text:
         return name, 0.0
-    if name not in RULES or (text and not RULES[name]):
+    if name not in RULES or (colon and not (text and RULES[name])):
         raise BudgetError(f"Unknown head budget {rule!r:.80}; use uniform, ada:0.2, global:0.2 or profile:FILE.")
     try:
         share = float(text or RULES[name] or 0)

@@ -16,6 +16,7 @@ from kvkeep.history import History, padded
 from kvkeep.hybrid import state_part
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
+from kvkeep.profile import Profile
 from kvkeep.snapshot.arguments import Settings, check_kind, checked_row, ids_of_row
 from kvkeep.snapshot.contents import check, put, take
 from kvkeep.snapshot.fingerprint import (
@@ -46,6 +47,7 @@ class SnapshotCache(PhasedCache):
     policy: Policy
     position_mode: Literal["true", "slot"]
     weights: Weights | None = None
+    _profile: Profile | None = None
     awaited: str | None = None
     _settings: Settings
     _history: History | None
@@ -144,7 +146,10 @@ class SnapshotCache(PhasedCache):
 
         Raises:
             SnapshotError: the cache holds a snapshot that was made with other weights.
+            InputError: so was the profile of the budgets of heads.
         """
+        if self._profile is not None:
+            self._profile.check_weights(weights)
         if self.awaited is not None and (here := weights()) != self.awaited:
             raise SnapshotError(
                 f"The memory in the cache was made with the weights {self.awaited}, and this model has {here}. It "

@@ -148,6 +148,9 @@ def _layer(shown: str, about: LayerDescription, found: dict[str, Tensor]) -> Row
     n = len(found["store.positions"])
     check(int(occupied.sum()) == n, f"{shown} has {n} tokens in {int(occupied.sum())} occupied slots")
     check(not about.used or bool(occupied[:, -1].any()), f"{shown} ends with empty slots")
+    for name in found.keys() & set(SCALES):
+        whole = found[name].isfinite() & (found[name] >= 0)
+        check(bool(whole.all()), f"{shown} has scales that are negative or no numbers")
     cut = frozenset(name for name in found if is_cut(name, about.whole))
     dense = {name: _spread(tensor, occupied) if name in cut else tensor for name, tensor in found.items()}
     positions = dense["store.positions"].masked_fill_(~occupied, EMPTY)

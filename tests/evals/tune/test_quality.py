@@ -13,8 +13,8 @@ def kept(tallies, kind):
     return quality.kept([(float(x), float(n)) for x, n in tallies], kind)
 
 
-def best_case(tallies, rest):
-    return quality.best_case([(float(x), float(n)) for x, n in tallies], float(rest))
+def best_case(tallies, rest, documents):
+    return quality.best_case([(float(x), float(n)) for x, n in tallies], float(rest), documents)
 
 
 def test_the_share_is_of_the_questions_that_the_full_cache_answers():
@@ -35,14 +35,28 @@ def test_all_answers_kept_are_no_certainty():
     assert kept([(16, 16)] * 8, "answers").high == 1.0
 
 
+@pytest.mark.parametrize("each", [1.0, 2.5, 16.0])
 @pytest.mark.parametrize("target", [0.5, 0.9, 0.98, 0.999])
-def test_the_number_of_questions_that_a_target_takes(target):
-    assert most(needed(target)) >= target
-    assert most(needed(target) - 1) < target
+def test_the_number_of_questions_that_a_target_takes(target, each):
+    questions, documents = needed(target, each)
+    assert questions == round(documents * each)
+    assert most(questions, documents) >= target
+    assert most(round((documents - 1) * each), documents - 1) < target
 
 
-def test_a_target_of_98_percent_takes_about_190_questions():
-    assert 185 <= needed(0.98) <= 195
+def test_a_target_of_98_percent_takes_some_200_questions():
+    assert needed(0.98, 1.0) == (191, 191)
+    assert needed(0.98, 16.0) == (240, 15)
+
+
+@pytest.mark.parametrize(("documents", "each"), [(2, 16), (12, 16), (15, 16), (189, 1), (191, 1), (10, 19)])
+def test_what_can_be_shown_is_what_a_confirmation_would_say(documents, each):
+    assert most(documents * each, documents) == pytest.approx(kept([(each, each)] * documents, "answers").low)
+    assert best_case([(each, each)], (documents - 1) * each, documents) == most(documents * each, documents)
+
+
+def test_one_document_shows_nothing():
+    assert most(0, 0) == most(16, 1) == 0.0
 
 
 def test_questions_that_fail_together_count_for_less():
@@ -67,8 +81,8 @@ def test_the_interval_covers_the_truth(share, alike):
 
 
 def test_the_best_case_is_what_the_rest_could_still_show():
-    assert best_case([(16, 16)] * 7, 336) == pytest.approx(most(448), abs=0.001)
-    assert best_case([(8, 16)], 336) < 0.98 < best_case([(16, 16)], 336)
+    assert best_case([(16, 16)] * 7, 336, 28) == pytest.approx(most(448, 28), abs=0.001)
+    assert best_case([(8, 16)], 336, 28) < 0.98 < best_case([(16, 16)], 336, 28)
 
 
 def test_a_loss_becomes_a_ratio_of_perplexities():

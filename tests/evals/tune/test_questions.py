@@ -18,6 +18,14 @@ def test_a_question_has_the_common_text_or_its_own():
     assert two == UserQuestion("own", "When?", ("1866", "in 1866"))
 
 
+@pytest.mark.parametrize("sign", ["\u2028", "\u2029", "\x85", "\x0b"])
+def test_lines_end_where_json_lines_do(sign):
+    """Some signs end a line of text, and stand in a string of JSON as they are."""
+    one, two = read(f'{{"question": "a{sign if sign != chr(11) else " "}b", "answer": "x"}}\r\n{GOOD}\r\n')
+    assert one.question.startswith("a")
+    assert two == UserQuestion("a text", "Who?", ("Ada",))
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

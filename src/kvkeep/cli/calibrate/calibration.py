@@ -92,7 +92,7 @@ def prepare(request: Request) -> Job:
         sinks=request.sinks,
         recent=request.recent,
         case=request.case,
-        context=request.context or min(DEFAULT_CONTEXT, trained),
+        context=min(DEFAULT_CONTEXT, trained) if request.context is None else request.context,
         documents=request.documents,
         questions=request.questions,
         windows=request.windows,

@@ -64,7 +64,7 @@ def crew_of(
 
 
 def _bytes(request: Request, batch: Batch, most: int, longest: int, budget: int) -> int:
-    """Main memory of a worker, as `kvkeep.plan` counts it; 0 for a model that cannot be planned."""
+    """Main memory of a worker, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
     names = ("kv_bits", "layer_budget", "head_budget", "prefill_chunk", "positions", "dtype")
     options: dict[str, Any] = {name: getattr(request, name) for name in names}
     with suppress(KVKeepError):

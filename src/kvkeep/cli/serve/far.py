@@ -95,7 +95,7 @@ def _need(request: Request, longest: int | None) -> tuple[Need, str]:
 
 
 def _bytes(request: Request, longest: int | None) -> int:
-    """Main memory of a replica, as `kvkeep.plan` counts it; 0 for a model that cannot be planned."""
+    """Main memory of a replica, as ``kvkeep plan`` counts it; 0 for a model that cannot be planned."""
     names = ("kv_bits", "layer_budget", "head_budget", "prefill_chunk", "positions", "dtype")
     options: dict[str, Any] = {name: getattr(request, name) for name in names}
     try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias, final
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.errors import InputError
 from kvkeep.evals.drive import Drive, batches, left_padded
 from kvkeep.evals.replies import decode_greedily
 from kvkeep.evals.tasks.perplexity import feed_in_pieces
@@ -80,8 +82,7 @@ class Answers(Measure):
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
         """Of the questions that the full cache answers, those that stay right; and their number."""
-        assert isinstance(outcome, str)
-        assert isinstance(full, str)
+        check(isinstance(outcome, str) and isinstance(full, str) and len(outcome) == len(full))
         stays = [one == "1" for one, other in zip(outcome, full, strict=True) if other == "1"]
         return float(sum(stays)), float(len(stays))
 
@@ -146,16 +147,35 @@ class Losses(Measure):
         for at in batches([self.length] * len(ids)):
             drive = _drive(writer, arm, budget, len(ids[at]), units.start + at.start)
             found += map(_sums, feed_in_pieces(drive, ids[at], PIECE))
+        if not all(math.isfinite(float(loss)) for one in found for loss in one):
+            raise InputError(
+                f"Under {arm.name} the model's losses on this text are infinite or no numbers, so there is nothing to "
+                "compare. Try another dtype; float16 overflows first."
+            )
         return found
 
     def tally(self, outcome: Outcome, full: Outcome, budget: int) -> Tally:
         """Nats beyond the full cache's over the pieces after the budget, and the number of their tokens."""
-        assert isinstance(outcome, list)
-        assert isinstance(full, list)
+        check(isinstance(outcome, list) and isinstance(full, list) and len(outcome) == len(full))
+        assert not isinstance(outcome, str)
+        assert not isinstance(full, str)
         first = -(-budget // PIECE)
         tokens = self.length - 1 - first * PIECE
         more = sum(one - other for one, other in zip(outcome[first:], full[first:], strict=True))
         return more, float(max(0, tokens))
+
+
+def check(fits: bool) -> None:
+    """Refuse what a folder holds of a document if it is nothing that this search has measured.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not fits:
+        raise InputError(
+            "The folder's results do not fit together: a document has other numbers of marks or losses than under the "
+            "full cache. Restore the file of results, or choose another `output` folder."
+        )
 
 
 def _sums(losses: Float[Tensor, " n"]) -> list[float]:

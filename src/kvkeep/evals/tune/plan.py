@@ -75,7 +75,7 @@ class Plan:
         case: the case.
         measure: runs candidates.
         ladders: what is searched.
-        full_bytes: memory of a row in a full cache of the longest text.
+        full_bytes: memory of a row in a full cache of the longest text and what follows it.
         settings: everything that results depend on, except the weights.
         notes: notes for the user.
     """
@@ -113,7 +113,8 @@ def lay_out(checkpoint: Checkpoint, name: str, wanted: Wanted, dtype: torch.dtyp
     if wanted.text is None and not wanted.questions:
         notes.append("the texts are the package's own plain sentences, which say little about yours; give a `text`.")
     notes += [
-        f"{arm.name} is left out: it protects more tokens than any of the budgets has."
+        f"{arm.name} is left out: it protects more tokens than any of the budgets has, or takes more memory than a "
+        "full cache."
         for arm, steps in zip(arms, ladders, strict=True)
         if not steps
     ]
@@ -201,7 +202,16 @@ def _ladders(
             f"No policy here runs with a budget of {', '.join(map(str, numbers))}: it protects more. Give larger "
             "`budgets`."
         )
-    return made, setting(arms[0], measure.room).full().row_bytes
+    largest = replace(setting(arms[0], measure.room), context=measure.room, chunk=measure.room)
+    full = largest.full().row_bytes
+    smaller = [tuple(step for step in steps if step.row_bytes < full) for steps in made]
+    if not any(smaller):
+        raise InputError(
+            f"Under every policy here, with a budget of {', '.join(map(str, numbers))}, a row takes no less memory "
+            f"than in a full cache of all {measure.room} tokens. Give smaller `budgets`, longer texts, or other "
+            "policies."
+        )
+    return smaller, full
 
 
 def _budgets(wanted: Wanted, measure: Measure) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from kvkeep.evals.intervals import of_clustered_share, of_mean, of_share
+from kvkeep.evals.intervals import of_clustered_share, of_clusters, of_mean
 from kvkeep.evals.report import over
 
 Tally: TypeAlias = tuple[float, float]
@@ -58,20 +58,27 @@ def kept(tallies: Sequence[Tally], kind: Kind) -> Kept:
     return Kept(_ratio(spread.mean), _ratio(high), _ratio(low), weight)
 
 
-def most(questions: int) -> float:
-    """The largest share that so many questions can show with confidence: all answers stay."""
-    return of_share(questions, questions)[0] / 100 if questions else 0.0
+def most(questions: int, documents: int) -> float:
+    """The largest share that so many questions about so many documents can show with confidence: all answers stay."""
+    return of_clusters(questions, questions, documents)[0] / 100 if questions and documents > 1 else 0.0
 
 
-def needed(target: float) -> int:
-    """The number of questions that can show a target if all answers stay."""
-    return bisect_left(range(_MOST), target, key=most)
+def needed(target: float, each: float) -> tuple[int, int]:
+    """The number of questions that can show a target if all answers stay, and of documents with ``each`` of them."""
+    documents = bisect_left(range(_MOST), target, key=lambda n: most(round(n * each), n))
+    return round(documents * each), documents
 
 
-def best_case(tallies: Sequence[Tally], expected: float) -> float:
-    """The lower end of the interval if all answers to the questions that are still to be asked stay."""
+def best_case(tallies: Sequence[Tally], expected: float, documents: int) -> float:
+    """The lower end of the interval if all answers to the questions that are still to be asked stay.
+
+    Args:
+        tallies: of the documents so far.
+        expected: questions that are still to be asked.
+        documents: number of documents in the end.
+    """
     right, asked = (round(sum(column) + expected) for column in zip(*tallies, strict=True))
-    return of_share(right, asked)[0] / 100 if asked else 1.0
+    return of_clusters(right, asked, documents)[0] / 100 if asked and documents > 1 else 1.0
 
 
 def _ratio(excess: float) -> float:

@@ -46,7 +46,7 @@ def read_questions(content: str, source: str, text: str | None) -> list[UserQues
     """
     found = [
         _question(line, f"Line {number} of {source}", text)
-        for number, line in enumerate(content.splitlines(), start=1)
+        for number, line in enumerate(content.split("\n"), start=1)
         if line.strip()
     ]
     if not found:
@@ -84,7 +84,7 @@ def _text(entry: dict[str, Any], field: str, place: str) -> str:
         close = difflib.get_close_matches(field, others, n=1, cutoff=0.5)
         meant = f" Did you mean {field!r} by {close[0]!r}?" if close else ""
         raise InputError(f'{place} has no {field}.{meant} A line is {{"question": "…", "answer": "…"}}.')
-    raise InputError(f"{place} has a {field} that is empty or no text: {value!r:.80}.")
+    raise InputError(f"{place}: its {field} is empty or no text: {value!r:.80}.")
 
 
 def _words(text: str) -> str:

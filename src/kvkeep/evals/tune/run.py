@@ -112,23 +112,29 @@ def sizes_of(measure: Measure, target: float, limit: int | None) -> Sizes:
         return _windows(measure.count or 0, limit or WINDOWS)
     wanted = -(-(limit or QUESTIONS) // measure.per_unit)
     searched = max(1, round(_SEARCHED / measure.per_unit))
-    if measure.count is None:
-        return _split(searched, searched + int(wanted))
-    questions = round(measure.count * measure.per_unit)
-    if most(questions) < target:
+    documents = int(wanted)
+    if measure.count is not None:
+        documents = measure.count if limit is None else min(measure.count, documents)
+    questions = round(documents * measure.per_unit)
+    if most(questions, documents) < target:
         said = "There is 1 question" if questions == 1 else f"There are {questions} questions"
-        raise too_few(questions, target, said)
+        raise too_few(questions, documents, target, said)
+    if measure.count is None:
+        return _split(searched, searched + documents)
     searched = min(searched, measure.count // 3)
-    if most(round((measure.count - searched) * measure.per_unit)) < target or not searched:
+    left = min(int(wanted), measure.count - searched)
+    if most(round(left * measure.per_unit), left) < target or not searched:
         return Sizes(_rounds(measure.count), (0, measure.count))
-    return _split(searched, min(measure.count, searched + int(wanted)))
+    return _split(searched, searched + left)
 
 
-def too_few(questions: int, target: float, said: str) -> InputError:
-    """The error about questions that cannot show a target."""
+def too_few(questions: int, documents: int, target: float, said: str) -> InputError:
+    """The error about questions, in so many documents, that cannot show a target."""
+    enough, among = needed(target, questions / documents if documents else 1.0)
+    about = f" about {among} texts" if enough > among else ""
     return InputError(
-        f"{said}, and even if all answers stay these show no more than {most(questions):.1%} with 95 % confidence: too "
-        f"few for `target={target:g}`. It takes {needed(target)}; give more, or a lower target."
+        f"{said}, and even if all answers stay these show no more than {most(questions, documents):.1%} with 95 % "
+        f"confidence: too few for `target={target:g}`. It takes {enough}{about}; give more, or a lower target."
     )
 
 
@@ -195,11 +201,12 @@ def tune(
     study = Measured(measure, writer, records, on_block)
     study.full(0, sizes.rounds[-1])
     answered, asked = round(study.expected(*sizes.confirm)), _asked(study.full(*sizes.confirm))
-    if measure.kind == "answers" and most(answered) < target:
+    counted = sum(1 for one in study.full(*sizes.confirm) if isinstance(one, str) and "1" in one)
+    if measure.kind == "answers" and most(answered, counted) < target:
         said = f"The full cache answers {answered} of {asked} questions"
         if answered < _ABLE * asked:
             raise InputError(f"{said}: these are beyond the model, whatever its memory. Ask others, or `case=stream`.")
-        raise too_few(answered, target, said)
+        raise too_few(answered, counted, target, said)
     found = search(ladders, study, sizes, target)
     return Result(found, ladders, _all(study, records, measure, ladders), sizes, target, asked, answered)
 

@@ -165,7 +165,7 @@ class _Confirmation:
             stop = min(start + step, last)
             found += self._study.tallies(candidate, start, stop)
             rest = self._study.expected(stop, last)
-            if self._study.kind == "answers" and best_case(found, rest) < self._target:
+            if self._study.kind == "answers" and best_case(found, rest, last - first) < self._target:
                 break
         return kept(found, self._study.kind)
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvkeep.errors import UnsupportedModelError
+from kvkeep.errors import InputError, UnsupportedModelError
 from kvkeep.evals import metrics
 from kvkeep.evals.drive import BATCH_TOKENS
 from kvkeep.research.calibration.limited import Near, Passage, read
@@ -63,6 +63,7 @@ class Bench:
 
         Raises:
             UnsupportedModelError: the layers differ in their number of heads.
+            InputError: the model's probabilities are NaN.
         """
         self._answers: list[Float[Tensor, "1 questions"]] = []
         self._texts: list[Float[Tensor, "targets V"]] = []
@@ -72,6 +73,11 @@ class Bench:
         for passage in self.texts:
             (rows,), self.heads = read(self.model, passage, self.near)
             self._texts.append(rows[0])
+        if any(bool(found.isnan().any()) for found in (*self._answers, *self._texts)):
+            raise InputError(
+                "The model's next-token probabilities are no numbers on these texts, so no head can be compared. Try "
+                "another dtype (float16 overflows first), or look whether the weights are damaged."
+            )
         if len(set(self.heads.values())) != 1:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} has layers of these numbers of KV heads: "
