@@ -5,6 +5,7 @@
     python bench/quality.py --output DIR --look          # minutes: few questions, one length
 
 Runs `kvkeep eval` on the embedded model, the most important cells first. The same command goes on where it stopped.
+`--groups rest` runs the policies with fewer questions alone.
 `--text` adds the loss on the 64 tokens that follow a text of 1 024 tokens after its cut, and `--profile` the rules for
 later questions under head budgets. `--collect` runs nothing and shows what is there. `--write` replaces the tables
 between the marks in a page.
@@ -81,6 +82,8 @@ PROTOCOLS = {"inside": "", "later": ",ask=later"}
 """Protocol → the end of its cases' names."""
 
 MARKS = ("<!-- quality: begin -->", "<!-- quality: end -->")
+MARKS_OF_REST = ("<!-- quality of the rest: begin -->", "<!-- quality of the rest: end -->")
+GROUPS = ("main", "heads", "rest")
 
 
 @dataclass(frozen=True)
@@ -226,12 +229,12 @@ def titled(found: Part, protocol: str, context: int) -> str:
     return f"{protocol}, {context} tokens: {able} of {n} questions about {texts} texts are answered by the full cache"
 
 
-def tables(output: Path) -> dict[str, list[list[str]]]:
+def tables(output: Path, groups: Sequence[str] = GROUPS) -> dict[str, list[list[str]]]:
     """Title → lines, for every protocol, length and group of policies."""
     parts: dict[str, Part] = {}
     for protocol, end in PROTOCOLS.items():
         for context in CONTEXTS:
-            for group in ("main", "heads", "rest"):
+            for group in groups:
                 one = part(rows_of(folder(output, group, protocol)), f"context={context}{end}")
                 if one.full and len(one.cells) > 1:
                     title = titled(one, protocol, context)
@@ -279,12 +282,14 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a novel, for the loss after the cut")
     parser.add_argument("--profile", type=Path, help="a profile of the model's heads, from kvkeep calibrate")
     parser.add_argument("--only-profile", action="store_true", help="nothing but the rules under this profile")
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="groups of policies that are run")
     parser.add_argument("--protocols", nargs="+", choices=list(PROTOCOLS), default=["later", "inside"])
     parser.add_argument("--look", action="store_true", help="few questions, one length, one budget")
     parser.add_argument("--collect", action="store_true", help="run nothing, put together what is there")
     parser.add_argument("--write", type=Path, help="a page whose tables are replaced")
     options = parser.parse_args()
     todo = look() if options.look else steps(options.protocols, options.questions, options.rest)
+    todo = [step for step in todo if step.group in options.groups]
     if options.profile:
         found = [step for step in profiled(options.profile, options.questions) if step.protocol in options.protocols]
         todo = found if options.only_profile else [*todo, *found]
@@ -295,11 +300,14 @@ def main() -> None:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     found = tables(options.output)
     title, body = losses(options.output)
-    found |= {title: body} if body else {}
+    after = {title: body} if body else {}
+    found |= after
     for title, body in found.items():
         report(title, ["policy", *BUDGETS], body, {})
-    if options.write:
-        replaced(options.write, MARKS, "\n\n".join(markdown(title, body) for title, body in found.items()))
+    for marks, groups in {MARKS: ("main", "heads"), MARKS_OF_REST: ("rest",)}.items():
+        own = tables(options.output, groups) | (after if marks is MARKS else {})
+        if options.write and own:
+            replaced(options.write, marks, "\n\n".join(markdown(name, lines) for name, lines in own.items()))
 
 
 if __name__ == "__main__":

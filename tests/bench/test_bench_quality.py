@@ -66,6 +66,26 @@ def test_a_group_with_as_many_questions_does_not_replace_the_main_table(tmp_path
     assert [line[0] for line in body] == ["`blend`", "`leverage`", "`local`", "`blend` with a profile of heads"]
 
 
+def test_the_other_policies_have_a_place_of_their_own(tmp_path, monkeypatch, capsys):
+    """So a run of one group leaves the tables of the others as they are."""
+    page = tmp_path / "page.md"
+    marks = [*quality.MARKS, *quality.MARKS_OF_REST]
+    page.write_text("{}\nold\n{}\nbetween\n{}\nold\n{}\n".format(*marks))
+    saved(tmp_path / "rest-later", ROWS)
+    given = ["quality.py", "--output", str(tmp_path), "--groups", "rest", "--collect", "--write", str(page)]
+    monkeypatch.setattr("sys.argv", given)
+    quality.main()
+    written = page.read_text()
+    assert written.startswith("{}\nold\n{}\nbetween\n{}\n\n**later, 1024 tokens".format(*marks))
+    assert written.count("old") == 1
+    assert "later, 1024 tokens" in capsys.readouterr().out
+
+
+def test_a_group_is_run_alone():
+    groups = [step.group for step in quality.steps(["later", "inside"], 400, 128)]
+    assert {"main", "rest"} == set(groups)
+
+
 def test_a_page_gets_the_tables_between_its_marks(tmp_path):
     saved(tmp_path / "main-later", ROWS)
     page = tmp_path / "page.md"
