@@ -67,7 +67,14 @@ def test_other_models(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{"kv_bits": 4}, {"positions": "slot"}, {"head_budget": "ada:0.2"}, {"graphs": True}]
+    "options",
+    [
+        *({"kv_bits": bits} for bits in (4, 8, "k8v4")),
+        {"kv_bits": 4, "head_budget": "ada:0.2"},
+        {"positions": "slot"},
+        {"head_budget": "ada:0.2"},
+        {"graphs": True},
+    ],
 )
 def test_other_slots(options):
     requests = [wish(n) for n in range(4)]

@@ -26,7 +26,8 @@ def cases():
     yield {"policy": "spatten:delta=0.5", "budget": 40}  # the second layer chooses by what the first one has added up
     for policy in ("h2o", "topk:h2=0.5", "nacl:decode=score", "ahakv", "random", "leverage", "expected_attention"):
         yield {"policy": policy, "budget": 40, "head_budget": "ada:0.2", "prefill_chunk": 20}
-    yield {"policy": "h2o", "budget": 40, "kv_bits": "8"}
+    for kv_bits in ("8", "4", "k8v4"):
+        yield {"policy": "h2o", "budget": 40, "kv_bits": kv_bits}
     yield {"policy": "adakv:window=8", "budget": 30, "prefill_chunk": 16, "kv_bits": "8"}
     yield {"policy": "tova:per_head=true", "budget": 40, "positions": "slot"}
     yield {"policy": "topk_dynamic:share=0.3", "budget": 90}
