@@ -3,6 +3,7 @@
 Source: Cai et al., R-KV, arXiv:2505.24133; official code Zefan-Cai/R-KV, `rkv/compression/r1_kv.py`.
 Differs: probabilities are those of attention, mean over the group (official: softmax of the largest logits of a group);
   the buffer is part of the budget; a token that resembles no other passes nothing on (official: to the first token).
+  Under slot positions keys are compared before their rotation.
   Before the first round after a prompt, rows of the prompt count as well.
 Fails when: the tokens that matter are alike; a prompt's tokens compete with the generated ones (pin them).
 """
