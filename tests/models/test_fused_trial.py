@@ -244,7 +244,8 @@ def test_an_error_within_a_layer_leaves_the_cache_as_plain_modules_do(what, monk
                 def interrupt(*_, **__):
                     raise KeyboardInterrupt
 
-                patch.setattr(cache.layers[1].stepper, "step", interrupt)
+                for name in ("step", "repeat"):
+                    patch.setattr(cache.layers[1].stepper, name, interrupt)
             elif what == "padding":
                 more = {"attention_mask": torch.ones(1, 5, dtype=torch.long)}
             with pytest.raises(errors) as raised:
