@@ -37,8 +37,8 @@ def test_a_head_dim_that_cannot_be_packed(kv_bits: str, tmp_path: Path) -> None:
         plan(tmp_path, budget=16, context=64, kv_bits=kv_bits)
 
 
-@pytest.mark.parametrize("host_rows", [-1, 1.5, None, True, "3"])
-def test_sequences_that_wait_are_a_number(host_rows: object) -> None:
+@pytest.mark.parametrize("host_rows", [-1, True])
+def test_sequences_that_wait_are_a_number(host_rows: int) -> None:
     with pytest.raises(InputError, match="is no number of sequences that wait"):
         plan(model_folders.folder(), budget=8, host_rows=host_rows)
 
