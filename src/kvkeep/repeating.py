@@ -31,11 +31,14 @@ class Repeating:
         if self._held:
             return
         self._block, self._store, self._budget = weakref.ref(block), weakref.ref(block.store), block.budget
+        self._seen = weakref.ref(block.seen)  # a kernel writes it
         self._held = True
 
     def is_same(self, block: Block, options: AttentionOptions) -> bool:
         """Whether a step on this block with these options may differ from the last one in its tokens alone."""
         if self._block() is not block or self._store() is not block.store or block.budget != self._budget:
+            return False
+        if self._seen() is not block.seen:
             return False
         return block.pins is None and _asked(options) == self._asked
 

@@ -262,6 +262,50 @@ def test_a_model_that_changes_between_steps(change, calls):
         assert len(calls) == n
 
 
+def test_attention_that_is_no_longer_causal_is_refused():
+    pair = Pair(attached())
+    pair.feed(12)
+    pair.feed()
+    pair.feed()
+    pair.model.model.layers[1].self_attn.is_causal = False
+    assert "not causal" in pair.feed()
+
+
+def test_parts_that_change_their_names(calls):
+    """The same modules in the same order, in other roles."""
+    pair = Pair(attached())
+    pair.feed(12)
+    pair.feed()
+    pair.feed()
+    parts = pair.model.model.layers[0].mlp._modules
+    gate, up, rest = parts.pop("gate_proj"), parts.pop("up_proj"), dict(parts)
+    parts.clear()
+    parts.update({"up_proj": gate, "gate_proj": up, **rest})
+    plain = attached()
+    plain.load_state_dict(pair.model.state_dict())
+    cache = copy.deepcopy(pair.caches[0])
+    with torch.no_grad():
+        want = plain(torch.full((3, 1), 7), **handed(plain, cache), use_cache=True).logits
+        found = pair.model(torch.full((3, 1), 7), **handed(pair.model, pair.caches[0]), use_cache=True).logits
+    torch.testing.assert_close(found, want, rtol=0, atol=2e-5)
+
+
+def test_counters_in_another_place_are_counted_there():
+    """The kernel writes them, so it must not go by an address of before."""
+    pair = Pair(attached())
+    pair.feed(12)
+    pair.feed()
+    pair.feed()
+
+    def move(cache):
+        for layer in cache.bounded_layers().values():
+            layer.block.seen = layer.block.seen.clone()
+
+    pair.both(move)
+    pair.feed()
+    pair.feed()
+
+
 def test_with_autograd_and_autocast_steps_are_told_everything(calls):
     pair = Pair(attached())
     pair.feed(12)

@@ -80,14 +80,14 @@ class Calls:
         heads, dim = [None if norm is None else _norm(norm) for norm in parts.heads], parts.attention.head_dim
         self.before = layers.Before(_norm(parts.first), parts.qkv, heads, dim)
         self.behind = layers.Behind(parts.output, _norm(parts.second), *parts.gated)
-        modules = _modules_of(layer)
+        self._names, modules = _modules_of(layer)
         self._modules, self._kinds = [*map(id, modules)], [*map(type, modules)]
         self._places = layers.places(_weights_of(modules))
 
     def weights(self, layer: nn.Module) -> list[object] | None:
         """The weights of a layer, if these are still its calls: nobody has replaced a part or listens to one."""
-        modules = _modules_of(layer)
-        if [*map(id, modules)] != self._modules or [*map(type, modules)] != self._kinds:
+        names, modules = _modules_of(layer)
+        if names != self._names or [*map(id, modules)] != self._modules or [*map(type, modules)] != self._kinds:
             return None
         if any(map(is_heard, modules)):
             return None
@@ -95,14 +95,15 @@ class Calls:
         return found if layers.places(found) == self._places else None
 
 
-def _modules_of(layer: nn.Module) -> list[nn.Module]:
-    """All modules of a layer, in one order."""
+def _modules_of(layer: nn.Module) -> tuple[list[str], list[nn.Module]]:
+    """The names of all modules of a layer, in one order, and the modules."""
     own = layer._modules
-    attention, feed = own.get("self_attn"), own.get("mlp")
-    found = [*own.values()]
-    for one in (attention, feed):
-        found += () if one is None else one._modules.values()
-    return [one for one in found if one is not None]
+    names, found = [*own], [*own.values()]
+    for one in (own.get("self_attn"), own.get("mlp")):
+        if one is not None:
+            names += one._modules
+            found += one._modules.values()
+    return names, [one for one in found if one is not None]
 
 
 def _weights_of(modules: Sequence[nn.Module]) -> list[object]:

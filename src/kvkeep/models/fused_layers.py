@@ -21,7 +21,7 @@ from kvkeep.backends import layers
 from kvkeep.handing import PhasedCache
 from kvkeep.models.fused_calls import Calls, Parts, parts_of
 from kvkeep.models.fused_parts import SCALES, is_close, mixed
-from kvkeep.models.hf import ATTENTION
+from kvkeep.models.hf import ATTENTION, is_known
 from kvkeep.models.repeated import is_ours, repeat, repeatable
 from kvkeep.types import AttentionOptions
 
@@ -83,7 +83,7 @@ class FusedLayer(nn.Module):
         if angles[0].shape[-1] != attention.head_dim or not all(one is None or one is False for one in more):
             return None  # only part of each head is rotated, or the layer is told what it was not in its trial
         mask, out, known = kwargs.get("attention_mask"), None, calls
-        if self._repeated is not None:
+        if self._repeated is not None and is_known(attention, **self._told):
             whole = partial(layers.whole, known.before, known.behind, x, angles)
             out = repeat(cache, attention.layer_idx, mask, self._repeated, whole)
         if out is not None or (parts := parts_of(self)) is None:
