@@ -1,7 +1,9 @@
 """Decoder layers in one call of the native kernel: the same bits and the same slots as in two calls and attention."""
 
 import copy
+import gc
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -304,6 +306,23 @@ def test_counters_in_another_place_are_counted_there():
     pair.both(move)
     pair.feed()
     pair.feed()
+
+
+def test_a_step_that_is_over_is_freed_at_once():
+    """Without the collector of cycles."""
+    model = attached()
+    cache = cache_of(model)
+    with torch.no_grad():
+        for ids in (torch.arange(3, 15)[None], torch.tensor([[5]]), torch.tensor([[6]])):
+            model(ids, **handed(model, cache), use_cache=True)
+    call = weakref.ref(cache.bounded_layers()[0]._repeating.call)
+    assert call().within is not None
+    gc.disable()
+    try:
+        cache.reset()
+        assert call() is None
+    finally:
+        gc.enable()
 
 
 def test_with_autograd_and_autocast_steps_are_told_everything(calls):

@@ -195,11 +195,11 @@ class Whole:
         behind: of the layer.
 
     Attributes:
-        parts: these three.
+        parts: ``before`` and ``behind``; the step owns this, so it is not held.
     """
 
     def __init__(self, before: Before, step: Repeat, behind: Behind) -> None:
-        self.parts = before, step, behind
+        self.parts = before, behind
         self._rows: int = _STEP_HEAD.unpack_from(step.packed)[0]
         self._fit = before.leads_to(behind, step)
         packed = before.pack(self._rows) + step.packed + behind.pack(self._rows) if self._fit else b""
@@ -243,7 +243,7 @@ def whole(
     if not isinstance(step, Repeat):
         return None
     within = step.within
-    if within is None or within.parts[0] is not before or within.parts[2] is not behind:
+    if within is None or within.parts[0] is not before or within.parts[1] is not behind:
         within = step.within = Whole(before, step, behind)
     out: Tensor | None = within(x, angles)
     return out
