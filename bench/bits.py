@@ -1,13 +1,13 @@
 """Quality of policies in slots of 16, 8 and 4 bits, at equal budgets and at equal bytes.
 
-    python bench/bits.py --output DIR [--write docs/quantised.md]
-    python bench/bits.py --output DIR --papers        # an hour: the budgets of the papers' tables and the same bytes
-    python bench/bits.py --output DIR --look          # minutes: few questions, one length
+    python bench/bits.py --output DIR [--write docs/quantised.md docs/choose-a-policy.md]
+    python bench/bits.py --output DIR --look          # minutes: few questions, few windows
 
-Runs `kvkeep eval` on the embedded model, in the kind of H2O's Table 6 and Scissorhands' Table 4: recall of questions
-inside the text and asked later, and perplexity. The same command goes on where it stopped; `--collect` runs nothing and
-shows what is there. "At equal bytes" compares 20 % of the tokens in the model's dtype, 40 % in 8 bits and 75 % in 4
-bits. `--write` replaces the tables between the marks in a page.
+Runs `kvkeep eval` on the embedded model, in the kind of H2O's Table 6 (20 % of the tokens) and Scissorhands' Table 4 (50
+%): recall of questions inside the text, in the model's dtype, and perplexity in float32, where a tenth of a percent is
+not lost among roundings. The same command goes on where it stopped; `--collect` runs nothing and shows what is there.
+"At equal bytes" compares 20 % of the tokens in the model's dtype, 40 % in 8 bits, 50 % with keys in 8 bits and values in
+4, and 75 % in 4 bits. `--write` replaces the tables between the marks in pages.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from lib import report
 from kvkeep.evals.paired import Answers, answers, difference, kept
 from kvkeep.evals.records import ROWS
 
-POLICIES = ("h2o", "snapkv", "snapkv:late", "streaming_llm")
+POLICIES = ("h2o", "snapkv")
 BITS = ("16", "8", "k8v4", "4")
-BUDGETS = ("5%", "10%", "20%", "60%")
-SPLIT = {"16": "20%", "8": "40%", "4": "75%"}
+SPLIT = {"16": "20%", "8": "40%", "k8v4": "50%", "4": "75%"}
 """Bits → the share of a text's tokens, about the same bytes each in bfloat16."""
 
-CONTEXTS = (1024, 2040)
-PROTOCOLS = {"inside": "", "later": ",ask=later"}
-"""Protocol → the end of its cases' names."""
+PAPERS = {"h2o": ("H2O, Table 6", "20%"), "scissorhands": ("Scissorhands, Table 4", "50%")}
+"""Policy → the table that its paper has, and the share of a text's tokens there."""
 
-MARKS = ("<!-- bits: begin -->", "<!-- bits: end -->")
+CONTEXT = 1024
+CASE = f"context={CONTEXT}"
+MARKS = ("bits", "bits in short")
+"""The names of the places in pages: all tables, and the papers' settings with the same bytes of recall."""
 
 
 @dataclass(frozen=True)
@@ -54,37 +55,17 @@ class Step:
         return [*words, *lists, "--output", str(output / self.folder)]
 
 
-def cells() -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Policies with their bits, and the budgets at which these are measured."""
-    whole = tuple(f"full@{bits}" for bits in BITS if bits != "16")
-    yield ("full", *whole, *(f"{policy}@{bits}" for policy in POLICIES for bits in BITS)), BUDGETS
-    for bits, share in SPLIT.items():
-        yield tuple(f"{policy}@{bits}" for policy in POLICIES), (share,)
-
-
-def steps(questions: int, *, contexts: tuple[int, ...], tokens: int) -> Iterator[Step]:
-    for policies, budgets in cells():
-        yield Step("perplexity", policies, budgets, ("--tasks", "perplexity", "--limit", str(tokens)))
-        for context in contexts:
-            for protocol in PROTOCOLS:
-                options = ("--tasks", "recall", "--ask", protocol, "--context", str(context), "--limit", str(questions))
-                yield Step(protocol, policies, budgets, options)
-
-
-def of_papers(questions: int) -> Iterator[Step]:
-    """H2O at 20 %, Scissorhands at 50 %, `snapkv` beside them, and the same bytes spent in three ways."""
-    asked = ("--tasks", "recall", "--ask", "inside", "--context", str(CONTEXTS[0]), "--limit", str(questions))
-    read = ("--tasks", "perplexity", "--limit", "8")
-    rest = [(("h2o@8", "snapkv@8"), ("40%",)), (("h2o@4", "snapkv@4"), ("75%",))]
-    rest.append((("scissorhands@16", "scissorhands@4"), ("50%",)))
-    for folder, options, bits, budgets in (
-        ("perplexity", read, BITS, ("20%", "60%")),
-        ("inside", asked, ("16", "8", "4"), ("20%",)),
-    ):
-        whole = ["full", *(f"full@{one}" for one in bits if one != "16" and folder == "perplexity")]
-        first = [*whole, *(f"{policy}@{one}" for policy in ("h2o", "snapkv") for one in bits)]
-        for policies, shares in [(tuple(first), budgets), *rest]:
-            yield Step(folder, policies, shares, options)
+def steps(questions: int, windows: int) -> Iterator[Step]:
+    """Every policy with all bits at one budget, the same bytes spent in four ways, and the papers' settings."""
+    asked = ("--tasks", "recall", "--ask", "inside", "--context", str(CONTEXT), "--limit", str(questions))
+    loss = ("--tasks", "perplexity", "--limit", str(windows), "--dtype", "float32")
+    whole = ("full", *(f"full@{bits}" for bits in BITS if bits != "16"))
+    first = (*whole, *(f"{policy}@{bits}" for policy in POLICIES for bits in BITS))
+    for folder, options, budgets in (("perplexity", loss, ("20%", "60%", "100%")), ("inside", asked, ("20%",))):
+        yield Step(folder, first, budgets, options)
+        for bits in BITS[1:]:
+            yield Step(folder, tuple(f"{policy}@{bits}" for policy in POLICIES), (SPLIT[bits],), options)
+        yield Step(folder, tuple(f"scissorhands@{bits}" for bits in BITS), (PAPERS["scissorhands"][1],), options)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -151,58 +132,81 @@ def perplexity(found: Cells) -> Callable[[str, str, str], str]:
     return shown
 
 
-def tables(output: Path) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Title, head and lines of every table for which there are results."""
-    kinds = [("perplexity", read(output / "perplexity", "perplexity", lambda case: True), perplexity)]
-    for protocol, end in PROTOCOLS.items():
-        for context in CONTEXTS:
-            found = read(output / protocol, "recall", f"context={context}{end}".__eq__)
-            asked = len(answers(found.get(("full", "16", "100%"), [])))
-            title = f"recall, {protocol}, {context} tokens, {asked} questions: % of the full cache's answers that stay"
-            kinds.append((title, found, recall))
-    for title, found, shown in kinds:
+Table = tuple[str, list[str], list[list[str]]]
+"""Title, head and lines."""
+
+
+def measured(output: Path) -> tuple[Cells, Cells]:
+    """The cells of perplexity, and those of recall."""
+    return read(output / "perplexity", "perplexity", lambda case: True), read(output / "inside", "recall", CASE.__eq__)
+
+
+def tables(output: Path) -> Iterator[Table]:
+    """Every table for which there are results."""
+    losses, recalls = measured(output)
+    asked = len(answers(recalls.get(("full", "16", "100%"), [])))
+    title = f"recall, inside, {CONTEXT} tokens, {asked} questions: % of the full cache's answers that stay"
+    for name, found, shown in (("perplexity, float32", losses, perplexity), (title, recalls, recall)):
         if body := table(found, shown(found)):
-            yield title, ["policy", "bits", *budgets_of(found)], body
+            yield name, ["policy", "bits", *budgets_of(found)], body
         if body := of_split(found, shown(found)):
-            head = ["policy", *(f"{share} at {bits}" for bits, share in SPLIT.items())]
-            yield f"the same bytes; {title}", head, body
+            yield f"the same bytes; {name}", ["policy", *(f"{share} at {bits}" for bits, share in SPLIT.items())], body
+
+
+def in_short(output: Path) -> Iterator[Table]:
+    """The papers' settings with every number of bits, and what the same bytes keep."""
+    losses, recalls = measured(output)
+    shown, body = (perplexity(losses), recall(recalls)), []
+    for policy, (name, share) in PAPERS.items():
+        for bits in BITS:
+            cells = [
+                one(policy, bits, share) if (policy, bits, share) in found else ""
+                for one, found in zip(shown, (losses, recalls), strict=True)
+            ]
+            body += [[name, f"`{policy}`", share, bits, *cells]] if any(cells) else []
+    if body:
+        head = ["of the kind of", "policy", "budget", "bits", "perplexity", "answers that stay, %"]
+        yield "the papers' settings in kind", head, body
+    yield from (one for one in tables(output) if one[0].startswith("the same bytes; recall"))
 
 
 def markdown(title: str, head: list[str], body: list[list[str]]) -> str:
-    rules = ["---" if name in ("policy", "bits") else "---:" for name in head]
+    rules = ["---" if name in ("of the kind of", "policy", "bits") else "---:" for name in head]
     lines = "\n".join(f"| {' | '.join(line)} |" for line in (head, rules, *body))
     return f"**{title[0].upper()}{title[1:]}**\n\n{lines}"
 
 
-def replaced(page: Path, written: str) -> None:
-    """Put a text between two marks of a page."""
-    text = page.read_text(encoding="utf-8")
-    if not all(mark in text for mark in MARKS):
-        raise SystemExit(f"{page} has no marks for tables: {' and '.join(MARKS)}")
-    before, _, rest = text.partition(MARKS[0])
-    page.write_text(f"{before}{MARKS[0]}\n\n{written}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8")
+def write(page: Path, found: dict[str, list[Table]]) -> None:
+    """Put tables between the marks of a page, which has those of at least one name."""
+    text, written = page.read_text(encoding="utf-8"), 0
+    for name, these in found.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        if begin in text and end in text:
+            before, _, rest = text.partition(begin)
+            body = "\n\n".join(markdown(*one) for one in these)
+            text, written = f"{before}{begin}\n\n{body}\n\n{end}{rest.partition(end)[2]}", written + 1
+    if not written:
+        raise SystemExit(f"{page} has no marks for tables: <!-- NAME: begin -->, NAME one of {', '.join(found)}")
+    page.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("bits-results"))
     parser.add_argument("--questions", type=int, default=400, help="questions per cell")
-    parser.add_argument("--limit", type=int, default=32, help="windows of 1024 tokens for perplexity")
-    parser.add_argument("--papers", action="store_true", help="the budgets of the papers' tables, and the same bytes")
-    parser.add_argument("--look", action="store_true", help="few questions, one length")
+    parser.add_argument("--windows", type=int, default=40, help="windows of 1024 tokens for perplexity")
+    parser.add_argument("--look", action="store_true", help="16 questions and 4 windows")
     parser.add_argument("--collect", action="store_true", help="run nothing, put together what is there")
-    parser.add_argument("--write", type=Path, help="a page whose tables are replaced")
+    parser.add_argument("--write", type=Path, nargs="+", default=[], help="pages whose tables are replaced")
     options = parser.parse_args()
-    few = {"contexts": CONTEXTS[:1], "tokens": 4} if options.look else {"contexts": CONTEXTS, "tokens": options.limit}
-    planned = of_papers(options.questions) if options.papers else None
-    planned = planned or steps(16 if options.look else options.questions, **few)
-    for step in [] if options.collect else planned:
+    planned = steps(16, 4) if options.look else steps(options.questions, options.windows)
+    for step in () if options.collect else planned:
         subprocess.run(step.command(options.output), check=True, stdout=subprocess.DEVNULL)
-    found = list(tables(options.output))
-    for title, head, body in found:
+    found = dict(zip(MARKS, (list(tables(options.output)), list(in_short(options.output))), strict=True))
+    for title, head, body in (one for these in found.values() for one in these):
         report(title, head, body, {})
-    if options.write:
-        replaced(options.write, "\n\n".join(markdown(*one) for one in found))
+    for page in options.write:
+        write(page, found)
 
 
 if __name__ == "__main__":

@@ -61,34 +61,45 @@ def test_tables_compare_bits_at_a_budget_and_at_the_same_bytes(output):
     assert recall[4][twenty].startswith("43 (")
     assert recall[4][twenty].endswith("*")  # clearly worse than in the model's dtype
     (same,) = next(body for title, body in found.items() if title.startswith("the same bytes; recall"))
-    assert [cell[:3] for cell in same] == ["`h2", "86 ", "100", ""]
+    assert [cell[:3] for cell in same] == ["`h2", "86 ", "100", "", ""]
 
 
-def test_a_page_gets_the_tables_between_its_marks(output):
+def test_pages_get_the_tables_between_their_marks(output):
+    found = {"bits": list(bits.tables(output)), "bits in short": list(bits.in_short(output))}
     page = output / "page.md"
-    page.write_text(f"a\n{bits.MARKS[0]}\nold\n{bits.MARKS[1]}\nb\n")
-    bits.replaced(page, "\n\n".join(bits.markdown(*one) for one in bits.tables(output)))
+    page.write_text("a\n<!-- bits: begin -->\nold\n<!-- bits: end -->\nb\n")
+    bits.write(page, found)
     text = page.read_text()
     assert "old" not in text
     assert "| policy | bits | 20% | 40% | 100% |" in text
+    assert "papers' settings" not in text
     assert text.startswith("a\n")
     assert text.endswith("b\n")
+    short = output / "short.md"
+    short.write_text("<!-- bits in short: begin --><!-- bits in short: end -->")
+    bits.write(short, found)
+    assert "| H2O, Table 6 | `h2o` | 20% | 4 |" in short.read_text()
+    page.write_text("no marks")
+    with pytest.raises(SystemExit, match="no marks"):
+        bits.write(page, found)
+    assert page.read_text() == "no marks"
 
 
 def test_every_command_names_policies_and_bits_that_exist(tmp_path):
-    for step in [*bits.steps(400, contexts=bits.CONTEXTS, tokens=32), *bits.of_papers(400)]:
+    for step in bits.steps(400, 40):
         words = step.command(tmp_path)
         arms = split_arms(words[words.index("--policies") + 1])
         assert {kv_bits for policy, kv_bits in arms if policy.evicts} <= set(bits.BITS)
 
 
-def test_the_papers_settings_are_among_the_cells():
-    found = [
-        (step.folder, policy, share) for step in bits.of_papers(9) for policy in step.policies for share in step.budgets
-    ]
+def test_the_papers_settings_and_the_same_bytes_are_among_the_cells():
+    planned = list(bits.steps(9, 2))
+    found = [(step.folder, policy, share) for step in planned for policy in step.policies for share in step.budgets]
     assert len(found) == len({*found})
     for folder in ("perplexity", "inside"):
-        assert {(folder, "h2o@4", "20%"), (folder, "h2o@4", "75%"), (folder, "scissorhands@4", "50%")} <= {*found}
+        split = {(folder, f"{policy}@{kv}", share) for policy in bits.POLICIES for kv, share in bits.SPLIT.items()}
+        papers = {(folder, f"{name}@{kv}", share) for name, (_, share) in bits.PAPERS.items() for kv in bits.BITS}
+        assert split | papers <= {*found}
 
 
 def test_a_full_cache_of_4_bits_is_no_reference():

@@ -46,6 +46,12 @@ namespace {
 constexpr int64_t EACH = 32;  // outputs of a piece of work
 constexpr int AT_ONCE = 4;    // weight rows that are read at the same time
 
+// With a single token floats are read fastest in one stream; widening halves leaves too little time for that.
+template <class X>
+inline bool in_one_stream(int64_t rows) {
+    return rows == 1 && sizeof(typename X::T) == sizeof(float);
+}
+
 // Sums of the N-lane segments of a vector, in the first lanes.
 template <int N>
 inline Floats folded(Floats v) {
@@ -68,13 +74,14 @@ inline void totals(Floats *vectors, float *to) {
 // Products of R weight rows with M vectors. The order of summation depends on neither.
 template <class X, int R, int M>
 void dots(const typename X::T *w, const typename X::T *x, int64_t width, float *to) {
+    constexpr int AGAIN = M > 1 ? 2 : 0;  // with one vector the row is not read again, and need not stay in a cache
     Floats sums[M][R] = {};
     const auto add = [&](int64_t i, auto read) {
         Pair each[M];
         for (int m = 0; m < M; m++) each[m] = read(x + m * width + i);
         for (int r = 0; r < R; r++) {
             for (int64_t b = 0; b < X::EACH * (int64_t)sizeof(typename X::T); b += 64)
-                __builtin_prefetch((const char *)(w + (r + R) * width + i) + b, 0, 2);
+                __builtin_prefetch((const char *)(w + (r + R) * width + i) + b, 0, AGAIN);
             const Pair row = read(w + r * width + i);
             for (int m = 0; m < M; m++) sums[m][r] = sums[m][r] + row.a * each[m].a + row.b * each[m].b;
         }
@@ -112,7 +119,8 @@ void product(
     typedef typename X::T T;
     const T *x = (const T *)input, *w = (const T *)by.weight + first * width, *bias = (const T *)by.bias;
     int64_t i = 0;
-    for (; i + AT_ONCE <= n; i += AT_ONCE) dots<X, AT_ONCE>(w + i * width, x, width, rows, to + i);
+    if (!in_one_stream<X>(rows))
+        for (; i + AT_ONCE <= n; i += AT_ONCE) dots<X, AT_ONCE>(w + i * width, x, width, rows, to + i);
     for (; i < n; i++) dots<X, 1>(w + i * width, x, width, rows, to + i);
     if (!bias) return;
     for (i = 0; i < n; i++) {
@@ -141,7 +149,8 @@ int64_t products_as(const Products &p) {
         product<X>(*by, p.x, p.rows, p.width, first, some, scratch);
         write<X>(scratch, p.rows, by->outputs, first, some, by->out);
     };
-    return for_each(n, outputs * p.width * (int64_t)sizeof(typename X::T), p.threads, p.rows * EACH, work) ? 0 : -1;
+    const int64_t bytes = outputs * p.width * (int64_t)sizeof(typename X::T);
+    return for_each_in_order(n, bytes, p.threads, p.rows * EACH, work) ? 0 : -1;
 }
 
 template <class X>
@@ -158,7 +167,7 @@ int64_t gated_as(const Gated &g) {
         }
         write<X>(gate, g.rows, inner, first, some, g.scratch);
     };
-    if (!for_each(pieces(inner), bytes, g.threads, 2 * g.rows * EACH, work)) return -1;
+    if (!for_each_in_order(pieces(inner), bytes, g.threads, 2 * g.rows * EACH, work)) return -1;
     return products_as<X>({g.rows, inner, g.threads, g.type, g.scratch, 1, {g.down}});
 }
 
