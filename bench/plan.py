@@ -65,7 +65,7 @@ def speeds(model: LlamaForCausalLM, context: int, options: argparse.Namespace) -
     A full cache is kvkeep's own, and the static one of transformers.
     """
     ours = twin(model)
-    prepare(ours, options.rows)
+    prepare(ours, options.rows, whole=True)
     kvkeep.attach(ours)
     shape = {"rows": options.rows, "tokens": context}
     cache = bounded.filled_cache(ours, options.policy, options.budget, **shape)

@@ -87,8 +87,8 @@ def check_dim(dim: int, bits: int) -> None:
 def group_size(dim: int) -> int:
     """The number of channels that share a scale.
 
-    64 or 32 if the head dim is a multiple of it. Otherwise all of at most 128, and of more the largest even divisor from
-    32 to 128, if there is one.
+    64 or 32 if the head dim is a multiple of it. Otherwise all of at most 128 channels; of more the largest even divisor
+    from 32 to 128, if there is one.
     """
     if whole := next((size for size in (64, 32) if dim % size == 0), None):
         return whole

@@ -81,7 +81,7 @@ def test_a_token(name, option, statistic):
         ask(name, token(70, 40, 3, E=24), bits, ON_TOKEN[statistic], OF_TOKEN[option])
 
 
-SHAPES = [(D, G, S) for D, G, S in itertools.product([6, 32, 64, 80, 96, 128, 256], [1, 2, 3, 7], [1, 17, 257])]
+SHAPES = [(D, G, S) for D, G, S in itertools.product([6, 32, 64, 80, 96, 128, 144, 256], [1, 2, 3, 7], [1, 17, 257])]
 
 
 @pytest.mark.parametrize(("D", "G", "S"), sweep(SHAPES, lambda case: sum(case) % 3 == 0 or case[1:] == (3, 257)))
@@ -98,14 +98,14 @@ def test_thousands_of_slots(bits):
 
 
 @pytest.mark.parametrize("name", ["triton", "reference"])
-@pytest.mark.parametrize(("D", "G", "S"), [(64, 3, 70), (128, 1, 257), (80, 7, 17), (32, 2, 1)])
+@pytest.mark.parametrize(("D", "G", "S"), [(64, 3, 70), (128, 1, 257), (80, 7, 17), (32, 2, 1), (144, 2, 17)])
 def test_backends_that_are_slow(name, D, G, S):
     for bits, option in zip(BITS, ("plain", "all", "softcap"), strict=True):
         options = dataclasses.replace(OF_TOKEN[option], sinks=None)
         ask(name, token(S, D, G), bits, Mass(), options)
 
 
-@pytest.mark.parametrize(("D", "E"), [(3, 5), (6, 10), (32, 80), (64, 64), (80, 96), (96, 32), (128, 256)])
+@pytest.mark.parametrize(("D", "E"), [(3, 5), (6, 10), (32, 80), (64, 64), (80, 96), (96, 32), (128, 256), (144, 200)])
 def test_the_kernel_codes_a_token_as_the_definition_does_bit_for_bit(D, E):
     g = torch.Generator().manual_seed(D)
     _, slots, now = token(20, D, 1, E=E)
@@ -188,7 +188,7 @@ def test_the_number_of_threads_changes_nothing():
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize(("D", "E"), [(6, 10), (80, 32), (128, 64)])
+@pytest.mark.parametrize(("D", "E"), [(6, 10), (80, 32), (128, 64), (144, 6)])
 def test_triton_codes_a_token_as_the_definition_does(D, E):
     _, slots, now = token(20, D, 1, E=E)
     slots.positions[:, :, 7] = -1

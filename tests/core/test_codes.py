@@ -8,7 +8,7 @@ import torch
 from kvkeep.codes import CodedSlots, decode, encode, encode_keys, finite, group_size, hadamard
 from kvkeep.types import Slots
 
-DIMS = [64, 128, 80, 96, 48, 16, 576]
+DIMS = [64, 128, 80, 96, 48, 16, 144, 576]
 
 
 def relative_error(x, bits):
@@ -33,6 +33,15 @@ def test_the_error_of_gaussian_vectors_is_that_of_the_closed_form(dim, bits):
     # the greatest channel has no error: below the form by about 1 / group
     wanted = expected_error(group_size(dim), bits)
     assert relative_error(x, bits) == pytest.approx(wanted, rel=0.03 + 1.5 / group_size(dim))
+
+
+@pytest.mark.parametrize(
+    ("dim", "group"),
+    [(64, 64), (128, 64), (160, 32), (576, 64), (80, 80), (112, 112), (144, 72), (200, 100), (130, 130), (81, 81)],
+)
+def test_the_channels_that_share_a_scale(dim, group):
+    assert group_size(dim) == group
+    assert encode(torch.randn(1, 1, 2, dim), 8).scales.shape[-1] == dim // group
 
 
 def test_two_codes_of_a_group_share_a_byte_as_the_layout_says():

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from kvkeep.backends import small
 from kvkeep.models.device import enough_memory
 
 BUFFER_BYTES = 2**28
@@ -63,7 +65,9 @@ def measure_products(
     size_bytes: int = BUFFER_BYTES,
     repeats: int = PRODUCTS,
 ) -> float:
-    """Measure how fast torch multiplies a step's rows with weights, with torch's threads.
+    """Measure how fast a step's rows are multiplied with weights, with torch's threads.
+
+    By torch, or by the native kernel where that is faster, as in batch jobs and after `kvkeep.fuse_modules`.
 
     Args:
         device: where the weights are.
@@ -82,15 +86,28 @@ def measure_products(
     one = 3 * width * width * dtype.itemsize
     count = max(1, size_bytes // one)
     with enough_memory(device), torch.inference_mode():
-        layers = torch.ones((count, 3 * width, width), dtype=dtype, device=device).mul_(0.5).unbind()
+        layers = [_linear(part) for part in torch.full((count, 3 * width, width), 0.5, dtype=dtype, device=device)]
         x = torch.ones((rows, width), dtype=dtype, device=device)
 
         def multiply() -> None:
             for layer in layers:
-                linear(x, layer)  # which is not kept: results of narrow layers would take more than their weights
+                linear(x, layer.weight)  # not kept: results of narrow layers would take more than their weights
+
+        def multiply_natively() -> None:
+            for layer in layers:
+                small.products(x, (layer,))
 
         seconds = _seconds(multiply, device, repeats)
+        if small.products(x, layers[:1]) is not None:
+            seconds = min(seconds, _seconds(multiply_natively, device, repeats))
     return count * one / seconds
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    """A linear layer with these weights, and no bias."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
