@@ -4,10 +4,10 @@
     python bench/bits.py --output DIR --look          # minutes: few questions, few windows
 
 Runs `kvkeep eval` on the embedded model, in the kind of H2O's Table 6 (20 % of the tokens) and Scissorhands' Table 4
-(50 %): recall of questions inside the text, in the model's dtype, and perplexity in float32, where a tenth of a percent
-is not lost among roundings. The same command goes on where it stopped; `--collect` runs nothing and shows what is there.
-"The same bytes" are 20 % of the tokens in the model's dtype, 40 % in 8 bits, 50 % with keys in 8 bits and values in 4,
-and 75 % in 4 bits. `--write` replaces the tables between the marks in pages.
+(50 %): recall of questions inside the text, in the model's dtype, and perplexity in float32, where a tenth of a
+percent is not lost among roundings. The same command goes on where it stopped; `--collect` runs nothing and shows
+what there is. "The same bytes" are 20 % of the tokens in the model's dtype, 40 % in 8 bits, 50 % with keys in 8 bits
+and values in 4, and 75 % in 4 bits. `--write` replaces the tables between the marks in pages.
 """
 
 from __future__ import annotations

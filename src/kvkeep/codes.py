@@ -27,10 +27,6 @@ NUMBERS = {8: torch.int8, 4: torch.uint8}
 KV_BITS = {"8": (8, 8), "4": (4, 4), "k8v4": (8, 4)}
 """Bits of a key's numbers and of a value's, by the name of the setting."""
 
-_LARGEST_GROUP = 128
-_GROUPS = range(_LARGEST_GROUP, 31, -2)
-"""Numbers of channels that may share a scale where the head dim is larger and no multiple of 32, the best first."""
-
 _LARGEST_SCALE = torch.finfo(torch.float16).max
 
 
@@ -85,14 +81,11 @@ def check_dim(dim: int, bits: int) -> None:
 
 
 def group_size(dim: int) -> int:
-    """The number of channels that share a scale.
+    """The number of channels that share a scale: 64 or 32 if the head dim is a multiple of it, otherwise all.
 
-    64 or 32 if the head dim is a multiple of it. Otherwise all of at most 128 channels; of more the largest even divisor
-    from 32 to 128, if there is one.
+    Kernels read whole vectors of a group, and of half a group at 4 bits, so no other divisor will do.
     """
-    if whole := next((size for size in (64, 32) if dim % size == 0), None):
-        return whole
-    return dim if dim <= _LARGEST_GROUP else next((size for size in _GROUPS if dim % size == 0), dim)
+    return next((size for size in (64, 32) if dim % size == 0), dim)
 
 
 def groups(dim: int) -> int:
