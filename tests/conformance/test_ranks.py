@@ -95,6 +95,26 @@ def test_tokens_from_just_now_and_from_long_ago(name, span):
 
 
 @pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("F2", [32, 64])
+@pytest.mark.parametrize("sinks", [0, 4, 16])
+@pytest.mark.parametrize("hole", [None, 0, 15, 16, 40])
+def test_tokens_that_follow_one_another(name, F2, sinks, hole):
+    """Sinks, then a ring of recent tokens that begins anywhere; the kernel takes their ranks several at a time."""
+    query, (keys, values, positions), now = token(83, 64, 2)
+    S = positions.shape[-1]
+    for row, head in itertools.product(*map(range, positions.shape[:2])):
+        ring = torch.arange(NOW - (S - sinks) + 1, NOW + 1).roll(7 * row + 3 * head)
+        positions[row, head] = torch.cat([torch.arange(sinks), ring])
+    if hole is not None:
+        positions[..., hole] = -1
+        positions[0, 0, hole : hole + 20] = torch.arange(-1, 19)  # an empty slot, and what seems to follow it
+        positions[0, 0, hole + 20 :] = -1
+        positions[0, 0, :hole] = -1
+    keys, values = (x.nan_to_num().masked_fill((positions < 0)[..., None], torch.nan) for x in (keys, values))
+    check(name, (query, Slots(keys, values, positions), now), rotation(F2))
+
+
+@pytest.mark.parametrize("name", FAST)
 def test_options_and_statistics(name):
     sinks = torch.tensor([0.3, -1.0, 2.0, 5.0, -torch.inf, 0.0])
     all_at_once = AttentionOptions(scaling=0.1, window=3000, softcap=2.0, sinks=sinks)

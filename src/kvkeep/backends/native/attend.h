@@ -72,14 +72,14 @@ class Head : Reporter {
     // Turn the keys of a block that starts with slot s.
     void turn_keys(int64_t s, Rows<T> block, Rows<T> later) {
         const int64_t n = slots - s < W ? slots - s : W;
-        for (int64_t i = 0; i < n; i++) {
-            fetch(later.at(i), a.dim);
-            const T *own = angles(ranks.of(positions[s + i]));
-            if (halves.part.in_place())
-                turn_key<X, true>(block.at(i), own, halves, turned + i * at.width);
-            else
-                turn_key<X, false>(block.at(i), own, halves, turned + i * at.width);
-        }
+        int64_t found[W];
+        ranks.of_each(positions + s, n, found);
+        by_halves<X>(halves, [&](const auto &turn) {
+            for (int64_t i = 0; i < n; i++) {
+                fetch(later.at(i), a.dim);
+                turn(block.at(i), angles(found[i]), turned + i * at.width);
+            }
+        });
     }
 
     Rows<T> keys() const {

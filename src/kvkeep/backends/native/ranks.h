@@ -59,6 +59,30 @@ inline void turn_key(const typename X::T *key, const typename X::T *angles, Halv
                         to + 2 * halves.part.floats() + 2 * i * W);
 }
 
+// The same where N pairs make up each half and nothing else is left.
+template <class X, int N>
+inline void turn_whole_key(const typename X::T *key, const typename X::T *angles, float *to) {
+    constexpr int64_t HALF = N * 2 * W;
+    for (int i = 0; i < N; i++, key += 2 * W, angles += 2 * W, to += 2 * W) {
+        Pair a = X::widen(key), b = X::widen(key + HALF);
+        turn(a, b, X::widen(angles), X::widen(angles + HALF));
+        Float32::narrow(a, to);
+        Float32::narrow(b, to + HALF);
+    }
+}
+
+// Call with what turns a key: turn(key, angles, to).
+template <class X, class Call>
+inline void by_halves(Halves halves, const Call &call) {
+    typedef const typename X::T *Vector;
+    const int64_t pairs = halves.rest.dim == 0 && halves.half % (2 * W) == 0 ? halves.half / (2 * W) : 0;
+    if (pairs == 1) call([](Vector key, Vector angles, float *to) { turn_whole_key<X, 1>(key, angles, to); });
+    else if (pairs == 2) call([](Vector key, Vector angles, float *to) { turn_whole_key<X, 2>(key, angles, to); });
+    else if (halves.part.in_place())
+        call([=](Vector key, Vector angles, float *to) { turn_key<X, true>(key, angles, halves, to); });
+    else call([=](Vector key, Vector angles, float *to) { turn_key<X, false>(key, angles, halves, to); });
+}
+
 // A query, turned back if it was turned, then turned and scaled, as floats. Elements that overlap the pair before are 0.
 template <class X>
 inline void turn_query(const typename X::T *query, const typename X::T *back, const typename X::T *angles,
@@ -129,6 +153,15 @@ struct Ranks {
         const int64_t at = (int64_t)position - first;
         if (at < 0) return std::lower_bound(old, old + older, position) - old;
         return before[at / 64] + __builtin_popcountll(bits[at / 64] & (((uint64_t)1 << at % 64) - 1));
+    }
+
+    // The ranks of n slots; of an empty one, any. Tokens that follow one another have ranks that do, too.
+    void of_each(const int32_t *positions, int64_t n, int64_t *to) const {
+        const int32_t first = positions[0];
+        bool follow = first >= 0;
+        for (int64_t i = 1; i < n; i++) follow &= positions[i] == first + i;
+        const int64_t rank = of(first);
+        for (int64_t i = 0; i < n; i++) to[i] = follow ? rank + i : of(positions[i]);
     }
 
    private:
