@@ -411,3 +411,11 @@ def test_sequences_in_main_memory_take_the_bytes_of_rows():
     assert plan(policy="h2o", budget=64).host_bytes == plan(policy="h2o", budget=64).staged_bytes == 0
     with pytest.raises(InputError, match="host_rows=-1 is no number of sequences"):
         plan(host_rows=-1)
+
+
+def test_narrow_layers_that_are_measured_are_few(monkeypatch):
+    """A model of two channels would have five million layers in a buffer."""
+    made = []
+    monkeypatch.setattr(bandwidth, "_linear", lambda weight: made.append(weight) or torch.nn.Linear(2, 6, bias=False))
+    assert measure_products(torch.device("cpu"), torch.float32, 1, width=2, repeats=1) > 0
+    assert len(made) == bandwidth.MOST_LAYERS

@@ -17,6 +17,8 @@ from kvkeep.models.device import enough_memory
 BUFFER_BYTES = 2**28
 REPEATS = 9
 PRODUCTS = 5
+MOST_LAYERS = 1024
+"""Linear layers that are multiplied at most: narrow ones would make millions."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def measure_products(
         dtype: of weights and rows.
         rows: of the step.
         width: inputs of each linear layer, which has three times as many outputs.
-        size_bytes: of all weights, at least one layer.
+        size_bytes: of all weights, at least one layer and at most 1 024.
         repeats: number of measurements, after one that does not count.
 
     Returns:
@@ -84,7 +86,7 @@ def measure_products(
         InputError: the device has no room for the weights.
     """
     one = 3 * width * width * dtype.itemsize
-    count = max(1, size_bytes // one)
+    count = min(max(1, size_bytes // one), MOST_LAYERS)
     with enough_memory(device), torch.inference_mode():
         layers = [_linear(part) for part in torch.full((count, 3 * width, width), 0.5, dtype=dtype, device=device)]
         x = torch.ones((rows, width), dtype=dtype, device=device)
