@@ -381,6 +381,12 @@ def test_outline_finds_what_the_model_has(tmp_path: Path, family: str):
     assert found.shape.vocabulary == 1000
 
 
+def test_a_window_of_no_tokens_is_refused(tmp_path: Path):
+    """`kvkeep plan` would divide by the bytes of a row, which are none."""
+    with pytest.raises(UnsupportedModelError, match="a sliding window of no tokens"):
+        outline(saved(tmp_path / "a", MistralConfig(**GATED, sliding_window=0)))
+
+
 def test_outline_knows_windows_experts_and_dtype(tmp_path: Path):
     window = outline(saved(tmp_path / "a", MistralConfig(**GATED, sliding_window=16)))
     assert {layer.window for layer in window.shape.layers} == {16}

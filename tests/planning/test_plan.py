@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from weakref import WeakSet
 
 import allocation
@@ -14,6 +15,7 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
 import kvkeep
+from kvkeep.backends import SWITCH
 from kvkeep.budget import per_layer
 from kvkeep.engine import Engine
 from kvkeep.engine.staging import COPIES
@@ -259,10 +261,18 @@ def test_bandwidth_is_the_median_of_several_repeats(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("native", "seconds"), [(None, 2), ([0.0, 9.0, 0.0, 0.5, 0.0, 1.0, 0.0, 4.0], 1)])
 def test_products_are_the_median_of_several_repeats_of_the_faster_way(native, seconds, monkeypatch: pytest.MonkeyPatch):
     clock = iter([0.0, 9.0, 0.0, 1.0, 0.0, 2.0, 0.0, 4.0, *(native or ())])
+    monkeypatch.setattr(bandwidth, "choose", lambda device, dtype: SimpleNamespace(small=True))
     monkeypatch.setattr(bandwidth.small, "products", lambda x, layers: native and [x])
     monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(clock))
     sizes = {"width": 10, "size_bytes": 3000, "repeats": 3}  # two layers of 30 x 10 float32 numbers
     assert measure_products(torch.device("cpu"), torch.float32, 2, **sizes) == 2 * 30 * 10 * 4 / seconds
+
+
+def test_products_by_torch_alone_if_the_switch_says_so(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is fused then, so the kernel's speed would be nobody's."""
+    monkeypatch.setenv(SWITCH, "torch")
+    monkeypatch.setattr(bandwidth.small, "products", lambda x, layers: pytest.fail("the kernel was asked"))
+    assert measure_products(torch.device("cpu"), torch.float32, 2, width=16, size_bytes=1, repeats=1) > 0
 
 
 def test_one_layer_is_multiplied_at_least():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from kvkeep.backends import small
+from kvkeep.backends import choose, small
 from kvkeep.models.device import enough_memory
 
 BUFFER_BYTES = 2**28
@@ -100,7 +100,7 @@ def measure_products(
                 small.products(x, (layer,))
 
         seconds = _seconds(multiply, device, repeats)
-        if small.products(x, layers[:1]) is not None:
+        if choose(device, dtype).small and small.products(x, layers[:1]) is not None:
             seconds = min(seconds, _seconds(multiply_natively, device, repeats))
     return count * one / seconds
 

@@ -74,11 +74,16 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
     used = {index: layer for index, layer in cache.bounded_layers().items() if layer.allocated}
     if not used:
         raise UnsupportedModelError(f"{name} has no layer with keys and values, so there is nothing to bound.")
+    layers = tuple(map(_layer_shape, used.values()))
+    if any(layer.window is not None and layer.window < 1 for layer in layers):
+        raise UnsupportedModelError(f"{name}: a layer has a sliding window of no tokens; check its config.json.")
+            f"{name}: its config.json has a sliding window of no tokens, so a layer holds nothing."
+        )
     scheme = scheme_of(config)
     return Outline(
         name=name,
         config=config,
-        shape=_shape(model, tuple(map(_layer_shape, used.values()))),
+        shape=_shape(model, layers),
         indices=tuple(used),
         other_layers=len(cache.layers) - len(used),
         dtype=getattr(config.get_text_config(decoder=True), "dtype", None),
