@@ -77,8 +77,6 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
     layers = tuple(map(_layer_shape, used.values()))
     if any(layer.window is not None and layer.window < 1 for layer in layers):
         raise UnsupportedModelError(f"{name}: a layer has a sliding window of no tokens; check its config.json.")
-            f"{name}: its config.json has a sliding window of no tokens, so a layer holds nothing."
-        )
     scheme = scheme_of(config)
     return Outline(
         name=name,
