@@ -215,6 +215,8 @@ def _bounded(
 ) -> Float[Tensor, "B Hq T E"]:
     """One step of a layer that handed its keys on."""
     stepper = layer.take()
+    if options.window is not None and options.window < 1:
+        raise UnsupportedModelError("A layer has a sliding window of no tokens; check the model's config.json.")
     if options.window != layer.window:
         raise UnsupportedModelError(
             f"The model asks for a sliding window of {options.window} tokens where its configuration gives the cache "

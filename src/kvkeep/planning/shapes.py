@@ -75,8 +75,6 @@ def outline(name_or_path: str | os.PathLike[str]) -> Outline:
     if not used:
         raise UnsupportedModelError(f"{name} has no layer with keys and values, so there is nothing to bound.")
     layers = tuple(map(_layer_shape, used.values()))
-    if any(layer.window is not None and layer.window < 1 for layer in layers):
-        raise UnsupportedModelError(f"{name}: a layer has a sliding window of no tokens; check its config.json.")
     scheme = scheme_of(config)
     return Outline(
         name=name,
