@@ -2,9 +2,10 @@
 
     python bench/tune.py --output DIR [--case later] [--target 0.98] [--limit 448] [--budgets LIST] [--text FILE]
 
-The search runs first and prints its answer and its processor time. Then every policy at every budget is measured on
-the documents of the confirmation, and the smallest memory that passes is printed beside it. DIR is a folder of `kvkeep
-tune`, so a run that was stopped goes on, and measurements are shared.
+The search runs first and prints its answer and its time. Then every policy at every budget is measured on the documents
+of the confirmation, the smallest memory first, up to the first candidate that passes: no other one can be the answer. A
+candidate is given up once it would fail even if it kept all answers that are left. DIR is a folder of `kvkeep tune`, so
+a run that was stopped goes on, and measurements are shared.
 """
 
 from __future__ import annotations
@@ -17,36 +18,37 @@ from pathlib import Path
 from kvkeep.cli.options import parse_budget
 from kvkeep.evals.tune.candidates import CASES, Candidate
 from kvkeep.evals.tune.plan import Plan, Wanted, lay_out
-from kvkeep.evals.tune.quality import Kept, kept
 from kvkeep.evals.tune.records import Records
-from kvkeep.evals.tune.run import Measured, Result, sizes_of, tune
+from kvkeep.evals.tune.run import Measured, Result, tune
+from kvkeep.evals.tune.search import Confirmation
 from kvkeep.models import threads
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
 
 
-def exhaustive(plan: Plan, study: Measured, span: tuple[int, int]) -> dict[Candidate, Kept]:
-    """Every candidate on the documents of the confirmation."""
-    candidates = sorted((step for ladder in plan.ladders for step in ladder), key=lambda step: step.row_bytes)
-    found = {}
-    for candidate in candidates:
-        found[candidate] = kept(study.tallies(candidate, *span), study.kind)
-        print(f"{candidate}: {found[candidate].share:.3f}, at least {found[candidate].low:.3f}", flush=True)
-    return found
+def exhaustive(plan: Plan, test: Confirmation) -> Candidate | None:
+    """The candidate with the smallest memory that passes, of all."""
+    for candidate in sorted((step for ladder in plan.ladders for step in ladder), key=lambda step: step.row_bytes):
+        passes, quality = test(candidate), test.seen[candidate]
+        print(f"{candidate}: {quality.share:.3f}, at least {quality.low:.3f} of {quality.weight:.0f}", flush=True)
+        if passes:
+            return candidate
+    return None
 
 
-def show(result: Result, everything: dict[Candidate, Kept], target: float, seconds: float) -> None:
-    passing = [one for one, quality in everything.items() if quality.passes(target)]
-    best = min(passing, key=lambda one: one.row_bytes, default=None)
+def show(result: Result, best: Candidate | None, test: Confirmation, seconds: tuple[float, float]) -> None:
     chosen = result.found.chosen
     steps = None
     if best is not None and chosen is not None:
         (own,) = (ladder for ladder in result.ladders if ladder[0].arm == chosen.arm)
         steps = sum(best.row_bytes < step.row_bytes <= chosen.row_bytes for step in own)
-    print(f"search: {chosen} in {seconds:.0f} s of processor time; exhaustive: {best}; steps between: {steps}")
-    measured = {"chosen": str(chosen), "exhaustive": str(best), "steps": steps, "cpu_s": round(seconds, 1)}
-    print(json.dumps({**measured, "candidates": len(everything), "searched": len(result.searched)}))
+    wall, cpu = (round(one, 1) for one in seconds)
+    print(
+        f"search: {chosen} in {wall:.0f} s ({cpu:.0f} s of processor time); exhaustive: {best}; steps between: {steps}"
+    )
+    measured = {"chosen": str(chosen), "exhaustive": str(best), "steps": steps, "wall_s": wall, "cpu_s": cpu}
+    print(json.dumps({**measured, "measured": len(test.seen), "searched": len(result.searched)}))
 
 
 def main() -> None:
@@ -70,12 +72,12 @@ def main() -> None:
         records = Records(options.output)
         with records.locked():
             records.open({**plan.settings, "weights": fingerprint(writer.model), "dtype": writer.dtype})
-            begin = time.process_time()
+            begin = time.perf_counter(), time.process_time()
             result = tune(plan.measure, plan.ladders, writer, records, target=options.target, limit=options.limit)
-            seconds = time.process_time() - begin
-            sizes = sizes_of(plan.measure, options.target, options.limit)
+            seconds = time.perf_counter() - begin[0], time.process_time() - begin[1]
             study = Measured(plan.measure, writer, records, lambda progress: None)
-            show(result, exhaustive(plan, study, sizes.confirm), options.target, seconds)
+            test = Confirmation(study, result.sizes.confirm, options.target)
+            show(result, exhaustive(plan, test), test, seconds)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """kvkeep: the engine, and a cache that is filled without feeding a prompt.
 
 Options: ``policy``, ``budget``, ``chunk`` (prompt tokens per step, ``None``: whole), ``kv_bytes`` (memory of all rows),
-``decode_every`` and ``kv_bits`` (see `kvkeep.Engine`).
+``decode_every``, ``prompts_first`` and ``kv_bits`` (see `kvkeep.Engine`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def load(work: Work) -> Run:
                 kv_memory=options.get("kv_bytes"),
                 prefill_chunk=options["chunk"],
                 decode_every=options.get("decode_every"),
+                prompts_first=options.get("prompts_first", False),
                 kv_bits=options.get("kv_bits"),
             )
         except kvkeep.BudgetError as error:

@@ -175,6 +175,7 @@ def schedule(seed, monkeypatch):
             **rules,
             graphs=rng.random() < 0.2,
             decode_every=random.Random(~seed).choice((1, 3, 128)),
+            prompts_first=random.Random(seed + 0.25).random() < 0.3,
             host_rows=random.Random(seed + 0.5).choice((0, 0, 1, 4)),
         )
     except BudgetError:

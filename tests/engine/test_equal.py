@@ -201,23 +201,22 @@ def test_random_schedules(examples):
         schedule=st.lists(arrivals, min_size=1, max_size=6),
         rows=st.integers(1, 4),
         chunk=st.sampled_from([3, 8, 100]),
-        decode_every=st.sampled_from([1, 5, 128]),
+        pace=st.sampled_from([{"decode_every": n} for n in (1, 5, 128)] + [{"prompts_first": True}]),
     )
-    def run(schedule, rows, chunk, decode_every):
-        check_schedule(schedule, rows, chunk, decode_every)
+    def run(schedule, rows, chunk, pace):
+        check_schedule(schedule, rows, prefill_chunk=chunk, **pace)
 
     run()
 
 
-def check_schedule(schedule, rows, chunk, decode_every):
+def check_schedule(schedule, rows, **options):
     """Each request ends with the tokens that it gets alone, or with the first of them if it was cancelled."""
-    options = {"prefill_chunk": chunk, "decode_every": decode_every}
     engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=rows, **options)
     numbers, results = play(engine, schedule)
     assert results.keys() == numbers.keys()
     for number, arrival in numbers.items():
         prompt = prompt_of(arrival.seed, arrival.length)
-        whole = alone("llama", prompt, arrival.new, arrival.policy, arrival.budget, chunk)
+        whole = alone("llama", prompt, arrival.new, arrival.policy, arrival.budget, options["prefill_chunk"])
         got = results[number]
         assert got.token_ids == whole[: len(got.token_ids)]
         if got.finish_reason == "cancelled":

@@ -176,6 +176,37 @@ def check_run(prompts, scheduler, chunk, *, waited_for):
         assert len(fed) == 1 or total <= SHARED_TOKENS
 
 
+@pytest.mark.parametrize("chunk", [None, 4, 16])
+def test_prompts_come_first_where_all_requests_together_shall_end_soonest(chunk):
+    engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=4, prefill_chunk=chunk, prompts_first=True)
+    runs, lengths, new = watched(engine), (40, 3, 17, 9, 30, 1), (9, 4, 9, 9, 5, 7)
+    numbers = [ask(engine, length, few, seed=i) for i, (length, few) in enumerate(zip(lengths, new, strict=True))]
+    results, widths = {}, []
+    while engine.busy:
+        runs.clear()
+        results |= {event.id: event.result for event in engine.step() if event.result}
+        unread = any(one.prompt_left for one in engine._scheduler.running)
+        assert [run.reads for run in runs] == [True] if unread else len(runs) == 1
+        widths += [len(run.requests) for run in runs if not run.reads]
+    assert widths[:3] == [4, 4, 4]
+    for i, number in enumerate(numbers):
+        assert results[number].token_ids == alone("llama", prompt_of(i, lengths[i]), new[i], "h2o", CAPACITY, chunk)
+
+
+def test_running_rows_close_up_while_prompts_wait_behind_them(monkeypatch):
+    """Of eight rows the first ones end early. A step then computes as many rows as run, and one that begins."""
+    monkeypatch.setattr(scheduler, "SHARED_TOKENS", 16)
+    engine = Engine(model("llama"), policy="h2o", budget=CAPACITY, rows=8, prefill_chunk=16)
+    runs = watched(engine)
+    numbers = [ask(engine, 16, 3, seed=i) for i in range(8)]
+    results = drain(engine)
+    for run in runs:
+        if not run.reads:
+            assert len(run.batches[0].rows) <= len(run.requests) + 1
+    for i, number in enumerate(numbers):
+        assert results[number].token_ids == alone("llama", prompt_of(i, 16), 3, "h2o", CAPACITY, 16)
+
+
 @pytest.mark.parametrize("wrong", [0, -3, True, 1.5, "often", 10**40])
 def test_a_pace_that_is_none_is_refused(wrong, no_checked_annotations):
     with pytest.raises(BudgetError, match="decode_every"):

@@ -58,6 +58,8 @@ class Engine(Keeping):
         positions: ``true`` or ``slot``, see `BoundedCache`.
         kv_bits: bits of a number in the slots, see `BoundedCache`.
         decode_every: prompt tokens for which each running row gets a token; by default 128 on a CPU, 1024 elsewhere.
+        prompts_first: whether running rows wait until every prompt that has a row is read. All requests together then
+            end soonest, and a row may wait for long.
         host_rows: sequences that may be in flight beyond ``rows``. They wait in main memory and take turns in the rows.
         prefix_memory: bytes of main memory for common beginnings of prompts, read once. Needs ``prefill_chunk``.
         session_memory: bytes of main memory for idle sessions. The least recently used ones beyond it are moved to
@@ -87,6 +89,7 @@ class Engine(Keeping):
         positions: str | None = None,
         kv_bits: str | int | None = None,
         decode_every: int | None = None,
+        prompts_first: bool = False,
         host_rows: int = 0,
         prefix_memory: int = 0,
         session_memory: int | None = None,
@@ -109,6 +112,7 @@ class Engine(Keeping):
         asked["host_rows"], asked["staging"] = (rotation := Rotation(host_rows, staging)).host_rows, staging
         admission = Admission(self.model, tokenizer, **asked, chunk=prefill_chunk, guard=guard, options=options)
         settings = {**spread, **numbers, "policy": self.policy, "budget": budget, "prefix_memory": prefix_memory}
+        settings["prompts_first"] = prompts_first
         agreement = Agreement(self.model.config, device_of(self.model), {**settings, "positions": positions})
         alone, on_cuda = agreement.together.ranks == 1, device_of(self.model).type == "cuda"
         graphs = not has_states and (alone and on_cuda if graphs is None else graphs)
@@ -117,6 +121,7 @@ class Engine(Keeping):
         rooms: dict[str, Any] = {"prefixes": prefixes, "sessions": Sessions(Shelf(session_memory, session_dir))}
         rooms["agreement"] = agreement
         paced: dict[str, Any] = {"decode_every": decode_every or scheduler.pace(device_of(self.model))}
+        paced["prompts_first"] = prompts_first
         paced["mixed_tokens"] = 0 if graphs else scheduler.MIXED_TOKENS.get(device_of(self.model).type, 0)
         super().__init__(admission, runner, first, chunk=prefill_chunk, rotation=rotation, **paced, **rooms)
 

@@ -2,7 +2,8 @@
 
 Each step feeds one token to every running row. Before it, at most one run feeds prompts, so a running row never waits
 for more than one; a few prompt tokens share the rows' run. After a long run of prompts, steps without prompts follow:
-one for every ``decode_every`` tokens.
+one for every ``decode_every`` tokens. Where all requests together shall end soonest, running rows wait for all prompts
+that have a row, so that each step has as many rows as there are.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Scheduler:
         chunk: tokens of a prompt that are fed in one run; ``None``: a whole prompt.
         decode_every: prompt tokens that are worth a run of generated tokens; at least one follows each run of prompts.
         mixed_tokens: most prompt tokens that share a run with the running rows.
+        prompts_first: whether running rows wait until no prompt is left to read.
         alone: whether every run of the model is limited to one row.
         waiting: requests that wait already.
 
@@ -104,6 +106,7 @@ class Scheduler:
         chunk: int | None,
         decode_every: int,
         mixed_tokens: int = 0,
+        prompts_first: bool = False,
         alone: bool,
         waiting: Iterable[Generation] = (),
     ) -> None:
@@ -112,6 +115,7 @@ class Scheduler:
         self._chunk = chunk
         self._alone = alone
         self._decode_every, self._mixed_tokens = decode_every, mixed_tokens
+        self._prompts_first = prompts_first
         self._owed = 0
         self._passed_over = 0
 
@@ -199,15 +203,17 @@ class Scheduler:
             one.row = None
 
     def gap(self) -> Gap | None:
-        """Return the last sequence and the first free row, if the sequence can go on there and no request waits."""
-        taken = [i for i, one in enumerate(self._rows) if one is not None]
-        if self.waiting or self._alone or not taken or taken[-1] < len(taken):
+        """Return the last running row and a free row before it, if there are both and no request waits.
+
+        A step computes every row up to the last running one, so rows whose prompts are still to be read come behind.
+        """
+        if self.waiting or self._alone or None not in self._rows:
             return None
-        source, target = taken[-1], self._rows.index(None)
-        one = self._rows[source]
-        assert one is not None
-        if one.prompt_left:
+        target = self._rows.index(None)
+        decoding = [(i, one) for i, one in enumerate(self._rows) if one is not None and one.token_ids]
+        if not decoding or decoding[-1][0] < target:
             return None
+        source, one = decoding[-1]
         return Gap(one, source, target)
 
     def move(self, gap: Gap) -> None:
@@ -215,8 +221,9 @@ class Scheduler:
         self._rows[gap.source], self._rows[gap.target], gap.one.row = None, gap.one, gap.target
 
     def plan(self) -> list[Run]:
-        """Return the runs of this step: prompts, as far as it is their turn, and one token for every running row."""
-        steps = self._decode()
+        """Return the runs of this step: prompts, as far as it is their turn, and a token for every running row."""
+        waits = self._prompts_first and any(one.prompt_left for one in self.running)
+        steps = [] if waits else self._decode()
         is_turn = not steps or self._owed < self._decode_every
         prompts = self._feed(self._most_tokens(waited_for=bool(steps))) if is_turn else []
         read = sum(len(tokens) for batch in prompts for tokens in batch.tokens)

@@ -48,6 +48,7 @@ class Work:
         chunk: prompt tokens per step; ``None``: a whole prompt.
         decode_every: prompt tokens for which each running row gets a token.
         mixed_tokens: most prompt tokens that share a run with the running rows.
+        prompts_first: whether running rows wait until no prompt is left to read.
         prefixes: common beginnings of prompts.
         rotation: decides when a sequence gives up its row.
         sessions: the sessions of the engine.
@@ -63,13 +64,20 @@ class Work:
         chunk: int | None,
         decode_every: int,
         mixed_tokens: int,
+        prompts_first: bool,
         prefixes: Prefixes,
         sessions: Sessions,
         rotation: Rotation,
         agreement: Agreement,
     ) -> None:
         self._admission, self._runner = admission, runner
-        self._schedule = partial(Scheduler, chunk=chunk, decode_every=decode_every, mixed_tokens=mixed_tokens)
+        self._schedule = partial(
+            Scheduler,
+            chunk=chunk,
+            decode_every=decode_every,
+            mixed_tokens=mixed_tokens,
+            prompts_first=prompts_first,
+        )
         self._all: dict[int, Generation] = {}
         self._unreported: list[Event] = []
         self._parked, self._twins = Parked(), Twins()

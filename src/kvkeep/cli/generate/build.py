@@ -14,7 +14,6 @@ from kvkeep.cli.generate.encode import reader
 from kvkeep.cli.generate.request import Batch, Request
 from kvkeep.cli.loading import writer_of
 from kvkeep.cli.memories import Memory
-from kvkeep.cli.options import MAX_TOKENS
 from kvkeep.engine import Engine
 from kvkeep.engine.admission import DEFAULT_ROWS
 from kvkeep.errors import InputError
@@ -52,7 +51,7 @@ def engine_of(
         BudgetError: not one row fits.
     """
     options: dict[str, Any] = {"rows": rows_of(batch, most), "kv_memory": batch.kv_memory}
-    engine = engine_for(writer, request, budget=budget, decode_every=MAX_TOKENS, **options)  # one after each chunk
+    engine = engine_for(writer, request, budget=budget, prompts_first=True, **options)
     if torchrun.processes() > 1:  # each would choose for itself which layers to fuse, and round in another way
         return engine
     if not batch.compile:

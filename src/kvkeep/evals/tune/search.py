@@ -88,7 +88,7 @@ def search(ladders: Sequence[Ladder], study: Study, sizes: Sizes, target: float)
         step = _halve if number == 0 else _walk
         places = [step(ladder, place, reaches) for ladder, place in zip(arms, places, strict=True)]
         arms, places = _best(arms, places, max(FINALISTS, -(-len(arms) // 2)))
-    test = _Confirmation(study, sizes.confirm, target)
+    test = Confirmation(study, sizes.confirm, target)
     answers: list[Candidate] = []
     for ladder, place in zip(arms, places, strict=True):
         most = min((answer.row_bytes for answer in answers), default=None)
@@ -142,10 +142,18 @@ def _best(arms: list[Ladder], places: list[int], n: int) -> tuple[list[Ladder], 
     return [ladder for ladder, _ in pairs], [place for _, place in pairs]
 
 
-class _Confirmation:
+class Confirmation:
     """Tests candidates on the documents of the confirmation.
 
     A candidate is given up as soon as it would fail even if it kept all remaining answers.
+
+    Args:
+        study: measures candidates.
+        span: the first document, and the end.
+        target: the share of the full cache's quality.
+
+    Attributes:
+        seen: every candidate that was tested, with its quality.
     """
 
     def __init__(self, study: Study, span: tuple[int, int], target: float):
@@ -153,6 +161,7 @@ class _Confirmation:
         self.seen: dict[Candidate, Kept] = {}
 
     def __call__(self, candidate: Candidate) -> bool:
+        """Whether a candidate passes."""
         if candidate not in self.seen:
             self.seen[candidate] = self._measure(candidate)
         return self.seen[candidate].passes(self._target)
