@@ -78,7 +78,7 @@ inline void mix(const float *p, int64_t slots, const int32_t *shown, Rows<typena
     for (int64_t s = 0; s < n; s++) {
         if (!shown[s]) continue;
         const typename X::T *value = values.at(s);
-        for (int m = 0; m < M; m++) fetch(values.at(s + ahead) + begin[m], X::EACH);
+        fetch(values.at(s + ahead) + begin[0], M * X::EACH);
         Pair v[M];
         for (int m = 0; m < M; m++)
             v[m] = IN_PLACE ? X::widen(value + begin[m]) : widen<X>(value, pairs.dim);

@@ -141,7 +141,7 @@ int64_t step_as(const Step &s, int64_t each, int64_t floats, const Put &put) {
             if (sum) add(sum + row * s.sum_row + head * s.sum_head, mass, a.slots, own, keep);
         if (a.window) expire_head(held, row, head);
         if (lost) lost[1] += mass_held(positions_of(held, row, head), mass, a.slots);
-        const int64_t victim = evict_head(held, row, head, spare);
+        const int64_t victim = evict_head(held, row, head);
         if (lost && victim >= 0) lost[0] += mass[victim];
     };
     return for_each(a.rows * a.kv_heads, work_of(a, each), a.threads, attention + 2 * slots, work) ? 0 : -1;
@@ -264,6 +264,5 @@ extern "C" int64_t kvkeep_count_over(const Slots *s) {
 }
 
 extern "C" int64_t kvkeep_evict(const Slots *s) {
-    const auto work = [=](int64_t row, int64_t head, float *scratch) { evict_head(*s, row, head, scratch); };
-    return for_each_head(*s, up(s->slots, W), work) ? 0 : -1;
+    return for_each_head(*s, 0, [=](int64_t row, int64_t head, float *) { evict_head(*s, row, head); }) ? 0 : -1;
 }

@@ -119,7 +119,7 @@ class Reporter {
         for (int64_t s = 0; s < slots; s += W) {
             const Floats logit = load<Floats>(x + s);
             const Ints show = load<Ints>(shown + s);
-            const Floats e = select(show, exp(logit - top), Floats{});
+            const Floats e = select(show, exp_of_small(logit - top), Floats{});
             total += e;
             store(x + s, e);
             if (!tempers) continue;

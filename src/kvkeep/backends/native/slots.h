@@ -53,6 +53,12 @@ inline int32_t *positions_of(const Write &w, int64_t row, int64_t head) {
     return w.positions + row * w.position_row + head * w.position_head;
 }
 
+// The numbers of lanes.
+template <int... I>
+inline Ints numbered(std::integer_sequence<int, I...>) {
+    return Ints{I...};
+}
+
 // Where the first of n numbers is that is x; n: nowhere.
 inline int64_t find(const int32_t *numbers, int64_t n, int32_t x) {
     constexpr int64_t SEVERAL = 8 * W;
@@ -117,36 +123,32 @@ inline bool is_over(const Slots &s, int64_t row, int64_t head) {
 }
 
 // Empty the slot that goes first, if the head holds more than its limit. Without scores the position is the score.
-// `scratch`: floats for the slots, rounded up to W. Returns the slot, or -1.
-inline int64_t evict_head(const Slots &s, int64_t row, int64_t head, float *scratch) {
+// Returns the slot, or -1.
+inline int64_t evict_head(const Slots &s, int64_t row, int64_t head) {
     if (!is_over(s, row, head)) return -1;
     int32_t *positions = positions_of(s, row, head);
     const float *scores = s.scores ? s.scores + row * s.score_row + head * s.score_head : nullptr;
     const int64_t newest = s.recents ? s.recents[row * s.recents_row + head * s.recents_head] : s.recent;
     const int32_t recent = (int32_t)(s.seen[row * s.seen_row] - newest), sinks = (int32_t)s.sinks;
     Floats low = all(INFINITY);
+    Ints old = all(INT32_MAX), where = all(-1);  // the oldest of the lowest, lane by lane
+    Ints slot = numbered(std::make_integer_sequence<int, W>());
     for (int64_t i = 0; i < s.slots; i += W) {
         const Ints position = load<Ints>(positions + i, s.slots - i, -1);
         Floats score = scores ? load<Floats>(scores + i, s.slots - i, 0.0f) : __builtin_convertvector(position, Floats);
         score = select(score != score, all(-INFINITY), score);
         score = select((position >= recent) | (position < sinks), all(INFINITY), score);
-        low = select((position >= 0) & (score < low), score, low);
-        store(scratch + i, score);
+        const Ints first = (position >= 0) & ((score < low) | ((score == low) & (position < old)));
+        low = select(first, score, low);
+        old = select(first, position, old);
+        where = select(first, slot, where);
+        slot += W;
     }
-    const float lowest = smallest(low);
-    Ints old = all(INT32_MAX);
-    for (int64_t i = 0; i < s.slots; i += W) {
-        const Ints position = load<Ints>(positions + i, s.slots - i, -1);
-        const Ints tied = (position >= 0) & (load<Floats>(scratch + i) == lowest);
-        old = select(tied & (position < old), position, old);
-    }
-    const int32_t oldest = smallest(old);
-    for (int64_t i = find(positions, s.slots, oldest); i < s.slots; i++)
-        if (positions[i] == oldest && scratch[i] == lowest) {
-            positions[i] = -1;
-            return i;
-        }
-    return -1;
+    const Ints lowest = low == smallest(low), oldest = lowest & (old == smallest(select(lowest, old, all(INT32_MAX))));
+    const int32_t found = smallest(select(oldest & (where >= 0), where, all(INT32_MAX)));
+    if (found == INT32_MAX) return -1;
+    positions[found] = -1;
+    return found;
 }
 
 }  // namespace

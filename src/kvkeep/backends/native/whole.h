@@ -174,16 +174,18 @@ inline void turn_group(const Row &row, const Grouping &codes, const Steps &steps
     }
 }
 
-// Add the products of W keys with N queries, whose words lie side by side. `width`: from step to step. `later`: what to
-// fetch beside a step.
-template <int N, class Later>
-inline void dot_bytes(const Ints *keys, int64_t steps, const int32_t *queries, int64_t width, const Later &later,
-                      Ints (&sums)[N][BYTES]) {
+// Add the products of B blocks of W keys, which are `apart`, with N queries, whose words lie side by side. `width`: from
+// step to step. `later`: what to fetch beside a step.
+template <int B, int N, class Later>
+inline void dot_bytes(const Ints *keys, int64_t apart, int64_t steps, const int32_t *queries, int64_t width,
+                      const Later &later, Ints (&sums)[B][N][BYTES]) {
     for (int64_t t = 0; t < steps; t++, keys++, queries += width) {
         later(t);
         for (int i = 0; i < N; i++)
-            for (int p = 0; p < BYTES; p++)
-                sums[i][p] = add_bytes(sums[i][p], *keys, all(queries[i * BYTES + p]));
+            for (int p = 0; p < BYTES; p++) {
+                const Ints word = all(queries[i * BYTES + p]);
+                for (int b = 0; b < B; b++) sums[b][i][p] = add_bytes(sums[b][i][p], keys[b * apart], word);
+            }
     }
 }
 
