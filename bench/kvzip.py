@@ -90,12 +90,12 @@ def main() -> None:
     asked = Options(seed=options.seed, limit=options.questions, contexts=tuple(options.contexts), ask="later")
     task, found = Recall.load(checkpoint, asked), []
     for case, lengths in task.cases().items():
-        full = answers(
-            writer,
-            task,
-            case,
-            lambda at, first, n=lengths: Drive(writer, parse("full"), [n[i] for i in at], first=first),
-        )
+        room = max(lengths) + task.new_tokens
+
+        def whole(at: Sequence[int], first: int, room: int = room) -> Drive:
+            return Drive(writer, parse("full"), [room] * len(at), first=first)
+
+        full = answers(writer, task, case, whole)
         for budget in options.budgets:
             found += lines(writer, task, case, float(budget.rstrip("%")) / 100, options.policies, full)
     report("later questions, a text read twice and once", COLUMNS, found, {"bench": "kvzip", "lines": found})

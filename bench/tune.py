@@ -41,8 +41,8 @@ def show(result: Result, best: Candidate | None, test: Confirmation, seconds: tu
     chosen = result.found.chosen
     steps = None
     if best is not None and chosen is not None:
-        (own,) = (ladder for ladder in result.ladders if ladder[0].arm == chosen.arm)
-        steps = sum(best.row_bytes < step.row_bytes <= chosen.row_bytes for step in own)
+        grid = sorted({step.budget for ladder in result.ladders for step in ladder})
+        steps = grid.index(chosen.budget) - grid.index(best.budget)
     wall, cpu = (round(one, 1) for one in seconds)
     print(
         f"search: {chosen} in {wall:.0f} s ({cpu:.0f} s of processor time); exhaustive: {best}; steps between: {steps}"
