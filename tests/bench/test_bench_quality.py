@@ -14,6 +14,7 @@ sys.path.insert(0, str(BENCH))
 
 import hard  # noqa: E402
 import heads  # noqa: E402
+import kvzip  # noqa: E402
 import quality  # noqa: E402
 
 from kvkeep.models.load import embedded, find  # noqa: E402
@@ -182,3 +183,16 @@ def test_results_under_a_profile_or_a_rule_are_found_again(tmp_path, profile, ca
     monkeypatch.setattr(sys, "argv", ["heads.py", "--output", str(tmp_path / "out"), *chosen, *options])
     heads.main()
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["cells"] == 1
+
+
+@pytest.mark.slow
+def test_with_room_for_a_text_that_was_read_twice_all_answers_stay(capsys, monkeypatch):
+    words = ["--questions", "8", "--contexts", "340", "--budgets", "100%", "2%", "--policies", "local"]
+    monkeypatch.setattr(sys, "argv", ["kvzip.py", *words])
+    kvzip.main()
+    lines = json.loads(capsys.readouterr().out.splitlines()[-1])["lines"]
+    assert [line[:3] for line in lines] == [
+        ["340", budget, rule] for budget in ("100%", "2%") for rule in ("kvzip", "local")
+    ]
+    assert lines[0][3].startswith("100 (")
+    assert lines[2][3].startswith("0 (")
