@@ -135,6 +135,13 @@ def test_of_equals_the_oldest_goes_wherever_it_stands(backend, turned, recent):
     assert (positions[0, 1] < 0).sum() == 1  # it held no more than its limit
 
 
+def test_a_protected_token_outlasts_infinite_scores(backend):
+    positions = torch.tensor([[[3, 9], [0, 5]]], dtype=torch.int32)
+    positions, score, seen = on(backend.name, positions, torch.full((1, 2, 2), torch.inf), torch.tensor([20]))
+    backend.evict(positions, score, Limits(seen, sinks=4, stay=1))
+    assert positions.tolist() == [[[3, EMPTY], [0, EMPTY]]]
+
+
 def test_scores_that_heads_share(backend):
     positions, score, seen = on(backend.name, *rated(1), torch.full((B,), 200))
     one, want = score[:, :1].expand(B, Hk, -1), positions.clone()

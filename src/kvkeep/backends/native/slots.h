@@ -49,6 +49,8 @@ extern "C" struct Slots {
 
 namespace {
 
+constexpr float LARGEST_FINITE = 0x1.fffffep127f;  // a policy's own infinity never competes with a protected token
+
 inline int32_t *positions_of(const Write &w, int64_t row, int64_t head) {
     return w.positions + row * w.position_row + head * w.position_head;
 }
@@ -136,7 +138,7 @@ inline int64_t evict_head(const Slots &s, int64_t row, int64_t head) {
     for (int64_t i = 0; i < s.slots; i += W) {
         const Ints position = load<Ints>(positions + i, s.slots - i, -1);
         Floats score = scores ? load<Floats>(scores + i, s.slots - i, 0.0f) : __builtin_convertvector(position, Floats);
-        score = select(score != score, all(-INFINITY), score);
+        score = select(score != score, all(-INFINITY), select(score > LARGEST_FINITE, all(LARGEST_FINITE), score));
         score = select((position >= recent) | (position < sinks), all(INFINITY), score);
         const Ints first = (position >= 0) & ((score < low) | ((score == low) & (position < old)));
         low = select(first, score, low);

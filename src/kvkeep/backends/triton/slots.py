@@ -36,7 +36,7 @@ def free_slot(positions, S, SCAN: tl.constexpr):
 @no_type_check
 def shielded(score, position, recent_from, sinks):
     """`kvkeep.scores.protect`."""
-    score = tl.where(score != score, float("-inf"), score)
+    score = tl.where(score != score, float("-inf"), tl.where(score == float("inf"), 3.4028234663852886e38, score))
     return tl.where((position >= recent_from) | (position < sinks), float("inf"), score)
 
 
