@@ -183,7 +183,7 @@ def evict(policy: Policy, block: Block, view: View, *, window: int | None, backe
     sinks, recent = policy.protected(view.budget)
     score = _scores(policy, view, block.state)
     if view.pins is not None:  # a backend knows of sinks and recent tokens only
-        score = score.masked_fill(scores.pinned(held, view.pins), torch.inf)
+        score = scores.above_all(score, scores.pinned(held, view.pins))
     backend.evict(held, score, Limits(view.seen, sinks, recent, stays))
     return True
 

@@ -46,6 +46,13 @@ def protect(
     return scores.nan_to_num(nan=-torch.inf, posinf=below, neginf=-torch.inf).masked_fill_(shielded, torch.inf)
 
 
+def above_all(scores: Float[Tensor, "B Hk S"], chosen: Bool[Tensor, "B Hk S"]) -> Float[Tensor, "B Hk S"]:
+    """Scores in which the chosen slots have the largest finite one, which `protect` leaves as it is; others less."""
+    most = torch.full((), torch.finfo(scores.dtype).max, dtype=scores.dtype)
+    below = most.nextafter(torch.zeros_like(most)).item()
+    return scores.clamp(max=below).masked_fill(chosen, most.item())
+
+
 def protects(
     positions: Int[Tensor, "B Hk S"],
     seen: Int[Tensor, " B"],

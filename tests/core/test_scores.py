@@ -76,3 +76,11 @@ def test_nan_goes_first_and_never_harms_the_protected():
     got = scores.protect(torch.tensor([[[nan, nan, 2.0, nan, 1.0]]]), positions, torch.tensor([6]), recent=2)
     assert got.tolist() == [[[float("inf"), -float("inf"), 2.0, float("inf"), 1.0]]]
     assert scores.weakest(got, positions).item() == 1
+
+
+def test_chosen_slots_stay_above_all_others_and_below_the_protected():
+    inf, most = float("inf"), torch.finfo(torch.float32).max
+    found = scores.above_all(torch.tensor([[[inf, most, 1.0, inf]]]), torch.tensor([[[False, False, True, False]]]))
+    positions = torch.tensor([[[0, 1, 2, 3]]], dtype=torch.int32)
+    assert scores.protect(found, positions, torch.tensor([4]), recent=1)[0, 0].argsort().tolist()[2:] == [2, 3]
+    assert found.isfinite().all()

@@ -170,17 +170,20 @@ def test_pins_go_with_their_rows_through_beams_repeats_and_resets():
     assert {8, 9, 10} <= held(0)
 
 
-def test_tokens_that_come_later_may_be_pinned_in_a_cache():
-    for policy in ("h2o:recent=2", "adakv:window=2", "scissorhands:window=1,recent=1,drop=2"):
-        cache = kvkeep.BoundedCache(model("llama").config, policy, 10, pins=[(1, 2), (25, 28)])
-        ids = torch.tensor([prompt_of(1, 60)], device=DEVICE)
-        with torch.inference_mode():
-            model("llama")(input_ids=ids[:, :20], past_key_values=cache)
-            for i in range(20, 60):
-                model("llama")(input_ids=ids[:, i : i + 1], past_key_values=cache)
-        for layer in range(3):
-            for head in cache.positions(layer)[0].tolist():
-                assert {1, 25, 26, 27} <= set(head), (policy, layer)
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("policy", sweep(POLICIES, lambda one: one[:3] in ("h2o", "ada", "sci", "ble")))
+def test_tokens_that_come_later_may_be_pinned_in_a_cache(policy, backend, monkeypatch):
+    if backend is not None:
+        monkeypatch.setenv(backends.SWITCH, backend)
+    cache = kvkeep.BoundedCache(model("llama").config, policy, budget_of(policy) + 4, pins=[(1, 2), (25, 28)])
+    ids = torch.tensor([prompt_of(1, 60)], device=DEVICE)
+    with torch.inference_mode():
+        model("llama")(input_ids=ids[:, :20], past_key_values=cache)
+        for i in range(20, 60):
+            model("llama")(input_ids=ids[:, i : i + 1], past_key_values=cache)
+    for layer in range(3):
+        for head in cache.positions(layer)[0].tolist():
+            assert {1, 25, 26, 27} <= set(head), layer
 
 
 def test_a_million_spans_are_joined_before_they_are_counted():
