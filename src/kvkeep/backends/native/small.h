@@ -71,17 +71,38 @@ inline void totals(Floats *vectors, float *to) {
     }
 }
 
+// Fetches the next weight rows in order, some lines in each turn of the loop that multiplies these, so that memory is
+// read as evenly as it can be whatever the number of tokens.
+class Ahead {
+    const char *at;
+    int64_t lines;
+
+   public:
+    Ahead(const void *first, int64_t lines) : at((const char *)first), lines(lines) {}
+
+    // The lines of each turn: R rows are fetched while R are multiplied with so many vectors.
+    template <class X>
+    static int64_t each(int64_t R, int64_t width, int64_t vectors) {
+        const int64_t passes = vectors / TILE + vectors % TILE / 2 + vectors % 2;
+        const int64_t turns = std::max<int64_t>(passes * ((width + 2 * W - 1) / (2 * W)), 1);
+        return ((R * width * (int64_t)sizeof(typename X::T) + 63) / 64 + turns - 1) / turns;
+    }
+
+    void fetch() {
+        for (int64_t i = 0; i < lines; i++) __builtin_prefetch(at + 64 * i);
+        at += 64 * lines;
+    }
+};
+
 // Products of R weight rows with M vectors. The order of summation depends on neither.
 template <class X, int R, int M>
-void dots(const typename X::T *w, const typename X::T *x, int64_t width, float *to) {
-    constexpr int AGAIN = M > 1 ? 2 : 0;  // with one vector the row is not read again, and need not stay in a cache
+void dots(const typename X::T *w, const typename X::T *x, int64_t width, float *to, Ahead &ahead) {
     Floats sums[M][R] = {};
     const auto add = [&](int64_t i, auto read) {
         Pair each[M];
+        ahead.fetch();
         for (int m = 0; m < M; m++) each[m] = read(x + m * width + i);
         for (int r = 0; r < R; r++) {
-            for (int64_t b = 0; b < X::EACH * (int64_t)sizeof(typename X::T); b += 64)
-                __builtin_prefetch((const char *)(w + (r + R) * width + i) + b, 0, AGAIN);
             const Pair row = read(w + r * width + i);
             for (int m = 0; m < M; m++) sums[m][r] = sums[m][r] + row.a * each[m].a + row.b * each[m].b;
         }
@@ -96,10 +117,11 @@ void dots(const typename X::T *w, const typename X::T *x, int64_t width, float *
 }
 
 template <class X, int R>
-void dots(const typename X::T *w, const typename X::T *x, int64_t width, int64_t rows, float *to) {
-    for (; rows >= TILE; rows -= TILE, x += TILE * width, to += TILE * EACH) dots<X, R, TILE>(w, x, width, to);
-    for (; rows >= 2; rows -= 2, x += 2 * width, to += 2 * EACH) dots<X, R, 2>(w, x, width, to);
-    if (rows) dots<X, R, 1>(w, x, width, to);
+void dots(const typename X::T *w, const typename X::T *x, int64_t width, int64_t rows, int64_t lines, float *to) {
+    Ahead ahead(w + R * width, lines);
+    for (; rows >= TILE; rows -= TILE, x += TILE * width, to += TILE * EACH) dots<X, R, TILE>(w, x, width, to, ahead);
+    for (; rows >= 2; rows -= 2, x += 2 * width, to += 2 * EACH) dots<X, R, 2>(w, x, width, to, ahead);
+    if (rows) dots<X, R, 1>(w, x, width, to, ahead);
 }
 
 template <class X>
@@ -118,10 +140,11 @@ void product(
     const Weights &by, const char *input, int64_t rows, int64_t width, int64_t first, int64_t n, float *to) {
     typedef typename X::T T;
     const T *x = (const T *)input, *w = (const T *)by.weight + first * width, *bias = (const T *)by.bias;
+    const int64_t each = Ahead::each<X>(AT_ONCE, width, rows), alone = Ahead::each<X>(1, width, rows);
     int64_t i = 0;
     if (!in_one_stream<X>(rows))
-        for (; i + AT_ONCE <= n; i += AT_ONCE) dots<X, AT_ONCE>(w + i * width, x, width, rows, to + i);
-    for (; i < n; i++) dots<X, 1>(w + i * width, x, width, rows, to + i);
+        for (; i + AT_ONCE <= n; i += AT_ONCE) dots<X, AT_ONCE>(w + i * width, x, width, rows, each, to + i);
+    for (; i < n; i++) dots<X, 1>(w + i * width, x, width, rows, alone, to + i);
     if (!bias) return;
     for (i = 0; i < n; i++) {
         const float more = one<X>(bias + first + i);
