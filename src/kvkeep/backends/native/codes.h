@@ -79,9 +79,10 @@ struct Code4 {
     static constexpr int EACH = W, BITS = 4, GREATEST = 7;
     static Pair widen(const T *from) {
         const Ints both = wide(from);
-#if defined(__AVX512F__) && !defined(__clang__)  // one instruction looks up the lowest four bits of each lane
+#if defined(__AVX512F__) && !defined(__clang__)
+        // one instruction looks up the lowest four bits of each lane; the others become the last bits of 2^19 + code + 8
         const Floats all = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-        return {__builtin_shuffle(all, both), __builtin_shuffle(all, both >> 4)};
+        return {__builtin_shuffle(all, both), (Floats)((both & 240) | 0x49000000) - (0x1p19f + 8.0f)};
 #else
         return {floats((both & 15) - 8), floats((both >> 4) - 8)};
 #endif
@@ -222,7 +223,13 @@ inline void hadamard(float *x, int64_t n) {
 
 // ---- scales ---------------------------------------------------------------------------------------------------------
 
-inline Floats widen_halves(const uint16_t *from) { return Float16::widen(wide(from) << 16); }
+inline Floats widen_halves(const uint16_t *from) {
+#ifdef KVKEEP_HALVES
+    return Float16::ahead(from);
+#else
+    return Float16::widen(wide(from) << 16);
+#endif
+}
 
 // The scales of W slots, of which n exist; the last one is repeated for the others.
 inline Floats scales_of(const uint16_t *first, int64_t stride, int64_t n) {

@@ -112,7 +112,7 @@ class Reporter {
                 logit = tanh(logit / (float)a.softcap) * (float)a.softcap;
                 store(x + s, logit);
             }
-            most = select(load<Ints>(shown + s) & (logit > most), logit, most);
+            most = larger(select(load<Ints>(shown + s), logit, all(-INFINITY)), most);
         }
         const float peak = largest(most), sink = a.sinks ? a.sinks[head * a.group + g] : -INFINITY;
         const float top = sink > peak ? sink : peak;
@@ -175,10 +175,11 @@ class Reporter {
     // The mean of the query heads' probabilities, under the gain if there is one.
     void average(float *mass) const {
         const float *p = tempers ? tempered : logits, *factor = scale + (tempers ? a.group : 0);
+        const float each = 1.0f / (float)a.group;
         for (int64_t s = 0; s < slots; s += W) {
             Floats total = {};
             for (int64_t g = 0; g < a.group; g++) total += load<Floats>(p + g * at.slots + s) * factor[g];
-            store(mass + s, total / (float)a.group, slots - s);
+            store(mass + s, total * each, slots - s);
         }
     }
 };

@@ -43,7 +43,8 @@ inline void store(T *to, V v) {
 
 template <class V, class T>
 inline void store(T *to, V v, int64_t n) {
-    std::memcpy(to, &v, (n < W ? n : W) * sizeof *to);
+    if (n >= W) store(to, v);  // of a length that compilers know: one instruction
+    else std::memcpy(to, &v, n * sizeof *to);
 }
 
 // The first n of W elements; the others get a value that stands for none.
@@ -59,6 +60,15 @@ inline Floats all(float x) { return x - Floats{}; }
 inline Ints all(int32_t x) { return x - Ints{}; }
 inline Ints select(Ints which, Ints yes, Ints no) { return (which & yes) | (~which & no); }
 inline Floats select(Ints which, Floats yes, Floats no) { return (Floats)select(which, (Ints)yes, (Ints)no); }
+
+// The larger of two numbers, lane by lane; the second one if either is NaN.
+inline Floats larger(Floats x, Floats y) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_max_ps((__m512)x, (__m512)y);  // compilers find two instructions
+#else
+    return x > y ? x : y;
+#endif
+}
 
 // Keep a number in a register: compilers tend to load it again for each use, and loads are the bottleneck here.
 inline Floats in_register(Floats x) {
@@ -204,7 +214,7 @@ inline Floats exp(Floats x) {
 // The same for numbers that are not above 88.7, in fewer steps. The lowest bits of `shifted` are an exponent.
 inline Floats exp_of_small(Floats x) {
     constexpr float MIDDLE = 0x1.8p23f + 126.0f;
-    const Floats inside = all(-87.3f) > x ? all(-87.3f) : x;
+    const Floats inside = larger(all(-87.3f), x);
     const Floats shifted = inside * 1.44269504f + MIDDLE, f = inside * 1.44269504f - (shifted - MIDDLE);
     const Floats p = polynomial(f, {2.65294544e-3f, 1.93430253e-2f, 0.111014675f, 0.480444842f, 1.38629396f, 2.0f});
     return p * (Floats)((Ints)shifted << 23);  // twice a power of two, times the power below; the lowest power is 0

@@ -104,27 +104,30 @@ inline Ints whole_row(const uint8_t *from, int64_t bytes) {
     return (Ints)_mm512_maskz_loadu_epi8((1ull << bytes) - 1, from);
 }
 
-// Of W rows, row(i), the first 16 words: lane i of to[t] is word t of row i.
-template <class Row>
-inline void turn_rows(const Row &row, int64_t bytes, Ints *to) {
+// Of W rows, row(i), the first 16 words: put(t, words) where lane i is word t of row i.
+template <class Row, class Put>
+inline void turn_rows(const Row &row, int64_t bytes, const Put &put) {
     Ints parts[4][4];
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         Ints four[4];
         for (int k = 0; k < 4; k++) four[k] = whole_row(row(4 * i + k), bytes);
         turn_quarters(four, parts[i]);
     }
+#pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
         const Ints a = quarters<0, 1>(parts[0][c], parts[1][c]), b = quarters<0, 1>(parts[2][c], parts[3][c]);
         const Ints d = quarters<2, 3>(parts[0][c], parts[1][c]), e = quarters<2, 3>(parts[2][c], parts[3][c]);
-        to[c] = quarters<0, 2>(a, b), to[4 + c] = quarters<1, 3>(a, b);
-        to[8 + c] = quarters<0, 2>(d, e), to[12 + c] = quarters<1, 3>(d, e);
+        put(c, quarters<0, 2>(a, b)), put(4 + c, quarters<1, 3>(a, b));
+        put(8 + c, quarters<0, 2>(d, e)), put(12 + c, quarters<1, 3>(d, e));
     }
 }
 
 // The same of the first 8 words.
-template <class Row>
-inline void turn_half_rows(const Row &row, int64_t bytes, Ints *to) {
+template <class Row, class Put>
+inline void turn_half_rows(const Row &row, int64_t bytes, const Put &put) {
     Ints parts[2][4];
+#pragma GCC unroll 2
     for (int i = 0; i < 2; i++) {
         Ints four[4];
         for (int k = 0; k < 4; k++) {
@@ -133,9 +136,10 @@ inline void turn_half_rows(const Row &row, int64_t bytes, Ints *to) {
         }
         turn_quarters(four, parts[i]);
     }
+#pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
-        to[c] = quarters<0, 2>(parts[0][c], parts[1][c]);
-        to[4 + c] = quarters<1, 3>(parts[0][c], parts[1][c]);
+        put(c, quarters<0, 2>(parts[0][c], parts[1][c]));
+        put(4 + c, quarters<1, 3>(parts[0][c], parts[1][c]));
     }
 }
 
@@ -156,21 +160,16 @@ constexpr int OFFSET = C::BITS == 8 ? 128 : 8;
 // Turn a group of the codes of W keys, row(i), into steps.
 template <class C, class Row>
 inline void turn_group(const Row &row, const Grouping &codes, const Steps &steps, Ints *to) {
-    for (int64_t at = 0; at < codes.bytes; at += 64) {
-        Ints words[16];
-        const int64_t bytes = codes.bytes - at;
+    for (int64_t at = 0; at < codes.bytes; at += 64, to += 16) {
+        const int64_t bytes = codes.bytes - at, left = steps.half - at / 4;
         const auto part = [&](int64_t i) { return row(i) + at; };
-        if (bytes > 32) turn_rows(part, bytes, words);
-        else turn_half_rows(part, bytes, words);
-        const int64_t n = std::min<int64_t>(steps.half - at / 4, bytes > 32 ? 16 : 8);
-        for (int64_t t = 0; t < n; t++, to++) {
-            if (C::BITS == 8) {
-                to[0] = words[t] ^ (int32_t)0x80808080;
-            } else {
-                to[0] = words[t] & 0x0f0f0f0f;
-                to[steps.half] = words[t] >> 4 & 0x0f0f0f0f;
-            }
-        }
+        const auto put = [=](int64_t t, Ints words) {
+            if (t >= left) return;
+            to[t] = C::BITS == 8 ? words ^ (int32_t)0x80808080 : words & 0x0f0f0f0f;
+            if (C::BITS == 4) to[t + steps.half] = words >> 4 & 0x0f0f0f0f;
+        };
+        if (bytes > 32) turn_rows(part, bytes, put);
+        else turn_half_rows(part, bytes, put);
     }
 }
 
