@@ -30,6 +30,9 @@ from kvkeep.registry import parse, spec
 
 DEFAULT_BUDGET = 1024
 
+_MOST_ROWS = 2**31 - 1
+"""As many as `kvkeep.engine.rotation.MOST_HOST_ROWS`; the bytes of more need not fit into a float."""
+
 STAGED_ROWS = 2
 """Rows that are on their way, see `kvkeep.engine.staging.COPIES`."""
 
@@ -128,6 +131,9 @@ def plan(  # noqa: PLR0913  each decides about bytes
             raise InputError(f"{name}={tokens} is not above 0; give 1 token or more.")
     if type(host_rows) is not int or host_rows < 0:
         raise InputError(f"host_rows={host_rows!r:.40} is no number of sequences that wait in main memory: 0 or more.")
+    for name, number in {"rows": rows or 0, "host_rows": host_rows}.items():
+        if number > _MOST_ROWS:
+            raise InputError(f"{name} is above {_MOST_ROWS}, more than any machine holds; give fewer.")
     if weights_memory is not None and weights_memory < 1:
         raise InputError(f"weights_memory={weights_memory} is not above 0; give the bytes of all weights.")
     found = model if isinstance(model, Outline) else outline(embedded() if model is None else model)
