@@ -425,6 +425,15 @@ def test_sequences_in_main_memory_take_the_bytes_of_rows():
         plan(host_rows=-1)
 
 
+def test_a_measurement_without_room_says_what_it_takes():
+    for measure in (
+        measure_bandwidth,
+        lambda device, **size: measure_products(device, torch.float32, 1, width=2**28, **size),
+    ):
+        with pytest.raises(InputError, match=r"^Out of memory on cpu. A measurement takes .* TB: .* give a bandwidth"):
+            measure(torch.device("cpu"), size_bytes=2**59)
+
+
 def test_narrow_layers_that_are_measured_are_few(monkeypatch):
     """A model of two channels would have five million layers in a buffer."""
     made = []

@@ -13,6 +13,8 @@ from kvkeep.errors import InputError, one_line
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that a model can be loaded in, besides ``auto``: the checkpoint's own."""
 
+_LESS = "Lower `budget` or `rows`, set `prefill_chunk`, or take a smaller dtype or model."
+
 
 def parse_dtype(text: str) -> torch.dtype | str:
     """The dtype of this name; ``auto`` stays as it is.
@@ -47,8 +49,8 @@ def parse_device(text: str) -> torch.device:
 
 
 @contextmanager
-def enough_memory(device: torch.device) -> Iterator[None]:
-    """Turn a failed allocation into an `InputError`.
+def enough_memory(device: torch.device, remedy: str = _LESS) -> Iterator[None]:
+    """Turn a failed allocation into an `InputError` with a remedy.
 
     Raises:
         InputError: the device's memory is too small.
@@ -58,10 +60,7 @@ def enough_memory(device: torch.device) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise InputError(
-            f"Out of memory on {device}. Lower `budget` or `rows`, set `prefill_chunk`, or take a smaller dtype or "
-            "model."
-        ) from error
+        raise InputError(f"Out of memory on {device}. {remedy}") from error
 
 
 def reason_of(error: BaseException) -> str:

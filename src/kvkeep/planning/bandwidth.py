@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from kvkeep.backends import choose, small
+from kvkeep.errors import show_bytes
 from kvkeep.models.device import enough_memory
 
 BUFFER_BYTES = 2**28
@@ -50,7 +51,7 @@ def measure_bandwidth(device: torch.device, *, size_bytes: int = BUFFER_BYTES, r
     Raises:
         InputError: the device has no room for the buffers.
     """
-    with enough_memory(device):
+    with enough_memory(device, _room_for(2 * size_bytes)):
         source = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
         target = torch.zeros_like(source)
         read = _seconds(source.sum, device, repeats)
@@ -87,7 +88,7 @@ def measure_products(
     """
     one = 3 * width * width * dtype.itemsize
     count = min(max(1, size_bytes // one), MOST_LAYERS)
-    with enough_memory(device), torch.inference_mode():
+    with enough_memory(device, _room_for(count * one)), torch.inference_mode():
         layers = [_linear(part) for part in torch.full((count, 3 * width, width), 0.5, dtype=dtype, device=device)]
         x = torch.ones((rows, width), dtype=dtype, device=device)
 
@@ -103,6 +104,11 @@ def measure_products(
         if choose(device, dtype).small and small.products(x, layers[:1]) is not None:
             seconds = min(seconds, _seconds(multiply_natively, device, repeats))
     return count * one / seconds
+
+
+def _room_for(size_bytes: int) -> str:
+    """What to do where a measurement finds no memory."""
+    return f"A measurement takes {show_bytes(size_bytes)}: end what fills the memory, or give a bandwidth instead."
 
 
 def _linear(weight: Tensor) -> nn.Linear:
