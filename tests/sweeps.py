@@ -1,6 +1,7 @@
 """Long lists of cases: `make test` runs some of each, `make test-all` the rest; ``pytest FILE -m ""`` runs all.
 
-``make test-all SHARE=6`` runs a sixth of the rest, for machines that have not the time; always the same sixth.
+``make test-all SHARE=6`` runs a sixth of the rest, for machines that have not the time; always the same sixth, of which
+SHARE=12 is a half.
 """
 
 from collections import defaultdict
