@@ -79,10 +79,9 @@ struct Code4 {
     static constexpr int EACH = W, BITS = 4, GREATEST = 7;
     static Pair widen(const T *from) {
         const Ints both = wide(from);
-#if defined(__AVX512F__) && !defined(__clang__)
-        // one instruction looks up the lowest four bits of each lane; the others become the last bits of 2^19 + code + 8
+#if defined(__AVX512F__) && !defined(__clang__)  // one instruction looks up the lowest four bits of each lane
         const Floats all = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
-        return {__builtin_shuffle(all, both), (Floats)((both & 240) | 0x49000000) - (0x1p19f + 8.0f)};
+        return {__builtin_shuffle(all, both), __builtin_shuffle(all, both >> 4)};
 #else
         return {floats((both & 15) - 8), floats((both >> 4) - 8)};
 #endif
