@@ -40,7 +40,7 @@ class Head : Reporter {
                 read_query();
             }
             score();
-            for (int64_t g = 0; g < a.group; g++) soften(g);
+            soften();
             weigh_values();
         }
         write_out();

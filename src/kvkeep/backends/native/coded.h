@@ -48,7 +48,7 @@ class CodedHead : Multiplier {
                 read_query();
                 by_bits(keys.bits, [&](auto code) { score<decltype(code)>(); });
             }
-            for (int64_t g = 0; g < a.group; g++) soften(g);
+            soften();
             by_bits(values.bits, [&](auto code) { weigh_values<decltype(code)>(); });
         }
         write_out();

@@ -8,6 +8,7 @@
 
 #include "codes.h"
 #include "heads.h"
+#include "inner.h"
 #include "vectors.h"
 
 enum Kind { NOTHING, MASS, MASS_AND_LAST, MASS_AND_LOW };
@@ -102,36 +103,60 @@ class Reporter {
         visible = sum(count);
     }
 
-    // Turn logits of a query head into e^(logit - largest), 0 where hidden; times `scale` they are probabilities.
-    void soften(int64_t g) {
-        float *x = logits + g * at.slots, *t = tempered + g * at.slots;
-        Floats most = all(-INFINITY), total = {}, total_tempered = {};
-        for (int64_t s = 0; s < slots; s += W) {
-            Floats logit = load<Floats>(x + s);
-            if (a.softcap != 0.0) {
-                logit = tanh(logit / (float)a.softcap) * (float)a.softcap;
-                store(x + s, logit);
+    // Turn logits into e^(logit - largest), 0 where hidden; times `scale` they are probabilities.
+    void soften() {
+        if (a.softcap != 0.0)
+            for (int64_t g = 0; g < a.group; g++)
+                for (float *x = logits + g * at.slots, *end = x + slots; x < end; x += W)
+                    store(x, tanh(load<Floats>(x) / (float)a.softcap) * (float)a.softcap);
+        by_group(a.group, [&](int64_t g, auto heads) {
+            const float *x = logits + g * at.slots;
+            Floats most[heads.value];
+            for (int i = 0; i < heads.value; i++) most[i] = all(-INFINITY);
+            for (int64_t s = 0; s < slots; s += W) {
+                const Ints show = load<Ints>(shown + s);
+                for (int i = 0; i < heads.value; i++)
+                    most[i] = larger(select(show, load<Floats>(x + i * at.slots + s), all(-INFINITY)), most[i]);
             }
-            most = larger(select(load<Ints>(shown + s), logit, all(-INFINITY)), most);
-        }
-        const float peak = largest(most), sink = a.sinks ? a.sinks[head * a.group + g] : -INFINITY;
-        const float top = sink > peak ? sink : peak;
-        for (int64_t s = 0; s < slots; s += W) {
-            const Floats logit = load<Floats>(x + s);
-            const Ints show = load<Ints>(shown + s);
-            const Floats e = select(show, exp_of_small(logit - top), Floats{});
+            for (int i = 0; i < heads.value; i++) soften(g + i, largest(most[i]));
+        });
+    }
+
+    // The same for one query head, whose largest logit is known.
+    void soften(int64_t g, float peak) {
+        float *x = logits + g * at.slots;
+        const float sink = a.sinks ? a.sinks[head * a.group + g] : -INFINITY, top = sink > peak ? sink : peak;
+        const float whole_tempered = tempers ? temper(x, peak, tempered + g * at.slots) : 0.0f;
+        const float whole = exponentials(x, top) + (sink == -INFINITY ? 0.0f : std::exp(sink - top));
+        scale[g] = whole == 0.0f ? 0.0f : 1.0f / whole;  // 0: the query sees nothing
+        scale[a.group + g] = whole_tempered == 0.0f ? 0.0f : 1.0f / whole_tempered;
+    }
+
+    // Replace logits by e^(logit - top), 0 where hidden. Returns the sum.
+    float exponentials(float *x, float top) const {
+        const int32_t *const shown = this->shown;  // members would be read again after each store
+        const int64_t n = slots;
+        Floats total = {};
+#pragma GCC unroll 2
+        for (int64_t s = 0; s < n; s += W) {
+            const Floats e = select(load<Ints>(shown + s), exp_of_small(load<Floats>(x + s) - top), Floats{});
             total += e;
             store(x + s, e);
-            if (!tempers) continue;
-            const Floats outside = select(past_at(s), all(std::pow(0.0f, gain)), Floats{});  // p is 0 there
-            const Floats power = select(show, exp((logit - peak) * gain), outside);
-            total_tempered += power;
-            store(t + s, power);
         }
-        const float whole = sum(total) + (sink == -INFINITY ? 0.0f : std::exp(sink - top));
-        scale[g] = whole == 0.0f ? 0.0f : 1.0f / whole;  // 0: the query sees nothing
-        const float whole_tempered = sum(total_tempered);
-        scale[a.group + g] = whole_tempered == 0.0f ? 0.0f : 1.0f / whole_tempered;
+        return sum(total);
+    }
+
+    // The exponentials of logits under the gain. Returns the sum.
+    float temper(const float *x, float peak, float *to) const {
+        const Floats none = all(std::pow(0.0f, gain));  // of a probability of 0
+        Floats total = {};
+        for (int64_t s = 0; s < slots; s += W) {
+            const Floats outside = select(past_at(s), none, Floats{});
+            const Floats power = select(load<Ints>(shown + s), exp((load<Floats>(x + s) - peak) * gain), outside);
+            total += power;
+            store(to + s, power);
+        }
+        return sum(total);
     }
 
     Ints positions_at(int64_t s) const { return load<Ints>(positions + s, slots - s, -1); }
