@@ -462,6 +462,7 @@ def test_a_fleet_with_a_trace_and_measured_steps(tmp_path):
         ((*LOAD, *DEVICE, "-n", "some"), "--max-new-tokens some is no length"),
         ((*LOAD, *DEVICE, "--between", "0"), "--between 0 is out of range"),
         ((*LOAD, *DEVICE, "--rate", "nan"), "--rate nan is no arrival rate"),
+        *(((*LOAD, *DEVICE, "--rate", rate), "is no arrival rate") for rate in ("0", "-1", "1e-320", "1e300", "inf")),
         ((*LOAD, *DEVICE, "--rows", "900000"), "do not fit"),
         ((*LOAD, *DEVICE, "--devices", "0"), "--devices 0"),
         ((*LOAD, *DEVICE, "--compute", "400"), "--compute '400' is no number of operations"),

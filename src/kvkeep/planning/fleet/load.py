@@ -19,6 +19,9 @@ from kvkeep.traffic.plan import Line
 MOST_THINKING = 10**6
 """Conversations of one device that a simulation holds when it begins."""
 
+LEAST_RATE, MOST_RATE = 1e-6, 1e9
+"""Users per second; with fewer or more, floats cannot tell the times of a simulation apart."""
+
 _POOL, _POOL_TURNS = 1000, 200_000
 """Conversations, and turns of them, from which those are drawn that have begun before the simulation."""
 
@@ -96,8 +99,10 @@ class FleetLoad:
     trace: tuple[tuple[Turn, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate < math.inf:
-            raise InputError(f"`rate={self.rate:g}` is no arrival rate: give users per second above 0, e.g. 4.")
+        if not LEAST_RATE <= self.rate <= MOST_RATE:
+            raise InputError(
+                f"`rate={self.rate:g}` is no arrival rate: give users per second, {LEAST_RATE:g} to {MOST_RATE:g}."
+            )
         if not 10 <= self.requests <= 10**6:
             raise InputError(f"`requests={self.requests}` is outside 10 … 1000000.")
         if self.turns.most > 10**4 or self.sessions.most > 10**4:

@@ -20,7 +20,7 @@ from kvkeep.errors import InputError
 from kvkeep.planning.cost import full_prompt_bytes, full_step_bytes
 from kvkeep.planning.fleet.bounded import Bounded, Rows
 from kvkeep.planning.fleet.device import Device, Log, Progress
-from kvkeep.planning.fleet.load import Arrivals, FleetLoad
+from kvkeep.planning.fleet.load import LEAST_RATE, Arrivals, FleetLoad
 from kvkeep.planning.fleet.paged import PAGE, Paged, Pages, TooLongError
 from kvkeep.planning.fleet.setup import MOST_DEVICES, Fleet
 from kvkeep.planning.fleet.steps import Limits, Steps
@@ -155,11 +155,8 @@ def _search(fleet: Fleet, make: Make, steps: Steps, rows: int, slots: int, progr
         return _tried(fleet, make, fleet.devices, rows, progress, whole=True)
     load = fleet.load
     most = len(load.trace) or MOST_DEVICES
-    quiet = (
-        load
-        if load.trace
-        else replace(load, rate=min(load.rate, _QUIET, 1.0 / (1.0 + load.waiting_s)), requests=min(load.requests, 400))
-    )
+    pace = min(load.rate, _QUIET, max(LEAST_RATE, 1.0 / (1.0 + load.waiting_s)))
+    quiet = load if load.trace else replace(load, rate=pace, requests=min(load.requests, 400))
     alone = _tried(replace(fleet, load=quiet), make, most if load.trace else 1, rows, progress, whole=True)
     if not alone.carried:
         return replace(alone, devices=None, reason=_too_slow(fleet, alone.log))
