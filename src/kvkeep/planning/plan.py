@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ DEFAULT_BUDGET = 1024
 
 _MOST_ROWS = 2**31 - 1
 """As many as `kvkeep.engine.rotation.MOST_HOST_ROWS`; the bytes of more need not fit into a float."""
+
+_MOST_BYTES = 2**63 - 1
 
 STAGED_ROWS = 2
 """Rows that are on their way, see `kvkeep.engine.staging.COPIES`."""
@@ -131,11 +134,15 @@ def plan(  # noqa: PLR0913  each decides about bytes
             raise InputError(f"{name}={tokens} is not above 0; give 1 token or more.")
     if type(host_rows) is not int or host_rows < 0:
         raise InputError(f"host_rows={host_rows!r:.40} is no number of sequences that wait in main memory: 0 or more.")
-    for name, number in {"rows": rows or 0, "host_rows": host_rows}.items():
-        if number > _MOST_ROWS:
-            raise InputError(f"{name} is above {_MOST_ROWS}, more than any machine holds; give fewer.")
+    counts, sizes = {"rows": rows, "host_rows": host_rows}, {"memory": memory, "weights_memory": weights_memory}
+    for numbers, most in ((counts, _MOST_ROWS), (sizes, _MOST_BYTES)):
+        for name, number in numbers.items():
+            if number is not None and number > most:
+                raise InputError(f"{name} is above {most}, more than any machine holds; give fewer.")
     if weights_memory is not None and weights_memory < 1:
         raise InputError(f"weights_memory={weights_memory} is not above 0; give the bytes of all weights.")
+    if bandwidth is not None and not 0 < bandwidth < math.inf:
+        raise InputError(f"bandwidth={bandwidth!r:.40} is no number of bytes per second: give one above 0.")
     found = model if isinstance(model, Outline) else outline(embedded() if model is None else model)
     length = _context(found, context)
     own = found.dtype or torch.float32
