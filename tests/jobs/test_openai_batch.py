@@ -323,6 +323,7 @@ def test_a_job_of_two_formats_that_is_killed_goes_on(tmp_path, target):
     random.Random(1).shuffle(entries)
     source = write(tmp_path / "in.jsonl", *entries)
     args = ["generate", "-i", str(source), "-o", str(target), "--budget", "16", "--max-rows", "4", "-n", "10"]
+    args += ["--dtype", "float32"]  # in bfloat16 a text may depend on the rows beside it, which kills change
     size, rng = 0, random.Random(3)
     for _ in range(3):
         process = processes.kvkeep(*args)

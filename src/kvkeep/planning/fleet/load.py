@@ -19,7 +19,7 @@ from kvkeep.traffic.plan import Line
 MOST_THINKING = 10**6
 """Conversations of one device that a simulation holds when it begins."""
 
-LEAST_RATE, MOST_RATE = 1e-6, 1e9
+LEAST_RATE, MOST_RATE = 1e-6, 1e15
 """Users per second; with fewer or more, floats cannot tell the times of a simulation apart."""
 
 _POOL, _POOL_TURNS = 1000, 200_000
