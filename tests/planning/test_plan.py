@@ -347,7 +347,7 @@ def test_a_configuration_file_a_folder_and_the_embedded_model(tmp_path: Path, mo
         ({"host_rows": 10**400}, InputError, f"^host_rows is above {MOST_HOST_ROWS},"),
         ({"memory": 10**400}, InputError, "^memory is above 9223372036854775807, more than any machine holds"),
         ({"weights_memory": 2**63}, InputError, "^weights_memory is above 9223372036854775807,"),
-        *(({"bandwidth": n}, InputError, "^bandwidth=.* is no number of bytes") for n in (0.0, -1.0, math.nan)),
+        *(({"bandwidth": n}, InputError, "^bandwidth=.* is no speed") for n in (0.0, -1.0, 1e300, math.inf, math.nan)),
         ({"rows": -2, "memory": 10**9}, InputError, r"^rows=-2 asks for nothing.* \d+ would fit"),
         ({"dtype": "int8"}, InputError, "Unknown dtype 'int8'"),
         ({"weights_dtype": "int8"}, InputError, "Unknown dtype 'int8'"),

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -141,8 +140,8 @@ def plan(  # noqa: PLR0913  each decides about bytes
                 raise InputError(f"{name} is above {most}, more than any machine holds; give fewer.")
     if weights_memory is not None and weights_memory < 1:
         raise InputError(f"weights_memory={weights_memory} is not above 0; give the bytes of all weights.")
-    if bandwidth is not None and not 0 < bandwidth < math.inf:
-        raise InputError(f"bandwidth={bandwidth!r:.40} is no number of bytes per second: give one above 0.")
+    if bandwidth is not None and not 0 < bandwidth <= _MOST_BYTES:
+        raise InputError(f"bandwidth={bandwidth!r:.40} is no speed: give bytes per second, above 0 and up to 2^63.")
     found = model if isinstance(model, Outline) else outline(embedded() if model is None else model)
     length = _context(found, context)
     own = found.dtype or torch.float32

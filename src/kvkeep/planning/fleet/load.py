@@ -101,7 +101,7 @@ class FleetLoad:
     def __post_init__(self) -> None:
         if not LEAST_RATE <= self.rate <= MOST_RATE:
             raise InputError(
-                f"`rate={self.rate:g}` is no arrival rate: give users per second, {LEAST_RATE:g} to {MOST_RATE:g}."
+                f"`rate={self.rate!r:.40}` is no arrival rate: give users per second, {LEAST_RATE:g} to {MOST_RATE:g}."
             )
         if not 10 <= self.requests <= 10**6:
             raise InputError(f"`requests={self.requests}` is outside 10 … 1000000.")
