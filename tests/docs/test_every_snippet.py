@@ -63,9 +63,7 @@ def name(page: Path) -> str:
 
 LOG = ROOT / "lab" / "log"
 PAGES = [
-    page
-    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *LOG.glob("*.md"))
-    if name(page) != GENERATED
+    page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *LOG.glob("*.md")) if name(page) != GENERATED
 ]
 
 
