@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
 HEAD = """# Policies
 
 ```sh
-kvkeep generate -p "Once upon a time" --policy h2o:recent=64,sinks=4 --budget 128
+kvkeep generate --prompt-file report.txt --policy h2o:recent=64,sinks=4 --budget 128
 kvkeep policies show h2o
 ```
 
