@@ -28,8 +28,8 @@ from kvkeep.evals.tasks.perplexity import Perplexity, feed_in_pieces
 from kvkeep.models import tiny
 from kvkeep.models.load import find, read_weights
 from kvkeep.models.text import Writer
-from kvkeep.research import hindsight
-from kvkeep.research.hindsight import H2OGlobal, Totals
+from kvkeep_lab import hindsight
+from kvkeep_lab.hindsight import H2OGlobal, Totals
 
 SHARES = (0.01, 0.05, 0.1, 0.2)
 Sets = list[frozenset[int]]

@@ -6,10 +6,10 @@ import model_folders
 import pytest
 from typer.testing import CliRunner
 
+from kvkeep.calibration import losses
+from kvkeep.calibration.losses import Bench
 from kvkeep.cli.main import app
 from kvkeep.profile import Profile
-from kvkeep.research.calibration import losses
-from kvkeep.research.calibration.losses import Bench
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
 QUICK = ("--context", 80, "--documents", 0, "--windows", 2, "--recent", 6)

@@ -24,9 +24,9 @@ from kvkeep.jobs.output import Output
 from kvkeep.jobs.survey import Survey
 from kvkeep.models.load import load
 from kvkeep.registry import parse
-from kvkeep.research.analysis import report
-from kvkeep.research.analysis.report import Folder
 from kvkeep.runs import as_text, in_full, read_object
+from kvkeep_lab.analysis import report
+from kvkeep_lab.analysis.report import Folder
 
 NINES = "9" * 400
 HOME = "~nosuchuser/x"

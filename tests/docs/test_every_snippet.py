@@ -48,7 +48,7 @@ SKIPPED = {
 SHORTENED = {
     "demo": "tests/cli/test_cli_demo.py",
     "tune": "tests/cli/test_cli_tune.py",
-    "bench-server": "tests/traffic/test_bench_server.py",
+    "bench-server": "lab/tests/loadtest/test_bench_server.py",
     "lm-eval": "tests/evals/test_harness.py",
 }
 """Commands of which the pages' lines only show their help in the test of snippets → the test that runs them."""

@@ -13,6 +13,9 @@ from typing import Any
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from kvkeep.calibration import duo
+from kvkeep.calibration.part import Part
+from kvkeep.calibration.run import Job, OnStage, Settings, calibrate
 from kvkeep.cli import console
 from kvkeep.cli.calibrate import report
 from kvkeep.cli.calibrate.request import Request, target
@@ -24,9 +27,6 @@ from kvkeep.models.files import locate
 from kvkeep.models.hub import cached_if_unreachable
 from kvkeep.models.load import embedded, find, quiet, read_config
 from kvkeep.profile import Profile
-from kvkeep.research.calibration import duo
-from kvkeep.research.calibration.part import Part
-from kvkeep.research.calibration.run import Job, OnStage, Settings, calibrate
 
 EMBEDDED = "the embedded model"
 DEFAULT_CONTEXT = 1024
