@@ -1,7 +1,7 @@
 """What every policy keeps of the full cache's answers, for questions inside the text and for later ones.
 
     kvkeep calibrate --seed 7 --output heads.json
-    python bench/quality.py --output DIR --text NOVEL --profile heads.json [--write docs/choose-a-policy.md]
+    python bench/quality.py --output DIR --text NOVEL --profile heads.json [--write lab/log/quality.md]
     python bench/quality.py --output DIR --look          # minutes: few questions, one length
 
 Runs `kvkeep eval` on the embedded model, the most important cells first. The same command goes on where it stopped.

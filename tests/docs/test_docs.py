@@ -21,7 +21,7 @@ from kvkeep.testing import LAWS, Case
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [path for folder in (".", "docs", "docs/*", "lab/log") for path in sorted(ROOT.glob(f"{folder}/*.md"))]
 
 
 SHORT = {"SHORT": kvkeep.Sampling(max_new_tokens=3)}
@@ -126,6 +126,22 @@ def test_links_lead_somewhere(page):
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def anchors(page):
+    """The anchors of a page's headings, as the site and the repository's host make them."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings_that_exist(page):
+    """The site's build checks the links within the site; those between it and the log are checked here alone."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", prose):
+        other = page.parent / target if target else page
+        assert anchor in anchors(other), (target, anchor)
 
 
 @pytest.mark.slow

@@ -61,7 +61,10 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-PAGES = [page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")) if name(page) != GENERATED]
+LOG = ROOT / "lab" / "log"
+PAGES = [
+    page for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *LOG.glob("*.md")) if name(page) != GENERATED
+]
 
 
 def fences(text: str) -> list[tuple[str, str]]:
@@ -84,7 +87,7 @@ def bench_commands() -> list[str]:
     for page in PAGES:
         text = page.read_text()
         found |= {line for line in lines(page) if line.startswith("python bench/")}
-        if page.name != "log.md":  # which tells what was run then
+        if page.parent != LOG:  # which tells what was run then
             found |= {" ".join(one.split()) for one in re.findall(r"`(python bench/[^`]+)`", text)}
     return sorted(found)
 

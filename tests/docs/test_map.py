@@ -16,7 +16,7 @@ from kvkeep.types import AttentionOptions, Phase
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/index.md").read_text()
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "log.md")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OPTIONS = AttentionOptions(scaling=1.0)
 
 

@@ -162,7 +162,9 @@ def options_by_command() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name
+    "page",
+    [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "lab" / "log").glob("*.md"))],
+    ids=lambda page: page.name,
 )
 def test_commands_in_the_text_have_the_options_that_it_names(page):
     options = options_by_command()

@@ -26,7 +26,7 @@ PADDING = 5
 """Most tokens of padding per row that joins a batch. A batch of its own takes as long as about so many tokens."""
 
 STEP_TOKENS = {"cpu": 32}
-"""Prompt tokens that take as long as a decode step of a few rows, by device; measured, see ``docs/log.md``."""
+"""Prompt tokens that take as long as a decode step of a few rows, by device; measured, see ``lab/log/engine.md``."""
 
 OTHER_STEP_TOKENS = 256
 """The same for other devices, which compute faster in proportion to their memory."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "KVKEEP_THREADS"
 SMALL_BYTES = 64 * 2**20
-"""Weights of a model for which one thread is chosen. A guess: only a busy machine was measured (docs/log.md)."""
+"""Weights of a model for which one thread is chosen. A guess: only a busy machine was measured (lab/log/kernels.md)."""
 
 
 def cores() -> int:
