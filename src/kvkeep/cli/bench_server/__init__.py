@@ -9,7 +9,7 @@ import typer
 
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import OUTPUT, Debug, Json
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, pip_install
 
 _ARRIVALS, _TEXTS, _SERVER = "Arrivals", "Prompts and answers", "Server"
 
@@ -144,7 +144,7 @@ def bench_server(
     do. Times count from that moment.
     """
     if find_spec("httpx") is None:
-        raise InputError("This command needs httpx, which is not installed: pip install 'kvkeep[server]'.")
+        raise InputError(f"This command needs httpx, which is not installed: {pip_install('server')}.")
     if sessions and not chat:
         raise InputError("--sessions and --completions were both given; a session goes on with messages.")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
