@@ -174,7 +174,12 @@ def test_commands_in_the_text_have_the_options_that_it_names(page):
 
 @pytest.mark.parametrize(
     ("page", "code"),
-    [(page.name, code) for page in PAGES if page.name not in ELSEWHERE for code in fences(page, "python")],
+    [
+        (page.name, code)
+        for page in (*PAGES, ROOT / "docs" / "reference" / "api.md")
+        if page.name not in ELSEWHERE
+        for code in fences(page, "python")
+    ],
     ids=lambda value: value if value.endswith(".md") else "code",
 )
 def test_python_of_the_pages_runs(page, code, place):
