@@ -10,6 +10,7 @@ from kvkeep.backends import SWITCH
 from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, gpu, ops, prefill_ops
+from kvkeep.errors import pip_install
 from kvkeep.noise import Gumbel
 from kvkeep.statistic import LastHit, Mass, Nothing
 from kvkeep.types import AttentionOptions, Top
@@ -65,7 +66,7 @@ def test_without_triton_there_are_no_kernels_and_a_remedy(monkeypatch):
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
     found = gpu.kernels.__wrapped__()
     assert found.devices == set()
-    assert found.detail == "Triton is not installed; pip install kvkeep[gpu]"
+    assert found.detail == f"Triton is not installed: {pip_install('gpu')}"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ pytest.importorskip("llguidance")
 
 import kvkeep
 from kvkeep.engine import grammars
+from kvkeep.errors import pip_install
 from kvkeep.models.load import embedded, find, quiet, read_weights
 
 PERSON = {
@@ -321,7 +322,7 @@ def test_without_the_package_the_remedy_is_named(parts, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with (
         kvkeep.Engine(*parts, budget=64, rows=1) as engine,
-        pytest.raises(kvkeep.InputError, match=r"pip install 'kvkeep\[structured\]'"),
+        pytest.raises(kvkeep.InputError, match=re.escape(pip_install("structured"))),
     ):
         engine.add(request({"choice": ["x"]}))
 

@@ -12,7 +12,7 @@ from commands import run, write
 import kvkeep
 from kvkeep.cli.generate import far, job
 from kvkeep.engine import Engine
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, pip_install
 from kvkeep.jobs.lines import BadLine, parse
 from kvkeep.jobs.survey import Survey
 from kvkeep.models import templates
@@ -224,7 +224,7 @@ def test_a_worker_can_fill_in_templates_before_its_first_line(lines, monkeypatch
 def test_without_ray_the_error_names_the_extra(lines):
     result = run("-i", lines[0], "-o", lines[1], "--ray-workers", 2)
     assert result.exit_code == 2
-    assert "Ray is not installed: pip install 'kvkeep[ray]'." in result.said
+    assert f"Ray is not installed: {pip_install('ray')}." in result.said
     assert not lines[1].exists()
 
 

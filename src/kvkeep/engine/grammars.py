@@ -19,7 +19,7 @@ from typing import Any
 from kvkeep.engine.constraint import Constraint
 from kvkeep.engine.request import Request
 from kvkeep.engine.structure import NAMES, Structure
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, pip_install
 from kvkeep.models.load import Tokenizer
 from kvkeep.models.worker import Worker
 
@@ -152,7 +152,7 @@ class Grammars:
                 import llguidance
             except ImportError as error:
                 raise FormError(
-                    "Structured output needs llguidance, which is not installed: pip install 'kvkeep[structured]'."
+                    f"Structured output needs llguidance, which is not installed: {pip_install('structured')}."
                 ) from error
             try:
                 self._known = llguidance.LLTokenizer(*self._description)

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvkeep.errors import InputError
+from kvkeep.errors import InputError, pip_install
 from kvkeep.plots.panel import Heat, Panel, Series
 from kvkeep.runs import write_whole
 
 __all__ = ["MISSING", "Heat", "Panel", "Series", "available", "check", "draw", "picture"]
 
-MISSING = "matplotlib is not installed: pip install 'kvkeep[plots]'"
+MISSING = f"matplotlib is not installed: {pip_install('plots')}"
 """How to install matplotlib, for messages."""
 
 _BROKEN = (

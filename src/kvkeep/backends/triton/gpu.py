@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvkeep.errors import pip_install
+
 INTERPRET = "TRITON_INTERPRET"
 """Triton's own environment variable. ``1``, set before Triton is first imported, runs kernels in numpy, slowly."""
 
@@ -57,7 +59,7 @@ class Kernels:
 def kernels() -> Kernels:
     """Where the kernels run: on CUDA if Triton is installed, on a CPU only in its interpreter, which is for tests."""
     if importlib.util.find_spec("triton") is None:
-        return Kernels(frozenset(), "Triton is not installed; pip install kvkeep[gpu]")
+        return Kernels(frozenset(), f"Triton is not installed: {pip_install('gpu')}")
     if _numbers(version := _installed()) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         return Kernels(frozenset(), f"Triton {version} is older than {oldest}; a newer torch brings a newer one along")
