@@ -25,10 +25,10 @@ from lib import finish, show
 from lib import gpu as shared
 from lib.gpu_codes import filled
 
+from kvkeep.attention_stats import Mass
 from kvkeep.backends import choose
 from kvkeep.backends.triton import gpu, prefill_ops
 from kvkeep.codes import CodedSlots
-from kvkeep.statistic import Mass
 from kvkeep.types import AttentionOptions, Slots
 
 DIM = 128

@@ -20,7 +20,7 @@ from kvkeep.argument import handed
 from kvkeep.codes import check_bits
 from kvkeep.models.fused import prepare
 from kvkeep.policies._heads import under
-from kvkeep.rotary.embedding import rotation_for
+from kvkeep.rotary import rotation_for
 from kvkeep.types import Phase
 
 OPTIONS = kvkeep.AttentionOptions(scaling=0.125)

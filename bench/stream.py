@@ -29,7 +29,7 @@ import kvkeep
 from kvkeep.argument import handed
 from kvkeep.models import tiny
 from kvkeep.models.load import load
-from kvkeep.runs import write_whole
+from kvkeep.result_files import write_whole
 from kvkeep.store.block import Block
 from kvkeep.store.dense import DenseStore
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvkeep.version import __version__
 
 if TYPE_CHECKING:
+    from kvkeep.attention_stats import Mass, Nothing, Statistic
     from kvkeep.budget import from_ratio as budget_from_ratio
     from kvkeep.cache import BoundedCache
     from kvkeep.engine.engine import Engine
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from kvkeep.registry import available as available_policies
     from kvkeep.registry import parse, spec
     from kvkeep.snapshot.snapshot import Snapshot
-    from kvkeep.statistic import Mass, Nothing, Statistic
     from kvkeep.types import AttentionOptions, Budget, Report, State, View
 
 _HOME = {

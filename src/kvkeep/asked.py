@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Statistic
 from kvkeep.policies.base import Policy
-from kvkeep.statistic import Statistic
 from kvkeep.types import Budget, View
 
 

@@ -19,7 +19,7 @@ from kvkeep.errors import InputError, KVKeepError, PolicyError
 from kvkeep.policies._heads import parsed as head_rule
 from kvkeep.policies.base import Policy
 from kvkeep.registry import available, parse, split
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 
 NAME = "kvkeep.toml"
 """The usual name of the file."""

@@ -10,12 +10,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import loss, scores
+from kvkeep.attention_stats import Statistic
 from kvkeep.backends import Added, Backend, Limits, Repeat, Ring
 from kvkeep.division import divided, protected_slots
 from kvkeep.errors import PolicyError
 from kvkeep.policies._heads import average
 from kvkeep.policies.base import Policy
-from kvkeep.statistic import Statistic
 from kvkeep.store import Block, settle
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Slots, State, View
 

@@ -19,12 +19,12 @@ from kvkeep.budget import Number, by_head
 from kvkeep.capacity import check_room
 from kvkeep.errors import ShapeError
 from kvkeep.eviction import fuses
+from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.memory import Memory
-from kvkeep.parallel import ALONE, Heads
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.repeating import Repeating
-from kvkeep.rotary.ranks import Rotation
+from kvkeep.rotary import Rotation
 from kvkeep.store import (
     Alone,
     Block,

@@ -27,7 +27,7 @@ from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.prefill import chunk_size, for_prompt, in_chunks, read
 from kvkeep.repeating import Repeating
-from kvkeep.rotary.ranks import Rotation
+from kvkeep.rotary import Rotation
 from kvkeep.store import Cascade, beside, inference, view_of
 from kvkeep.together import Together
 from kvkeep.types import AttentionOptions, Fresh, Phase, Report, Slots, View

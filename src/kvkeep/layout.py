@@ -13,13 +13,12 @@ from kvkeep.budget import Number
 from kvkeep.capacity import check_pins
 from kvkeep.codes import check_bits
 from kvkeep.errors import InputError, UnsupportedModelError, UnsupportedOperationError
-from kvkeep.parallel import ALONE, Heads
+from kvkeep.head_profile import Profile
+from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.pins import Spans
 from kvkeep.policies._heads import PROFILE, beside, check_joint, under
 from kvkeep.policies.base import Policy
-from kvkeep.profile import Profile
-from kvkeep.rotary.embedding import UNROTATED, rotation_for, rotation_of
-from kvkeep.rotary.ranks import Rotation
+from kvkeep.rotary import UNROTATED, Rotation, rotation_for, rotation_of
 
 _SUPPORTED_TYPES = {
     *("full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "moe", "mlp", "hybrid"),

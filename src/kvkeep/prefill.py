@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Statistic
 from kvkeep.backends import Backend
 from kvkeep.errors import BudgetError
 from kvkeep.policies.base import Policy
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Statistic
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Output, Queries, Report, Slots, View
 
 

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.parallel import ALONE, Heads
+from kvkeep.head_sharding import ALONE, Heads
 
 State: TypeAlias = dict[str, Tensor]
 """A policy's state: name → float32. The state of slots, ``(B, Hk, S)``, moves with them; heads may have some, too."""
@@ -125,7 +125,7 @@ class AttentionOptions:
 
 @runtime_checkable
 class Turning(Protocol):
-    """A rotary embedding: `kvkeep.rotary.ranks.Rotation`."""
+    """A rotary embedding: `kvkeep.rotary.Rotation`."""
 
     @property
     def frequencies(self) -> Float[Tensor, " F"]:

@@ -14,6 +14,7 @@ import kvkeep
 from kvkeep import held as held_module
 from kvkeep import registry
 from kvkeep.asked import Asked
+from kvkeep.attention_stats import Mass
 from kvkeep.backends import SWITCH
 from kvkeep.backends.native import NativeBackend, native
 from kvkeep.engine import Engine, Request
@@ -21,7 +22,6 @@ from kvkeep.engine.sampling import Sampling
 from kvkeep.eviction import fuses
 from kvkeep.policies._mass import HeavyHitters
 from kvkeep.policies.abilities import Sums
-from kvkeep.statistic import Mass
 from kvkeep.store import Cascade
 from kvkeep.types import AttentionOptions, Phase, Report, View
 

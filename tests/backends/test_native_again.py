@@ -5,8 +5,8 @@ import pytest
 import torch
 from conformance.cases import chunk
 
+from kvkeep.attention_stats import Mass, Nothing
 from kvkeep.backends.native import native, prefill_ops
-from kvkeep.statistic import Mass, Nothing
 from kvkeep.types import AttentionOptions
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)

@@ -13,9 +13,9 @@ import torch
 
 import kvkeep
 from kvkeep import backends
+from kvkeep.attention_stats import Nothing
 from kvkeep.backends.native import Native, NativeBackend, build, native, packing
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.statistic import Nothing
 from kvkeep.types import AttentionOptions, Phase, Slots
 
 needs_the_kernel = pytest.mark.skipif(native().library is None, reason=native().detail)
@@ -335,7 +335,7 @@ def test_a_kernel_that_goes_away_leaves_the_work_to_torch(monkeypatch):
 def test_the_threads_are_torchs_own(cache):
     """Two pools of threads would get in each other's way; the kernel's code must find torch's runtime."""
     code = (
-        "import os, torch; from kvkeep.backends import choose; from kvkeep.statistic import Nothing\n"
+        "import os, torch; from kvkeep.backends import choose; from kvkeep.attention_stats import Nothing\n"
         "from kvkeep.types import AttentionOptions, Slots\n"
         "torch.set_num_threads(3); torch.ones(10**7).add(1)\n"
         "before = len(os.listdir('/proc/self/task'))\n"

@@ -4,12 +4,12 @@ import pytest
 import torch
 from conformance.cases import OF_CHUNK, chunk
 
+from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing
 from kvkeep.backends import reference
 from kvkeep.backends.native import NativeBackend, native, prefill_ops
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.torch import TorchBackend
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Slots
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from conformance.cases import OF_CHUNK, ON_CHUNK, chunk
 
+from kvkeep.attention_stats import LastHit, Low, LowRows, Mass, MassAndLast, Nothing
 from kvkeep.backends import reference
 from kvkeep.backends.native import NativeBackend, checks, native, prefill_ops
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.noise import Gumbel
-from kvkeep.statistic import LastHit, Low, LowRows, Mass, MassAndLast, Nothing
 from kvkeep.types import AttentionOptions, Slots
 
 pytestmark = pytest.mark.skipif(native().library is None, reason=native().detail)

@@ -6,13 +6,13 @@ from conformance.cases import device_of, on, token
 from phases import phase_of
 
 import kvkeep
+from kvkeep.attention_stats import LastHit, Mass, Nothing
 from kvkeep.backends import SWITCH
 from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import TritonBackend, gpu, ops, prefill_ops
 from kvkeep.errors import pip_install
 from kvkeep.noise import Gumbel
-from kvkeep.statistic import LastHit, Mass, Nothing
 from kvkeep.types import AttentionOptions, Top
 
 pytest.importorskip("triton", reason="Triton is not installed; it exists for Linux alone")

@@ -5,8 +5,8 @@ import mmap
 import pytest
 import torch
 
+from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import reference
-from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions, Slots
 
 pytest.importorskip("triton")

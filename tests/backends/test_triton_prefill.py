@@ -9,9 +9,9 @@ from conformance.cases import chunk
 
 import kvkeep
 from kvkeep import backends
+from kvkeep.attention_stats import LastHit, Low, Mass, Nothing
 from kvkeep.backends.torch import TorchBackend
 from kvkeep.noise import Gumbel
-from kvkeep.statistic import LastHit, Low, Mass, Nothing
 from kvkeep.types import AttentionOptions, Fresh, Phase, Slots, Top
 
 pytest.importorskip("triton")

@@ -13,11 +13,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton_sources import usage
 
+from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.triton import gpu, ops, prefill_ops
 from kvkeep.backends.wanted import Wanted
 from kvkeep.codes import KV_BITS, CodedSlots, blank
-from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions, Slots
 
 

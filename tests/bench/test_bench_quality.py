@@ -17,8 +17,8 @@ import heads  # noqa: E402
 import kvzip  # noqa: E402
 import quality  # noqa: E402
 
+from kvkeep.head_profile import Profile  # noqa: E402
 from kvkeep.models.load import embedded, find  # noqa: E402
-from kvkeep.profile import Profile  # noqa: E402
 
 for name in [name for name in sys.modules if name.partition(".")[0] == "lib"]:
     del sys.modules[name]  # other tests import the scripts' folder anew

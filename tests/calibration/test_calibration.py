@@ -15,12 +15,12 @@ from kvkeep.calibration.limited import Near, Passage, read
 from kvkeep.calibration.losses import Bench, Loss
 from kvkeep.calibration.part import Part
 from kvkeep.calibration.run import Job, Settings, calibrate, needs
+from kvkeep.head_profile import Profile
 from kvkeep.models import load
 from kvkeep.models.suitable import auto_class
 from kvkeep.models.text import Writer
 from kvkeep.models.weights import fingerprint
-from kvkeep.profile import Profile
-from kvkeep.runs import Lock
+from kvkeep.result_files import Lock
 
 SIZES = {
     "vocab_size": 64,

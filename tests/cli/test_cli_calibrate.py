@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from kvkeep.calibration import losses
 from kvkeep.calibration.losses import Bench
 from kvkeep.cli.main import app
-from kvkeep.profile import Profile
+from kvkeep.head_profile import Profile
 
 TEXT = "the quick brown fox jumps over the lazy dog and the cat. " * 20
 QUICK = ("--context", 80, "--documents", 0, "--windows", 2, "--recent", 6)

@@ -168,7 +168,7 @@ def test_a_full_disk_leaves_the_old_page(kv, tmp_path, monkeypatch):
 
     (tmp_path / "page.html").write_text("old")
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr("kvkeep.runs.sync", full)
+    monkeypatch.setattr("kvkeep.result_files.sync", full)
     words = ["-f", "report.txt", "--policies", "local", "-b", "20", "-n", "1", "-o", "page.html", "--overwrite"]
     done = kv(*words)
     assert done.exit_code == 2

@@ -24,7 +24,7 @@ from kvkeep.jobs.output import Output
 from kvkeep.jobs.survey import Survey
 from kvkeep.models.load import load
 from kvkeep.registry import parse
-from kvkeep.runs import as_text, in_full, read_object
+from kvkeep.result_files import as_text, in_full, read_object
 from kvkeep_lab.analysis import report
 from kvkeep_lab.analysis.report import Folder
 
@@ -264,7 +264,7 @@ def test_numbers_are_not_blamed_where_nothing_can_be_drawn(tmp_path, monkeypatch
     def broken(*_, **__):
         raise ValueError("no font")
 
-    monkeypatch.setattr("kvkeep.plots.lines.Figure", broken)
+    monkeypatch.setattr("kvkeep.plots.charts.Figure", broken)
     folder = result_folders.analysis(tmp_path)
     with pytest.raises(InputError, match=r"matplotlib does not work here: no font"):
         report.write(Folder(folder))

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kvkeep import backends
+from kvkeep.attention_stats import LastHit, Low, LowRows, Mass, MassAndLast, Nothing, Peak
 from kvkeep.backends.native import native
 from kvkeep.backends.triton import gpu
 from kvkeep.noise import Gumbel
-from kvkeep.statistic import LastHit, Low, LowRows, Mass, MassAndLast, Nothing, Peak
 from kvkeep.types import AttentionOptions, Slots, Top
 
 from .dummy_backend import DummyBackend

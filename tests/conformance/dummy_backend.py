@@ -5,8 +5,8 @@ import itertools
 import torch
 
 from kvkeep import scores
+from kvkeep.attention_stats import Rows
 from kvkeep.backends import Backend
-from kvkeep.statistic import Rows
 from kvkeep.types import EMPTY, Report, Slots
 
 

@@ -6,10 +6,10 @@ import platform
 import pytest
 import torch
 
+from kvkeep.attention_stats import Mass
 from kvkeep.backends import reference
 from kvkeep.backends.native import Native, build, packing
 from kvkeep.codes import KV_BITS, CodedSlots, Codes, encode, encode_keys, hadamard
-from kvkeep.statistic import Mass
 from kvkeep.types import AttentionOptions, Slots
 
 from .cases import DTYPES, NOW, backend_of, token

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import Added, Limits, in_codes, in_pool
 from kvkeep.codes import KV_BITS, encode, encode_keys
 from kvkeep.lazy import LazySlots
 from kvkeep.ranges import PoolSlots, indices
-from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions
 from kvkeep.vectors import Vectors
 

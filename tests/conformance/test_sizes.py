@@ -6,11 +6,11 @@ import platform
 import pytest
 import torch
 
+from kvkeep.attention_stats import Low, Mass
 from kvkeep.backends import torch as plain
 from kvkeep.backends.native import Native, build, packing
 from kvkeep.backends.triton import gpu
 from kvkeep.backends.triton import ops as triton_ops
-from kvkeep.statistic import Low, Mass
 from kvkeep.types import AttentionOptions
 
 from .bounds import check

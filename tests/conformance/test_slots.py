@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
+from kvkeep.attention_stats import Mass, Nothing
 from kvkeep.backends import Added, Limits
 from kvkeep.backends.reference import ReferenceBackend
 from kvkeep.backends.triton import gpu
-from kvkeep.statistic import Mass, Nothing
 from kvkeep.types import EMPTY, AttentionOptions, Slots
 
 from .cases import BACKENDS, DTYPES, SLOW, backend_of, device_of, on, there

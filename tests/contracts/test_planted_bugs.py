@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from kvkeep import held, layer, scores
+from kvkeep.attention_stats import Mass
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
 from kvkeep.policies.h2o import H2O
 from kvkeep.policies.streaming_llm import StreamingLLM
 from kvkeep.snapshot import contents, reading
-from kvkeep.statistic import Mass
 from kvkeep.store import Block, row
 from kvkeep.testing import LAWS, Case
 

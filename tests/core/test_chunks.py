@@ -10,7 +10,7 @@ import kvkeep
 from kvkeep.backends import SWITCH
 from kvkeep.copies import Beside, at, pieces
 from kvkeep.layer import Layer
-from kvkeep.rotary.ranks import Rotation
+from kvkeep.rotary import Rotation
 from kvkeep.store import Block, DenseStore, settle
 from kvkeep.types import EMPTY, AttentionOptions, Phase, Slots
 

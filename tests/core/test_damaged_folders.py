@@ -17,7 +17,7 @@ from kvkeep.errors import InputError, KVKeepError
 from kvkeep.evals import curves
 from kvkeep.evals import report as reports
 from kvkeep.evals.records import Records
-from kvkeep.runs import Lock
+from kvkeep.result_files import Lock
 from kvkeep_lab.analysis import report
 from kvkeep_lab.analysis.groups import MEASUREMENTS
 from kvkeep_lab.analysis.report import Folder

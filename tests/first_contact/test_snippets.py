@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 from kvkeep.cli import pages
 from kvkeep.cli.examples import EXAMPLES
 from kvkeep.cli.main import app
+from kvkeep.head_profile import Profile
 from kvkeep.models.load import load, quiet
-from kvkeep.profile import Profile
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

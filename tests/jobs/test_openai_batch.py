@@ -11,7 +11,7 @@ import processes
 import pytest
 from commands import result_of, run, write
 
-from kvkeep import runs
+from kvkeep import result_files
 from kvkeep.engine import Engine
 from kvkeep.engine.request import Event
 from kvkeep.engine.sampling import Sampling
@@ -282,7 +282,7 @@ def go_on(path):
 
 
 def test_an_output_of_two_formats_that_was_cut_at_any_byte_is_completed(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "sync", lambda file: None)
+    monkeypatch.setattr(result_files, "sync", lambda file: None)
     monkeypatch.setattr(time, "time", lambda: 1.0)
     path = tmp_path / "out.jsonl"
     assert go_on(path) == {1, 2, 3, 4}

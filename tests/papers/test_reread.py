@@ -7,9 +7,9 @@ from transformers import GPT2Config, LlamaConfig
 
 import kvkeep
 from kvkeep import AttentionOptions, BudgetError, Layer, parse
+from kvkeep.attention_stats import Nothing
 from kvkeep.backends import reference
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Nothing
+from kvkeep.rotary import Rotation
 from kvkeep.types import Slots
 
 from .cases import CHAT, DECODE, Case, family, variant

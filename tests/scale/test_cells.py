@@ -22,9 +22,9 @@ from kvkeep.evals.records import Records
 from kvkeep.evals.run import versions
 from kvkeep.evals.task import Options
 from kvkeep.evals.tasks import TASKS
+from kvkeep.head_profile import Profile
 from kvkeep.models import load as loading
 from kvkeep.models.text import Writer
-from kvkeep.profile import Profile
 from kvkeep.scale.bench import ModelFacts, ModelWorker
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ from sweeps import sweep
 
 from kvkeep import BoundedCache, Snapshot, SnapshotError
 from kvkeep.memory import Memory
-from kvkeep.runs import write_whole
+from kvkeep.result_files import write_whole
 from kvkeep.snapshot.reading import unpacked_bits
 from kvkeep.snapshot.writing import packed_bits
 

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from kvkeep import noise, scores
 from kvkeep.argument import handed
+from kvkeep.attention_stats import Nothing
 from kvkeep.cache import handing_cache
 from kvkeep.errors import InputError
 from kvkeep.evals.whole import Adding, Hiding, positions_of
 from kvkeep.handing import PhasedCache
 from kvkeep.policies._mass import HeavyHitters
-from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, Report, State, View
 
 

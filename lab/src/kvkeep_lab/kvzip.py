@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep.argument import handed
+from kvkeep.attention_stats import Nothing, Peak, Statistic
 from kvkeep.budget import between, check_one
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import InputError, UnsupportedModelError
@@ -26,7 +27,6 @@ from kvkeep.eviction import cut
 from kvkeep.layer import Layer
 from kvkeep.policies._prefill import slide
 from kvkeep.policies.base import Policy, option
-from kvkeep.statistic import Nothing, Peak, Statistic
 from kvkeep.store import Block, inference, view_of
 from kvkeep.types import Budget, Phase, Report, State, View
 from kvkeep_lab.hindsight import Attached

@@ -18,7 +18,7 @@ from kvkeep.cli.main import app
 from kvkeep.errors import InputError, UnsupportedModelError, pip_install
 from kvkeep.models import load as loading
 from kvkeep.models.text import Writer
-from kvkeep.runs import Lock
+from kvkeep.result_files import Lock
 from kvkeep.scale import crew
 from kvkeep_lab.analysis import run as running
 from kvkeep_lab.analysis.apart import LONG, Bench, Piece, cut

@@ -10,9 +10,9 @@ import pytest
 from rayanalyses import NAMES, ended, invoke, made, records, same
 from raycells import Real
 
-from kvkeep import runs
+from kvkeep import result_files
 from kvkeep.errors import InputError
-from kvkeep.runs import Lock
+from kvkeep.result_files import Lock
 from kvkeep.scale import crew
 from kvkeep_lab.analysis.groups.removal import Removal
 from kvkeep_lab.analysis.report import Folder
@@ -65,7 +65,7 @@ def test_an_analysis_that_is_stopped_again_and_again_by_chance_ends_as_one_proce
 
 
 def test_a_full_disk_keeps_what_is_written_and_the_same_command_goes_on(on, text, analysed, tmp_path, monkeypatch):
-    sync, calls = runs.sync, []
+    sync, calls = result_files.sync, []
 
     def full(file):
         calls.append(file)
@@ -75,7 +75,7 @@ def test_a_full_disk_keeps_what_is_written_and_the_same_command_goes_on(on, text
 
     cluster = on(Real(1))
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "sync", full)
+        patch.setattr(result_files, "sync", full)
         found = invoke(text, tmp_path, *RAY)
     assert (found.exit_code, found.stdout) == (2, "")
     assert "No space left on device. Finished measurements are safe." in found.said

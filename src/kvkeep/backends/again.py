@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvkeep.rotary.ranks import Rotation
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Slots
 
 BLOCK_BYTES = {"cpu": 2**22, "other": 2**25}

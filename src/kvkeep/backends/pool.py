@@ -5,13 +5,13 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Statistic
 from kvkeep.backends.added import Limits
 from kvkeep.backends.protocol import Backend
 from kvkeep.codes import CodedSlots, hadamard
 from kvkeep.lazy import LazySlots
 from kvkeep.ranges import PoolSlots
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Statistic
+from kvkeep.rotary import Rotation
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
 

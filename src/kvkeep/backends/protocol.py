@@ -12,10 +12,10 @@ from typing import ClassVar, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Statistic
 from kvkeep.backends import again
 from kvkeep.backends.added import Added, Limits
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Statistic
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 

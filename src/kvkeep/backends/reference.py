@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.attention_stats import Rows, Statistic
 from kvkeep.backends import again
 from kvkeep.backends.added import Limits
 from kvkeep.backends.protocol import Backend
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Rows, Statistic
+from kvkeep.rotary import Rotation
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
 

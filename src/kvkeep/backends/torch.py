@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvkeep import scores
+from kvkeep.attention_stats import Rows, Statistic
 from kvkeep.backends.added import Limits
 from kvkeep.backends.protocol import Backend
-from kvkeep.statistic import Rows, Statistic
 from kvkeep.types import EMPTY, AttentionOptions, Budget, Report, Slots
 
 BLOCK_BYTES = 32 * 2**20

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing, RowMasses, Statistic
+from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, RowMasses, Statistic
 
 
 class Wanted(NamedTuple):

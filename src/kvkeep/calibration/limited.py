@@ -16,11 +16,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep.argument import handed
+from kvkeep.attention_stats import Nothing
 from kvkeep.backends import choose, reference
 from kvkeep.cache import handing_cache
 from kvkeep.evals.whole import WholeText
 from kvkeep.models.device import enough_memory
-from kvkeep.statistic import Nothing
 from kvkeep.types import AttentionOptions, Slots
 
 _BLOCK = 128

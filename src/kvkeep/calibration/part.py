@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvkeep.errors import InputError
-from kvkeep.results import read_rows
-from kvkeep.runs import Lock, finite, sync
+from kvkeep.result_files import Lock, finite, read_rows, sync
 
 _BEGINNING = b'{"row": "'
 _RUN = "run"

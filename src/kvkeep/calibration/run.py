@@ -20,10 +20,10 @@ from kvkeep.evals.run import fingerprint, versions
 from kvkeep.evals.task import check_positions, past_training
 from kvkeep.evals.whole import Adding
 from kvkeep.handing import HandingLayer
+from kvkeep.head_profile import Profile, describe
 from kvkeep.models.load import Checkpoint
 from kvkeep.models.text import Writer
-from kvkeep.profile import Profile, describe
-from kvkeep.runs import as_text
+from kvkeep.result_files import as_text
 
 METHOD = 1
 """Incremented by every change that changes results; progress of another version is not gone on with."""

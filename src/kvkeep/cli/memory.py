@@ -13,7 +13,7 @@ from rich.text import Text
 from kvkeep.cli import complete, console
 from kvkeep.cli.console import one_line_errors
 from kvkeep.cli.options import Debug, Json
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 
 if TYPE_CHECKING:
     from jaxtyping import Int

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvkeep.budget import Number, by_head
 from kvkeep.errors import BudgetError, ShapeError, UnsupportedOperationError
+from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.held import reach, store_for
 from kvkeep.memory import Memory, bytes_of
-from kvkeep.parallel import ALONE, Heads
 from kvkeep.pins import Spans
 from kvkeep.policies.base import Policy
 from kvkeep.store import (

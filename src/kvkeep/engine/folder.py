@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvkeep.errors import InputError
-from kvkeep.runs import Lock, sync_folder
+from kvkeep.result_files import Lock, sync_folder
 from kvkeep.snapshot.writing import check_target, not_saved
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from kvkeep.engine.penalties import changed
 from kvkeep.engine.request import Logprob
 from kvkeep.engine.sampling import Sampling
 from kvkeep.errors import KVKeepError, NoNumbersError
+from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.noise import spread, uniform
-from kvkeep.parallel import ALONE, Heads
 
 
 def draw(logits: Float[Tensor, "n V"], generations: Sequence[Generation], heads: Heads = ALONE) -> list[int | None]:

@@ -16,7 +16,7 @@ from kvkeep.engine.sampling import whole_within
 from kvkeep.engine.writing import Writing
 from kvkeep.errors import InputError
 from kvkeep.pins import Spans
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 from kvkeep.snapshot import Snapshot
 
 _LONGEST = 200

@@ -20,7 +20,7 @@ import torch
 
 from kvkeep.engine.generation import Generation
 from kvkeep.errors import InputError, UnsupportedOperationError
-from kvkeep.parallel import sharing
+from kvkeep.head_sharding import sharing
 from kvkeep.snapshot import Snapshot
 
 Description: TypeAlias = dict[str, Any]

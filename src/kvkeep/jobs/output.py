@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from kvkeep import runs
+from kvkeep import result_files
 from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
 from kvkeep.jobs.lines import Line
@@ -70,7 +70,7 @@ class Output:
         output = cls(file, str(path), path if to_file else None)
         try:
             if to_file:
-                runs.Lock(file, str(path))
+                result_files.Lock(file, str(path))
                 file.seek(0)
                 output._take_up(file)
         except OSError as error:
@@ -211,7 +211,7 @@ class Output:
             self._torn = b""
 
     def _sync(self) -> None:
-        runs.sync(self._file)
+        result_files.sync(self._file)
         self._synced = time.monotonic()
 
     @contextlib.contextmanager

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from kvkeep import runs
+from kvkeep import result_files
 from kvkeep.engine.request import Result
 from kvkeep.errors import InputError
 from kvkeep.jobs import batch
@@ -40,10 +40,10 @@ def record(line: Line, results: Sequence[Result], made_by: Mapping[str, Any], sh
         name, model = f"{line.number}-{line.digest}", str(made_by.get("model", "kvkeep"))
         body = answer(line.asked, results, name=name, created=int(time.time()), model=model, show=show)
         found = batch.line(line.number, line.digest, line.custom_id, body)
-        return {**found, "kvkeep": runs.finite([_kept(one) for one in results]), "made_by": made_by}
+        return {**found, "kvkeep": result_files.finite([_kept(one) for one in results]), "made_by": made_by}
     own = {"options": line.options} if line.options else {}
     origin = {"line": line.number, "digest": line.digest, "made_by": made_by, **own}
-    return {COMPLETION: runs.finite({**origin, **_completion(results[0])}), **line.fields}
+    return {COMPLETION: result_files.finite({**origin, **_completion(results[0])}), **line.fields}
 
 
 def as_line(fields: Mapping[str, Any]) -> bytes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
-from kvkeep import runs
+from kvkeep import result_files
 from kvkeep.engine.engine import Engine
 from kvkeep.engine.request import Request
 from kvkeep.engine.sampling import Sampling
@@ -214,8 +214,8 @@ def write_bad(path: Path, found: Iterable[Mapping[str, Any]]) -> None:
     """
     try:
         with _free(path):
-            runs.remove_leftovers(path.parent, {path.name})
-            runs.write_whole(path, b"".join(map(as_line, found)))
+            result_files.remove_leftovers(path.parent, {path.name})
+            result_files.write_whole(path, b"".join(map(as_line, found)))
     except OSError as error:
         raise InputError(f"{path}, for lines that cannot be run, cannot be written: {error.strerror}.") from error
 
@@ -229,7 +229,7 @@ def remove_bad(path: Path, survey: Survey) -> None:
     try:
         if path.is_file() and not path.is_symlink():
             with path.open("rb") as file:
-                runs.Lock(file, str(path))
+                result_files.Lock(file, str(path))
                 entries = [_entry_of(raw) for raw in file]
                 if entries and all(entry is not None and survey.is_settled(entry) for entry in entries):
                     path.unlink()
@@ -250,7 +250,7 @@ def _free(path: Path) -> Iterator[None]:
     if not path.is_file():
         raise foreign(path)
     with path.open("rb") as file:
-        runs.Lock(file, str(path))
+        result_files.Lock(file, str(path))
         if not _are_entries(file):
             raise foreign(path)
         yield

@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 from kvkeep.errors import KVKeepError, ModelFileError, UnsupportedModelError
 from kvkeep.models.device import is_out_of_memory
 from kvkeep.models.hub import UNREACHABLE, is_forbidden
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SAFE = ".safetensors"

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvkeep.argument import handed_over
+from kvkeep.attention_stats import Nothing
 from kvkeep.backends import choose
 from kvkeep.cache import BoundedCache
 from kvkeep.errors import InputError, UnsupportedModelError
@@ -36,7 +37,6 @@ from kvkeep.models.suitable import (
     unwrapped,
 )
 from kvkeep.models.weights import WeightsOf
-from kvkeep.statistic import Nothing
 from kvkeep.types import EMPTY, AttentionOptions, Slots
 
 ATTENTION = "kvkeep"

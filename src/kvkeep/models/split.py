@@ -12,7 +12,7 @@ from torch import distributed as dist
 from transformers import PreTrainedConfig
 
 from kvkeep.errors import InputError, UnsupportedModelError
-from kvkeep.parallel import number_of_heads
+from kvkeep.head_sharding import number_of_heads
 
 _TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells each process in its environment."""

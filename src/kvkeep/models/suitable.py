@@ -22,10 +22,10 @@ from transformers import (
 from kvkeep.argument import CACHE_ARGUMENTS, handed, taken_as
 from kvkeep.cache import BoundedCache, handing_cache
 from kvkeep.errors import InputError, UnsupportedModelError
+from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.hybrid import state_part
 from kvkeep.layout import windows_of
 from kvkeep.models.offloaded import device_of
-from kvkeep.parallel import ALONE, Heads
 
 _TEXT = {
     "input_ids",

@@ -9,12 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.attention_stats import BITS, ones, ring, ring_span, word_names
 from kvkeep.budget import between, column, smaller
 from kvkeep.errors import BudgetError
 from kvkeep.pins import Spans
 from kvkeep.policies.abilities import Bursts
 from kvkeep.policies.base import Policy, option
-from kvkeep.statistic import BITS, ones, ring, ring_span, word_names
 from kvkeep.types import EMPTY, Budget, Report, State, View
 
 LONGEST = 100

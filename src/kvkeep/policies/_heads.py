@@ -15,9 +15,9 @@ from torch import Tensor
 from kvkeep import scores
 from kvkeep.budget import table
 from kvkeep.errors import BudgetError, UnsupportedOperationError
+from kvkeep.head_profile import Profile
 from kvkeep.policies.abilities import HeadBudgets, Near
 from kvkeep.policies.base import Policy
-from kvkeep.profile import Profile
 from kvkeep.types import EMPTY, Budget, View
 
 RULES = {"uniform": "", "ada": "0.2", "global": "0.2"}

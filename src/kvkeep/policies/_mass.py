@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.attention_stats import Mass, Nothing, Statistic
 from kvkeep.budget import column
 from kvkeep.policies._bursts import when_outgrown
 from kvkeep.policies.abilities import Bursts
 from kvkeep.policies.base import Policy, option
-from kvkeep.statistic import Mass, Nothing, Statistic
 from kvkeep.types import EMPTY, Budget, Report, State, View
 
 

@@ -12,11 +12,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.budget import column, smaller
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.policies.abilities import Growth, Sums
 from kvkeep.policies.base import Policy, option
-from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import Budget, Report, State, View
 
 

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Mass, RowMasses, Statistic
 from kvkeep.budget import between
 from kvkeep.policies import _bursts
 from kvkeep.policies.abilities import Bursts
 from kvkeep.policies.base import Policy, option
-from kvkeep.statistic import Mass, RowMasses, Statistic
 from kvkeep.types import Budget, Phase, Report, State, View
 
 

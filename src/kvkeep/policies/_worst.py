@@ -10,12 +10,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.attention_stats import Statistic, Worst
 from kvkeep.policies._heads import average
 from kvkeep.policies._output import sizes
 from kvkeep.policies._prefill import PrefillOnly
 from kvkeep.policies.abilities import Sums
 from kvkeep.policies.base import option
-from kvkeep.statistic import Statistic, Worst
 from kvkeep.types import EMPTY, Budget, Phase, Report, State, View
 
 

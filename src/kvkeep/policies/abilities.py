@@ -135,9 +135,9 @@ class Sums:
 class Tally:
     """The rule of a policy that marks low rows in a ring of bits, simple enough for a kernel that attends to apply it.
 
-    For a generated token, `wants` must return `kvkeep.statistic.Low`, whatever the view, and `observe` must do what
-    `kvkeep.backends.Ring` says. The states must be the words of the ring, then the two sums, and must start at 0. The
-    policy must have `Bursts` that wait. A kernel then does the work of `observe`, which is not called.
+    For a generated token, `wants` must return `kvkeep.attention_stats.Low`, whatever the view, and `observe` must do
+    what `kvkeep.backends.Ring` says. The states must be the words of the ring, then the two sums, and must start at 0.
+    The policy must have `Bursts` that wait. A kernel then does the work of `observe`, which is not called.
 
     Attributes:
         sizes: method that returns the window, the least number of tokens and the burst under a budget.

@@ -13,10 +13,10 @@ from typing import ClassVar, TypeVar
 from jaxtyping import Float
 from torch import Tensor
 
+from kvkeep.attention_stats import Nothing, Statistic
 from kvkeep.errors import BudgetError, PolicyError
 from kvkeep.pins import Spans, count
 from kvkeep.policies.abilities import Abilities
-from kvkeep.statistic import Nothing, Statistic
 from kvkeep.types import Budget, Report, State, View
 
 _T = TypeVar("_T")

@@ -15,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.attention_stats import Mass, Statistic
 from kvkeep.budget import table
 from kvkeep.policies._leverage import Leverages
 from kvkeep.policies.base import option
-from kvkeep.statistic import Mass, Statistic
 from kvkeep.types import EMPTY, Report, State, View
 
 

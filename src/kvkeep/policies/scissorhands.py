@@ -14,11 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.attention_stats import Low, LowRows, Statistic
 from kvkeep.budget import column
 from kvkeep.policies._bursts import History
 from kvkeep.policies.abilities import Tally
 from kvkeep.policies.base import option
-from kvkeep.statistic import Low, LowRows, Statistic
 from kvkeep.types import State, View
 
 

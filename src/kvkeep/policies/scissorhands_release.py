@@ -15,12 +15,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.attention_stats import LastHit, Statistic
 from kvkeep.budget import between
 from kvkeep.policies._bursts import when_outgrown
 from kvkeep.policies.abilities import Bursts
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.scissorhands import Scissorhands
-from kvkeep.statistic import LastHit, Statistic
 from kvkeep.types import Budget, Report, State, View
 
 

@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvkeep import scores
+from kvkeep.attention_stats import MassAndLast, Statistic
 from kvkeep.policies._heads import average
 from kvkeep.policies.base import Policy, option
 from kvkeep.policies.h2o import H2O
-from kvkeep.statistic import MassAndLast, Statistic
 from kvkeep.types import Budget, Report, State, View
 
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from kvkeep.errors import InputError, one_line, pip_install
 from kvkeep.jobs.lines import COMPLETION
-from kvkeep.runs import Lock, sync, sync_folder
+from kvkeep.result_files import Lock, sync, sync_folder
 from kvkeep.scale import EXTRA
 from kvkeep.scale.files import is_address, is_parquet
 

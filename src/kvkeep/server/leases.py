@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from kvkeep.engine.folder import SUFFIX
 from kvkeep.errors import InputError
-from kvkeep.runs import Lock, sync_folder
+from kvkeep.result_files import Lock, sync_folder
 from kvkeep.server.errors import RefusalError
 
 if sys.platform != "win32":

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kvkeep.errors import InputError, ShapeError, SnapshotError, UnsupportedOperationError
 from kvkeep.handing import PhasedCache
+from kvkeep.head_profile import Profile
 from kvkeep.history import History, padded
 from kvkeep.hybrid import state_part
 from kvkeep.layer import Layer
 from kvkeep.policies.base import Policy
-from kvkeep.profile import Profile
 from kvkeep.snapshot.arguments import Settings, check_kind, checked_row, ids_of_row
 from kvkeep.snapshot.contents import check, put, take
 from kvkeep.snapshot.fingerprint import (

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from kvkeep.runs import parse
+from kvkeep.result_files import parse
 from kvkeep.snapshot.layout import DTYPES, KEY
 
 LONGEST_HEADER = 64 * 2**20 - 8

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvkeep.codes import KV_BITS, NUMBERS, groups
 from kvkeep.errors import SnapshotError
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 from kvkeep.snapshot.contents import Contents
 from kvkeep.snapshot.described import LayerDescription, described_flags, described_layers, fingerprint_of, whole
 from kvkeep.snapshot.fingerprint import Fingerprint

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvkeep.parallel import Heads
+from kvkeep.head_sharding import Heads
 from kvkeep.snapshot.contents import Contents
 from kvkeep.store import RowCopy
 from kvkeep.types import EMPTY

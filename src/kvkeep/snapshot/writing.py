@@ -14,7 +14,7 @@ from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from kvkeep.errors import SnapshotError
-from kvkeep.runs import in_full, remove_leftovers, write_whole
+from kvkeep.result_files import in_full, remove_leftovers, write_whole
 from kvkeep.snapshot.header import LONGEST_HEADER
 from kvkeep.snapshot.layout import KEY, NAMES, OCCUPIED, TOKENS, Parts, is_cut
 from kvkeep.store import RowCopy

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.memory import bytes_of
-from kvkeep.parallel import ALONE, Heads
 from kvkeep.types import Report
 
 _LATER = torch.iinfo(torch.int64).max

@@ -7,8 +7,8 @@ from typing import Any
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.lazy import LazySlots, LazyView
-from kvkeep.parallel import ALONE, Heads
 from kvkeep.store.block import Block
 from kvkeep.types import Phase, Slots, Turning, View
 

@@ -13,8 +13,8 @@ from kvkeep import scores
 from kvkeep.backends import reference
 from kvkeep.codes import KV_BITS, decode, encode, encode_keys, hadamard
 from kvkeep.eviction import head_budgets, limit
+from kvkeep.head_sharding import ALONE, Heads
 from kvkeep.layer import Layer
-from kvkeep.parallel import ALONE, Heads
 from kvkeep.pins import Spans, table
 from kvkeep.policies.base import Policy
 from kvkeep.store import Cascade

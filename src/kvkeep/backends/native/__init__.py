@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Statistic
 from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.again import turned
 from kvkeep.backends.native import ops, prefill_ops, slot_ops
@@ -25,8 +26,7 @@ from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.wanted import is_known, wanted
 from kvkeep.lazy import LazySlots
 from kvkeep.ranges import lying
-from kvkeep.rotary.ranks import Rotation
-from kvkeep.statistic import Statistic
+from kvkeep.rotary import Rotation
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 __all__ = ["Native", "NativeBackend", "native"]

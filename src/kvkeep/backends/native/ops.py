@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from kvkeep.attention_stats import BITS
 from kvkeep.backends.added import Added, Limits, Ring
 from kvkeep.backends.native import checks, coding
 from kvkeep.backends.native.packing import LAST, bounded, cast_to, either, library_for, pointer, strides
 from kvkeep.backends.native.turn import Turn
 from kvkeep.backends.wanted import Wanted
 from kvkeep.ranges import Ranges
-from kvkeep.statistic import BITS
 from kvkeep.types import AttentionOptions, Slots
 
 _KINDS = {None: 1, "last": 2, "low": 3}

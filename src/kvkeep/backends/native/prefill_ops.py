@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Statistic
 from kvkeep.backends.native import checks
 from kvkeep.backends.native.packing import LAST, library_for, pointer
 from kvkeep.backends.wanted import sums_wanted
 from kvkeep.copies import pieces
-from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Report, Slots
 
 _SHAPE = struct.Struct("8q 4q")

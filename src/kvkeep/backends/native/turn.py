@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvkeep.rotary.ranks import Rotation
+from kvkeep.rotary import Rotation
 
 
 class Turn(NamedTuple):

@@ -16,6 +16,7 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvkeep.attention_stats import Statistic
 from kvkeep.backends.added import Added, Limits
 from kvkeep.backends.pool import Copying
 from kvkeep.backends.protocol import Backend
@@ -23,7 +24,6 @@ from kvkeep.backends.torch import TorchBackend
 from kvkeep.backends.triton import gpu, ops, prefill_ops
 from kvkeep.backends.wanted import is_known, wanted
 from kvkeep.lazy import LazySlots
-from kvkeep.statistic import Statistic
 from kvkeep.types import AttentionOptions, Budget, Report, Slots
 
 __all__ = ["TritonBackend"]

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvkeep.attention_stats import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
 from kvkeep.backends.triton import flash, gpu
-from kvkeep.statistic import Low, LowRows, Mass, MassAndLast, Nothing, Statistic
 from kvkeep.types import AttentionOptions, Fresh, Report, Slots
 
 Output = Literal["auto", "torch", "triton"]

@@ -22,11 +22,11 @@ from kvkeep.cli.calibrate.request import Request, target
 from kvkeep.cli.files import read_text
 from kvkeep.cli.loading import check_weights, writer_of
 from kvkeep.errors import InputError
+from kvkeep.head_profile import Profile
 from kvkeep.models import threads
 from kvkeep.models.files import locate
 from kvkeep.models.hub import cached_if_unreachable
 from kvkeep.models.load import embedded, find, quiet, read_config
-from kvkeep.profile import Profile
 
 EMBEDDED = "the embedded model"
 DEFAULT_CONTEXT = 1024

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.cli.files import data_folder, place
 from kvkeep.errors import InputError, KVKeepError
-from kvkeep.runs import Lock, in_full, remove_leftovers
+from kvkeep.result_files import Lock, in_full, remove_leftovers
 
 if TYPE_CHECKING:
     from kvkeep.snapshot import Snapshot

@@ -31,8 +31,7 @@ from kvkeep.models.device import parse_device, parse_dtype
 from kvkeep.models.load import embedded, find, quiet, read_weights
 from kvkeep.models.quantised import check_format
 from kvkeep.models.text import Writer
-from kvkeep.results import command
-from kvkeep.runs import as_text
+from kvkeep.result_files import as_text, command
 from kvkeep.scale.cluster import check_ray
 
 EMBEDDED = "embedded"

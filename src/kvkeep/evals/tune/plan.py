@@ -27,7 +27,7 @@ from kvkeep.planning.setting import Setting
 from kvkeep.planning.shapes import outline
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse, spec
-from kvkeep.runs import in_full
+from kvkeep.result_files import in_full
 
 CONTEXT = 1024
 """Default tokens of a text; fewer if the model was trained for fewer."""

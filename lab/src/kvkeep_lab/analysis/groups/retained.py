@@ -15,11 +15,11 @@ from torch import Tensor
 
 from kvkeep import budget as budgets
 from kvkeep import scores
+from kvkeep.attention_stats import Rows as Block
+from kvkeep.attention_stats import Statistic
 from kvkeep.eviction import limit
 from kvkeep.policies.base import Policy
 from kvkeep.registry import parse
-from kvkeep.statistic import Rows as Block
-from kvkeep.statistic import Statistic
 from kvkeep.types import Phase, Report, View
 from kvkeep_lab.analysis.groups._ranks import uniform_mass
 from kvkeep_lab.analysis.groups._shared import in_bins, lines, percent, show

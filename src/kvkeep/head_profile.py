@@ -19,7 +19,7 @@ from typing import Any
 
 from kvkeep.budget import MOST
 from kvkeep.errors import BudgetError, InputError
-from kvkeep.runs import finite, in_full, parse, write_whole
+from kvkeep.result_files import finite, in_full, parse, write_whole
 
 FORMAT, VERSION = "kvkeep-profile", 1
 
